@@ -1,0 +1,25 @@
+"""Dense GEMM with fused epilogues, and the ground that block-sparse products and attention stand on.
+
+gemm(a, b, ...)       the product a torch user calls
+explain(op, ...)      which kernel a call takes, and why
+path("sm_80")         a context that forces a family of kernels
+functions             elementwise functions for epilogues of one's own
+load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
+"""
+
+from . import functions
+from .explain import explain, explains
+from .ops import gemm, plan_gemm
+from .runtime.plan import path
+
+__all__ = ["explain", "functions", "gemm", "load_bundle", "path"]
+__version__ = "0.1.0"
+
+explains(gemm, plan_gemm)
+
+
+def load_bundle(folder) -> None:
+    """Look for kernels in this ahead-of-time bundle before the disk cache; raises BundleError if it does not fit."""
+    from .runtime.cache import default_cache
+
+    default_cache().add_bundle(folder)

@@ -1,0 +1,275 @@
+"""Which kernels there are: the facts that ops can ask for, listed, so that tools and tests need no tensors.
+
+Compiling needs no GPU, so a test can hold each of these to its registers and its instructions on every architecture,
+and a bundle can hold each of these for machines that should not compile.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from . import functions, heuristics
+from .arch import ARCHS, ArchSpec, arch_named
+from .config import BlockFacts, GemmConfig, GemmFacts, unsupported
+from .epilogue import EpilogueSpec
+
+# One block shape for each way that blocks meet tiles: as wide as a tile, narrower, several tiles high, several K-tiles
+# wide, a last K-tile of 48 (112), tiles of 32 and 16 columns, a tile that hangs over the block's edge (48).
+BLOCKS = ((128, 128), (128, 64), (256, 64), (64, 64), (512, 112), (32, 32), (16, 16), (48, 112), (64, 256))
+OPS = ("gemm", "bsr_matmul", "bsr_linear")
+
+LOADED_BLOCKS = (
+    None,
+    (128, 128),
+    (32, 32),
+    (512, 112),
+)  # every configuration of these also gets a full epilogue
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def squared_relu(x):
+    """A user's own epilogue function, as the documentation of `functions` shows it."""
+    return functions.maximum(x, 0.0) * functions.maximum(x, 0.0)
+
+
+# gelu is the activation that costs the most registers and instructions: it has an error function in it.
+ROW = EpilogueSpec(bias="row", bias_dtype="bfloat16", residual=True, activation="gelu")
+COL = EpilogueSpec(bias="col", bias_dtype="bfloat16", residual=True, activation="gelu")
+FULL = EpilogueSpec(
+    scale=True, bias="col", bias_dtype="float32", residual=True, activation="gelu_tanh", function=squared_relu
+)
+
+
+def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec) -> list[GemmConfig]:
+    """What the heuristics choose from, for a dense product or a block shape."""
+    facts = None if block is None else BlockFacts(*block, "int32")
+    if path == "sm_90":
+        return heuristics.candidates_sm90(facts, ARCHS["sm_90"])
+    return heuristics.candidates_sm80(facts, spec)
+
+
+def dense(spec: ArchSpec, path: str, config: GemmConfig, **changes) -> GemmFacts:
+    """gemm(a, b) of contiguous matrices."""
+    return GemmFacts(
+        **{"arch": spec.target, "path": path, "config": config, "majors": ("k", "n", "n")} | changes
+    )
+
+
+def bsr(spec: ArchSpec, path: str, config: GemmConfig, block: tuple[int, int], **changes) -> GemmFacts:
+    """bsr_matmul(W, b) of a contiguous b."""
+    index = BlockFacts(*block, changes.pop("index_dtype", "int32"))
+    return dense(spec, path, config, **{"block": index, "ranks": (3, 2, 2)} | changes)
+
+
+def linear(spec: ArchSpec, path: str, config: GemmConfig, block: tuple[int, int], **changes) -> GemmFacts:
+    """bsr_linear(x, W) of a contiguous x."""
+    return bsr(spec, path, config, block, **{"majors": ("k", "k", "m"), "transposed": True} | changes)
+
+
+def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
+    """Each kernel configuration of an architecture, plain, and the main ones in all their variations.
+
+    With `quick` three of them: a dense product, the commonest block, and the most awkward one under an epilogue.
+    """
+    spec = arch_named(arch)
+    if quick:
+        found = [
+            dense(spec, spec.path, configurations(spec.path, None, spec)[0]),
+            bsr(spec, spec.path, configurations(spec.path, (128, 128), spec)[0], (128, 128)),
+            linear(spec, spec.path, configurations(spec.path, (512, 112), spec)[0], (512, 112), epilogue=ROW),
+        ]
+        return _buildable(found)
+    found = list(_every_configuration(spec))
+    found += dense_variations(spec, spec.path)
+    found += sparse_variations(spec, spec.path)
+    if spec.path == "sm_80":
+        found += unaligned(spec)
+    else:
+        found += _older_path(spec)
+    return _buildable(found)
+
+
+def _buildable(facts: Iterable[GemmFacts]) -> list[GemmFacts]:
+    """Without repetitions, and without what no kernel can be built from."""
+    return [f for f in dict.fromkeys(facts) if not unsupported(f)]
+
+
+def _every_configuration(spec: ArchSpec) -> Iterator[GemmFacts]:
+    for block in (None, *BLOCKS):
+        for config in configurations(spec.path, block, spec):
+            if block is None:
+                yield dense(spec, spec.path, config)
+                yield dense(spec, spec.path, config, epilogue=COL)
+                continue
+            yield bsr(spec, spec.path, config, block)
+            if block in LOADED_BLOCKS:
+                yield linear(spec, spec.path, config, block, epilogue=ROW)
+
+
+def dense_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """The main dense configuration with other operands, outputs and epilogues."""
+    main = dense(spec, path, configurations(path, None, spec)[0])
+    changes = [{"majors": (a, b, "n")} for a in "km" for b in "kn"]
+    changes += [
+        {"majors": ("k", "n", "m")},
+        {"dtype": "float16", "out_dtype": "float16"},
+        {"out_dtype": "float32", "aligns": (8, 8, 4)},
+        {"out_dtype": "float32", "aligns": (8, 8, 4), "majors": ("k", "n", "m")},
+        {"out_dtype": "float32", "aligns": (8, 8, 4), "epilogue": FULL},
+        {"aligns": (8, 8, 1)},
+        {"aligns": (8, 8, 1), "epilogue": COL},
+        {"aligns": (8, 8, 1), "majors": ("k", "n", "any")},
+        {"epilogue": ROW},
+        {"epilogue": FULL},
+        {"ranks": (3, 3, 3)},
+        {"ranks": (2, 3, 3)},  # one A for the whole batch
+    ]
+    return [replace(main, **change) for change in changes]
+
+
+def sparse_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """The main configuration of 128x128 blocks with other operands, outputs and epilogues."""
+    block = (128, 128)
+    config = configurations(path, block, spec)[0]
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    return [
+        bsr(spec, path, config, block, majors=("k", "k", "n")),
+        bsr(spec, path, config, block, dtype="float16", out_dtype="float16"),
+        bsr(spec, path, config, block, **fp32),
+        bsr(spec, path, config, block, index_dtype="int64"),
+        bsr(spec, path, config, block, ranks=(3, 3, 3)),
+        bsr(spec, path, config, block, aligns=(8, 8, 1)),
+        bsr(spec, path, config, block, epilogue=COL),
+        bsr(spec, path, config, block, epilogue=ROW),
+        bsr(spec, path, config, block, epilogue=FULL),
+        linear(spec, path, config, block),
+        linear(spec, path, config, block, majors=("k", "n", "m")),
+        linear(spec, path, config, block, aligns=(8, 8, 1)),
+        linear(spec, path, config, block, **fp32, epilogue=ROW),
+    ]
+
+
+def unaligned(spec: ArchSpec) -> list[GemmFacts]:
+    """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
+    config = configurations("sm_80", None, spec)[0]
+    block = (128, 128)
+    sparse = configurations("sm_80", block, spec)[0]
+    strided = {"majors": ("any", "any", "any"), "aligns": (1, 1, 1)}
+    return [
+        *(dense(spec, "sm_80", config, aligns=(align,) * 3) for align in (1, 2, 4)),
+        dense(spec, "sm_80", config, aligns=(1, 1, 1), majors=("m", "k", "n")),
+        dense(spec, "sm_80", config, aligns=(1, 1, 1), epilogue=COL),
+        dense(spec, "sm_80", config, **strided),
+        *(bsr(spec, "sm_80", sparse, block, aligns=(8, align, align)) for align in (1, 4)),
+        bsr(spec, "sm_80", sparse, block, majors=("k", "any", "n"), aligns=(8, 1, 8)),
+        linear(spec, "sm_80", sparse, block, aligns=(8, 1, 1), epilogue=ROW),
+    ]
+
+
+def _older_path(spec: ArchSpec) -> list[GemmFacts]:
+    """The sm_80 kernels compiled for a newer GPU, which takes them for unaligned operands or when told to."""
+    blocks = ((128, 128), (512, 112), (32, 32))
+    return [
+        dense(spec, "sm_80", configurations("sm_80", None, spec)[0]),
+        dense(spec, "sm_80", configurations("sm_80", None, spec)[0], epilogue=COL),
+        *(bsr(spec, "sm_80", configurations("sm_80", block, spec)[0], block) for block in blocks),
+        *unaligned(spec),
+    ]
+
+
+def bundle_facts(
+    arch: str,
+    dtypes: Iterable[str],
+    blocks: Iterable[tuple[int, int]],
+    ops: Iterable[str] = OPS,
+    index_dtypes: Iterable[str] = ("int32",),
+) -> list[GemmFacts]:
+    """What `ops` ask for on aligned contiguous matrices, under no epilogue, a bias, and a bias with each activation.
+
+    Shapes decide between the configurations, so all of them are here. gemm's b may also be the transpose of a
+    contiguous weight. The bias has the operands' dtype and counts output features. Not here, and compiled on their
+    first call: batches that do not fold into rows, residuals, fp32 outputs, alpha, and functions of one's own.
+    """
+    spec = arch_named(arch)
+    blocks, index_dtypes, ops = list(blocks), list(index_dtypes), list(ops)
+    if unknown := set(ops) - set(OPS):
+        raise ValueError(f"unknown operation {min(unknown)!r}; known are {', '.join(OPS)}")
+    found = []
+    for dtype in dtypes:
+        types = {"dtype": dtype, "out_dtype": dtype}
+        for op in ops:
+            epilogues = epilogues_of("row" if op == "bsr_linear" else "col", dtype)
+            for block in (None,) if op == "gemm" else blocks:
+                configs = configurations(spec.path, block, spec)
+                for config, epilogue in ((c, e) for c in configs for e in epilogues):
+                    if op == "gemm":
+                        for b in "nk":
+                            majors = ("k", b, "n")
+                            found.append(
+                                dense(spec, spec.path, config, majors=majors, epilogue=epilogue, **types)
+                            )
+                        continue
+                    make = linear if op == "bsr_linear" else bsr
+                    for index in index_dtypes:
+                        found.append(
+                            make(
+                                spec, spec.path, config, block, epilogue=epilogue, index_dtype=index, **types
+                            )
+                        )
+    return _buildable(found)
+
+
+def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
+    """None, a bias, and a bias with each activation."""
+    with_bias = EpilogueSpec(bias=bias, bias_dtype=dtype)
+    return [
+        EpilogueSpec(),
+        with_bias,
+        *(replace(with_bias, activation=name) for name in functions.ACTIVATIONS),
+    ]
+
+
+# -- in words --------------------------------------------------------------------------------------------------
+
+
+def config_text(config: GemmConfig) -> str:
+    """As str(config), in half the width: tile/stages, split, and what is not 1."""
+    text = (
+        f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
+    )
+    if config.cluster_m * config.cluster_n > 1:
+        text += f" c{config.cluster_m}x{config.cluster_n}"
+    return text + (" pp" if config.teams == 2 else "")
+
+
+def block_text(facts: GemmFacts) -> str:
+    return f"{facts.block.bm}x{facts.block.bk}" if facts.block else "dense"
+
+
+def operands_text(facts: GemmFacts) -> str:
+    """Majors and types; then what differs from aligned matrices with 32-bit indices."""
+    types = SHORT[facts.dtype] + (f">{SHORT[facts.out_dtype]}" if facts.out_dtype != facts.dtype else "")
+    text = f"{','.join(facts.majors)} {types}"
+    aligned = (8, 8, 16 // facts.out_bytes)
+    if facts.aligns != aligned:
+        text += " align " + ",".join(map(str, facts.aligns))
+    if facts.ranks[1:] != (2, 2):
+        text += " rank " + ",".join(map(str, facts.ranks))
+    if facts.block and facts.block.index_dtype != "int32":
+        text += f" {facts.block.index_dtype}"
+    return text + (" linear" if facts.transposed else "")
+
+
+def epilogue_text(spec: EpilogueSpec) -> str:
+    """The terms in their order; "" for none."""
+    terms = ["alpha"] if spec.scale else []
+    terms += [f"{spec.bias}({SHORT[spec.bias_dtype]})"] if spec.bias else []
+    terms += ["residual"] if spec.residual else []
+    terms += [spec.activation] if spec.activation else []
+    terms += [spec.function.__name__] if spec.function else []
+    return "+".join(terms)
+
+
+def name_of(facts: GemmFacts) -> str:
+    """One line that no other entry of an architecture's catalogue shares."""
+    parts = (facts.path, config_text(facts.config), block_text(facts), operands_text(facts))
+    return "; ".join(filter(None, (*parts, epilogue_text(facts.epilogue))))

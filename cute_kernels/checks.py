@@ -1,0 +1,111 @@
+"""Checks that every op makes before any launch; each raises with what is wrong and what would work."""
+
+import torch
+
+from .dtypes import NAMES, OPERANDS
+from .epilogue import EpilogueSpec
+from .functions import ACTIVATIONS
+from .runtime.function_key import function_key
+
+
+def check_tensor(name: str, value) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+
+
+def check_operands(op: str, **tensors) -> None:
+    """All of one 16-bit floating type and on one device, CUDA or CPU."""
+    (first_name, first), *rest = tensors.items()
+    if first.dtype not in OPERANDS:
+        raise TypeError(
+            f"{op}: {first_name} is {first.dtype}; the kernels multiply torch.bfloat16 and torch.float16 (cast with .to())"
+        )
+    for name, tensor in rest:
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; cast one of them")
+    check_device(op, first.device, **tensors)
+
+
+def check_device(op: str, device, **tensors) -> None:
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{op}: tensors on {device}; CUDA and CPU tensors are supported")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; move it with .to()")
+
+
+def check_no_grad(op: str, *tensors) -> None:
+    """The ops have no backward yet; dropping a gradient silently would be worse than saying so."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{op} does not compute gradients, and an argument requires one; call it under torch.no_grad() or detach()"
+        )
+
+
+def check_out(op: str, out, *operands) -> None:
+    """out is no operand, which the kernel still reads while it writes, and no leaf that autograd watches."""
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{op}: out requires a gradient; pass out.detach() or call it under torch.no_grad()")
+    if any(out.data_ptr() == t.data_ptr() for t in operands) and out.numel():
+        raise ValueError(f"{op}: out shares memory with an operand, which the kernel still reads while it writes")
+
+
+def check_out_dtype(op: str, out, out_dtype, default):
+    """The output's dtype: out's, the one asked for, or the operands'."""
+    if out is not None:
+        if out_dtype is not None and out_dtype != out.dtype:
+            raise TypeError(f"{op}: out is {out.dtype} but out_dtype={out_dtype}; pass one of the two")
+        out_dtype = out.dtype
+    out_dtype = default if out_dtype is None else out_dtype
+    if out_dtype not in NAMES:
+        raise TypeError(f"{op}: output of {out_dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
+    return out_dtype
+
+
+def check_result(op: str, name: str, tensor, shape, dtype) -> None:
+    """out and residual have exactly the result's shape and dtype; out must not overlap itself."""
+    if tensor is None:
+        return
+    check_tensor(f"{op}: {name}", tensor)
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, the result has {tuple(shape)}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, the result {dtype}; cast it or pass out_dtype=")
+    if name == "out" and any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{op}: out is an expanded tensor (strides {tensor.stride()}): its elements share memory")
+
+
+def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
+    """ "col" for a bias (cols,) or (1, cols), one value per column of the result; "row" for (rows, 1)."""
+    if bias is None:
+        return None
+    check_tensor(f"{op}: bias", bias)
+    if bias.dtype not in NAMES:
+        raise TypeError(f"{op}: bias is {bias.dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
+    shape = tuple(bias.shape)
+    if shape in ((cols,), (1, cols)):
+        return "col"
+    if shape == (rows, 1):
+        return "row"
+    raise ValueError(
+        f"{op}: bias has shape {shape}; the result's last two extents are ({rows}, {cols}), so it must be "
+        f"({cols},) for one value a column or ({rows}, 1) for one value a row"
+    )
+
+
+def epilogue_spec(op, kind, bias, activation, residual, alpha, function) -> EpilogueSpec:
+    """The static half of an epilogue, from an op's arguments."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)} and None")
+    if function is not None:
+        function_key(function)  # raises where a function cannot key a kernel
+    return EpilogueSpec(
+        scale=alpha != 1.0,
+        bias=kind,
+        bias_dtype=NAMES[bias.dtype] if kind else None,
+        residual=residual is not None,
+        activation=activation,
+        function=function,
+    )

@@ -1,0 +1,20 @@
+"""The element types the kernels know, under torch's and under the compiler's names."""
+
+import torch
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+TORCH = {name: dtype for dtype, name in NAMES.items()}
+OPERANDS = (torch.bfloat16, torch.float16)
+
+
+def cutlass_dtype(name: str):
+    """The compiler's numeric type of a name: float16, bfloat16, float32, int32 or int64."""
+    import cutlass
+
+    return {
+        "bfloat16": cutlass.BFloat16,
+        "float16": cutlass.Float16,
+        "float32": cutlass.Float32,
+        "int32": cutlass.Int32,
+        "int64": cutlass.Int64,
+    }[name]

@@ -1,0 +1,99 @@
+"""What happens to an accumulator before it is stored: D = f(activation(alpha * A B + bias + beta * residual)).
+
+The epilogue has a static half, `EpilogueSpec` (which terms there are: part of the key a kernel is compiled by), and
+a dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
+fragments of shape (2, 2, J), the accumulator layout that mma.sync and wgmma have in common. Value (c, r, j) of a
+thread lies at row r * 8 and column j * 8 + c from the thread's first element.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr, range_constexpr
+
+from . import functions
+from .runtime.function_key import function_key
+
+
+@dataclass(frozen=True)
+class EpilogueSpec:
+    """Which terms an epilogue has. The order they apply in is fixed:
+
+    x = alpha * acc                 scale
+    x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col"
+    x = x + beta * residual         residual, laid out as D
+    x = activation(x)               a name in functions.ACTIVATIONS
+    x = function(x)                 the user's own
+    """
+
+    scale: bool = False
+    bias: str | None = None
+    bias_dtype: str | None = None
+    residual: bool = False
+    activation: str | None = None
+    function: Callable | None = None
+
+    def without_function(self) -> "EpilogueSpec":
+        return replace(self, function=None)
+
+    def function_key(self) -> str:
+        """What the user's function computes, as a text: "" without one."""
+        return function_key(self.function) if self.function else ""
+
+
+@dataclass(frozen=True)
+class EpilogueArgs:
+    """Tensors and scalars of the terms: bias (bias extent, outer), residual (M, N, outer_m, L) like mD."""
+
+    bias: cute.Tensor | None
+    residual: cute.Tensor | None
+    alpha: Float32
+    beta: Float32
+
+
+def coordinates(tCcD: cute.Tensor, first: int, count: int, origin: tuple) -> list[tuple]:
+    """(m, n) of `count` accumulators from flat index `first`, the fragment's tile lying at `origin`."""
+    return [(origin[0] + c[0], origin[1] + c[1]) for c in (tCcD[first + v] for v in range(count))]
+
+
+@cute.jit
+def apply(
+    spec: cutlass.Constexpr,
+    args: EpilogueArgs,
+    rD: cute.Tensor,  # (2 * 2 * J,) fp32 fragment, updated in place
+    cD: list,  # (2 * 2 * J,) coordinates (m, n) of its values inside (M, N)
+    extent: tuple,  # (M, N): values outside are never read from the residual or the bias
+    outer: tuple,  # (outer_m, l)
+):
+    """Run the epilogue on one chunk of accumulators, in registers."""
+    size = const_expr(cute.size(rD))
+    x = rD.load()
+    if const_expr(spec.scale):
+        x = x * args.alpha
+    if const_expr(spec.bias is not None):
+        rBias = cute.make_rmem_tensor(rD.shape, Float32)
+        mode = const_expr(0 if spec.bias == "row" else 1)
+        for v in range_constexpr(size):
+            # A row bias has one value per r, a column bias one per (c, j): load each once, then copy.
+            first = const_expr(v & 2 if spec.bias == "row" else v & ~2)
+            if const_expr(v == first):
+                rBias[v] = Float32(0.0)
+                if cD[v][mode] < extent[mode]:
+                    rBias[v] = args.bias[cD[v][mode], outer[0]].to(Float32)
+            else:
+                rBias[v] = rBias[first]
+        x = x + rBias.load()
+    if const_expr(spec.residual):
+        rC = cute.make_rmem_tensor(rD.shape, Float32)
+        for v in range_constexpr(size):
+            rC[v] = Float32(0.0)
+            if cute.elem_less(cD[v], extent):
+                rC[v] = args.residual[cD[v][0], cD[v][1], outer[0], outer[1]].to(Float32)
+        x = x + args.beta * rC.load()
+    if const_expr(spec.activation is not None):
+        x = functions.ACTIVATIONS[spec.activation](x)
+    if const_expr(spec.function is not None):
+        x = spec.function(x)
+    rD.store(x)

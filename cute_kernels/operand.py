@@ -1,0 +1,66 @@
+"""How a torch matrix lies in memory, in the few facts that select a kernel."""
+
+import math
+from typing import NamedTuple
+
+VECTOR = 8  # elements: 16 bytes of a 16-bit type, what TMA's strides and the widest cp.async are made of
+
+
+class Layout(NamedTuple):
+    """One matrix, or one batch of matrices.
+
+    `contiguous` is the mode of stride 1: "row" (a row's elements are neighbours), "col", or "any" for neither.
+    `align`: the base address and all other strides are multiples of that many elements, 1 to 8. `vector`: the
+    contiguous extent is as well. TMA needs align == 8; cp.async copies `vector` elements at a time.
+    """
+
+    contiguous: str
+    align: int
+    vector: int
+
+
+def layout_of(shape, stride, address: int, itemsize: int) -> Layout:
+    """The Layout of a (rows, cols) or (L, rows, cols) tensor; strides in elements, the address in bytes.
+
+    A mode of extent 1 may have any stride: it is never stepped along.
+    """
+    strides = [0 if n <= 1 else s for n, s in zip(shape, stride, strict=True)]
+    limit = VECTOR * 2 // itemsize
+    base = math.gcd(address // itemsize, limit) if address % itemsize == 0 else 1
+    best = Layout("any", 1, 1)
+    for name, mode in (("row", len(shape) - 1), ("col", len(shape) - 2)):
+        if strides[mode] != 1 and shape[mode] > 1:
+            continue
+        align = math.gcd(base, *(s for i, s in enumerate(strides) if i != mode))
+        found = Layout(name, align, math.gcd(align, shape[mode]))
+        # The mode that allows the wider copy; of equals the longer one, so that a column vector is not one row.
+        if best.contiguous == "any" or (found.align, found.vector) > (best.align, best.vector):
+            best = found
+    return best
+
+
+def flatten_batch(tensor, rank: int):
+    """`tensor` as (rows, cols) or (L, rows, cols), and whether torch had to copy it to get there.
+
+    With rank 2 the batch is folded into the rows, which only a tensor with one row stride allows.
+    """
+    if tensor.dim() == rank:
+        return tensor, False
+    shape = (-1, *tensor.shape[-2:]) if rank == 3 else (-1, tensor.shape[-1])
+    try:
+        return tensor.view(shape), False
+    except RuntimeError:
+        return tensor.reshape(shape), True
+
+
+def folds_into_rows(tensor) -> bool:
+    """Whether (..., rows, cols) is one matrix (prod(...) * rows, cols) with a single row stride."""
+    shape, stride = tensor.shape, tensor.stride()
+    expected = None
+    for n, s in zip(reversed(shape[:-1]), reversed(stride[:-1]), strict=True):
+        if n == 1:
+            continue
+        if expected is not None and s != expected:
+            return False
+        expected = s * n
+    return True

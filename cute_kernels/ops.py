@@ -1,0 +1,199 @@
+"""gemm: what a torch user calls. Validate, plan, launch.
+
+An eager call with metadata seen before costs a key, a look-up and the launch; everything else happens once. Under
+torch.compile the call goes through the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`.
+"""
+
+import math
+
+import torch
+
+from . import checks, reference
+from .dtypes import NAMES
+from .heuristics import Extents
+from .operand import flatten_batch, folds_into_rows, layout_of
+from .runtime.plan import Plan, Problem, choose, device_arch, forced_path
+
+_PLANS: dict[tuple, Plan] = {}
+_MOST_PLANS = 8192  # a bound for programs whose shapes never repeat
+
+
+def gemm(
+    a,
+    b,
+    bias=None,
+    activation=None,
+    residual=None,
+    alpha=1.0,
+    beta=1.0,
+    out=None,
+    out_dtype=None,
+    *,
+    epilogue=None,
+):
+    """epilogue(activation(alpha * a @ b + bias + beta * residual)), accumulated and applied in fp32.
+
+    Args:
+        a: (..., M, K) bfloat16 or float16, of any strides.
+        b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
+        bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16 or float32.
+        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
+        residual: of the result's shape and dtype.
+        alpha, beta: Python floats.
+        out: where to write the result, of any strides; it may be `residual`, but not `a` or `b`.
+        out_dtype: bfloat16, float16 or float32; by default a's dtype.
+        epilogue: a Python function of the fp32 accumulators (see cute_kernels.functions), compiled into the kernel.
+
+    Returns:
+        (..., M, N), `out` if it was given.
+
+    CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
+    of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
+    run a plain torch reference in fp32. Results are the same bits on every run.
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
+        RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from .runtime.torch_op import traced_gemm
+
+        return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
+    try:
+        pa, pb, pd = a.data_ptr(), b.data_ptr(), 0 if out is None else out.data_ptr()
+        key = (
+            a.shape, a.stride(), a.dtype, a.get_device(), b.shape, b.stride(), b.dtype, b.get_device(),
+            (pa & 15, pb & 15, pd & 15) if (pa | pb | pd) & 15 else 0,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
+            activation, epilogue, alpha == 1.0, out_dtype, forced_path(),
+        )  # fmt: skip
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        key = plan = None  # whatever it is, the plan's checks will name it
+    if plan is None:
+        plan = plan_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue=epilogue)
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    if (a.requires_grad or b.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
+        checks.check_no_grad("gemm", a, b, bias, residual)
+    if plan.function is None:
+        return without_kernel(plan, a, b, bias, activation, residual, alpha, beta, out, epilogue)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+    elif pd == pa or pd == pb or out.requires_grad:
+        checks.check_out("gemm", out, a, b)
+    d = out
+    if plan.views:
+        a, b, d, bias, residual = viewed(plan.views, a, b, out, bias, residual)
+    plan.function(a, b, d, bias, residual, alpha, beta, plan.group, plan.max_ctas)
+    return out
+
+
+def viewed(views: tuple, *tensors) -> list:
+    """The tensors as the kernel wants them; None stays None."""
+    return [t if view is None or t is None else view(t) for t, view in zip(tensors, views, strict=True)]
+
+
+def without_kernel(plan: Plan, a, b, bias, activation, residual, alpha, beta, out, epilogue):
+    """CPU tensors run the reference; an empty result needs nothing at all."""
+    if not plan.empty:
+        return reference.gemm(a, b, bias, activation, residual, alpha, beta, out, plan.out_dtype, epilogue)
+    return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
+
+
+def plan_gemm(
+    a, b, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, out=None, out_dtype=None, *, epilogue=None
+) -> Plan:
+    """Check a call's arguments and choose its kernel, without launching it."""
+    checks.check_tensor("gemm: a", a)
+    checks.check_tensor("gemm: b", b)
+    if a.dim() < 2 or b.dim() < 2:
+        raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both need at least 2 (use unsqueeze)")
+    checks.check_operands("gemm", a=a, b=b)
+    (M, K), N = a.shape[-2:], b.shape[-1]
+    if b.shape[-2] != K:
+        raise ValueError(f"gemm: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[-2]} rows")
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
+    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, a.dtype)
+    shape = (*batch, M, N)
+    checks.check_result("gemm", "out", out, shape, out_dtype)
+    checks.check_result("gemm", "residual", residual, shape, out_dtype)
+    kind = checks.bias_kind("gemm", bias, M, N)
+    checks.check_device("gemm", a.device, out=out, bias=bias, residual=residual)
+    spec = checks.epilogue_spec("gemm", kind, bias, activation, residual, alpha, epilogue)
+    plan = Plan("gemm", shape, out_dtype, a.device)
+    if math.prod(shape) == 0:
+        plan.empty = True
+    elif a.device.type == "cuda":
+        _plan_kernel(plan, a, b, bias, residual, out, batch, spec)
+    return plan
+
+
+def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
+    """Fill in the kernel: how the tensors are viewed, which facts, which function."""
+    from .runtime.kernels import function_for
+
+    (M, K), N = a.shape[-2:], b.shape[-1]
+    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
+    results = [t for t in (d, residual) if t is not None]
+    # A batch of A with one B is one tall matrix, wherever the strides allow it and no bias counts rows.
+    fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
+    views = tuple(
+        None if t is None else _view_of(name, t, batch, fold, plan)
+        for name, t in (("a", a), ("b", b), ("out", d), ("bias", bias), ("residual", residual))
+    )
+    if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
+        plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
+        rows = (d if views[2] is None else views[2](d)).shape[-2]
+        views = (lambda t: t.new_zeros(rows, 8), lambda t: t.new_zeros(8, N), *views[2:])
+    if any(view is not None for view in views):
+        plan.views = views
+    va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
+    layouts = tuple(
+        layout_of(t.shape, t.stride(), 0 if t.is_meta else t.data_ptr(), t.element_size()) for t in (va, vb, vd)
+    )
+    majors = tuple(
+        {"row": names[1], "col": names[0], "any": "any"}[lay.contiguous]
+        for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True)
+    )
+    L = vd.shape[0] if vd.dim() == 3 else 1
+    problem = Problem(
+        Extents(vd.shape[-2], N, va.shape[-1], L),
+        NAMES[a.dtype],
+        NAMES[plan.out_dtype],
+        layouts,
+        majors,
+        (va.dim(), vb.dim(), vd.dim()),
+        spec,
+    )
+    arch, sms = device_arch(a.get_device())
+    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path())
+    plan.notes += notes
+    plan.function = function_for(plan.facts)
+
+
+def _view_of(name: str, t, batch, fold: bool, plan: Plan):
+    """How the kernel views a tensor of the call: None as it is, else a function of the tensor."""
+    if name == "bias":
+        return None if t.dim() == 1 else torch.flatten
+    if t.dim() == 2:
+        return None
+    if fold or math.prod(t.shape[:-2]) == 1 < math.prod(batch):
+        return _as_matrix
+    wide = t.expand(*batch, *t.shape[-2:])
+    _, copied = flatten_batch(wide, 3)
+    if copied and name == "out":
+        raise ValueError(f"gemm: out's batch dimensions, strides {t.stride()}, do not flatten; pass a contiguous out")
+    if copied:
+        plan.notes.append(f"{name} is copied: its batch dimensions, broadcast to {tuple(batch)}, have no single stride")
+    return lambda t: flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]
+
+
+def _as_matrix(t):
+    return flatten_batch(t, 2)[0]

@@ -1,0 +1,32 @@
+"""The same products in plain torch, in fp32: what CPU tensors run, and what tests compare with."""
+
+import torch
+
+from . import functions
+
+
+def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
+    """The epilogue's terms, in their order, on an fp32 or fp64 accumulator (..., M, N)."""
+    x = acc * alpha if alpha != 1.0 else acc
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    if residual is not None:
+        x = x + beta * residual.to(x.dtype)
+    if activation is not None:
+        x = functions.ACTIVATIONS[activation](x)
+    if function is not None:
+        try:
+            x = function(x)
+        except Exception as error:
+            raise TypeError(
+                f"the epilogue function failed on a torch tensor ({error}); written with Python's operators and "
+                "cute_kernels.functions it runs on CPU tensors too"
+            ) from error
+    return x
+
+
+def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, function):
+    """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype."""
+    acc = torch.matmul(a.float(), b.float())
+    result = apply_epilogue(acc, bias, activation, residual, alpha, beta, function).to(out_dtype)
+    return result if out is None else out.copy_(result)

@@ -1,0 +1,141 @@
+"""Kernels compiled ahead of time: a folder of objects with a manifest, for machines that should not compile.
+
+A bundle belongs to one state of the sources and one set of compiler versions, since its keys contain both.
+One that does not fit is refused as a whole, and with the reason, rather than silently never hit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import keys
+from .compile import build_object
+from .store import CorruptEntry, sha256, write_atomically
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class BundleError(ValueError):
+    """A folder that is no bundle, or one that was made for other sources, versions or CPUs."""
+
+
+class Bundle:
+    """An opened bundle; opening it checks that its kernels are the ones this process would compile."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        path = self.folder / MANIFEST
+        try:
+            manifest = json.loads(path.read_bytes())
+            self._check(manifest)
+            self.entries: Mapping[str, Mapping[str, Any]] = manifest["entries"]
+        except OSError as error:
+            raise BundleError(f"{self.folder} is not a bundle of compiled kernels: {error}") from error
+        except BundleError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BundleError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+    def _check(self, manifest: Mapping[str, Any]) -> None:
+        if manifest["format"] != FORMAT:
+            raise BundleError(f"{self.folder} has format {manifest['format']}; this version reads {FORMAT}")
+        expected = keys.versions()
+        differing = [
+            f"{name} {manifest['versions'].get(name, 'none')} instead of {expected.get(name, 'none')}"
+            for name in sorted({*expected, *manifest["versions"]})
+            if manifest["versions"].get(name) != expected.get(name)
+        ]
+        if differing:
+            raise BundleError(f"{self.folder} was compiled with {', '.join(differing)}; compile it anew")
+        if manifest["sources"] != keys.source_fingerprint():
+            raise BundleError(f"{self.folder} was compiled from other kernel sources; compile it anew")
+        if not keys.host_can_run(manifest["host"]):
+            raise BundleError(
+                f"{self.folder} was compiled on {manifest['host']} and may use instructions that this CPU "
+                f"({keys.host_cpu()}) has not; compile it on the least able CPU that it is to run on"
+            )
+
+    def find(self, key: str) -> tuple[Path, Mapping[str, Any]] | None:
+        """An entry's object file and its part of the manifest, None if it has none, or `CorruptEntry`."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        try:
+            path = self.folder / Path(entry["file"]).name
+            if sha256(path.read_bytes()) != entry["sha256"]:
+                raise CorruptEntry("its checksum differs")
+        except (OSError, KeyError, TypeError) as error:
+            raise CorruptEntry(f"{type(error).__name__}: {error}") from error
+        return path, entry
+
+
+class BundleWriter:
+    """Takes compiled kernels, from whichever process they come, and makes a bundle of them.
+
+    The manifest is written last, by `finish`, so a folder left by an interrupted run is not a bundle.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        self._sources, self._versions = keys.source_fingerprint(), keys.versions()
+        self._written: dict[str, dict[str, Any]] = {}
+
+    def key(self, facts: Any) -> str:
+        """The entry's name; its function must be called `keys.function_name` of it."""
+        return keys.entry_key(facts, self._sources, self._versions)
+
+    def add(self, facts: Any, data: bytes, metadata: Mapping[str, Any]) -> None:
+        """Keep one kernel: the bytes of its object file, and its metadata."""
+        key = self.key(facts)
+        write_atomically(self.folder / f"{key}.o", data)
+        self._written[key] = {
+            "file": f"{key}.o",
+            "sha256": sha256(data),
+            "facts": keys.facts_text(facts),
+            "arch": keys.target_of(facts),
+            "metadata": dict(metadata),
+        }
+
+    def has(self, facts: Any) -> bool:
+        return self.key(facts) in self._written
+
+    def finish(self) -> Path:
+        """Write the manifest, remove what an earlier bundle left in the folder, and return the manifest's path."""
+        for path in self.folder.glob("*.o"):
+            if path.stem not in self._written:
+                path.unlink()
+        manifest = {
+            "format": FORMAT,
+            "sources": self._sources,
+            "versions": dict(self._versions),
+            "host": keys.host_cpu(),
+            "entries": self._written,
+        }
+        path = self.folder / MANIFEST
+        write_atomically(path, json.dumps(manifest, indent=1).encode())
+        return path
+
+
+def write_bundle(
+    folder: str | os.PathLike[str],
+    entries: Iterable[tuple[Any, Callable[[], Any]]],
+    progress: Callable[[int, Any], None] | None = None,
+) -> Path:
+    """Compile `entries`, pairs of facts and `build` as `KernelCache.get` takes them, into a bundle.
+
+    `progress(done, facts)` is called after each one. Returns the manifest's path.
+    """
+    writer = BundleWriter(folder)
+    for done, (facts, build) in enumerate(entries, start=1):
+        if not writer.has(facts):
+            writer.add(facts, *build_object(build, keys.function_name(writer.key(facts))))
+        if progress is not None:
+            progress(done, facts)
+    return writer.finish()

@@ -1,0 +1,232 @@
+"""Compiled kernels, found in memory, in a bundle compiled ahead of time, on disk, or else compiled.
+
+`KernelCache.get` is on the path of every call, so its hit is one dictionary look-up without a lock. What it
+returns has always been loaded from an exported object, also right after compiling: the first run and the next
+one then call the same code in the same way.
+
+    CUTE_KERNELS_CACHE_DIR   the cache's folder (default: cute-kernels in the user's cache folder)
+    CUTE_KERNELS_CACHE=0     neither read nor write it
+    CUTE_KERNELS_BUNDLE      bundles to look into first, separated as in PATH
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from . import keys
+from .bundle import Bundle, BundleError, write_bundle
+from .compile import Built, build_object, load_bytes, load_object
+from .store import LOG, CorruptEntry, Store
+
+__all__ = ["Built", "Bundle", "BundleError", "CacheStats", "KernelCache", "default_cache", "write_bundle"]
+
+DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
+ENABLED_VARIABLE = "CUTE_KERNELS_CACHE"
+BUNDLE_VARIABLE = "CUTE_KERNELS_BUNDLE"
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Where the kernels came from since the cache was made. Memory hits of racing threads may be lost."""
+
+    memory_hits: int = 0
+    bundle_hits: int = 0
+    disk_hits: int = 0
+    compiles: int = 0
+    compile_seconds: float = 0.0  # with the export
+    load_seconds: float = 0.0
+
+
+def cache_directory() -> Path:
+    """The folder that the environment names, or the platform's place for caches."""
+    if named := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(named).expanduser()
+    return Path(platformdirs.user_cache_dir("cute-kernels", appauthor=False))
+
+
+class KernelCache:
+    """A map from facts to compiled functions; threads may share it, and processes its folder."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        disk: bool | None = None,
+        lock_timeout: float = 300.0,
+    ) -> None:
+        """`directory` and `disk` (whether to use it) are taken from the environment where they are None."""
+        if disk is None:
+            disk = os.environ.get(ENABLED_VARIABLE, "1").lower() not in ("0", "false", "off")
+        self.directory = (Path(directory) if directory else cache_directory()) if disk else None
+        self._lock_timeout = lock_timeout
+        self._memory: dict[Any, Any] = {}  # facts -> function: what a hit looks into
+        self._functions: dict[str, Any] = {}  # key -> function: facts that compare unequal may share a key
+        self._metadata: dict[str, Mapping[str, Any]] = {}
+        self._bundles: list[Bundle] = []
+        self._store: Store | None = None
+        self._guard = threading.RLock()  # of the fields below and of setting up; never held while compiling
+        self._key_locks: dict[str, threading.Lock] = {}
+        self._memory_hits = 0
+        self._stats = CacheStats()
+
+    def get(self, facts: Any, build: Callable[[], Any]) -> Any:
+        """The compiled function for `facts`: the raw TVM-FFI function, to be called with tensors.
+
+        `facts` say all that the kernel depends on. They carry `arch`, and a `key()` or a `repr` that is the
+        same in every process. A hit is cheap if they are hashable by value, as a frozen dataclass is; facts
+        that compare equal (as 1, 1.0 and True do) are one kernel. `build` compiles them, with `compile_for`,
+        and returns the result or a `Built`; it runs under the compile lock, so it must not call `get`.
+        """
+        try:
+            function = self._memory.get(facts)
+        except TypeError:  # not hashable
+            function = None
+        if function is None:
+            return self._miss(facts, build)
+        self._memory_hits += 1
+        return function
+
+    def metadata(self, facts: Any) -> Mapping[str, Any]:
+        """What `build` had to say about a kernel that `get` has returned, in whichever process it ran."""
+        return self._metadata[self.key(facts)]
+
+    def key(self, facts: Any) -> str:
+        """The name of the entry of `facts`, on disk and in bundles."""
+        return keys.entry_key(facts, keys.source_fingerprint(), keys.versions())
+
+    def add_bundle(self, folder: str | os.PathLike[str]) -> None:
+        """Look into this bundle before the disk, and after earlier ones; `BundleError` if it is refused."""
+        bundle = Bundle(folder)
+        with self._guard:
+            self._set_up()
+            self._bundles.append(bundle)
+
+    def clear(self, *, disk: bool = True) -> None:
+        """Forget all kernels, and delete those on disk, of older sources and versions too. Bundles stay."""
+        with self._guard:
+            self._memory.clear()
+            self._functions.clear()
+            self._metadata.clear()
+        if disk and self.directory is not None and self.directory.is_dir():
+            for folder in self.directory.iterdir():
+                if folder.is_dir() and re.fullmatch("[0-9a-f]{16}", folder.name):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def stats(self) -> CacheStats:
+        with self._guard:
+            return replace(self._stats, memory_hits=self._memory_hits)
+
+    # -- off the hit path ----------------------------------------------------------------------------------
+
+    def _miss(self, facts: Any, build: Callable[[], Any]) -> Any:
+        key = self.key(facts)
+        with self._guard:
+            store = self._set_up()
+            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        with key_lock:
+            function = self._functions.get(key)
+            if function is not None:
+                self._memory_hits += 1
+            else:
+                function = self._from_bundles(key)
+                if function is None:
+                    function = self._from_disk(store, key)
+                if function is None:
+                    function = self._compile(store, key, facts, build)
+                self._functions[key] = function
+            if _compares_by_value(facts):
+                self._memory[facts] = function
+            return function
+
+    def _set_up(self) -> Store:
+        """Find the folder and the environment's bundles: at the first miss, as the DSL's versions enter."""
+        if self._store is None:
+            folder = None
+            if self.directory is not None:
+                folder = self.directory / keys.folder_name(keys.source_fingerprint(), keys.versions())
+            self._store = Store(folder, self._lock_timeout)
+            for named in filter(None, os.environ.get(BUNDLE_VARIABLE, "").split(os.pathsep)):
+                try:
+                    self._bundles.append(Bundle(named))
+                except BundleError as error:
+                    LOG.warning("%s: %s", BUNDLE_VARIABLE, error)
+        return self._store
+
+    def _from_bundles(self, key: str) -> Any:
+        for bundle in self._bundles:
+            try:
+                if found := bundle.find(key):
+                    path, entry = found
+                    return self._load(key, path, entry, "bundle_hits")
+            except Exception as error:
+                LOG.warning("kernel %s of bundle %s is not used: %s", key[:16], bundle.folder, error)
+        return None
+
+    def _from_disk(self, store: Store, key: str, *, locked: bool = False) -> Any:
+        """Load an entry. A corrupt one is None too; it is removed if `locked`, else it may be half new."""
+        try:
+            sidecar = store.find(key)
+            return None if sidecar is None else self._load(key, store.path(key), sidecar, "disk_hits")
+        except Exception as error:  # whatever the linker makes of a file that is not as it was
+            if locked:
+                kind = "corrupt" if isinstance(error, CorruptEntry) else "unusable"
+                LOG.warning(
+                    "kernel %s in %s is %s and compiled again: %s", key[:16], store.folder, kind, error
+                )
+                store.remove(key)
+            return None
+
+    def _compile(self, store: Store, key: str, facts: Any, build: Callable[[], Any]) -> Any:
+        with store.lock(key):
+            function = self._from_disk(store, key, locked=True)  # another process was faster
+            if function is not None:
+                return function
+            start = time.perf_counter()
+            name = keys.function_name(key)
+            data, metadata = build_object(build, name)
+            self._count(compiles=1, compile_seconds=time.perf_counter() - start)
+            sidecar = {
+                "facts": keys.facts_text(facts),
+                "arch": keys.target_of(facts),
+                "versions": dict(keys.versions()),
+                "host": keys.host_cpu(),
+                "metadata": metadata,
+            }
+            store.save(key, data, sidecar)
+        self._metadata[key] = metadata
+        return load_bytes(data, name)
+
+    def _load(self, key: str, path: Path, entry: Mapping[str, Any], counter: str) -> Any:
+        start = time.perf_counter()
+        function = load_object(path, keys.function_name(key))
+        self._metadata[key] = entry.get("metadata", {})
+        self._count(**{counter: 1, "load_seconds": time.perf_counter() - start})
+        return function
+
+    def _count(self, **increments: float) -> None:
+        with self._guard:
+            now = self._stats
+            self._stats = replace(now, **{name: getattr(now, name) + by for name, by in increments.items()})
+
+
+def _compares_by_value(facts: Any) -> bool:
+    """Whether equal facts find each other in a dict; by identity, each call would add an entry for ever."""
+    cls = type(facts)
+    return cls.__hash__ is not None and cls.__hash__ is not object.__hash__
+
+
+@functools.cache
+def default_cache() -> KernelCache:
+    """The process's cache, as the environment describes it."""
+    return KernelCache()

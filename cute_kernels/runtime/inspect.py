@@ -1,0 +1,223 @@
+"""What a compiled kernel costs, read from its cubin: registers, stack, spills, shared memory, instructions.
+
+A kernel that spills, or whose WGMMAs the compiler has serialised, gives right results at a fraction of its
+speed, without a warning. Both can be seen in the machine code, with no GPU at hand; so a test can hold every
+configuration to it. Registers and stack stand in the ELF file's `.nv.info`; the rest takes a disassembler.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
+
+EM_CUDA = 190
+# Attributes of .nv.info: each of these has a payload of two u32, a symbol and a value.
+EIATTR_FRAME_SIZE, EIATTR_MIN_STACK_SIZE, EIATTR_REGCOUNT = 0x11, 0x12, 0x2F
+EIFMT_SVAL = 4  # the only format with a payload behind the four bytes of its header
+
+WGMMA_OPCODES = ("HGMMA", "QGMMA", "IGMMA", "BGMMA")  # 16-bit floats and TF32, fp8, int8, binary
+
+# What ptxas adds to the size of `.nv.shared.*` from sm_90 on, for the system; no block's limit includes it.
+RESERVED_SMEM = 1024
+
+# The fields of Resources that count the opcode of their name.
+_COUNTED = "stl ldl hgmma hmma ldgsts ldsm stsm utmaldg utmastg usetmaxreg bar".split()
+
+
+class MissingDisassembler(RuntimeError):
+    """No `nvdisasm` could be found."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one cubin uses. With several kernels in it, sizes are the largest and counts are sums."""
+
+    arch: str
+    registers: int  # a thread's, at entry: under setmaxnreg only what the launch allocates
+    stack: int  # bytes a thread; anything above 0 is a spill or an array indexed at run time
+    static_smem: int  # bytes a block; dynamic shared memory is the launch's, and not in the cubin
+    stl: int  # stores to local memory
+    ldl: int  # loads from local memory
+    hgmma: int
+    hmma: int
+    ldgsts: int  # cp.async
+    ldsm: int
+    stsm: int
+    utmaldg: int  # TMA loads
+    utmastg: int  # TMA stores
+    usetmaxreg: int
+    wgmma_waits: int  # WARPGROUP.DEPBAR, that is wgmma.wait_group
+    bar: int  # BAR: named barriers and __syncthreads, their waits and their arrivals
+    instructions: int  # without NOPs: the compiler pads with them
+    opcodes: Mapping[str, int] = field(repr=False, compare=False)  # base opcode -> count, for all the others
+
+    @property
+    def wgmmas(self) -> int:
+        """Warpgroup products of every type: fp8's are called QGMMA, and int8's IGMMA."""
+        return sum(self.opcodes.get(name, 0) for name in WGMMA_OPCODES)
+
+
+def resources(cubin: bytes, arch: str) -> Resources:
+    """Read `cubin`, which must have been compiled for `arch`, such as "sm_90a"."""
+    elf = list(sections(cubin))
+    number, built = _arch_number(arch), _elf_arch(cubin)
+    if number != built:
+        raise ValueError(f"the cubin was compiled for sm_{built}, not for {arch}")
+
+    info = Counter()
+    for section in elf:
+        if section.name == ".nv.info":
+            for attribute, value in _info_values(section.data):
+                info[attribute] = max(info[attribute], value)
+    shared = [s.size for s in elf if re.match(r"\.nv\.shared\.(?!reserved\.)", s.name)]
+    reserved = RESERVED_SMEM if number >= 90 else 0
+
+    opcodes = Counter[str]()
+    waits = 0
+    for opcode in instructions(disassemble(cubin)):
+        opcodes[opcode.partition(".")[0]] += 1
+        waits += opcode.startswith("WARPGROUP.DEPBAR")
+    return Resources(
+        arch=arch,
+        registers=info[EIATTR_REGCOUNT],
+        stack=max(info[EIATTR_FRAME_SIZE], info[EIATTR_MIN_STACK_SIZE]),
+        static_smem=max(0, max(shared, default=0) - reserved),
+        wgmma_waits=waits,
+        instructions=opcodes.total() - opcodes["NOP"],
+        opcodes=dict(opcodes),
+        **{name: opcodes[name.upper()] for name in _COUNTED},
+    )
+
+
+def problems(
+    resources: Resources, *, tensor_core: str, dynamic_smem: int, smem_limit: int, warp_specialised: bool
+) -> list[str]:
+    """Why this kernel should not be shipped; an empty list if nothing speaks against it.
+
+    `tensor_core` is the instruction that must be there: "HGMMA" or "HMMA" ("QGMMA", "IGMMA" for 8 bits).
+    """
+    r = resources
+    found = []
+    if r.stack > 0:
+        found.append(f"a stack frame of {r.stack} bytes a thread: spills, or an array indexed at run time")
+    if r.stl or r.ldl:
+        found.append(f"{r.stl} stores to and {r.ldl} loads from local memory (STL, LDL)")
+    smem = r.static_smem + dynamic_smem
+    if smem > smem_limit:
+        parts = f"{r.static_smem} static, {dynamic_smem} dynamic"
+        found.append(f"{smem} bytes of shared memory ({parts}), above the limit of {smem_limit}")
+    if not r.opcodes.get(tensor_core):
+        found.append(f"no {tensor_core}: the tensor cores are not used as meant")
+    if warp_specialised and r.usetmaxreg < 2:
+        found.append(f"{r.usetmaxreg} USETMAXREG, not 2, of producer and consumers: setmaxnreg was dropped")
+    if r.wgmmas and r.wgmma_waits >= r.wgmmas:
+        found.append(f"{r.wgmma_waits} waits for {r.wgmmas} warpgroup products: the compiler serialised them")
+    return found
+
+
+# -- the ELF file --------------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    name: str
+    size: int
+    data: bytes  # empty for a section that takes no room in the file
+
+
+def sections(elf: bytes) -> Iterator[Section]:
+    """The sections of a 64-bit little-endian ELF file, which every cubin is."""
+    if elf[:6] != b"\x7fELF\x02\x01" or len(elf) < 64 or struct.unpack_from("<H", elf, 18)[0] != EM_CUDA:
+        raise ValueError("not a cubin")
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    entry_size, count, names_index = struct.unpack_from("<3H", elf, 58)
+    headers = []
+    for i in range(count):
+        name, kind, _flags, _address, offset, size = struct.unpack_from("<2I4Q", elf, table + i * entry_size)
+        headers.append((name, kind, offset, size))
+    names_at = headers[names_index][2]
+    for name, kind, offset, size in headers:
+        start = names_at + name
+        nobits = kind == 8
+        data = b"" if nobits else elf[offset : offset + size]
+        yield Section(elf[start : elf.index(b"\0", start)].decode(), size, data)
+
+
+def _info_values(info: bytes) -> Iterator[tuple[int, int]]:
+    """(attribute, value) for each attribute of `.nv.info` that gives a symbol a value."""
+    position = 0
+    while position + 4 <= len(info):
+        fmt, attribute, size = struct.unpack_from("<BBH", info, position)
+        position += 4
+        if fmt != EIFMT_SVAL:
+            continue
+        if size == 8:
+            yield attribute, struct.unpack_from("<2I", info, position)[1]
+        position += size
+
+
+def _elf_arch(elf: bytes) -> int:
+    """The architecture's number in the flags: CUDA 13 (ABI version 8) has moved it up by a byte."""
+    (flags,) = struct.unpack_from("<I", elf, 48)
+    return (flags >> 8) & 0xFF if elf[8] >= 8 else flags & 0xFF
+
+
+def _arch_number(arch: str) -> int:
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if not match:
+        raise ValueError(f"{arch!r} does not name an architecture, such as 'sm_90a'")
+    return int(match[1])
+
+
+# -- the instructions ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def find_nvdisasm() -> str:
+    """The wheel's disassembler, which is as new as the compiler, or else the PATH's, which may not be."""
+    try:
+        files = importlib.metadata.files(NVDISASM_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name in ("nvdisasm", "nvdisasm.exe") and (path := Path(file.locate())).is_file():
+            return str(path)
+    if path := shutil.which("nvdisasm"):
+        return path
+    raise MissingDisassembler(f"nvdisasm was not found: pip install '{NVDISASM_PACKAGE}>=13.4'")
+
+
+def disassemble(cubin: bytes) -> str:
+    """The code sections of `cubin` as SASS."""
+    nvdisasm = find_nvdisasm()
+    with tempfile.TemporaryDirectory(prefix="cute-kernels-") as folder:
+        path = Path(folder, "kernel.cubin")  # nvdisasm reads no pipe
+        path.write_bytes(cubin)
+        # Without the dataflow analysis, which only labels indirect jumps and takes most of the time.
+        done = subprocess.run([nvdisasm, "-c", "-ndf", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(
+            f"{nvdisasm} could not read the cubin, perhaps because it is older than the compiler "
+            f"(pip install -U {NVDISASM_PACKAGE}): {done.stderr.strip()}"
+        )
+    return done.stdout
+
+
+# An instruction follows its offset; a predicate may stand before it:  /*0060*/  @!P0 EXIT ;
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+
+
+def instructions(sass: str) -> Iterator[str]:
+    """Each instruction's opcode with its modifiers, in the order of the code."""
+    return (match[1] for match in _INSTRUCTION.finditer(sass))

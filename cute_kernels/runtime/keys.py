@@ -1,0 +1,146 @@
+"""What makes two compiled kernels the same: facts, the project's sources, the compiler's versions, the CPU.
+
+A stale kernel is worse than a slow start, so a key errs on the side of compiling again: one changed byte in
+any source file of the project gives every kernel a new key.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .compile import import_cutlass
+
+PACKAGES = ("cute_kernels", "sparse_collective", "attention")
+
+# Settings of the DSL that change the code it makes, past the options string.
+COMPILER_ENVIRONMENT = tuple(
+    f"CUTE_DSL_{name}" for name in ("COMPILER_OPT", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "LINEINFO")
+)
+
+# What repr() gives for a function, or an object that has none of its own: an address, which another process
+# may give to something else. (A set's order changes too, but costs a compilation only.)
+_UNSTABLE = re.compile(r" at 0x[0-9a-fA-F]+>")
+
+_X86_LEVELS = {
+    "v2": {"cx16", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+    "v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+
+
+def facts_text(facts: Any) -> str:
+    """`facts` as text that is equal in every process: its type with its `key()`, or else its `repr`."""
+    own = getattr(facts, "key", None)
+    text = own() if callable(own) else repr(facts)
+    if found := _UNSTABLE.search(text):
+        raise TypeError(
+            f"{type(facts).__name__} has no stable key ({found[0]!r} in {text!r}): give it a key() that "
+            "names functions, and objects without a repr, by their contents"
+        )
+    return f"{type(facts).__module__}.{type(facts).__qualname__}:{text}"
+
+
+def target_of(facts: Any) -> str:
+    """The architecture that `facts` are for. It is required: a cache folder may be shared by unlike GPUs."""
+    arch = getattr(facts, "arch", None)
+    if not arch:
+        raise TypeError(f"{type(facts).__name__} must carry the architecture it is compiled for, as `arch`")
+    return str(arch)
+
+
+@functools.cache
+def source_fingerprint(packages: tuple[str, ...] = PACKAGES) -> str:
+    """A hash of all Python files of those `packages` that can be found; read once, and none is imported."""
+    digest = hashlib.sha256()
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        for folder in sorted(spec.submodule_search_locations or ()) if spec else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                name = f"{package}/{path.relative_to(folder).as_posix()}"
+                content = path.read_bytes().replace(b"\r\n", b"\n")
+                digest.update(f"{name}\0{len(content)}\0".encode())
+                digest.update(content)
+    return digest.hexdigest()
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """What compiles and what is linked against. Imports the DSL: it picks its CUDA flavour by the driver."""
+    cuda = import_cutlass().CUDA_VERSION
+    found = {name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+    return found | {"cuda": f"cu{cuda.major}.{cuda.minor}"}
+
+
+@functools.cache
+def host_cpu() -> str:
+    """The machine and, for x86-64, its level: the DSL compiles host code with all that the CPU has.
+
+    An object made on a CPU with AVX-512 does use it, and on a CPU without it ends the process by SIGILL. So
+    this belongs to where an object may be loaded, though not to which kernel it is.
+    """
+    machine = platform.machine()
+    if machine != "x86_64":
+        return machine
+    flags: set[str] = set()
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            flags = next((set(line.split()) for line in lines if line.startswith("flags")), flags)
+    except OSError:
+        pass
+    level = "v1"
+    for name, needed in _X86_LEVELS.items():
+        if not needed <= flags:
+            break
+        level = name
+    return f"{machine}-{level}"
+
+
+def host_can_run(built_on: str) -> bool:
+    """Whether this CPU has all that an object built on `built_on` may use."""
+    mine, mine_level = _split_level(host_cpu())
+    other, other_level = _split_level(built_on)
+    return mine == other and mine_level >= other_level
+
+
+def _split_level(host: str) -> tuple[str, int]:
+    machine, _, level = host.partition("-v")
+    return machine, int(level or 0)
+
+
+def environment() -> Mapping[str, str]:
+    """Those settings of the DSL in the process's environment that change the code."""
+    return {name: os.environ[name] for name in COMPILER_ENVIRONMENT if name in os.environ}
+
+
+def entry_key(facts: Any, sources: str, versions: Mapping[str, str]) -> str:
+    """The name of one compiled kernel: 64 hexadecimal digits."""
+    parts = [
+        facts_text(facts),
+        target_of(facts),
+        str(getattr(facts, "options", "")),
+        sources,
+        sorted(versions.items()),
+        sorted(environment().items()),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def folder_name(sources: str, versions: Mapping[str, str]) -> str:
+    """The folder of all kernels that one state of the sources, the compiler and the CPU can use."""
+    parts = [sources, sorted(versions.items()), host_cpu()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def function_name(key: str) -> str:
+    """The C identifier of an entry's function; distinct, since many objects live in one process."""
+    return f"ck_{key[:24]}"

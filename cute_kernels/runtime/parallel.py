@@ -1,0 +1,109 @@
+"""Many kernels compiled at once, in processes: the compiler is not thread-safe, and a kernel takes a core a second.
+
+Workers are spawned, not forked, since the compiler's threads and a CUDA context do not survive a fork. What goes in
+is facts and what comes out is bytes or a report, all of it picklable; a kernel that fails says so in its `Outcome` and
+does not stop the others.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import GemmFacts
+from . import inspect
+from .compile import build_object, cubin_of
+from .kernels import compile_kernel
+
+MOST_ERROR_TEXT = 1500  # characters; the compiler's messages can hold a whole module
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one item: a value, or the reason why there is none."""
+
+    item: Any
+    value: Any
+    error: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel uses against what it may use."""
+
+    resources: inspect.Resources
+    dynamic_smem: int
+    problems: tuple[str, ...]
+
+
+def inspect_kernel(facts: GemmFacts) -> Report:
+    """Compile the kernel of `facts` and read its machine code."""
+    built = compile_kernel(facts, keep_cubin=True)
+    resources = inspect.resources(cubin_of(built.compiled), facts.arch)
+    dynamic = int(built.metadata["smem"])
+    problems = inspect.problems(
+        resources,
+        tensor_core="HGMMA" if facts.path == "sm_90" else "HMMA",
+        dynamic_smem=dynamic,
+        smem_limit=facts.spec.smem,
+        warp_specialised=facts.path == "sm_90",
+    )
+    return Report(resources, dynamic, tuple(problems))
+
+
+def compile_object(named: tuple[GemmFacts, str]) -> tuple[bytes, dict[str, Any]]:
+    """The object file of a kernel, its function under the given name, and its metadata: a bundle's entry."""
+    facts, name = named
+    return build_object(lambda: compile_kernel(facts), name)
+
+
+def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:
+    """Call `function`; an exception becomes text, because the compiler's own do not all pickle."""
+    start = time.perf_counter()
+    value, error = None, ""
+    try:
+        value = function(item)
+    except Exception as exception:
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", str(exception)).strip()
+        error = f"{type(exception).__name__}: {plain[:MOST_ERROR_TEXT]}"
+    return Outcome(item, value, error, time.perf_counter() - start)
+
+
+def worker_pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes to submit `attempt` to. What a worker prints goes to stderr: stdout may be somebody's JSON."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_prints_to_stderr)
+
+
+def _prints_to_stderr() -> None:
+    os.dup2(2, 1)
+
+
+def in_parallel(function: Callable[[Any], Any], items: Iterable[Any], jobs: int) -> Iterator[Outcome]:
+    """The outcome of each item, as they come; `function` is a module's own. One job stays in this process."""
+    items = list(items)
+    jobs = min(jobs, len(items))
+    if jobs <= 1:
+        for item in items:
+            with contextlib.redirect_stdout(sys.stderr):
+                outcome = attempt(function, item)
+            yield outcome
+        return
+    with worker_pool(jobs) as pool:
+        futures = {pool.submit(attempt, function, item): item for item in items}
+        try:
+            for future in as_completed(futures):
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    why = "a compiling process died, of this kernel or of one beside it; --jobs 1 shows which"
+                    yield Outcome(futures[future], None, why, 0.0)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # of an interrupted run

@@ -1,0 +1,147 @@
+"""From an op's tensors to the kernel that will run: made once per metadata, then a dictionary look-up.
+
+A `Plan` depends on shapes, strides, dtypes, devices and 16-byte alignments, never on contents or addresses. It holds
+the compiled function and everything that its call needs besides the tensors.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import config as cfg
+from .. import heuristics
+from ..arch import ARCHS, PATHS, ArchSpec, arch_of
+from ..config import BlockFacts, GemmConfig, GemmFacts
+from ..epilogue import EpilogueSpec
+from ..operand import Layout
+
+_FORCED: contextvars.ContextVar[str | None] = contextvars.ContextVar("cute_kernels_path", default=None)
+forced_path = _FORCED.get
+
+
+@contextlib.contextmanager
+def path(name: str):
+    """Force a family of kernels inside the block: "sm_80" (mma.sync, cp.async) or "sm_90" (WGMMA, TMA).
+
+    The sm_80 kernels run on newer GPUs too, compiled for them. A call that the named path cannot serve raises.
+    """
+    if name not in PATHS:
+        raise ValueError(f"unknown path {name!r}; there are {', '.join(PATHS)}")
+    token = _FORCED.set(name)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+@dataclass
+class Plan:
+    """What a call runs. `function` is None where a torch reference serves it: CPU tensors and empty results."""
+
+    op: str
+    out_shape: tuple
+    out_dtype: torch.dtype
+    device: torch.device
+    function: Callable | None = None
+    group: int = 1
+    max_ctas: int = 1
+    facts: GemmFacts | None = None
+    notes: list[str] = field(default_factory=list)
+    views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
+    empty: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} -> {tuple(self.out_shape)} {self.out_dtype} on {self.device}"]
+        if self.empty:
+            lines.append("kernel: none, the result is empty")
+        elif self.facts is None:
+            lines.append("kernel: none, CPU tensors run the torch reference")
+        else:
+            f = self.facts
+            lines.append(f"path: {f.path}, compiled for {f.arch}")
+            lines.append(f"configuration: {f.config}, raster panels of {self.group}")
+            lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
+            if f.block:
+                lines.append(f"blocks: {f.block.bm}x{f.block.bk}, MMA steps a K-tile {f.k_blocks}")
+        return "\n  ".join(lines + self.notes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product as the kernels see it: extents, operand layouts (A, B, D) and what is fused."""
+
+    extents: heuristics.Extents
+    dtype: str
+    out_dtype: str
+    layouts: tuple[Layout, Layout, Layout]
+    majors: tuple[str, str, str]
+    ranks: tuple[int, int, int]
+    epilogue: EpilogueSpec
+    block: BlockFacts | None = None
+    transposed: bool = False
+    kept: float = 1.0
+
+
+@functools.cache
+def device_arch(index: int) -> tuple[ArchSpec, int]:
+    """(architecture, multiprocessors) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return arch_of((properties.major, properties.minor)), properties.multi_processor_count
+
+
+def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tuple[GemmFacts, int, int, list[str]]:
+    """The kernel for a problem: facts, raster group, most CTAs, and notes on why.
+
+    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted.
+    """
+    notes = []
+    order = [forced] if forced else ["sm_90", "sm_80"] if spec.path == "sm_90" else ["sm_80"]
+    for name in order:
+        reasons, best = [], None
+        for config in candidates(name, problem, spec):
+            facts = facts_for(problem, name, spec, config)
+            if reason := cfg.unsupported(facts):
+                reasons.append(reason)
+                continue
+            clocks = heuristics.cost(config, problem.extents, problem.block, problem.kept, sms)
+            if best is None or clocks < best[0]:
+                best = (clocks, facts)
+        if best:
+            facts = best[1]
+            if facts.path == "sm_90" and not facts.tma_store:
+                notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
+            group = heuristics.raster_group(facts.config, problem.extents, problem.block is not None)
+            ctas = heuristics.grid_limit(facts.config, problem.extents, problem.block, group, sms)
+            return facts, group, ctas, notes
+        notes.append(f"not on path {name}: {reasons[0]}")
+    raise ValueError("no kernel serves this call: " + "; ".join(notes))
+
+
+def candidates(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConfig]:
+    if name == "sm_90":
+        return heuristics.candidates_sm90(problem.block, ARCHS["sm_90"])
+    return heuristics.candidates_sm80(problem.block, spec)
+
+
+def facts_for(problem: Problem, name: str, spec: ArchSpec, config: GemmConfig) -> GemmFacts:
+    # TMA clips a contiguous extent of any length; cp.async copies whole vectors, so there the extent counts too.
+    aligns = tuple(lay.align if name == "sm_90" else lay.vector for lay in problem.layouts)
+    if problem.block:
+        aligns = (8, *aligns[1:])
+    return GemmFacts(
+        arch=spec.target,
+        path=name,
+        config=config,
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        majors=problem.majors,
+        aligns=aligns,
+        ranks=problem.ranks,
+        transposed=problem.transposed,
+        block=problem.block,
+        epilogue=problem.epilogue,
+    )

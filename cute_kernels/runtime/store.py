@@ -1,0 +1,140 @@
+"""A folder of compiled kernels that many processes may share: `<key>.o`, and `<key>.json` beside it.
+
+An entry counts once its sidecar is there, for that is written last; each file appears whole, by renaming.
+What does not match its checksum is compiled again. A folder that cannot be written costs a log line, no call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+LOG = logging.getLogger("cute_kernels.cache")
+
+
+class CorruptEntry(ValueError):
+    """An entry that is there but not as it was written."""
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `path` so that others see the old file or the new one, even after a crash."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+class Store:
+    """One folder of entries. `None` as the folder is a store that is always empty."""
+
+    def __init__(self, folder: Path | None, lock_timeout: float = 300.0) -> None:
+        self.folder = folder
+        self._lock_timeout = lock_timeout
+        self._writable = folder is not None
+
+    def path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{key}.o"
+
+    def find(self, key: str) -> Mapping[str, Any] | None:
+        """The sidecar of a whole entry, None if there is no entry, or `CorruptEntry`."""
+        if self.folder is None:
+            return None
+        path = self.path(key)
+        try:
+            text = path.with_suffix(".json").read_bytes()
+        except OSError:
+            return None
+        try:
+            sidecar = json.loads(text)
+            if sidecar["key"] != key:
+                raise CorruptEntry("its sidecar belongs to another key")
+            if sha256(path.read_bytes()) != sidecar["sha256"]:
+                raise CorruptEntry("its checksum differs")
+        except CorruptEntry:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptEntry(f"{type(error).__name__}: {error}") from error
+        return sidecar
+
+    def save(self, key: str, data: bytes, sidecar: Mapping[str, Any]) -> bool:
+        """Keep an entry; False, and from then on nothing is kept, if that fails."""
+        if not self._writable:
+            return False
+        path = self.path(key)
+        sidecar = {"key": key, "sha256": sha256(data), "size": len(data), **sidecar}
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(path, data)
+            write_atomically(path.with_suffix(".json"), json.dumps(sidecar, indent=1).encode())
+        except OSError as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def remove(self, key: str) -> None:
+        """Forget an entry, as far as the folder lets us."""
+        path = self.path(key)
+        for file in (path.with_suffix(".json"), path):
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Keep other processes from compiling the same entry; without a lock they do, and the last wins."""
+        lock = self._acquire(key)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _acquire(self, key: str) -> filelock.BaseFileLock | None:
+        if not self._writable:
+            return None
+        path = self.path(key).with_suffix(".lock")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = filelock.FileLock(path)
+            lock.acquire(timeout=self._lock_timeout)
+            return lock
+        except filelock.Timeout:
+            LOG.warning(
+                "another process has held %s for %g s; compiling the kernel here as well. If no process is "
+                "compiling, delete that file.",
+                path,
+                self._lock_timeout,
+            )
+        except (OSError, NotImplementedError) as error:
+            self._give_up(error)
+        return None
+
+    def _give_up(self, error: Exception) -> None:
+        if self._writable:
+            self._writable = False
+            LOG.warning(
+                "compiled kernels cannot be kept in %s (%s) and will be compiled again by the next process. "
+                "Set CUTE_KERNELS_CACHE_DIR to a folder that can be written, or CUTE_KERNELS_CACHE=0.",
+                self.folder,
+                error,
+            )

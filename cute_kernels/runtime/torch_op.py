@@ -1,0 +1,88 @@
+"""The ops as torch.library knows them, for torch.compile and opcheck; eager calls go around it.
+
+A Python function cannot cross an op's schema: a user's epilogue is registered here by the hash of its code, and the
+graph carries that name.
+"""
+
+import torch
+from torch import Tensor
+
+from .function_key import function_key
+
+_FUNCTIONS: dict[str, object] = {}
+
+
+@torch.compiler.assume_constant_result
+def register_function(fn) -> str | None:
+    """The name under which a graph refers to an epilogue function."""
+    if fn is None:
+        return None
+    name = function_key(fn)
+    _FUNCTIONS[name] = fn
+    return name
+
+
+def function_named(name: str | None):
+    if name is None:
+        return None
+    if name not in _FUNCTIONS:
+        raise RuntimeError(f"no epilogue function {name[:12]} in this process; trace the model here first")
+    return _FUNCTIONS[name]
+
+
+@torch.library.custom_op("cute_kernels::gemm", mutates_args=())
+def gemm_op(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    epilogue: str | None = None,
+) -> Tensor:
+    from ..ops import gemm
+
+    fn = function_named(epilogue)
+    return gemm(a, b, bias, activation, residual, alpha, beta, out_dtype=out_dtype, epilogue=fn)
+
+
+@gemm_op.register_fake
+def _(a, b, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, out_dtype=None, epilogue=None):
+    torch._check(a.dim() >= 2 and b.dim() >= 2, lambda: "gemm: a and b need at least 2 dimensions")
+    torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: {a.shape[-1]} columns meet {b.shape[-2]} rows")
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
+
+
+@torch.library.custom_op("cute_kernels::gemm_out", mutates_args=("out",))
+def gemm_out_op(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    epilogue: str | None = None,
+) -> None:
+    from ..ops import gemm
+
+    gemm(a, b, bias, activation, residual, alpha, beta, out=out, epilogue=function_named(epilogue))
+
+
+@gemm_out_op.register_fake
+def _(a, b, out, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, epilogue=None):
+    return None
+
+
+def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
+    """gemm inside a torch.compile trace."""
+    name = register_function(epilogue) if epilogue is not None else None
+    ops = torch.ops.cute_kernels
+    if out is None:
+        return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name)
+    ops.gemm_out(a, b, out, bias, activation, residual, float(alpha), float(beta), name)
+    return out

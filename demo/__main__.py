@@ -1,0 +1,143 @@
+"""python -m demo: prune a real layer to blocks, check the products, and time or compile the kernels."""
+
+import argparse
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from cute_kernels.arch import arch_of
+
+from . import accuracy, figure, timing
+from .layer import FeedForward, load_layer
+from .prune import prune
+from .report import accuracy_table, make_console, timing_table
+
+DENSITIES = (0.5, 0.25, 0.125)
+BLOCKS = ((64, 64), (128, 64), (32, 32), (48, 96))  # each divides (1536, 384) and (384, 1536)
+LARGE_BLOCKS = ((128, 128), (64, 64))
+PICTURED = ((32, 32), 0.25)
+ROOT = Path(__file__).resolve().parent.parent
+INSPECTED = ("sm_80", "sm_86", "sm_89", "sm_90a")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument(
+        "--no-large", action="store_true", help="on a GPU, leave out the large model's layers"
+    )
+    parser.add_argument(
+        "--png",
+        type=Path,
+        default=ROOT / "demo" / "demo.png",
+        help="where the picture goes (default: demo/demo.png)",
+    )
+    return parser.parse_args(argv)
+
+
+def why_no_gpu() -> str:
+    """Empty if this machine's GPU runs the kernels, otherwise the reason."""
+    if not torch.cuda.is_available():
+        return "There is no CUDA GPU here."
+    try:
+        arch_of(torch.cuda.get_device_capability())
+    except RuntimeError as error:
+        return f"The GPU here ({torch.cuda.get_device_name()}) cannot run the kernels: {error}."
+    return ""
+
+
+def show_accuracy(console: Console, layer: FeedForward) -> list[accuracy.Accuracy]:
+    """The study of the real layer."""
+    console.print(
+        f"\nOne feed-forward layer of all-MiniLM-L6-v2, {len(layer.x)} tokens of real text: "
+        f"{layer.w1.shape[1]} -> {layer.w1.shape[0]} -> {layer.w2.shape[0]}.\n"
+        "Both weights keep only their blocks of largest norm: plain magnitude pruning, nothing retrained.\n"
+    )
+    with console.status("pruning and comparing"):
+        rows = accuracy.study(layer, BLOCKS, DENSITIES)
+    console.print(accuracy_table(rows))
+    console.print(
+        "[cyan]Cyan[/]: bsr_linear against the same pruned weights in fp32; beside it, the error of torch's "
+        "dense fp16 product.\n"
+        "[yellow]Yellow[/]: against the unpruned layer. Taking this much out of a finished model ruins its "
+        "output, however exact\n"
+        "the product: a model meant to be sparse is trained or fine-tuned with its pattern in place.\n"
+    )
+    return rows
+
+
+def show_timings(console: Console, layer: FeedForward, large: bool) -> list[list[timing.Timing]]:
+    """Tables of times; returns the rows of each table that has any."""
+    shown: list[list[timing.Timing]] = []
+    parts = {f"The real layer, {len(layer.x)} tokens, fp16": timing.time_layer(layer, BLOCKS, DENSITIES)}
+    if large:
+        title = f"A large model's layers, {timing.LARGE_TOKENS} tokens, random normal weights, bf16"
+        parts[title] = timing.time_large(LARGE_BLOCKS, DENSITIES)
+    for title, products in parts.items():
+        rows = []
+        try:
+            with console.status(title) as status:
+                for row in products:
+                    rows.append(row)
+                    status.update(f"{title}: {len(rows)} measured")
+        except torch.OutOfMemoryError:
+            console.print("The GPU's memory does not suffice for the rest of this table.")
+        if rows:
+            shown.append(rows)
+            table, notes = timing_table(title, rows)
+            console.print(table)
+            console.print("".join(f"{escape(note)}\n" for note in notes))
+    console.print(
+        "Median device time with a flushed cache, the three called in turn. Dense: F.linear, unpruned.\n"
+        "torch BSR: F.linear with torch.sparse_bsr as shipped, without the bias. Errors: ours against fp32."
+    )
+    return shown
+
+
+def inspect_kernels(console: Console) -> bool:
+    """Compile for every architecture and print each kernel's resources; whether that worked."""
+    console.print(f"\nCompiling the kernels for {', '.join(INSPECTED)}; this needs no GPU.")
+    command = [sys.executable, "-m", "cute_kernels", "inspect", "--arch", ",".join(INSPECTED), "--quick"]
+    sys.stdout.flush()
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code:
+        console.print(f"[bold red]python {' '.join(command[1:])} failed with exit code {code}.[/]")
+    return code == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    console = make_console()
+    no_gpu = why_no_gpu()
+    if no_gpu:
+        console.print(
+            f"{no_gpu} The products are computed by the reference on the CPU, and nothing is timed."
+        )
+    else:
+        console.print(f"Running on {torch.cuda.get_device_name()}.")
+    layer = load_layer("cpu" if no_gpu else "cuda")
+
+    rows = show_accuracy(console, layer)
+    results: list[accuracy.Accuracy | timing.Timing] = [*rows]
+    if no_gpu:
+        draw = partial(figure.draw_accuracy, rows=rows)
+    else:
+        timings = show_timings(console, layer, large=not args.no_large)
+        results += [row for table in timings for row in table]
+        draw = partial(figure.draw_timing, rows=timings[-1], device=torch.cuda.get_device_name())
+    figure.write_png(args.png, prune(layer.w1, *PICTURED), "intermediate.weight", draw)
+    console.print(f"Picture: {args.png}")
+
+    compiled = inspect_kernels(console) if no_gpu else True
+    wrong = [result for result in results if not result.agrees]
+    if wrong:
+        console.print(f"[bold red]{len(wrong)} of {len(results)} results failed or disagree with fp32.[/]")
+    return 0 if compiled and not wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

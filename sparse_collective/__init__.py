@@ -1,0 +1,11 @@
+"""Block-sparse (BSR) matrices and the products that cost what their kept blocks cost.
+
+BsrMatrix                 the format; shares its tensors with torch.sparse_bsr
+bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)
+bsr_linear(x, W, ...)     x (..., K) @ W.T
+"""
+
+from .bsr import BsrMatrix, random_bsr
+from .ops import bsr_linear, bsr_matmul
+
+__all__ = ["BsrMatrix", "bsr_linear", "bsr_matmul", "random_bsr"]

@@ -1,0 +1,75 @@
+"""The sparse collective: a GEMM kernel of either path with the BSR source in place of the dense one.
+
+Nothing of the loads, the pipelines or the tensor-core calls is here. What is here: torch's tensors re-viewed so that
+a stored block and a block column are outer indices, and the source that walks a row's indices.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.config import GemmFacts
+from cute_kernels.dense import batched, kernel_for, view
+from cute_kernels.epilogue import EpilogueArgs
+
+from .k_tiles import BsrSource
+
+
+class SparseCollective:
+    """(M, K) BSR times b (K, N) or (L, K, N) into d; with `facts.transposed`, b is (N, K) and d (N, M)."""
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        self.kernel = kernel_for(facts)
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,  # (M / bm + 1,)
+        col_indices: cute.Tensor,  # (nnz,)
+        values: cute.Tensor,  # (nnz, bm, bk)
+        b: cute.Tensor,
+        d: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        facts, cfg = self.facts, self.facts.config
+        bm, bk = facts.block.bm, facts.block.bk
+        rows = crow_indices.shape[0] - 1
+        mA = view(values, (bm, bk, values.shape[0]), (bk, 1, bm * bk))
+        (K, N, L), (sK, sN, sL) = self.oriented(b)
+        mB = view(b, (N, bk, K // bk, L), (sN, sK, sK * bk, sL))
+        mD = self.output(d, rows)
+        if const_expr(residual is not None):
+            residual = self.output(residual, rows)
+        if const_expr(bias is not None):
+            # (bias extent, outer_m): a row bias continues with every block row, a column bias is the same for all
+            stride = bias.stride[0]
+            if const_expr(facts.epilogue.bias == "row"):
+                bias = view(bias, (bm, rows), (stride, stride * bm))
+            else:
+                bias = view(bias, (bias.shape[0], rows), (stride, 0))
+        tiles_m = -(-bm // cfg.tile_m)
+        source = BsrSource(
+            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, facts.k_blocks, facts.clips_k
+        )
+        args = EpilogueArgs(bias, residual, alpha, beta)
+        self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
+
+    def oriented(self, tensor: cute.Tensor) -> tuple[tuple, tuple]:
+        """((rows, cols, L), strides) with rows along W's own modes, whichever way round the tensor came."""
+        shape, stride = batched(tensor)
+        if self.facts.transposed:
+            shape, stride = (shape[1], shape[0], shape[2]), (stride[1], stride[0], stride[2])
+        return shape, stride
+
+    def output(self, d: cute.Tensor, rows: Int32) -> cute.Tensor:
+        """(bm, N, M / bm, L)"""
+        bm = self.facts.block.bm
+        (_, N, L), (sM, sN, sL) = self.oriented(d)
+        return view(d, (bm, N, rows, L), (sM, sN, sM * bm, sL))

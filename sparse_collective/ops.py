@@ -1,0 +1,239 @@
+"""bsr_matmul and bsr_linear: what a torch user calls with a block-sparse weight.
+
+Both run the sparse collective with W as the kernel's A operand. bsr_matmul's b (K, N) is its B as it stands;
+bsr_linear's x (tokens, K) is B given as (N, K), and the output (tokens, M) is D given transposed. Nothing is copied.
+"""
+
+import math
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cute_kernels import checks, reference
+from cute_kernels.config import BlockFacts
+from cute_kernels.dtypes import NAMES
+from cute_kernels.explain import explains
+from cute_kernels.heuristics import Extents
+from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
+from cute_kernels.ops import viewed
+from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
+
+from .bsr import BsrMatrix
+
+_PLANS: dict[tuple, Plan] = {}
+_MOST_PLANS = 8192
+_FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
+
+
+def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None):
+    """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
+
+    Args:
+        W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, with blocks whose sides are multiples of
+            16; any pattern, empty block rows included.
+        b: (..., K, N) of W's dtype, of any strides.
+        bias: (N,), one value a column, or (M, 1), one value a row.
+        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
+        residual: of the result's shape and dtype.
+        out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
+        epilogue: a Python function of the fp32 accumulators (see cute_kernels.functions).
+
+    Returns:
+        (..., M, N), `out` if it was given.
+
+    W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
+    Every output row is written by one thread block: the bits are the same on every run. CPU tensors run a torch
+    reference on the dense matrix. Raises as cute_kernels.gemm does.
+    """
+    return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
+
+
+def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
+    """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
+
+    Args:
+        x: (..., K) bfloat16 or float16, of any strides.
+        W: (M, K) BsrMatrix or torch.sparse_bsr tensor; see bsr_matmul.
+        bias: (M,).
+        activation, out, epilogue: see bsr_matmul.
+
+    Returns:
+        (..., M), `out` if it was given.
+    """
+    return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
+
+
+def _call(op, W, b, bias, activation, residual, out, epilogue):
+    if torch.compiler.is_dynamo_compiling():
+        from .torch_op import traced_bsr
+
+        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue)
+    if type(W) is not BsrMatrix:
+        W = as_bsr(op, W)
+    try:
+        pb, pd = b.data_ptr(), 0 if out is None else out.data_ptr()
+        key = (
+            op, W.key, b.shape, b.stride(), b.dtype, b.get_device(),
+            (pb & 15, pd & 15) if (pb | pd) & 15 else 0,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
+            activation, epilogue, forced_path(),
+        )  # fmt: skip
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        key = plan = None
+    if plan is None:
+        plan = _plan(op, W, b, bias, activation, residual, out, epilogue)
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    values = W.values
+    if (b.requires_grad or values.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
+        checks.check_no_grad(op, values, b, bias, residual)
+    if W.check and not W.checked:
+        W.check_indices()
+    if plan.function is None:
+        return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+    elif pd == pb or out.requires_grad or pd == values.data_ptr():
+        checks.check_out(op, out, b, values)
+    d, col = out, W.col_indices
+    if plan.views:
+        b, d, bias, residual = viewed(plan.views, b, out, bias, residual)
+    if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at these
+        col, values = col.new_zeros(1), values.new_zeros(1, *W.blocksize)
+    plan.function(W.crow_indices, col, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    return out
+
+
+def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue):
+    """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
+    if plan.empty:
+        return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
+    a = W.to_dense()
+    if plan.op == "bsr_linear":
+        a, b = b, a.t()
+    return reference.gemm(a, b, bias, activation, residual, 1.0, 1.0, out, plan.out_dtype, epilogue)
+
+
+def as_bsr(op: str, W) -> BsrMatrix:
+    """W as a BsrMatrix; one made of a torch tensor is kept as long as the tensor lives, so it is checked once."""
+    if isinstance(W, BsrMatrix):
+        return W
+    if not isinstance(W, torch.Tensor) or W.layout is not torch.sparse_bsr:
+        what = f"a tensor of layout {W.layout}" if isinstance(W, torch.Tensor) else type(W).__name__
+        raise TypeError(f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense")
+    matrix = _FROM_TORCH.get(W)
+    if matrix is None:
+        matrix = _FROM_TORCH[W] = BsrMatrix.from_torch(W)
+    return matrix
+
+
+def _plan(op, W, b, bias, activation, residual, out, epilogue) -> Plan:
+    """Check a call's arguments and choose its kernel, without launching it."""
+    linear = op == "bsr_linear"
+    name = "x" if linear else "b"
+    checks.check_tensor(f"{op}: {name}", b)
+    if b.dim() < (1 if linear else 2):
+        raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
+    checks.check_operands(op, W=W.values, **{name: b})
+    M, K = W.shape
+    inner = b.shape[-1] if linear else b.shape[-2]
+    if inner != K:
+        raise ValueError(f"{op}: W is {M}x{K} and {name} {tuple(b.shape)}: {K} columns of W meet {inner}")
+    shape = (*b.shape[:-1], M) if linear else (*b.shape[:-2], M, b.shape[-1])
+    out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
+    checks.check_result(op, "out", out, shape, out_dtype)
+    checks.check_result(op, "residual", residual, shape, out_dtype)
+    if linear and bias is not None and tuple(bias.shape) != (M,):
+        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, must be ({M},), one value an output feature")
+    kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
+    if linear and kind:
+        kind = "row"  # the kernel's rows are W's
+    checks.check_device(op, W.device, out=out, bias=bias, residual=residual)
+    spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
+    plan = Plan(op, shape, out_dtype, W.device)
+    if math.prod(shape) == 0:
+        plan.empty = True
+    elif W.device.type == "cuda":
+        _plan_kernel(plan, W, b, bias, residual, out, spec, linear)
+    return plan
+
+
+def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> None:
+    from cute_kernels.runtime.kernels import function_for
+
+    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
+    views = (
+        _view_of("x" if linear else "b", b, linear, plan),
+        _view_of("out", d, linear, plan),
+        None if bias is None or bias.dim() == 1 else torch.flatten,
+        None if residual is None else _view_of("residual", residual, linear, plan),
+    )
+    if any(view is not None for view in views):
+        plan.views = views
+    vb, vd = (t if view is None else view(t) for t, view in zip((b, d), views, strict=False))
+    layouts = [layout_of(t.shape, t.stride(), 0 if t.is_meta else t.data_ptr(), t.element_size()) for t in (vb, vd)]
+    # (row, col) of the torch tensor in the kernel's modes
+    names = (("n", "k"), ("n", "m")) if linear else (("k", "n"), ("m", "n"))
+    majors = tuple(
+        {"row": pair[1], "col": pair[0], "any": "any"}[lay.contiguous] for lay, pair in zip(layouts, names, strict=True)
+    )
+    (M, K), (bm, bk) = W.shape, W.blocksize
+    N = vb.shape[-2] if linear else vb.shape[-1]
+    problem = Problem(
+        Extents(M, N, K, vd.shape[0] if vd.dim() == 3 else 1),
+        NAMES[W.dtype],
+        NAMES[plan.out_dtype],
+        (Layout("row", 8, 8), *layouts),
+        ("k", *majors),
+        (3, vb.dim(), vd.dim()),
+        spec,
+        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype]),
+        linear,
+        W.density,
+    )
+    arch, sms = device_arch(b.get_device())
+    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path())
+    plan.notes += notes
+    plan.function = function_for(plan.facts)
+
+
+NAMES_OF_INDEX = {torch.int32: "int32", torch.int64: "int64"}
+
+
+def _view_of(name: str, t, linear: bool, plan: Plan):
+    """How the kernel views b or out: None as it is, a matrix, or a batch (L, rows, cols)."""
+    if t.dim() == 2:
+        return None
+    if linear and t.dim() == 1:
+        return lambda t: t[None]
+    if linear and folds_into_rows(t):  # (..., K) is one matrix (tokens, K)
+        return lambda t: flatten_batch(t, 2)[0]
+    if linear:
+        if name == "out":
+            raise ValueError(f"bsr_linear: out's leading dimensions, strides {t.stride()}, do not fold; pass it contiguous")
+        plan.notes.append(f"{name} is copied: its leading dimensions, strides {t.stride()}, do not fold into one")
+        return lambda t: flatten_batch(t, 2)[0]
+    _, copied = flatten_batch(t, 3)
+    if copied and name == "out":
+        raise ValueError(f"bsr_matmul: out's batch dimensions, strides {t.stride()}, do not flatten; pass it contiguous")
+    if copied:
+        plan.notes.append(f"{name} is copied: its batch dimensions, strides {t.stride()}, have no single stride")
+    return lambda t: flatten_batch(t, 3)[0]
+
+
+def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
+    """The plan of the same call of bsr_matmul."""
+    return _plan("bsr_matmul", as_bsr("bsr_matmul", W), b, bias, activation, residual, out, epilogue)
+
+
+def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
+    """The plan of the same call of bsr_linear."""
+    return _plan("bsr_linear", as_bsr("bsr_linear", W), x, bias, activation, None, out, epilogue)
+
+
+explains(bsr_matmul, plan_bsr_matmul)
+explains(bsr_linear, plan_bsr_linear)

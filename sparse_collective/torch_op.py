@@ -1,0 +1,117 @@
+"""The block-sparse ops as torch.library knows them: a BsrMatrix crosses the schema as its tensors and columns."""
+
+import torch
+from torch import Tensor
+
+from cute_kernels.runtime.torch_op import function_named, register_function
+
+from .bsr import BsrMatrix
+
+
+@torch.library.custom_op("sparse_collective::bsr", mutates_args=())
+def bsr_op(
+    op: str,
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    values: Tensor,
+    columns: int,
+    check: bool,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    epilogue: str | None = None,
+) -> Tensor:
+    from .ops import _call
+
+    W = _matrix(crow_indices, col_indices, values, columns, check)
+    shape = _shape(op, crow_indices, values, b)
+    out = b.new_empty(shape, dtype=out_dtype or b.dtype)
+    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue))
+
+
+@bsr_op.register_fake
+def _(
+    op,
+    crow_indices,
+    col_indices,
+    values,
+    columns,
+    check,
+    b,
+    bias=None,
+    activation=None,
+    residual=None,
+    out_dtype=None,
+    epilogue=None,
+):
+    inner = b.shape[-1] if op == "bsr_linear" else b.shape[-2]
+    torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
+    return b.new_empty(_shape(op, crow_indices, values, b), dtype=out_dtype or b.dtype)
+
+
+@torch.library.custom_op("sparse_collective::bsr_out", mutates_args=("out",))
+def bsr_out_op(
+    op: str,
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    values: Tensor,
+    columns: int,
+    check: bool,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    epilogue: str | None = None,
+) -> None:
+    from .ops import _call
+
+    W = _matrix(crow_indices, col_indices, values, columns, check)
+    _call(op, W, b, bias, activation, residual, out, function_named(epilogue))
+
+
+@bsr_out_op.register_fake
+def _(
+    op,
+    crow_indices,
+    col_indices,
+    values,
+    columns,
+    check,
+    b,
+    out,
+    bias=None,
+    activation=None,
+    residual=None,
+    epilogue=None,
+):
+    return None
+
+
+def _matrix(crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
+    rows = (crow_indices.shape[0] - 1) * values.shape[1]
+    return BsrMatrix(crow_indices, col_indices, values, (rows, columns), check=check)
+
+
+def _shape(op: str, crow_indices, values, b) -> tuple:
+    rows = (crow_indices.shape[0] - 1) * values.shape[1]
+    return (*b.shape[:-1], rows) if op == "bsr_linear" else (*b.shape[:-2], rows, b.shape[-1])
+
+
+def traced_bsr(op, W, b, bias, activation, residual, out, epilogue):
+    """bsr_matmul or bsr_linear inside a torch.compile trace.
+
+    A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
+    any other is checked in each call, with a synchronisation.
+    """
+    if not isinstance(W, BsrMatrix):
+        raise TypeError(f"{op}: under torch.compile W must be a BsrMatrix; make it outside with BsrMatrix.from_torch")
+    name = register_function(epilogue) if epilogue is not None else None
+    matrix = (W.crow_indices, W.col_indices, W.values, W.shape[1], W.check and not W.checked)
+    ops = torch.ops.sparse_collective
+    if out is None:
+        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name)
+    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name)
+    return out

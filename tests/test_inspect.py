@@ -1,0 +1,125 @@
+"""What is read from a cubin, and what is said against a kernel."""
+
+from dataclasses import replace
+
+import pytest
+
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.compile import compile_for, cubin_of
+from tests import tiny_kernels
+from tests.tiny_kernels import ARCHS
+
+
+def cubin(arch, fn):
+    return cubin_of(compile_for(arch, fn, *tiny_kernels.fake_arguments(), keep_cubin=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_small_kernel_costs_nothing_to_speak_of(arch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = inspect.resources(cubin(arch, tiny_kernels.add), arch)
+    assert 0 < found.registers < 32
+    assert (found.stack, found.stl, found.ldl, found.static_smem) == (0, 0, 0, 0)
+    assert (found.opcodes["LDG"], found.opcodes["STG"], found.opcodes["FADD"]) == (2, 1, 1)
+    assert 10 < found.instructions < 40
+    assert not list(tmp_path.iterdir()), "the compiler left files in the working folder"
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm_80", "sm_90a"]
+)  # from sm_90 on the section holds the system's share too
+def test_static_shared_memory_is_the_kernels_own(arch):
+    found = inspect.resources(cubin(arch, tiny_kernels.reverse), arch)
+    assert found.static_smem == tiny_kernels.THREADS * 4
+    assert found.bar == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
+def test_spills_are_found(arch):
+    found = inspect.resources(cubin(arch, tiny_kernels.spill), arch)
+    assert found.registers <= 64
+    assert found.stack > 0
+    assert found.stl > 0
+    assert found.ldl > 0
+    reasons = complaints(found, tensor_core="LDG")
+    assert len(reasons) == 2
+    assert "stack frame" in reasons[0]
+    assert "local memory" in reasons[1]
+
+
+def complaints(resources, **changes):
+    wanted = {"tensor_core": "HGMMA", "dynamic_smem": 0, "smem_limit": 1024, "warp_specialised": False}
+    return inspect.problems(resources, **(wanted | changes))
+
+
+def good(**changes):
+    """The resources of a sound warp-specialised kernel."""
+    counts = dict.fromkeys(inspect._COUNTED, 0) | {"hgmma": 8, "usetmaxreg": 2}
+    fields = {"registers": 168, "stack": 0, "static_smem": 0, "wgmma_waits": 2, "instructions": 1000}
+    sound = inspect.Resources(arch="sm_90a", opcodes={"HGMMA": 8}, **fields, **counts)
+    return replace(sound, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "word"),
+    [
+        ({"stack": 8}, {}, "stack"),
+        ({"stl": 1}, {}, "STL"),
+        ({"ldl": 1}, {}, "LDL"),
+        ({"static_smem": 1000}, {"dynamic_smem": 25}, "1025 bytes of shared memory"),
+        ({}, {"tensor_core": "HMMA"}, "no HMMA"),
+        ({"usetmaxreg": 1}, {"warp_specialised": True}, "USETMAXREG"),
+        ({"wgmma_waits": 8}, {}, "serialised"),
+        ({"wgmma_waits": 4, "opcodes": {"QGMMA": 4}}, {"tensor_core": "QGMMA"}, "serialised"),
+    ],
+)
+def test_each_problem_is_named(changes, wanted, word):
+    (reason,) = complaints(good(**changes), **wanted)
+    assert word in reason
+
+
+def test_a_sound_kernel_has_no_problem():
+    assert complaints(good(static_smem=24), dynamic_smem=1000, warp_specialised=True) == []
+
+
+def test_opcodes_are_read_past_predicates_and_uniform_registers():
+    sass = """
+	.section	.text.kernel,"ax",@progbits
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/               @P0 EXIT ;
+        /*0020*/              @!UP1 UTMALDG.3D [UR8], [UR4], desc[UR16] ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*1fff0*/                  HGMMA.64x256x16.F32.BF16 R24, gdesc[UR24], R24, gsb0 ;
+.L_x_0:
+        /*20000*/                  BRA `(.L_x_0);
+"""
+    read = ["LDC", "EXIT", "UTMALDG.3D", "WARPGROUP.DEPBAR.LE", "HGMMA.64x256x16.F32.BF16", "BRA"]
+    # Modifiers are cut where lower case begins; only the base opcode is counted.
+    assert [opcode.split(".")[0] for opcode in inspect.instructions(sass)] == [o.split(".")[0] for o in read]
+    assert "WARPGROUP.DEPBAR.LE" in list(inspect.instructions(sass))
+
+
+def test_the_wrong_architecture_is_refused():
+    with pytest.raises(ValueError, match=r"compiled for sm_80, not for sm_90a"):
+        inspect.resources(cubin("sm_80", tiny_kernels.add), "sm_90a")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + bytes(58)])
+def test_what_is_no_cubin_is_refused(data):
+    with pytest.raises(ValueError, match="not a cubin"):
+        inspect.resources(data, "sm_80")
+
+
+def test_a_missing_disassembler_says_what_to_install(monkeypatch):
+    def no_files(package):
+        raise inspect.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(inspect.importlib.metadata, "files", no_files)
+    monkeypatch.setenv("PATH", "")
+    inspect.find_nvdisasm.cache_clear()
+    try:
+        with pytest.raises(inspect.MissingDisassembler, match="pip install 'nvidia-cuda-nvdisasm"):
+            inspect.find_nvdisasm()
+    finally:
+        inspect.find_nvdisasm.cache_clear()
