@@ -1,0 +1,1 @@
+"""Benchmarks: ours and the best peers side by side, in one interleaved run."""

@@ -1,7 +1,7 @@
 """Which kernels there are: the facts that ops can ask for, listed, so that tools and tests need no tensors.
 
-Compiling needs no GPU, so a test can hold each of these to its registers and its instructions on every architecture,
-and a bundle can hold each of these for machines that should not compile.
+Compiling needs no GPU. So a test can hold each of these to its registers and its instructions on every
+architecture, and a bundle can carry them to machines that should not compile.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,17 +12,11 @@ from .arch import ARCHS, ArchSpec, arch_named
 from .config import BlockFacts, GemmConfig, GemmFacts, unsupported
 from .epilogue import EpilogueSpec
 
-# One block shape for each way that blocks meet tiles: as wide as a tile, narrower, several tiles high, several K-tiles
-# wide, a last K-tile of 48 (112), tiles of 32 and 16 columns, a tile that hangs over the block's edge (48).
+# One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
+# (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
 BLOCKS = ((128, 128), (128, 64), (256, 64), (64, 64), (512, 112), (32, 32), (16, 16), (48, 112), (64, 256))
 OPS = ("gemm", "bsr_matmul", "bsr_linear")
 
-LOADED_BLOCKS = (
-    None,
-    (128, 128),
-    (32, 32),
-    (512, 112),
-)  # every configuration of these also gets a full epilogue
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -31,12 +25,16 @@ def squared_relu(x):
     return functions.maximum(x, 0.0) * functions.maximum(x, 0.0)
 
 
-# gelu is the activation that costs the most registers and instructions: it has an error function in it.
-ROW = EpilogueSpec(bias="row", bias_dtype="bfloat16", residual=True, activation="gelu")
-COL = EpilogueSpec(bias="col", bias_dtype="bfloat16", residual=True, activation="gelu")
-FULL = EpilogueSpec(
-    scale=True, bias="col", bias_dtype="float32", residual=True, activation="gelu_tanh", function=squared_relu
-)
+LIGHT = EpilogueSpec(scale=True, activation="relu")
+
+
+def loaded(bias: str, residual: str) -> EpilogueSpec:
+    """What costs the most. Of the activations that is gelu, which has an error function in it."""
+    return EpilogueSpec(bias=bias, bias_dtype="bfloat16", residual=residual, activation="gelu")
+
+
+COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
+FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=squared_relu)
 
 
 def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec) -> list[GemmConfig]:
@@ -49,9 +47,7 @@ def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec) -> 
 
 def dense(spec: ArchSpec, path: str, config: GemmConfig, **changes) -> GemmFacts:
     """gemm(a, b) of contiguous matrices."""
-    return GemmFacts(
-        **{"arch": spec.target, "path": path, "config": config, "majors": ("k", "n", "n")} | changes
-    )
+    return GemmFacts(**{"arch": spec.target, "path": path, "config": config, "majors": ("k", "n", "n")} | changes)
 
 
 def bsr(spec: ArchSpec, path: str, config: GemmConfig, block: tuple[int, int], **changes) -> GemmFacts:
@@ -68,24 +64,30 @@ def linear(spec: ArchSpec, path: str, config: GemmConfig, block: tuple[int, int]
 def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     """Each kernel configuration of an architecture, plain, and the main ones in all their variations.
 
-    With `quick` three of them: a dense product, the commonest block, and the most awkward one under an epilogue.
+    With `quick` three of them: a dense product, the commonest block, the most awkward one under an epilogue.
     """
     spec = arch_named(arch)
+    found = [
+        *main(dense, spec, spec.path, None),
+        *main(bsr, spec, spec.path, (128, 128)),
+        *main(linear, spec, spec.path, (512, 112), epilogue=LINEAR),
+    ]
     if quick:
-        found = [
-            dense(spec, spec.path, configurations(spec.path, None, spec)[0]),
-            bsr(spec, spec.path, configurations(spec.path, (128, 128), spec)[0], (128, 128)),
-            linear(spec, spec.path, configurations(spec.path, (512, 112), spec)[0], (512, 112), epilogue=ROW),
-        ]
         return _buildable(found)
-    found = list(_every_configuration(spec))
+    found += _every_configuration(spec)
     found += dense_variations(spec, spec.path)
     found += sparse_variations(spec, spec.path)
-    if spec.path == "sm_80":
-        found += unaligned(spec)
-    else:
+    found += unaligned(spec)
+    if spec.path != "sm_80":
         found += _older_path(spec)
     return _buildable(found)
+
+
+def main(make, spec: ArchSpec, path: str, block: tuple[int, int] | None, **changes) -> list[GemmFacts]:
+    """The first configuration that supports these changes, in a list; an empty one if none does."""
+    shape = () if block is None else (block,)
+    entries = (make(spec, path, config, *shape, **changes) for config in configurations(path, block, spec))
+    return _buildable(entries)[:1]
 
 
 def _buildable(facts: Iterable[GemmFacts]) -> list[GemmFacts]:
@@ -94,6 +96,7 @@ def _buildable(facts: Iterable[GemmFacts]) -> list[GemmFacts]:
 
 
 def _every_configuration(spec: ArchSpec) -> Iterator[GemmFacts]:
+    """Plain; the dense ones and those of 128x128 blocks, which all blocks of that height share, loaded as well."""
     for block in (None, *BLOCKS):
         for config in configurations(spec.path, block, spec):
             if block is None:
@@ -101,79 +104,75 @@ def _every_configuration(spec: ArchSpec) -> Iterator[GemmFacts]:
                 yield dense(spec, spec.path, config, epilogue=COL)
                 continue
             yield bsr(spec, spec.path, config, block)
-            if block in LOADED_BLOCKS:
-                yield linear(spec, spec.path, config, block, epilogue=ROW)
+            if block == (128, 128):
+                yield linear(spec, spec.path, config, block, epilogue=LINEAR)
 
 
 def dense_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
-    """The main dense configuration with other operands, outputs and epilogues."""
-    main = dense(spec, path, configurations(path, None, spec)[0])
+    """Dense products with other operands, outputs and epilogues."""
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     changes = [{"majors": (a, b, "n")} for a in "km" for b in "kn"]
     changes += [
         {"majors": ("k", "n", "m")},
         {"dtype": "float16", "out_dtype": "float16"},
-        {"out_dtype": "float32", "aligns": (8, 8, 4)},
-        {"out_dtype": "float32", "aligns": (8, 8, 4), "majors": ("k", "n", "m")},
-        {"out_dtype": "float32", "aligns": (8, 8, 4), "epilogue": FULL},
+        fp32,
+        {**fp32, "majors": ("k", "n", "m")},
+        {**fp32, "epilogue": FULL},
         {"aligns": (8, 8, 1)},
         {"aligns": (8, 8, 1), "epilogue": COL},
         {"aligns": (8, 8, 1), "majors": ("k", "n", "any")},
+        {"epilogue": LIGHT},
         {"epilogue": ROW},
         {"epilogue": FULL},
+        {"epilogue": loaded("col", "any")},
         {"ranks": (3, 3, 3)},
         {"ranks": (2, 3, 3)},  # one A for the whole batch
     ]
-    return [replace(main, **change) for change in changes]
+    return [facts for change in changes for facts in main(dense, spec, path, None, **change)]
 
 
 def sparse_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
-    """The main configuration of 128x128 blocks with other operands, outputs and epilogues."""
-    block = (128, 128)
-    config = configurations(path, block, spec)[0]
+    """Products with 128x128 blocks with other operands, outputs and epilogues."""
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    return [
-        bsr(spec, path, config, block, majors=("k", "k", "n")),
-        bsr(spec, path, config, block, dtype="float16", out_dtype="float16"),
-        bsr(spec, path, config, block, **fp32),
-        bsr(spec, path, config, block, index_dtype="int64"),
-        bsr(spec, path, config, block, ranks=(3, 3, 3)),
-        bsr(spec, path, config, block, aligns=(8, 8, 1)),
-        bsr(spec, path, config, block, epilogue=COL),
-        bsr(spec, path, config, block, epilogue=ROW),
-        bsr(spec, path, config, block, epilogue=FULL),
-        linear(spec, path, config, block),
-        linear(spec, path, config, block, majors=("k", "n", "m")),
-        linear(spec, path, config, block, aligns=(8, 8, 1)),
-        linear(spec, path, config, block, **fp32, epilogue=ROW),
+    matmul = [
+        {"majors": ("k", "k", "n")},
+        {"dtype": "float16", "out_dtype": "float16"},
+        fp32,
+        {"index_dtype": "int64"},
+        {"ranks": (3, 3, 3)},
+        {"aligns": (8, 8, 1)},
+        {"epilogue": LIGHT},
+        {"epilogue": COL},
+        {"epilogue": ROW},
+        {"epilogue": FULL},
     ]
+    layer = [{}, {"majors": ("k", "n", "m")}, {"aligns": (8, 8, 1)}, {"epilogue": LIGHT}, {**fp32, "epilogue": LINEAR}]
+    found = [facts for change in matmul for facts in main(bsr, spec, path, (128, 128), **change)]
+    found += [facts for change in layer for facts in main(linear, spec, path, (128, 128), **change)]
+    return found + main(linear, spec, path, (32, 32), epilogue=LINEAR)
 
 
 def unaligned(spec: ArchSpec) -> list[GemmFacts]:
     """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
-    config = configurations("sm_80", None, spec)[0]
-    block = (128, 128)
-    sparse = configurations("sm_80", block, spec)[0]
-    strided = {"majors": ("any", "any", "any"), "aligns": (1, 1, 1)}
-    return [
-        *(dense(spec, "sm_80", config, aligns=(align,) * 3) for align in (1, 2, 4)),
-        dense(spec, "sm_80", config, aligns=(1, 1, 1), majors=("m", "k", "n")),
-        dense(spec, "sm_80", config, aligns=(1, 1, 1), epilogue=COL),
-        dense(spec, "sm_80", config, **strided),
-        *(bsr(spec, "sm_80", sparse, block, aligns=(8, align, align)) for align in (1, 4)),
-        bsr(spec, "sm_80", sparse, block, majors=("k", "any", "n"), aligns=(8, 1, 8)),
-        linear(spec, "sm_80", sparse, block, aligns=(8, 1, 1), epilogue=ROW),
+    narrow = [{"aligns": (align,) * 3} for align in (1, 2, 4)]
+    narrow += [
+        {"aligns": (1, 1, 1), "majors": ("m", "k", "n")},
+        {"aligns": (1, 1, 1), "majors": ("any", "any", "any")},
+        {"aligns": (1, 1, 1), "epilogue": COL},
     ]
+    found = [facts for change in narrow for facts in main(dense, spec, "sm_80", None, **change)]
+    sparse = [{"aligns": (8, align, align)} for align in (1, 4)]
+    sparse += [{"aligns": (8, 1, 8), "majors": ("k", "any", "n")}]
+    found += [facts for change in sparse for facts in main(bsr, spec, "sm_80", (128, 128), **change)]
+    return found + main(linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
 
 
 def _older_path(spec: ArchSpec) -> list[GemmFacts]:
-    """The sm_80 kernels compiled for a newer GPU, which takes them for unaligned operands or when told to."""
-    blocks = ((128, 128), (512, 112), (32, 32))
-    return [
-        dense(spec, "sm_80", configurations("sm_80", None, spec)[0]),
-        dense(spec, "sm_80", configurations("sm_80", None, spec)[0], epilogue=COL),
-        *(bsr(spec, "sm_80", configurations("sm_80", block, spec)[0], block) for block in blocks),
-        *unaligned(spec),
-    ]
+    """The sm_80 kernels compiled for a newer GPU, which takes them when told to."""
+    found = main(dense, spec, "sm_80", None) + main(dense, spec, "sm_80", None, epilogue=COL)
+    for block in ((128, 128), (512, 112), (32, 32)):
+        found += main(bsr, spec, "sm_80", block)
+    return found
 
 
 def bundle_facts(
@@ -183,11 +182,12 @@ def bundle_facts(
     ops: Iterable[str] = OPS,
     index_dtypes: Iterable[str] = ("int32",),
 ) -> list[GemmFacts]:
-    """What `ops` ask for on aligned contiguous matrices, under no epilogue, a bias, and a bias with each activation.
+    """What `ops` ask for on aligned contiguous matrices: with no epilogue, a bias, a bias and each activation.
 
     Shapes decide between the configurations, so all of them are here. gemm's b may also be the transpose of a
-    contiguous weight. The bias has the operands' dtype and counts output features. Not here, and compiled on their
-    first call: batches that do not fold into rows, residuals, fp32 outputs, alpha, and functions of one's own.
+    contiguous weight. The bias has the operands' dtype, one value for each output feature. Not here, and
+    compiled on their first call: batches that do not fold into rows, residuals, fp32 outputs, alpha, and
+    functions of one's own.
     """
     spec = arch_named(arch)
     blocks, index_dtypes, ops = list(blocks), list(index_dtypes), list(ops)
@@ -204,16 +204,12 @@ def bundle_facts(
                     if op == "gemm":
                         for b in "nk":
                             majors = ("k", b, "n")
-                            found.append(
-                                dense(spec, spec.path, config, majors=majors, epilogue=epilogue, **types)
-                            )
+                            found.append(dense(spec, spec.path, config, majors=majors, epilogue=epilogue, **types))
                         continue
                     make = linear if op == "bsr_linear" else bsr
                     for index in index_dtypes:
                         found.append(
-                            make(
-                                spec, spec.path, config, block, epilogue=epilogue, index_dtype=index, **types
-                            )
+                            make(spec, spec.path, config, block, epilogue=epilogue, index_dtype=index, **types)
                         )
     return _buildable(found)
 
@@ -228,14 +224,12 @@ def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
     ]
 
 
-# -- in words --------------------------------------------------------------------------------------------------
+# -- in words -------------------------------------------------------------------------------------------------
 
 
 def config_text(config: GemmConfig) -> str:
     """As str(config), in half the width: tile/stages, split, and what is not 1."""
-    text = (
-        f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
-    )
+    text = f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
     return text + (" pp" if config.teams == 2 else "")
@@ -263,7 +257,7 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     """The terms in their order; "" for none."""
     terms = ["alpha"] if spec.scale else []
     terms += [f"{spec.bias}({SHORT[spec.bias_dtype]})"] if spec.bias else []
-    terms += ["residual"] if spec.residual else []
+    terms += [f"residual({spec.residual})"] if spec.residual else []
     terms += [spec.activation] if spec.activation else []
     terms += [spec.function.__name__] if spec.function else []
     return "+".join(terms)

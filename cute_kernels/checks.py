@@ -105,7 +105,7 @@ def epilogue_spec(op, kind, bias, activation, residual, alpha, function) -> Epil
         scale=alpha != 1.0,
         bias=kind,
         bias_dtype=NAMES[bias.dtype] if kind else None,
-        residual=residual is not None,
+        residual=None if residual is None else "any",
         activation=activation,
         function=function,
     )

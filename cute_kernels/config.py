@@ -146,6 +146,9 @@ def unsupported(facts: GemmFacts) -> str:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
+    accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
+    if accumulators > 128 and not facts.epilogue.is_light:
+        return f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions"
     needed = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES
     if needed > spec.smem:
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"

@@ -23,7 +23,7 @@ class EpilogueSpec:
 
     x = alpha * acc                 scale
     x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col"
-    x = x + beta * residual         residual, laid out as D
+    x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
     x = activation(x)               a name in functions.ACTIVATIONS
     x = function(x)                 the user's own
     """
@@ -31,9 +31,14 @@ class EpilogueSpec:
     scale: bool = False
     bias: str | None = None
     bias_dtype: str | None = None
-    residual: bool = False
+    residual: str | None = None
     activation: str | None = None
     function: Callable | None = None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it takes next to no registers: nothing to load and at most a ReLU."""
+        return self.bias is None and self.residual is None and self.function is None and self.activation in (None, "relu")
 
     def without_function(self) -> "EpilogueSpec":
         return replace(self, function=None)
@@ -85,7 +90,7 @@ def apply(
             else:
                 rBias[v] = rBias[first]
         x = x + rBias.load()
-    if const_expr(spec.residual):
+    if const_expr(spec.residual is not None):
         rC = cute.make_rmem_tensor(rD.shape, Float32)
         for v in range_constexpr(size):
             rC[v] = Float32(0.0)

@@ -31,9 +31,9 @@ from .mainloop_sm90 import MainloopSm90
 from .scheduler import TileScheduler
 from .store_sm90 import WARPGROUP, StoreSm90
 
-# Registers a thread of (producer, consumers): what setmaxnreg leaves of 65,536 to 128 + 256 threads. The second row
-# is for consumers that hold 192 accumulators each.
-REGISTERS = {False: (40, 232), True: (24, 240)}
+# Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
+# threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's temporaries.
+REGISTERS = (24, 240)
 ALIGN = 1024  # bytes; what a 128-byte swizzle atom needs
 
 
@@ -56,7 +56,6 @@ class GemmSm90:
         self.out_dtype = cutlass_dtype(facts.out_dtype)
         self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
         self.consumers = self.team * cfg.teams
-        self.registers = REGISTERS[cfg.tile_m * cfg.tile_n // (self.team * WARPGROUP) > 128]
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster_m * cfg.cluster_n
@@ -83,6 +82,7 @@ class GemmSm90:
         @cute.struct
         class SharedStorage:
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            one: cute.struct.MemRange[Float32, 1]
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sD: cute.struct.Align[cute.struct.MemRange[self.out_dtype, sizes[2]], ALIGN]
@@ -195,10 +195,14 @@ class GemmSm90:
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (tile_m, tile_k, PIPE)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (tile_n, tile_k, PIPE)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
+        if const_expr(self.store.anchored):
+            if tidx == 0:
+                cute.make_tensor(storage.one.data_ptr(), cute.make_layout(1))[0] = Float32(1.0)
+            cute.arch.sync_threads()
         ring, cta_layout = self.make_pipeline(storage.barriers.data_ptr())
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.registers[0])
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
                 # (tile_m, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
                 gA = cute.local_tile(mA, (cfg.tile_m, cfg.tile_k), (None, None, None))
@@ -236,7 +240,7 @@ class GemmSm90:
                     )  # fmt: skip
                 ring.producer_tail(state)
         else:
-            cute.arch.setmaxregister_increase(self.registers[1])
+            cute.arch.setmaxregister_increase(REGISTERS[1])
             groups = cute.make_layout(self.team, stride=WARPGROUP)
             thr_mma = tiled_mma.get_slice(groups(group % self.team))
             tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))  # (MMA, MMA_M, MMA_K, PIPE)
@@ -273,7 +277,7 @@ class GemmSm90:
                 out_m, outer_m = k_tiles.out
                 self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
-                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l), group,
+                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l), group, storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
 

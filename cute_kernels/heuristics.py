@@ -78,17 +78,26 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
 
 
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
-    """Configurations of the mma.sync path; stages are bounded by the architecture's shared memory."""
-    k = min(32, tile_k_of(block))
+    """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
+
+    Measured on an H200 (compiled for it): dense 4096 cubed 256x128x32 477, 128x128x64 458, 128x128x32 434 TFLOP/s;
+    512x112 blocks 128x128x64 405, 256x128x64 396, 128x128x32 371. K-tiles of 64 take more than sm_8x has for two CTAs.
+    """
     if block is not None and block.bm < 64:
-        tile_m = 32 if block.bm == 32 or block.bm == 48 else 16
-        tile_m = 16 if block.bm % 32 else tile_m
-        shapes = [(tile_m, 128, 1, 4), (tile_m, 64, 1, 4)]
+        tile_m = 16 if block.bm % 32 else 32
+        shapes = [(tile_m, 128, 32, 1, 4), (tile_m, 64, 32, 1, 4)]
     elif block is not None and block.bm % 128:
-        shapes = [(64, 128, 2, 2), (64, 64, 2, 2)]
+        shapes = [(64, 128, 32, 2, 2), (64, 64, 32, 2, 2)]
+    elif block is not None:
+        deep = spec.smem > 200_000
+        shapes = [(128, 128, 64 if deep else 32, 2, 2), (128, 64, 32, 2, 2)]
     else:
-        shapes = [(128, 128, 2, 2), (128, 64, 2, 2), (64, 64, 2, 2)]
-    return [with_stages(GemmConfig(m, n, k, 0, wm, wn), spec, 0, most=4) for m, n, wm, wn in shapes]
+        shapes = [(256, 128, 32, 4, 2), (128, 128, 32, 2, 2), (128, 64, 32, 2, 2), (64, 64, 32, 2, 2)]
+    widest = tile_k_of(block)
+    return [
+        with_stages(GemmConfig(m, n, min(k, widest), 0, wm, wn), spec, 0, most=3 if k == 64 else 4)
+        for m, n, k, wm, wn in shapes
+    ]
 
 
 def cost(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, kept: float, sms: int) -> float:
@@ -124,10 +133,13 @@ def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, grou
     return sms
 
 
-def raster_group(cfg: GemmConfig, extents: Extents, sparse: bool) -> int:
+def raster_group(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> int:
     """Width of a raster panel in cluster tiles.
 
-    Dense: near-square patches, 2048 columns wide. Sparse: a panel of B (K x columns) of PANEL_BYTES.
+    Dense: near-square patches, 2048 columns wide. Sparse: a panel of B (K x columns) of PANEL_BYTES; twice that where
+    blocks 512 high read each of B's blocks less often.
     """
-    columns = PANEL_BYTES // (ELEMENT * max(1, extents.K)) if sparse else 2048
+    columns = 2048
+    if block is not None:
+        columns = PANEL_BYTES * max(1, block.bm // 256) // (ELEMENT * max(1, extents.K))
     return max(1, columns // (cfg.tile_n * cfg.cluster_n))

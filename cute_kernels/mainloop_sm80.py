@@ -11,8 +11,6 @@ sparse source it is a load from memory. Past the last K-tile it is asked for the
 nothing out of range, and all copies are turned into zero fills, which read nothing at all: no branch is needed.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
@@ -26,102 +24,6 @@ from .k_tiles import MMA_K
 CHUNK = 16  # bytes; what ldmatrix reads of a line, and the unit of the swizzle
 
 
-def log2(x: int) -> int:
-    assert x > 0 and x & (x - 1) == 0, f"{x} is no power of two"
-    return x.bit_length() - 1
-
-
-@dataclass(frozen=True)
-class OperandTile:
-    """A (rows, tile_k) tile of A or B: where its elements lie in a stage, who copies them and who reads them.
-
-    A stage holds lines along the contiguous mode: tile_k elements of one row, or all rows of one k. The 16-byte
-    chunks of a line are permuted by an XOR with bits of the line's number, so that eight lanes hit 32 banks both
-    when they copy along a line and when ldmatrix reads one chunk from each of eight lines.
-
-    Offsets are linear over disjoint bits: offset(line + 2^i, byte) differs from offset(line, byte) by an XOR and an
-    addition that are known at compile time (`split`). So a thread needs one base, however many vectors it moves.
-    The methods take Python integers as well as Int32, and are checked on the host.
-    """
-
-    rows: int
-    tile_k: int
-    k_major: bool
-    vector: int  # elements of one copy
-    threads: int
-    warps: int  # how many share the rows
-    is_b: bool
-
-    @property
-    def lines(self) -> int:
-        return self.rows if self.k_major else self.tile_k
-
-    @property
-    def line_bytes(self) -> int:
-        return 2 * (self.tile_k if self.k_major else self.rows)
-
-    @property
-    def bytes(self) -> int:
-        return self.lines * self.line_bytes
-
-    @property
-    def span(self) -> int:
-        """Rows of one warp."""
-        return self.rows // self.warps
-
-    def swizzle(self, line):
-        """The XOR for a line, in bytes."""
-        chunks = min(8, self.line_bytes // CHUNK)
-        return ((line >> log2(8 // chunks)) & (chunks - 1)) << 4
-
-    def offset(self, line, byte):
-        return line * self.line_bytes + (byte ^ self.swizzle(line))
-
-    def split(self, line: int, byte: int) -> tuple[int, int]:
-        """(x, add): offset(l + line, b + byte) == (offset(l, b) ^ x) + add where no bit is set on both sides."""
-        mask = min(8 * CHUNK, self.line_bytes) - CHUNK
-        return (byte & mask) ^ self.swizzle(line), line * self.line_bytes + (byte & ~mask)
-
-    # ------------------------------------------------------------------ copying: vector index = thread + j * active
-
-    @property
-    def active(self) -> int:
-        """Threads that copy: a small tile has fewer vectors than the CTA has threads."""
-        return min(self.threads, self.bytes // (2 * self.vector))
-
-    @property
-    def copies(self) -> int:
-        return self.bytes // (2 * self.vector * self.active)
-
-    @property
-    def stride(self) -> int:
-        """Lines between two vectors of a thread, where they are 16 bytes long."""
-        return self.position(self.active)[0]
-
-    def position(self, index):
-        """(line, element) of a vector."""
-        bits = log2(self.line_bytes // (2 * self.vector))
-        return index >> bits, (index & ((1 << bits) - 1)) * self.vector
-
-    # ------------------------------------------------------------------ reading: ldmatrix x4 = 16 rows x 16 k
-
-    def lane_offset(self, lane, index_warp):
-        """Where a lane's eight-element row of its 8 x 8 matrix lies, for the warp's first 16 rows and first 16 k.
-
-        A fragment's four matrices run along its rows first for A, along k first for B.
-        """
-        i, r = lane >> 3, lane & 7
-        row_half, k_half = (i >> 1, i & 1) if self.is_b else (i & 1, i >> 1)
-        row = index_warp * self.span + row_half * 8
-        if self.k_major:
-            return self.offset(row + r, k_half * CHUNK)
-        return self.offset(k_half * 8 + r, row * 2)
-
-    def step(self, i: int, k: int) -> tuple[int, int]:
-        """`split` of the warp's i-th 16 rows and k-th 16 columns."""
-        return self.split(16 * i, 2 * MMA_K * k) if self.k_major else self.split(MMA_K * k, 32 * i)
-
-
 def keep(value: Int64) -> Int64:
     """The value, made once: the compiler sees no way to compute it anew in a loop, which it would prefer to do."""
     return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
@@ -130,20 +32,16 @@ def keep(value: Int64) -> Int64:
 class MainloopSm80:
     """Steps of one work tile; see the schedule above. Addresses are integers: bytes, shared ones 32 bits wide."""
 
-    def __init__(self, facts, dtype, threads: int):
-        cfg = facts.config
+    def __init__(self, facts, dtype, a, b):  # OperandTiles
         self.dtype = dtype
-        self.stages, self.tile_k = cfg.stages, cfg.tile_k
+        self.stages = facts.config.stages
         self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
         self.period = len(self.k_blocks)
         # The two register buffers alternate with the MMA steps, so a loop's body must hold an even number of them.
         self.unroll = 1 + sum(self.k_blocks) % 2
-        vectors = [1 if major == "any" else align for major, align in zip(facts.majors, facts.aligns)]
-        a_k, b_k = facts.majors[0] != "m", facts.majors[1] != "n"
-        self.a = OperandTile(cfg.tile_m, cfg.tile_k, a_k, vectors[0], threads, cfg.warps_m, False)
-        self.b = OperandTile(cfg.tile_n, cfg.tile_k, b_k, vectors[1], threads, cfg.warps_n, True)
-        self.stage_bytes = self.a.bytes + self.b.bytes
-        self.mmas_m, self.mmas_n = self.a.span // 16, self.b.span // 8
+        self.a, self.b = a, b
+        self.stage_bytes = a.bytes + b.bytes
+        self.mmas_m, self.mmas_n = a.span // 16, b.span // 8
 
     # ------------------------------------------------------------------ global memory -> shared memory
 
@@ -164,30 +62,17 @@ class MainloopSm80:
         self.copy(self.b, mB, tile.b, left, cols, threads[1], stage + self.a.bytes)
         cute.arch.cp_async_commit_group()
 
-    def thread_part(self, op: OperandTile, mX: cute.Tensor, rest: Int32) -> tuple:
-        """(row0, line, element, to, sources): what this thread's copies have in common in all K-tiles.
+    def thread_part(self, op, mX: cute.Tensor, rest: Int32) -> tuple:
+        """(row0, line, element, to, source): what this thread's copies have in common in all K-tiles.
 
-        `to` is where its first vector goes in a stage; `sources` where its vectors of a k-major operand come from,
-        or where the first one comes from if lines are steps of k: bytes past the tile's column 0.
-        Rows past the extent are read from the last one: it is there, and what comes of it is never stored.
+        `to` is where its first vector goes in a stage; `source` where that comes from, in bytes past the tile's
+        column 0. What stands in rows past the extent does not matter, since what comes of it is never stored.
         """
-        extent = mX.shape[0]
-        s_row, s_k = [stride * ELEMENT for stride in mX.stride[:2]]
-        row0 = rest * op.rows
         line, element = op.position(cute.arch.thread_idx()[0])
-        if op.vector < 8:
-            sources = []
-        elif not op.k_major:
-            sources = [Int64(cutlass.min(row0 + element, extent - op.vector)) * s_row + Int64(line) * s_k]
-        elif isinstance(extent, int) and extent % op.rows == 0:
-            first = Int64(row0 + line) * s_row + Int64(element) * s_k
-            sources = [first + v * op.stride * s_row for v in range(op.copies)]
-        else:
-            rows = [cutlass.min(row0 + line + v * op.stride, extent - 1) for v in range(op.copies)]
-            sources = [Int64(row) * s_row + Int64(element) * s_k for row in rows]
-        if len(sources) <= 4:
-            sources = [keep(source) for source in sources]
-        return row0, line, element, op.offset(line, element * ELEMENT), sources
+        row0 = rest * op.rows
+        row, k = (row0 + line, element) if op.k_major else (cutlass.min(row0 + element, mX.shape[0] - op.vector), line)
+        source = (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
+        return row0, line, element, op.offset(line, element * ELEMENT), keep(source)
 
     @cute.jit
     def copy(
@@ -227,17 +112,27 @@ class MainloopSm80:
         tidx: Int32,
     ):
         """This thread's 16-byte vectors: unrolled, from one base."""
-        _, line, element, to, sources = thread
-        at = source + sources[0]
+        row0, line, element, to, at = thread
+        at = source + at
+        # How many lines there are from this thread's first one on; none, if its columns do not exist. Whether every
+        # line is there is known beforehand for rows that tiles divide, and for steps of k inside what is multiplied.
+        extent = mX.shape[0]
+        exact = const_expr(isinstance(extent, int) and extent % op.rows == 0)
+        there = limit - (element if const_expr(op.k_major) else line)
+        if const_expr(op.k_major and not exact):
+            there = cutlass.min(extent - row0 - line, cutlass.min(there, 1) * op.rows)
         for v in range_constexpr(op.copies):
-            x, add = op.split(v * op.stride, 0)
+            lines = const_expr(v * op.stride)
             if const_expr(op.k_major):
-                self.copy_vector(op, source + sources[v], stage + (to ^ x) + add, element < limit)
-            elif const_expr(v * op.stride < cols):
-                partial = const_expr(self.clips_k or (v + 1) * op.stride > cols)
-                valid = limit - line > v * op.stride if const_expr(partial) else left > 0
+                valid = there > (0 if const_expr(exact) else lines)
+            elif const_expr(self.clips_k or lines + op.stride > cols):
+                valid = there > lines
+            else:
+                valid = left > 0
+            if const_expr(op.k_major or lines < cols):
+                x, add = op.split(lines, 0)
                 self.copy_vector(op, at, stage + (to ^ x) + add, valid)
-                at = at + op.stride * mX.stride[1] * ELEMENT
+                at = at + op.stride * mX.stride[0 if op.k_major else 1] * ELEMENT
 
     @cute.jit
     def copy_narrow(
@@ -295,7 +190,7 @@ class MainloopSm80:
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step. Every other row of products runs backwards, to begin with the B fragment just used."""
+        """One MMA step."""
         atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, cutlass.Float32, (16, 8, 16)))
         cute.gemm(atom, acc, rA, rB, acc)
 

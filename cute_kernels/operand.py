@@ -39,6 +39,17 @@ def layout_of(shape, stride, address: int, itemsize: int) -> Layout:
     return best
 
 
+def layout_of_tensor(tensor) -> Layout:
+    """The Layout of a torch tensor; a meta tensor stands for one that will be allocated, so aligned."""
+    address = 0 if tensor.is_meta else tensor.data_ptr()
+    return layout_of(tensor.shape, tensor.stride(), address, tensor.element_size())
+
+
+def major(layout: Layout, modes: tuple[str, str]) -> str:
+    """The kernel's name of the contiguous mode of a (rows, cols) tensor whose modes have these names."""
+    return {"row": modes[1], "col": modes[0], "any": "any"}[layout.contiguous]
+
+
 def flatten_batch(tensor, rank: int):
     """`tensor` as (rows, cols) or (L, rows, cols), and whether torch had to copy it to get there.
 

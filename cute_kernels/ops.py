@@ -5,13 +5,14 @@ torch.compile the call goes through the registered ops `cute_kernels::gemm` and 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
 from . import checks, reference
 from .dtypes import NAMES
 from .heuristics import Extents
-from .operand import flatten_batch, folds_into_rows, layout_of
+from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
 _PLANS: dict[tuple, Plan] = {}
@@ -155,13 +156,13 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
     if any(view is not None for view in views):
         plan.views = views
     va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
-    layouts = tuple(
-        layout_of(t.shape, t.stride(), 0 if t.is_meta else t.data_ptr(), t.element_size()) for t in (va, vb, vd)
-    )
+    layouts = tuple(layout_of_tensor(t) for t in (va, vb, vd))
     majors = tuple(
-        {"row": names[1], "col": names[0], "any": "any"}[lay.contiguous]
-        for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True)
+        major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True)
     )
+    if residual is not None:
+        vr = residual if views[4] is None else views[4](residual)
+        spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
     L = vd.shape[0] if vd.dim() == 3 else 1
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
@@ -181,7 +182,7 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
 def _view_of(name: str, t, batch, fold: bool, plan: Plan):
     """How the kernel views a tensor of the call: None as it is, else a function of the tensor."""
     if name == "bias":
-        return None if t.dim() == 1 else torch.flatten
+        return bias_view(t)
     if t.dim() == 2:
         return None
     if fold or math.prod(t.shape[:-2]) == 1 < math.prod(batch):
@@ -193,6 +194,11 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
     if copied:
         plan.notes.append(f"{name} is copied: its batch dimensions, broadcast to {tuple(batch)}, have no single stride")
     return lambda t: flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]
+
+
+def bias_view(bias):
+    """A bias as the kernel takes it: one mode of stride 1. A strided one is copied, a few kilobytes."""
+    return None if bias.dim() == 1 and bias.stride(0) == 1 else lambda t: t.flatten().contiguous()
 
 
 def _as_matrix(t):

@@ -44,6 +44,7 @@ class StoreSm80:
         self.line = self.span_n if self.n_major else self.span_m
         self.pitch = self.line * self.size + (8 * self.size if self.n_major else 16)
         self.slab_bytes = SLAB * self.pitch
+        assert self.line <= WARP * self.vector, "a warp stores whole lines"
         self.bytes = cfg.warps_m * cfg.warps_n * 2 * self.slab_bytes if self.vectorised else 0
 
     @cute.jit
@@ -59,41 +60,53 @@ class StoreSm80:
         warp: Int32,
     ):
         lane = cute.arch.lane_idx()
-        m0 = tile[0] * self.tile_m + index_warp[0] * self.span_m
-        n0 = tile[1] * self.tile_n + index_warp[1] * self.span_n
-        outer = (tile[2], tile[3])
-        row, col = lane >> 2, (lane & 3) * 2  # of this lane's first accumulator
-        buffers = smem + warp * (2 * self.slab_bytes)
-        if const_expr(self.n_major or not self.vectorised):
-            for i in range_constexpr(self.mmas_m):
-                cD = coordinates(m0 + i * SLAB + row, n0 + col, self.mmas_n)
-                rD = self.chunk(acc, i, 0, self.mmas_n)
-                epilogue.apply(self.spec, args, rD, cD, extent, outer)
-                if const_expr(self.vectorised):
-                    buffer = buffers + i % 2 * self.slab_bytes
-                    self.write(rD, buffer + row * self.pitch + col * self.size)
-                    cute.arch.sync_warp()
-                    self.flush(mD, buffer, m0 + i * SLAB, n0, extent, outer, lane)
+        origin = (
+            tile[0] * self.tile_m + index_warp[0] * self.span_m,
+            tile[1] * self.tile_n + index_warp[1] * self.span_n,
+        )
+        # Slabs outside D are left out. The branches are of use for those inside too: without them the compiler mixes
+        # the code of all slabs, and spills.
+        mode = const_expr(0 if self.n_major or not self.vectorised else 1)
+        for slab in range_constexpr((self.mmas_m, self.mmas_n // 2)[mode]):
+            if origin[mode] + slab * SLAB < extent[mode]:
+                buffer = smem + (warp * 2 + slab % 2) * self.slab_bytes
+                if const_expr(mode == 0):
+                    self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (slab, 0), self.mmas_n)
                 else:
-                    self.store_direct(rD, cD, mD, extent, outer)
-        else:
-            for j in range_constexpr(self.mmas_n // 2):
-                buffer = buffers + j % 2 * self.slab_bytes
-                for i in range_constexpr(self.mmas_m):
-                    cD = coordinates(m0 + i * 16 + row, n0 + j * SLAB + col, 2)
-                    rD = self.chunk(acc, i, 2 * j, 2)
-                    epilogue.apply(self.spec, args, rD, cD, extent, outer)
-                    self.write(rD, buffer + col * self.pitch + (i * 16 + row) * self.size)
-                cute.arch.sync_warp()
-                self.flush(mD, buffer, m0, n0 + j * SLAB, extent, outer, lane)
+                    for i in range_constexpr(self.mmas_m):
+                        self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (i, 2 * slab), 2)
+                if const_expr(self.vectorised):
+                    cute.arch.sync_warp()
+                    self.flush(mD, buffer, extent, origin, tile, lane, slab)
 
     @cute.jit
-    def chunk(self, acc: cute.Tensor, i: cutlass.Constexpr, j: cutlass.Constexpr, count: cutlass.Constexpr):
-        """(2 * 2 * count,): the accumulators of the i-th 16 rows and `count` 8-column products from the j-th."""
+    def store_chunk(
+        self,
+        acc: cute.Tensor,
+        args: epilogue.EpilogueArgs,
+        mD: cute.Tensor,
+        buffer: Int32,
+        extent: tuple,
+        origin: tuple,
+        tile: tuple,
+        lane: Int32,
+        first: cutlass.Constexpr,  # (i, j): the accumulators of the i-th 16 rows, from the j-th 8 columns on
+        count: cutlass.Constexpr,  # of 8-column products
+    ):
+        """A chunk through the epilogue, and into the slab's buffer or straight to memory."""
+        row, col = lane >> 2, (lane & 3) * 2  # of this lane's first accumulator
+        m, n = origin[0] + row + first[0] * 16, origin[1] + col + first[1] * 8
+        cD = [(m + v // 2 % 2 * 8, n + v // 4 * 8 + v % 2) for v in range(4 * count)]
         rD = cute.make_rmem_tensor(4 * count, Float32)
         for v in range_constexpr(4 * count):
-            rD[v] = acc[v % 4, i, j + v // 4]
-        return rD
+            rD[v] = acc[v % 4, first[0], first[1] + v // 4]
+        epilogue.apply(self.spec, args, rD, cD, extent, tile[2:])
+        if const_expr(not self.vectorised):
+            self.store_direct(rD, cD, mD, extent, tile[2:])
+        elif const_expr(self.n_major):
+            self.write(rD, buffer + row * self.pitch + col * self.size)
+        else:
+            self.write(rD, buffer + col * self.pitch + (first[0] * 16 + row) * self.size)
 
     @cute.jit
     def write(self, rD: cute.Tensor, at: Int32):
@@ -111,34 +124,41 @@ class StoreSm80:
             cute.autovec_copy(value, cute.make_tensor(sD, width))
 
     @cute.jit
-    def flush(self, mD: cute.Tensor, buffer: Int32, m0: Int32, n0: Int32, extent: tuple, outer: tuple, lane: Int32):
-        """Store a slab, whose first element is (m0, n0), from shared memory; a vector lies inside D or outside."""
+    def flush(
+        self,
+        mD: cute.Tensor,
+        buffer: Int32,
+        extent: tuple,
+        origin: tuple,
+        tile: tuple,
+        lane: Int32,
+        slab: cutlass.Constexpr,
+    ):
+        """Store a slab from shared memory, all lanes going down its lines."""
         per_line = const_expr(self.line // self.vector)
+        step = const_expr(WARP // per_line)  # lines between two vectors of a lane
+        line, element = lane // per_line, lane % per_line * self.vector
+        m, n = origin[0] + slab * SLAB + line, origin[1] + element
+        if const_expr(not self.n_major):
+            m, n = origin[0] + element, origin[1] + slab * SLAB + line
         s_m, s_n, s_outer, s_l = mD.stride
-        base = mD.iterator.toint() + (Int64(outer[0]) * s_outer + Int64(outer[1]) * s_l) * self.size
+        offset = Int64(m) * s_m + Int64(n) * s_n + Int64(tile[2]) * s_outer + Int64(tile[3]) * s_l
+        to = mD.iterator.toint() + offset * self.size
+        at = buffer + line * self.pitch + element * self.size
         atom = cute.make_copy_atom(CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        for v in range_constexpr(SLAB * per_line // WARP):
-            index = lane + v * WARP
-            line, element = index // per_line, index % per_line * self.vector
-            m, n = m0 + line, n0 + element
-            if const_expr(not self.n_major):
-                m, n = m0 + element, n0 + line
-            at = buffer + line * self.pitch + element * self.size
-            sD = make_ptr(self.dtype, at, AddressSpace.smem, assumed_align=16)
-            gD = base + (Int64(m) * s_m + Int64(n) * s_n) * self.size
-            gD = make_ptr(self.dtype, gD, AddressSpace.gmem, assumed_align=16)
+        for v in range_constexpr(SLAB // step):
+            sD = make_ptr(self.dtype, at + v * step * self.pitch, AddressSpace.smem, assumed_align=16)
+            gD = make_ptr(self.dtype, to, AddressSpace.gmem, assumed_align=16)
             rD = cute.make_rmem_tensor(self.vector, self.dtype)
             cute.copy(atom, cute.make_tensor(sD, self.vector), rD)
-            if cute.elem_less((m, n), extent):
+            # A vector lies inside D or outside, since it divides the extent of the contiguous mode.
+            coord = (m + v * step, n) if const_expr(self.n_major) else (m, n + v * step)
+            if cute.elem_less(coord, extent):
                 cute.copy(atom, rD, cute.make_tensor(gD, self.vector))
+            to = to + step * (s_m if const_expr(self.n_major) else s_n) * self.size
 
     @cute.jit
     def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):
         for v in range_constexpr(cute.size(rD)):
             if cute.elem_less(cD[v], extent):
                 mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
-
-
-def coordinates(row: Int32, col: Int32, count: int) -> list[tuple]:
-    """(m, n) of each of a chunk's 2 * 2 * count accumulators, the first one's given."""
-    return [(row + v // 2 % 2 * 8, col + v // 4 * 8 + v % 2) for v in range(4 * count)]

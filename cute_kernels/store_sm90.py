@@ -3,7 +3,8 @@
 Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through a two-deep ring of
 its own, so warpgroups never wait for each other:
 
-    all 128 threads    epilogue in registers -> wait until the ring's buffer is free -> stmatrix -> fence
+    warp 0             wait until the ring's buffer is free
+    all 128 threads    epilogue in registers -> stmatrix -> fence
     warp 0             TMA store of the chunk, commit
 
 Where D's strides do not meet TMA's rule (multiples of 16 bytes), `store_direct` writes element by element.
@@ -12,7 +13,9 @@ Where D's strides do not meet TMA's rule (multiples of 16 bytes), `store_direct`
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90_utils
 
@@ -21,6 +24,19 @@ from .epilogue import coordinates
 
 WARPGROUP = 128
 SLAB_M = 64  # rows of one WGMMA
+
+
+@dsl_user_op
+def load_one(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
+    """The 1.0 at a shared-memory address, by a load that the compiler may not move across a barrier."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    text, constraints = "ld.volatile.shared.f32 $0, [$1];", "=f,r"
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [address], text, constraints,
+            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
 
 
 class StoreSm90:
@@ -38,6 +54,9 @@ class StoreSm90:
         self.epi_n = min(group_n, 128 * 8 // dtype.width)  # columns of one chunk: 128 bytes of D
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
+        # A chunk's arithmetic depends on no barrier, so the compiler starts all chunks' at once, and 128 GELUs' worth
+        # of temporaries spill. A factor read from shared memory after the chunk's barrier keeps them apart.
+        self.anchored = not facts.epilogue.is_light
         self.chunks = group_n // self.epi_n
         self.buffers = cfg.ring
 
@@ -58,6 +77,7 @@ class StoreSm90:
         extent: tuple,  # (M, N)
         tile: tuple,  # (m, n, outer_m, l)
         group: cutlass.Int32,  # which consumer warpgroup
+        anchor: cute.Pointer,  # 1.0 in shared memory
     ):
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(tidx // 32)
@@ -83,17 +103,21 @@ class StoreSm90:
             slab = tile[0] * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
             for e in range_constexpr(self.chunks):
                 chunk = const_expr(s * self.chunks + e)
+                if const_expr(self.tma):
+                    if warp == 0:
+                        cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+                    self.sync(group)
+                one = load_one(anchor) if const_expr(self.anchored) else None
                 for v in range_constexpr(values):
                     rD[v] = acc[chunk * values + v]
+                    if const_expr(self.anchored):
+                        rD[v] = rD[v] * one
                 cD = coordinates(tCcD, e * values, values, (slab * SLAB_M, col0))
                 epilogue.apply(self.spec, args, rD, cD, extent, (tile[2], tile[3]))
                 if const_expr(self.tma):
                     buffer = group * self.buffers + chunk % self.buffers
                     rOut = cute.make_rmem_tensor(shape, self.dtype)
                     rOut.store(rD.load().to(self.dtype))
-                    if warp == 0:
-                        cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-                    self.sync(group)
                     cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.sync(group)

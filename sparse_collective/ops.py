@@ -5,6 +5,7 @@ bsr_linear's x (tokens, K) is B given as (N, K), and the output (tokens, M) is D
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,8 +15,8 @@ from cute_kernels.config import BlockFacts
 from cute_kernels.dtypes import NAMES
 from cute_kernels.explain import explains
 from cute_kernels.heuristics import Extents
-from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
-from cute_kernels.ops import viewed
+from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
+from cute_kernels.ops import bias_view, viewed
 from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
 from .bsr import BsrMatrix
@@ -169,18 +170,19 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
     views = (
         _view_of("x" if linear else "b", b, linear, plan),
         _view_of("out", d, linear, plan),
-        None if bias is None or bias.dim() == 1 else torch.flatten,
+        None if bias is None else bias_view(bias),
         None if residual is None else _view_of("residual", residual, linear, plan),
     )
     if any(view is not None for view in views):
         plan.views = views
     vb, vd = (t if view is None else view(t) for t, view in zip((b, d), views, strict=False))
-    layouts = [layout_of(t.shape, t.stride(), 0 if t.is_meta else t.data_ptr(), t.element_size()) for t in (vb, vd)]
+    layouts = [layout_of_tensor(t) for t in (vb, vd)]
     # (row, col) of the torch tensor in the kernel's modes
     names = (("n", "k"), ("n", "m")) if linear else (("k", "n"), ("m", "n"))
-    majors = tuple(
-        {"row": pair[1], "col": pair[0], "any": "any"}[lay.contiguous] for lay, pair in zip(layouts, names, strict=True)
-    )
+    majors = tuple(major(lay, pair) for lay, pair in zip(layouts, names, strict=True))
+    if residual is not None:
+        vr = residual if views[3] is None else views[3](residual)
+        spec = replace(spec, residual=major(layout_of_tensor(vr), names[1]))
     (M, K), (bm, bk) = W.shape, W.blocksize
     N = vb.shape[-2] if linear else vb.shape[-1]
     problem = Problem(

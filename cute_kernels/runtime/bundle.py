@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,9 @@ class BundleWriter:
         return self.key(facts) in self._written
 
     def finish(self) -> Path:
-        """Write the manifest, remove what an earlier bundle left in the folder, and return the manifest's path."""
+        """Write the manifest, and return its path; an earlier bundle's kernels are removed from the folder."""
         for path in self.folder.glob("*.o"):
-            if path.stem not in self._written:
+            if re.fullmatch("[0-9a-f]{64}", path.stem) and path.stem not in self._written:
                 path.unlink()
         manifest = {
             "format": FORMAT,

@@ -21,13 +21,17 @@ def fake_tensor(dtype: str, rank: int, contiguous: int | None, align: int, shape
 
 def matrix(facts: GemmFacts, operand: int):
     """The fake of a (0), b (1) or d (2): a torch matrix or batch."""
-    major, rank = facts.majors[operand], facts.ranks[operand]
+    dtype = facts.out_dtype if operand == 2 else facts.dtype
+    return fake_tensor(dtype, facts.ranks[operand], contiguous_mode(facts, operand), facts.aligns[operand])
+
+
+def contiguous_mode(facts: GemmFacts, operand: int, major: str | None = None) -> int | None:
+    """Which mode of the torch tensor has stride 1, given its major as the kernel names it."""
+    major, rank = major or facts.majors[operand], facts.ranks[operand]
     # The major that names the last mode of the torch tensor: a is (M, K), b (K, N) and d (M, N), or with
     # `transposed` b is (N, K) and d (N, M).
     last = ("k", "k" if facts.transposed else "n", "m" if facts.transposed else "n")[operand]
-    contiguous = None if major == "any" else rank - 1 if major == last else rank - 2
-    dtype = facts.out_dtype if operand == 2 else facts.dtype
-    return fake_tensor(dtype, rank, contiguous, facts.aligns[operand])
+    return None if major == "any" else rank - 1 if major == last else rank - 2
 
 
 def epilogue_args(facts: GemmFacts) -> tuple:
@@ -35,8 +39,10 @@ def epilogue_args(facts: GemmFacts) -> tuple:
     from cutlass import Float32
 
     spec = facts.epilogue
-    bias = fake_tensor(spec.bias_dtype, 1, None, 1) if spec.bias else None
-    residual = fake_tensor(facts.out_dtype, facts.ranks[2], None, 1) if spec.residual else None
+    bias = fake_tensor(spec.bias_dtype, 1, 0, 1) if spec.bias else None
+    residual = None
+    if spec.residual:
+        residual = fake_tensor(facts.out_dtype, facts.ranks[2], contiguous_mode(facts, 2, spec.residual), 1)
     return bias, residual, Float32(1.0), Float32(1.0)
 
 

@@ -1,14 +1,15 @@
-"""Many kernels compiled at once, in processes: the compiler is not thread-safe, and a kernel takes a core a second.
+"""Many kernels compiled at once, in processes, because the compiler is not thread-safe.
 
-Workers are spawned, not forked, since the compiler's threads and a CUDA context do not survive a fork. What goes in
-is facts and what comes out is bytes or a report, all of it picklable; a kernel that fails says so in its `Outcome` and
-does not stop the others.
+Workers are spawned, not forked: the compiler's threads and a CUDA context do not survive a fork. What goes in is
+facts and what comes out is bytes or a report, all of it picklable. A kernel that fails says so in its `Outcome`
+and does not stop the others.
 """
 
 import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -78,12 +79,13 @@ def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:
 
 
 def worker_pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes to submit `attempt` to. What a worker prints goes to stderr: stdout may be somebody's JSON."""
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_prints_to_stderr)
+    """Processes to submit `attempt` to."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_start_worker)
 
 
-def _prints_to_stderr() -> None:
-    os.dup2(2, 1)
+def _start_worker() -> None:
+    os.dup2(2, 1)  # what the compiler prints: stdout may be somebody's JSON
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 
 def in_parallel(function: Callable[[Any], Any], items: Iterable[Any], jobs: int) -> Iterator[Outcome]:

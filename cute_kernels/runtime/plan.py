@@ -114,7 +114,7 @@ def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tu
             facts = best[1]
             if facts.path == "sm_90" and not facts.tma_store:
                 notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
-            group = heuristics.raster_group(facts.config, problem.extents, problem.block is not None)
+            group = heuristics.raster_group(facts.config, problem.extents, problem.block)
             ctas = heuristics.grid_limit(facts.config, problem.extents, problem.block, group, sms)
             return facts, group, ctas, notes
         notes.append(f"not on path {name}: {reasons[0]}")

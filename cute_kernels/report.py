@@ -1,0 +1,84 @@
+"""What `python -m cute_kernels inspect` says about compiled kernels: as JSON, or as tables with the reasons below."""
+
+import sys
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import catalog
+from .arch import arch_named
+from .runtime.parallel import Outcome
+
+COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
+WIDTH = 180  # columns of a table in a file or a pipe; a terminal has its own
+LEGEND = """\
+configuration: tile MxNxK/stages, split among warps (sm_80) or warpgroups (sm_90), c cluster, pp ping-pong
+operands: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
+regs: on the sm_90 path those of every thread at the start, before setmaxnreg moves them to the consumers
+"""
+
+
+def row_of(outcome: Outcome) -> dict:
+    """One kernel as JSON; without numbers if it did not compile."""
+    facts, report = outcome.item, outcome.value
+    row = {
+        "arch": facts.arch,
+        "name": catalog.name_of(facts),
+        "path": facts.path,
+        "config": str(facts.config),
+        "block": catalog.block_text(facts),
+        "operands": catalog.operands_text(facts),
+        "epilogue": catalog.epilogue_text(facts.epilogue),
+    }
+    if report is not None:
+        r = report.resources
+        row |= {name: getattr(r, name) for name in ("registers", "stack", "stl", "ldl", "static_smem")}
+        row |= {"dynamic_smem": report.dynamic_smem, "smem_limit": facts.spec.smem}
+        row |= {name: getattr(r, name) for name in (*COUNTED, "instructions")}
+    problems = [outcome.error] if outcome.error else list(report.problems)
+    return row | {"problems": problems, "seconds": round(outcome.seconds, 3)}
+
+
+def table_of(arch: str, outcomes: list[Outcome]) -> Table:
+    """The kernels of one architecture, a row each."""
+    title = f"{arch}: {len(outcomes)} kernels, {arch_named(arch).smem} bytes of shared memory a block"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("path", "configuration", "block", "operands", "epilogue"):
+        table.add_column(name, overflow="fold")
+    for name in ("regs", "stack", "STL/LDL", "smem", *map(str.upper, COUNTED)):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for outcome in outcomes:
+        facts, row = outcome.item, row_of(outcome)
+        cells = [
+            facts.path,
+            catalog.config_text(facts.config),
+            row["block"],
+            row["operands"],
+            row["epilogue"],
+        ]
+        if outcome.value is not None:
+            cells += [row["registers"], row["stack"], f"{row['stl']}/{row['ldl']}"]
+            cells += [f"{row['static_smem']}+{row['dynamic_smem']}", *(row[name] for name in COUNTED)]
+        else:
+            cells += [""] * (4 + len(COUNTED))
+        verdict = Text("fails", "bold red") if row["problems"] else Text("ok", "green")
+        table.add_row(*(Text(str(cell)) for cell in cells), verdict)
+    return table
+
+
+def print_report(outcomes: list[Outcome], seconds: float) -> None:
+    """A table for each architecture, then the reasons against those kernels that have any."""
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    for arch in dict.fromkeys(outcome.item.arch for outcome in outcomes):
+        out.print(table_of(arch, [outcome for outcome in outcomes if outcome.item.arch == arch]))
+    out.print(LEGEND, style="dim")
+    bad = [row for row in map(row_of, outcomes) if row["problems"]]
+    for row in bad:
+        out.print(Text(f"{row['arch']} {row['name']}", "bold"))
+        for problem in row["problems"]:
+            out.print(Text(f"    {problem}"))
+    verdict = f"{len(bad)} should not be shipped" if bad else "none spills, each has its tensor-core instruction"
+    out.print(f"{len(outcomes)} kernels in {seconds:.0f} s: {verdict}", style="red" if bad else "green")

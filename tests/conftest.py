@@ -1,0 +1,73 @@
+"""What all tests share: a kernel cache of their own, seeds, and which tests this machine can run."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+
+import pytest
+import torch
+
+import cute_kernels
+
+from . import emulate, reference
+
+CACHE = "CUTE_KERNELS_CACHE_DIR"
+
+
+def pytest_addoption(parser):
+    if importlib.util.find_spec("pytest_timeout") is None:  # its setting in pyproject.toml is no mistake then
+        parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)  # CPU tensors here are small: threads only wait for each other, 5x on a busy machine
+    if CACHE not in os.environ:
+        folder = tempfile.mkdtemp(prefix="cute-kernels-tests-")
+        os.environ[CACHE] = folder
+
+        def remove():
+            os.environ.pop(CACHE, None)
+            shutil.rmtree(folder, ignore_errors=True)
+
+        config.add_cleanup(remove)
+
+
+def pytest_collection_modifyitems(items):
+    available = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if available else (0, 0)
+    for item in items:
+        if "gpu" not in item.keywords:
+            continue
+        if not available:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+        elif "sm_90" in item.keywords and capability != (9, 0):
+            item.add_marker(pytest.mark.skip(reason=f"runs on sm_90; this GPU is sm_{capability[0]}{capability[1]}"))
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Every test draws numbers of its own, the same in each run."""
+    reference.seed(request.node.nodeid)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where an op test runs: on the GPU; and on the CPU, with torch in the kernels' place (see emulate.py)."""
+    if request.param == "cuda":
+        return "cuda"
+    emulate.install(monkeypatch)
+    return "cpu"
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """CPU tensors are planned as on an sm_90 GPU."""
+    emulate.install(monkeypatch)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sm_80", "sm_90")])
+def path(request):
+    """A family of kernels, forced for the whole test."""
+    with cute_kernels.path(request.param):
+        yield request.param

@@ -1,0 +1,128 @@
+"""Torch in the kernels' place: the ops' whole host side on CPU tensors, for machines without a GPU.
+
+`install` makes the ops plan CPU calls as those of a given architecture. In place of a compiled function comes one that
+insists on what the compiled one would insist on (ranks, contiguous modes, alignments), sees the tensors through the
+same views, and uses of the epilogue what its facts say, no more.
+"""
+
+import importlib
+import inspect
+from types import SimpleNamespace
+
+import torch
+
+import cute_kernels.ops as dense_ops
+import sparse_collective.ops as sparse_ops
+from cute_kernels import checks, reference
+from cute_kernels.arch import ARCHS
+from cute_kernels.config import unsupported
+from cute_kernels.dtypes import TORCH
+from cute_kernels.runtime import kernels
+
+
+class Emulated:
+    """The function that stands for the compiled kernel of some facts."""
+
+    built = set()  # facts of all kernels since the last install: how many a GPU run would compile
+
+    def __init__(self, facts):
+        assert unsupported(facts) == "", unsupported(facts)
+        self.facts = facts
+        self.built.add(facts.key())
+
+    def __call__(self, *args):
+        *operands, bias, residual, alpha, beta, group, max_ctas = args
+        assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
+        assert group >= 1 and max_ctas >= 1
+        if self.facts.block is None:
+            a, b, d = operands
+            self.insist("a", a, 0)
+            acc = a.float() @ b.float()
+        else:
+            *parts, b, d = operands
+            acc = self.sparse(*parts, b)
+        self.insist("b", b, 1)
+        self.insist("d", d, 2)
+        assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
+        spec = self.facts.epilogue
+        assert (bias is not None) == bool(spec.bias) and (residual is not None) == bool(spec.residual)
+        if spec.bias:
+            assert bias.dim() == 1 and bias.dtype == TORCH[spec.bias_dtype]
+            assert bias.stride(0) == 1 or len(bias) == 1, "a bias is compiled as one mode of stride 1"
+            rows = spec.bias == "row"
+            assert bias.shape[0] == d.shape[-1 if rows == self.facts.transposed else -2], "bias length"
+            bias = bias[:, None] if rows != self.facts.transposed else bias
+        if spec.residual:
+            assert residual.shape == d.shape and residual.dtype == d.dtype
+            self.insist("residual", residual, 2, major=spec.residual, align=1)
+        scale = alpha if spec.scale else 1.0
+        d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
+
+    def insist(self, name, tensor, operand, *, major=None, align=None):
+        """What a compiled function checks of an argument before it launches."""
+        facts = self.facts
+        dtype = facts.out_dtype if operand == 2 else facts.dtype
+        assert tensor.dtype == TORCH[dtype], f"{name} is {tensor.dtype}, compiled for {dtype}"
+        assert tensor.dim() == facts.ranks[operand], f"{name} has {tensor.dim()} dimensions"
+        major, align = major or facts.majors[operand], align or facts.aligns[operand]
+        last = ("k", "k" if facts.transposed else "n", "m" if facts.transposed else "n")[operand]
+        contiguous = None if major == "any" else tensor.dim() - (1 if major == last else 2)
+        assert tensor.data_ptr() % (align * tensor.element_size()) == 0, f"{name}'s address"
+        for mode, (extent, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if extent > 1:  # the stride of an extent of 1 is not looked at
+                right = stride == 1 if mode == contiguous else stride % align == 0
+                assert right, f"{name}: stride {stride} of mode {mode}, {major}-major, aligned to {align}"
+
+    def sparse(self, crow, col, values, b):
+        """W @ b from the stored blocks alone, or its transpose."""
+        facts, (bm, bk) = self.facts, values.shape[1:]
+        assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
+        assert crow.dtype == col.dtype == getattr(torch, facts.block.index_dtype)
+        b = (b.mT if facts.transposed else b).float()  # (..., K, N)
+        out = b.new_zeros(*b.shape[:-2], (len(crow) - 1) * bm, b.shape[-1])
+        bounds, columns = crow.tolist(), col.tolist()
+        for r in range(len(crow) - 1):
+            for p in range(bounds[r], bounds[r + 1]):
+                rows = b[..., columns[p] * bk : (columns[p] + 1) * bk, :]
+                out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
+        return out.mT if facts.transposed else out
+
+
+def fill_in(plan_kernel, **known) -> None:
+    """Call an op's `_plan_kernel` with those of its parameters, by name."""
+    plan_kernel(**{name: known[name] for name in inspect.signature(plan_kernel).parameters})
+
+
+def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
+    """From here on, CPU calls of the ops are planned and launched as on a GPU of `arch`."""
+    plan_gemm, plan_bsr = dense_ops.plan_gemm, sparse_ops._plan
+
+    def gemm_planner(*args, **kwargs):
+        given = inspect.signature(plan_gemm).bind(*args, **kwargs)
+        given.apply_defaults()
+        call, plan = SimpleNamespace(**given.arguments), plan_gemm(*args, **kwargs)
+        if not plan.empty:
+            kind = checks.bias_kind("gemm", call.bias, call.a.shape[-2], call.b.shape[-1])
+            terms = kind, call.bias, call.activation, call.residual, call.alpha, call.epilogue
+            more = {"spec": checks.epilogue_spec("gemm", *terms), "batch": plan.out_shape[:-2]}
+            fill_in(dense_ops._plan_kernel, plan=plan, **vars(call), **more)
+        return plan
+
+    def bsr_planner(op, W, b, bias, activation, residual, out, epilogue):
+        plan = plan_bsr(op, W, b, bias, activation, residual, out, epilogue)
+        if not plan.empty:
+            linear = op == "bsr_linear"
+            kind = None if bias is None else "row" if linear else checks.bias_kind(op, bias, W.shape[0], b.shape[-1])
+            spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
+            terms = {"bias": bias, "residual": residual, "out": out, "spec": spec, "linear": linear}
+            fill_in(sparse_ops._plan_kernel, plan=plan, W=W, b=b, **terms)
+        return plan
+
+    planners = importlib.import_module("cute_kernels.explain")._PLANNERS
+    monkeypatch.setitem(planners, dense_ops.gemm, gemm_planner)
+    monkeypatch.setattr(dense_ops, "plan_gemm", gemm_planner)
+    monkeypatch.setattr(sparse_ops, "_plan", bsr_planner)
+    for ops in (dense_ops, sparse_ops):
+        monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms))
+        monkeypatch.setattr(ops, "_PLANS", {})
+    monkeypatch.setattr(kernels, "function_for", Emulated)

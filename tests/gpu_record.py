@@ -1,0 +1,204 @@
+"""Run the GPU tests and record what happened: `python -m tests.gpu_record [--sanitize] [--out FOLDER] [pytest args]`.
+
+Writes tests-<card>.json: the machine, the versions, the state of the sources, counts, failures, and with --sanitize
+the verdicts of compute-sanitizer's memcheck and racecheck on tests/sanitize_cases.py. The exit status is 0 only if all
+of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "bench" / "results"
+TOOLS = ("memcheck", "racecheck")
+# The DSL probes for driver functions that may be absent; as API errors those would hide the real ones.
+TOOL_OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
+MOST_FAILURES = 50
+
+
+def tests(arguments: list[str], limit: float) -> dict:
+    """pytest -m gpu in a process of its own, and what its report says."""
+    with tempfile.TemporaryDirectory(prefix="cute-kernels-tests-") as folder:
+        report = Path(folder, "report.xml")
+        # After two minutes in one test the stack is printed: a hang then has a name.
+        options = ["-q", "-m", "gpu", "-o", "faulthandler_timeout=120", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
+        start = time.perf_counter()
+        status, _ = run(command, limit, show=True)
+        seconds = round(time.perf_counter() - start, 1)
+        found = read_report(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    return {"arguments": arguments, "status": status, "seconds": seconds, **found}
+
+
+def read_report(path: Path) -> dict:
+    """Counts and failures of a JUnit report; an error in a fixture counts as a failure, an xfail as skipped."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures = []
+    for case in ElementTree.parse(path).iter("testcase"):
+        bad = [node for node in case if node.tag in ("failure", "error")]
+        kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
+        counts[kind] += 1
+        if bad:
+            text = (bad[0].get("message") or bad[0].text or "").strip()
+            name = f"{case.get('classname', '')}::{case.get('name', '')}"
+            failures.append({"name": name, "message": text.splitlines()[0][:300] if text else ""})
+    return {**counts, "failures": failures[:MOST_FAILURES]}
+
+
+def run(command: list[str], limit: float, *, show: bool = False) -> tuple[int | str, str]:
+    """(exit status or "timed out", output) of a process in the repository's root."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    pipe = None if show else subprocess.PIPE
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=limit,
+            stdout=pipe,
+            stderr=None if show else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        return done.returncode, done.stdout or ""
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or ""
+        return "timed out", output.decode(errors="replace") if isinstance(output, bytes) else output
+
+
+def sanitizer() -> str | None:
+    """compute-sanitizer, from PATH or the CUDA toolkit."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [str(Path(home, "bin")) for home in homes if home]
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+
+
+def sanitize(limit: float) -> dict:
+    """A verdict a tool. The cases run bare first, so that kernels come from the cache and wrong results show."""
+    cases = [sys.executable, "-m", "tests.sanitize_cases"]
+    status, output = run(cases, limit)
+    verdicts = {"bare": verdict(status, output, "right")}
+    tool = sanitizer()
+    for name in TOOLS:
+        if tool is None:
+            verdicts[name] = {"ok": False, "status": "compute-sanitizer was not found; put it on PATH or set CUDA_HOME"}
+            continue
+        command = [tool, "--tool", name, *TOOL_OPTIONS[name], "--error-exitcode", "86", *cases]
+        status, output = run(command, limit)
+        verdicts[name] = verdict(status, output, r"(ERROR|RACECHECK) SUMMARY: 0 ")
+    return verdicts
+
+
+def verdict(status, output: str, wanted: str) -> dict:
+    """ok: status 0, and the output says what it must; with the summary, and of a failure the last lines."""
+    summary = re.findall(r"=+ *((?:ERROR|RACECHECK) SUMMARY.*)", output)
+    ok = status == 0 and re.search(wanted, output) is not None
+    found = {"ok": ok, "status": status, "cases": len(re.findall(r": right$", output, re.MULTILINE))}
+    if summary:
+        found["summary"] = summary[-1].strip()
+    if not ok:
+        found["output"] = output.splitlines()[-40:]
+    return found
+
+
+def machine() -> dict:
+    """What ran the tests, and what was tested."""
+    from cute_kernels.runtime.keys import source_fingerprint
+
+    properties = torch.cuda.get_device_properties(0)
+    names = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
+    return {
+        "card": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        **{name: version(name) for name in names},
+        "python": platform.python_version(),
+        "commit": commit(),
+        "sources": source_fingerprint(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the working tree, marked where it has changes, or what GIT_COMMIT says."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        options = {"capture_output": True, "text": True, "timeout": 60, "check": True}
+        head = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip()
+        return head + (" with changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("GIT_COMMIT")
+
+
+def file_name(card: str) -> str:
+    """tests-nvidia-h200.json"""
+    return f"tests-{re.sub('[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_record", description=__doc__.splitlines()[0])
+    parser.add_argument("--sanitize", action="store_true", help="also run compute-sanitizer on a few tiny cases")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the record (default: bench/results)")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds that each process may take")
+    options, rest = parser.parse_known_args(arguments)
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds none"
+        print(f"gpu_record: no CUDA GPU ({why}). `python -m pytest` runs all tests that need none.", file=sys.stderr)
+        return 2
+    record = {"machine": machine(), "tests": tests(rest, options.limit)}
+    passed = record["tests"]["status"] == 0
+    if options.sanitize:
+        record["sanitizer"] = sanitize(options.limit)
+        passed = passed and all(v["ok"] for v in record["sanitizer"].values())
+    record["ok"] = passed
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / file_name(record["machine"]["card"])
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(summary(record), f"gpu_record: written to {path}", sep="\n")
+    return 0 if passed else 1
+
+
+def summary(record: dict) -> str:
+    t = record["tests"]
+    lines = [f"gpu_record: {t['passed']} passed, {t['failed']} failed, {t['skipped']} skipped in {t['seconds']} s"]
+    lines += [f"  {failure['name']}: {failure['message']}" for failure in t["failures"]]
+    for name, v in record.get("sanitizer", {}).items():
+        lines.append(f"  {name}: {'clean' if v['ok'] else v['status']} {v.get('summary', '')}".rstrip())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The truth in fp64, what torch makes of the same inputs, and the bound between the two.
+
+A kernel's result is compared with the exact product of the rounded inputs. It may err as much as torch does when it
+multiplies in fp32 and rounds once to the same dtype, times a small factor, plus a few ulp of the fp32 accumulator.
+Nothing here uses a kernel, and activations are torch's own.
+"""
+
+import contextlib
+import math
+import zlib
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from .diagnose import diagnose
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": nnf.relu,
+    "gelu": nnf.gelu,
+    "gelu_tanh": lambda x: nnf.gelu(x, approximate="tanh"),
+    "silu": nnf.silu,
+}
+ULP32 = 2.0**-24
+
+
+def seed(name: str) -> None:
+    """Start torch's generators from a text, so that a test draws the same numbers whatever runs before it."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+
+
+def normal(*shape: int, dtype=torch.bfloat16, device="cpu", k: int = 1) -> Tensor:
+    """Normal random numbers over sqrt(k)."""
+    return (torch.randn(*shape, device=device) / math.sqrt(max(k, 1))).to(dtype)
+
+
+def operand(rows: int, cols: int, layout: str = "n", *, batch=(), dtype=torch.bfloat16, device="cpu", k=1):
+    """(*batch, rows, cols): row-major ("n"), or the transposed view of a row-major matrix ("t")."""
+    if layout == "n":
+        return normal(*batch, rows, cols, dtype=dtype, device=device, k=k)
+    return normal(*batch, cols, rows, dtype=dtype, device=device, k=k).mT
+
+
+def poisoned(*shape: int, dtype=torch.bfloat16, device="cpu") -> Tensor:
+    """An output in which every element that a kernel forgets is NaN."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def poisoned_empty():
+    """Inside, torch.empty gives NaN: for outputs that an op allocates itself."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def _full_fp32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def truth(a, b, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, *, epilogue=None, dtype=torch.float64):
+    """epilogue(activation(alpha * a @ b + bias + beta * residual)), all of it in `dtype`."""
+    with _full_fp32():
+        x = alpha * torch.matmul(a.to(dtype), b.to(dtype))
+    if bias is not None:
+        x = x + bias.to(dtype)
+    if residual is not None:
+        x = x + beta * residual.to(dtype)
+    x = ACTIVATIONS[activation](x)
+    return x if epilogue is None else epilogue(x)
+
+
+def exact_and_torch(a, b, out_dtype, **terms) -> tuple[Tensor, Tensor]:
+    """The exact result, and torch's: multiplied in fp32, rounded once."""
+    return truth(a, b, **terms), truth(a, b, dtype=torch.float32, **terms).to(out_dtype)
+
+
+def assert_as_good_as_torch(out: Tensor, exact: Tensor, torch_out: Tensor, *, k: int = 1, plan=None) -> None:
+    """`out` errs at most twice as much as torch (fp32 outputs: four times), in maximum and in Frobenius norm.
+
+    `k` is how many products an element sums: a tensor core truncates its fp32 sum after every 16 of them, which the
+    floor allows for. Inputs are taken to be scaled so that sums are of magnitude 1. With `plan`, the message names
+    the tiles and warps at fault.
+    """
+    assert out.shape == exact.shape, f"shape {tuple(out.shape)}, expected {tuple(exact.shape)}"
+    assert out.dtype == torch_out.dtype, f"dtype {out.dtype}, expected {torch_out.dtype}"
+    if out.numel() == 0:
+        return
+    assert exact.isfinite().all(), "the expected result must be finite; compare the rest by itself"
+    factor = 4.0 if out.dtype is torch.float32 else 2.0
+    floor = (8 + k / 16) * ULP32 * max(1.0, exact.abs().max().item())
+    ours, theirs = (t.double() - exact for t in (out, torch_out))
+    checks = {
+        "largest error": (ours.abs().max(), theirs.abs().max(), floor),
+        "Frobenius error": (ours.norm(), theirs.norm(), floor * math.sqrt(out.numel())),
+    }
+    norm = exact.norm().item() or 1.0
+    wrong = []
+    for name, (mine, other, allowed) in checks.items():
+        mine, bound = mine.item(), factor * other.item() + allowed
+        if not mine <= bound:  # NaN is never <=
+            scale = norm if name.startswith("Frobenius") else 1.0
+            wrong.append(f"{name} {mine / scale:.3g}, torch's {other.item() / scale:.3g}, allowed {bound / scale:.3g}")
+    if wrong:
+        raise AssertionError("\n".join([*wrong, diagnose(out, exact, plan, floor=floor)]))
+
+
+def dense_of(crow, col, values: Tensor, shape, device=None) -> Tensor:
+    """The dense matrix of BSR parts, block by block."""
+    bm, bk = values.shape[1:]
+    dense = torch.zeros(shape, dtype=values.dtype, device=device or values.device)
+    crow, col = crow.tolist(), col.tolist()
+    for r in range(len(crow) - 1):
+        for p in range(crow[r], crow[r + 1]):
+            dense[r * bm : (r + 1) * bm, col[p] * bk : (col[p] + 1) * bk] = values[p]
+    return dense

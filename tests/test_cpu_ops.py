@@ -1,0 +1,366 @@
+"""The ops without a GPU: CPU tensors against fp64, epilogue functions, explain, path, and the choice of kernels."""
+
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+
+import cute_kernels
+from cute_kernels import explain, gemm
+from cute_kernels import functions as F
+from cute_kernels.arch import ARCHS, PATHS, arch_named, arch_of
+from cute_kernels.config import BlockFacts, GemmFacts, unsupported
+from cute_kernels.epilogue import EpilogueSpec
+from cute_kernels.heuristics import Extents
+from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
+from cute_kernels.runtime.plan import Problem, candidates, choose, facts_for, forced_path
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
+
+from .cases import PATTERNS, mask_to_indices
+from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, operand, poisoned
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Products on CPU tensors
+
+
+@pytest.mark.parametrize("layouts", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("out_dtype", [None, BF16, FP16, FP32])
+def test_gemm(layouts, dtype, out_dtype):
+    a, b = operand(33, 70, layouts[0], dtype=dtype), operand(70, 45, layouts[1], dtype=dtype, k=70)
+    terms = {"bias": normal(45, dtype=FP32), "activation": "gelu", "alpha": 0.5}
+    exact, by_torch = exact_and_torch(a, b, out_dtype or dtype, **terms)
+    assert_as_good_as_torch(gemm(a, b, **terms, out_dtype=out_dtype), exact, by_torch, k=70)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((3, 8, 16), (16, 4)), ((2, 1, 8, 16), (1, 3, 16, 4)), ((8, 0), (0, 4)), ((0, 8), (8, 0))]
+)
+def test_gemm_shapes(a, b):
+    a, b = normal(*a), normal(*b)
+    out = gemm(a, b)
+    assert out.shape == (a @ b).shape and out.dtype is BF16
+    assert_as_good_as_torch(out, *exact_and_torch(a, b, BF16), k=16)
+
+
+def test_out_is_written_and_returned():
+    a, b, residual = normal(8, 16), normal(16, 24), normal(8, 24)
+    exact, by_torch = exact_and_torch(a, b, BF16, residual=residual, beta=-2.0)
+    out = poisoned(24, 8).t()
+    assert gemm(a, b, residual=residual, beta=-2.0, out=out) is out
+    assert_as_good_as_torch(out, exact, by_torch, k=16)
+    assert gemm(a, b, residual=residual, beta=-2.0, out=residual) is residual
+    assert torch.equal(residual, out)
+
+
+def test_gradients_are_not_needed_where_they_are_off():
+    a, b = normal(8, 16).requires_grad_(), normal(16, 24)
+    with torch.no_grad():
+        assert not gemm(a, b).requires_grad
+    with torch.inference_mode():
+        gemm(normal(8, 16), b)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("block", [(16, 16), (48, 112), (64, 32)])
+def test_bsr(pattern, block):
+    crow, col = mask_to_indices(PATTERNS[pattern](5, 4))
+    W = BsrMatrix(crow, col, normal(len(col), *block, k=4 * block[1]), (5 * block[0], 4 * block[1]))
+    dense = dense_of(crow, col, W.values, W.shape)
+    b, x = normal(W.shape[1], 9), normal(2, 3, W.shape[1])
+    row, bias = normal(W.shape[0], 1), normal(W.shape[0])
+    out = bsr_matmul(W, b, row, "silu")
+    assert_as_good_as_torch(out, *exact_and_torch(dense, b, BF16, bias=row, activation="silu"), k=W.shape[1])
+    out = bsr_linear(x, W, bias, "relu")
+    assert_as_good_as_torch(out, *exact_and_torch(x, dense.t(), BF16, bias=bias, activation="relu"), k=W.shape[1])
+    assert torch.equal(bsr_linear(x, W.to_torch(), bias, "relu"), out)
+    out = bsr_linear(x[0, 0], W, out=torch.empty(W.shape[0]))
+    exact, by_torch = exact_and_torch(x[0, :1], dense.t(), FP32)
+    assert_as_good_as_torch(out, exact[0], by_torch[0], k=W.shape[1])
+
+
+# Epilogue functions
+
+VALUES = torch.cat([torch.linspace(-8, 8, 401, dtype=torch.float64), torch.tensor([-60.0, 60.0, 0.0, -0.0, 1e-30])])
+MEANINGS = {
+    "relu": nnf.relu,
+    "gelu": nnf.gelu,
+    "gelu_tanh": lambda x: nnf.gelu(x, approximate="tanh"),
+    "silu": nnf.silu,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sin": torch.sin,
+    "cos": torch.cos,
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+@pytest.mark.parametrize("dtype", [FP32, torch.float64])
+def test_functions_mean_what_torch_means(name, dtype):
+    x = VALUES.to(dtype)
+    mine, right = getattr(F, name)(x), MEANINGS[name](x)
+    assert mine.dtype is dtype
+    torch.testing.assert_close(
+        mine, right, rtol=1e-5 if dtype is FP32 else 1e-12, atol=1e-6 if dtype is FP32 else 1e-14
+    )
+
+
+@pytest.mark.parametrize("name", ["log", "sqrt", "rsqrt"])
+def test_functions_of_positive_numbers(name):
+    x = torch.linspace(0.1, 9, 50)
+    assert torch.equal(getattr(F, name)(x), getattr(torch, name)(x))
+    assert getattr(F, name).__name__ == name
+
+
+def test_selections():
+    x = torch.tensor([-1.0, 0.5, 3.0, math.nan])
+    assert F.maximum(x, 0.0).tolist()[:3] == [0.0, 0.5, 3.0] and F.maximum(x, 0.0)[3].isnan()
+    assert F.minimum(x, 1.0).tolist()[:3] == [-1.0, 0.5, 1.0] and F.minimum(x, 1.0)[3].isnan()
+    assert F.where(x > 0, x, 0.25 * x).tolist()[:3] == [-0.25, 0.5, 3.0]
+    assert F.where(x > 0, 1.0, -1.0).tolist() == [-1.0, 1.0, 1.0, -1.0]
+    assert F.maximum(x, torch.ones(4)).tolist()[:3] == [1.0, 1.0, 3.0]
+    assert F.relu(x)[3].isnan()
+
+
+def test_a_failing_function_says_what_would_work():
+    def broken(x):
+        return x.no_such_method()
+
+    with pytest.raises(TypeError, match="no_such_method.*cute_kernels.functions it runs on CPU tensors too"):
+        gemm(normal(8, 8), normal(8, 8), epilogue=broken)
+
+
+# explain and path
+
+
+def test_explain_on_the_cpu():
+    a, b = normal(3, 8, 16), normal(16, 24)
+    plan = explain(gemm, a, b, out_dtype=FP32)
+    assert plan.facts is None and plan.function is None
+    assert str(plan).splitlines() == [
+        "gemm -> (3, 8, 24) torch.float32 on cpu",
+        "  kernel: none, CPU tensors run the torch reference",
+    ]
+    W = random_bsr((64, 32), (16, 16), density=0.5)
+    assert explain(bsr_matmul, W, normal(32, 8)).out_shape == (64, 8)
+    assert "bsr_linear -> (5, 64)" in str(explain(bsr_linear, normal(5, 32), W))
+    assert "kernel: none, the result is empty" in str(explain(gemm, normal(0, 8), normal(8, 8)))
+
+
+def test_explain_refuses_what_the_call_refuses():
+    with pytest.raises(ValueError, match="16 columns meet 8 rows"):
+        explain(gemm, normal(8, 16), normal(8, 8))
+    with pytest.raises(ValueError, match="cannot explain 'matmul'; known are bsr_linear, bsr_matmul, gemm"):
+        explain(torch.matmul, normal(8, 8), normal(8, 8))
+
+
+def test_explain_of_a_kernel(emulated):
+    text = str(explain(gemm, normal(200, 136), normal(136, 264)))
+    assert "path: sm_90, compiled for sm_90a" in text
+    assert "configuration: " in text and "raster panels of" in text
+    assert "operands: bfloat16 -> bfloat16, majors ('k', 'n', 'n'), alignments (8, 8, 8) elements" in text
+    text = str(explain(gemm, normal(200, 137), normal(137, 264)))
+    assert "path: sm_80, compiled for sm_90a" in text
+    assert "not on path sm_90: A's address or strides are not multiples of 16 bytes, which TMA needs" in text
+    text = str(explain(gemm, normal(200, 136), normal(136, 264), out=poisoned(200, 265)[:, 1:]))
+    assert "store: element by element" in text
+    W = random_bsr((64, 224), (16, 112), density=0.5)
+    assert "blocks: 16x112, MMA steps a K-tile " in str(explain(bsr_matmul, W, normal(224, 8)))
+
+
+def test_path_is_a_context():
+    assert forced_path() is None
+    with cute_kernels.path("sm_80"):
+        assert forced_path() == "sm_80"
+        with cute_kernels.path("sm_90"):
+            assert forced_path() == "sm_90"
+        assert forced_path() == "sm_80"
+    with pytest.raises(KeyError), cute_kernels.path("sm_80"):
+        raise KeyError
+    assert forced_path() is None
+    with pytest.raises(ValueError, match="unknown path 'sm_100'; there are sm_80, sm_90"), cute_kernels.path("sm_100"):
+        pass
+
+
+def test_path_is_of_one_thread():
+    seen = []
+    with cute_kernels.path("sm_80"):
+        thread = threading.Thread(target=lambda: seen.append(forced_path()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_path_changes_the_plan(emulated):
+    call = gemm, normal(64, 64), normal(64, 64)
+    assert explain(*call).facts.path == "sm_90"
+    with cute_kernels.path("sm_80"):
+        facts = explain(*call).facts
+        assert (facts.path, facts.arch) == ("sm_80", "sm_90a"), "compiled for the device, whichever family it is of"
+
+
+# Architectures
+
+
+def test_architectures():
+    assert [arch_of(c).name for c in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))] == [
+        "sm_80",
+        "sm_86",
+        "sm_80",
+        "sm_89",
+        "sm_90",
+    ]
+    assert arch_named("sm_90a") is arch_named("sm_90") is ARCHS["sm_90"]
+    assert ARCHS["sm_86"].smem == ARCHS["sm_89"].smem == 101_376
+    assert all(spec.path in PATHS for spec in ARCHS.values())
+
+
+# The choice of a kernel
+
+DENSE_SHAPES = [
+    (1, 1, 1),
+    (16, 16, 16),
+    (200, 264, 136),
+    (1, 4096, 4096),
+    (4096, 8, 512),
+    (8192, 8192, 8192),
+    (127, 129, 65),
+]
+BLOCK_SHAPES = [(16, 16), (16, 48), (32, 32), (32, 64), (48, 112), (64, 64), (64, 256), (80, 16), (112, 528), (128, 64)]
+BLOCK_SHAPES += [(128, 128), (192, 64), (256, 64), (256, 256), (512, 112), (1024, 16), (16, 1024)]
+ALIGNED = Layout("row", 8, 8)
+DENSE_LAYOUTS = [  # layouts and majors of A, B and D
+    ((ALIGNED, ALIGNED, ALIGNED), ("k", "n", "n")),
+    ((Layout("col", 8, 8), Layout("col", 8, 4), ALIGNED), ("m", "k", "n")),
+    ((ALIGNED, ALIGNED, Layout("col", 8, 2)), ("k", "n", "m")),
+    ((ALIGNED, ALIGNED, Layout("any", 1, 1)), ("k", "n", "any")),
+    ((Layout("row", 4, 4), ALIGNED, ALIGNED), ("k", "n", "n")),
+    ((ALIGNED, Layout("any", 1, 1), Layout("row", 1, 1)), ("k", "any", "n")),
+]
+
+
+def problems():
+    for (m, n, k), (layouts, majors), out in itertools.product(DENSE_SHAPES, DENSE_LAYOUTS, ("bfloat16", "float32")):
+        yield Problem(Extents(m, n, k), "bfloat16", out, layouts, majors, (2, 2, 2), EpilogueSpec())
+    for (bm, bk), n, linear, kept in itertools.product(BLOCK_SHAPES, (8, 264, 8192), (False, True), (0.0, 0.1, 1.0)):
+        block, extents = BlockFacts(bm, bk, "int32"), Extents(3 * bm, n, 5 * bk)
+        majors = ("k", "k", "m") if linear else ("k", "n", "n")
+        ranks, spec = (3, 2, 2), EpilogueSpec(bias="row", bias_dtype="float32") if linear else EpilogueSpec()
+        yield Problem(extents, "float16", "float16", (ALIGNED,) * 3, majors, ranks, spec, block, linear, kept)
+
+
+def sound(facts: GemmFacts) -> str:
+    """What else a kernel asks of a configuration: its tile divides among its warps and its atoms."""
+    cfg = facts.config
+    warp_m, warp_n = (16, 8) if facts.path == "sm_80" else (64, 8)
+    threads = cfg.warps_m * cfg.warps_n * (32 if facts.path == "sm_80" else 128)
+    rules = {
+        "the tile splits evenly": cfg.tile_m % (warp_m * cfg.warps_m) == 0 and cfg.tile_n % (warp_n * cfg.warps_n) == 0,
+        "whole MMA steps": cfg.tile_k % 16 == 0 and cfg.tile_k <= 64,
+        "accumulators fit": cfg.tile_m * cfg.tile_n // threads <= 192,
+        "a TMA box": facts.path == "sm_80" or max(cfg.tile_m, cfg.tile_n) <= 256,
+        "a pipeline": cfg.stages >= (3 if facts.path == "sm_80" else 2),
+        "threads": threads * cfg.teams + 128 <= 1024,
+    }
+    return ", ".join(rule for rule, kept in rules.items() if not kept)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_problem_has_a_kernel_on_every_architecture(arch):
+    spec = ARCHS[arch]
+    for problem in problems():
+        facts, group, *rest = choose(problem, spec, 108, None)
+        assert unsupported(facts) == "" and sound(facts) == "", (problem, facts, sound(facts))
+        assert facts.arch == spec.target and group >= 1
+        assert facts.block == problem.block and facts.epilogue == problem.epilogue
+        assert facts.majors == problem.majors and facts.transposed == problem.transposed
+        tma = all(lay.align == 8 for lay in problem.layouts[:2]) and "any" not in problem.majors[:2]
+        assert facts.path == ("sm_90" if arch == "sm_90" and tma else "sm_80")
+        if arch == "sm_90" and not tma:
+            assert any(note.startswith("not on path sm_90: ") for note in rest[-1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_forced_path_is_kept_or_refused(arch, path):
+    spec = ARCHS[arch]
+    for problem in problems():
+        tma = all(lay.align == 8 for lay in problem.layouts[:2]) and "any" not in problem.majors[:2]
+        if path == "sm_80" or (arch == "sm_90" and tma):
+            facts = choose(problem, spec, 132, path)[0]
+            assert facts.path == path and unsupported(facts) == ""
+        else:
+            reason = "16 bytes|no contiguous mode" if arch == "sm_90" else f"{arch} has neither TMA nor WGMMA"
+            with pytest.raises(ValueError, match=f"no kernel serves this call: not on path sm_90: .*({reason})"):
+                choose(problem, spec, 132, path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_candidate_is_sound(arch):
+    """Not only what the cost model happens to pick: whatever `unsupported` lets through must be buildable."""
+    spec = ARCHS[arch]
+    for problem in problems():
+        for path in ("sm_80", "sm_90") if arch == "sm_90" else ("sm_80",):
+            for config in candidates(path, problem, spec):
+                facts = facts_for(problem, path, spec, config)
+                assert unsupported(facts) or not sound(facts), (facts, sound(facts))
+
+
+def test_the_choice_does_not_depend_on_the_values_of_the_epilogue():
+    a, b = (next(problems()) for _ in range(2))
+    assert a == b and choose(a, ARCHS["sm_90"], 132, None) == choose(b, ARCHS["sm_90"], 132, None)
+
+
+def test_keys_of_facts_tell_functions_apart_and_nothing_else():
+    def facts(fn):
+        return GemmFacts(
+            "sm_90a",
+            "sm_80",
+            candidates("sm_80", next(problems()), ARCHS["sm_90"])[0],
+            epilogue=EpilogueSpec(function=fn),
+        )
+
+    def scaled(by):
+        return lambda x: x * by
+
+    assert facts(scaled(2.0)).key() == facts(scaled(2.0)).key() != facts(scaled(3.0)).key()
+    assert facts(None).key() != facts(scaled(2.0)).key()
+    assert " at 0x" not in facts(scaled(2.0)).key()
+
+
+# How matrices lie in memory
+
+
+def test_layouts():
+    t = torch.empty(64, 128, dtype=BF16)
+
+    def of(v):
+        return layout_of(v.shape, v.stride(), v.data_ptr(), v.element_size())
+
+    assert of(t) == Layout("row", 8, 8)
+    assert of(t.t()) == Layout("col", 8, 8)
+    assert of(t[:, 1:]) == Layout("row", 1, 1)
+    assert of(t[:, 4:]) == Layout("row", 4, 4)
+    assert of(t[:, :100]) == Layout("row", 8, 4)
+    assert of(t[:, ::2]).contiguous == "any"
+    assert of(t[:1, 8:72]) == Layout("row", 8, 8)
+    assert of(torch.empty(5, 72, dtype=BF16)[:1, :71]).align == 8, "the stride of a single row does not matter"
+    assert of(t[:, :1]).contiguous in ("row", "any") and of(torch.empty(64, 1, dtype=BF16)) == Layout("col", 8, 8)
+    assert of(torch.empty(64, 128)).align == 4, "4 fp32 elements are 16 bytes"
+    assert of(torch.empty(3, 64, 100, dtype=BF16)[:, :, :96]) == Layout("row", 4, 4)
+
+
+def test_folding():
+    t = torch.empty(2, 3, 5, 8)
+    assert folds_into_rows(t) and folds_into_rows(t[..., :4]) and folds_into_rows(t[:1, 1:])
+    assert not folds_into_rows(t.transpose(0, 1)) and not folds_into_rows(t[:, :2]) and not folds_into_rows(t[:, :, :4])
+    for view, rank, copied in ((t, 2, False), (t[:, :2], 3, True), (t[:1, :2], 3, False), (t[0, 0], 2, False)):
+        flat, did = flatten_batch(view, rank)
+        assert did == copied and torch.equal(flat.flatten().nan_to_num(), view.flatten().nan_to_num())

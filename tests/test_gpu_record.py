@@ -1,0 +1,136 @@
+"""The record of a GPU run, made here with pytest and the sanitizer replaced by small scripts."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from . import emulate, gpu_record, sanitize_cases
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_gemm" name="test_one"/>
+<testcase classname="tests.test_gemm" name="test_two">
+<failure message="largest error 3&#10;first at (1, 2)">...</failure></testcase>
+<testcase classname="tests.test_gemm" name="test_three"><skipped message="no"/></testcase>
+<testcase classname="tests.test_gemm" name="test_four"><error message="fixture">...</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_record.torch.cuda, "is_available", lambda: False)
+    assert gpu_record.main([]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+    assert sanitize_cases.main([]) == 2
+
+
+def test_report(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert gpu_record.read_report(tmp_path / "report.xml") == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "failures": [
+            {"name": "tests.test_gemm::test_two", "message": "largest error 3"},
+            {"name": "tests.test_gemm::test_four", "message": "fixture"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "ok"),
+    [
+        (0, "sm_80 dense: right\n========= ERROR SUMMARY: 0 errors\n", True),
+        (86, "========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors\n", False),
+        (0, "sm_80 dense: right\n", False),
+        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", True),
+        (0, "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", False),
+        ("timed out", "", False),
+    ],
+)
+def test_verdicts(status, output, ok):
+    found = gpu_record.verdict(status, output, r"(ERROR|RACECHECK) SUMMARY: 0 ")
+    assert found["ok"] is ok and found["status"] == status and ("output" in found) is not ok
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU, as far as the record looks."""
+    properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(gpu_record.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_record.torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_whole_run(monkeypatch, tmp_path, capsys, pretended, broken):
+    """With real processes: pytest on a file of two tests, and scripts in place of the cases and of the sanitizer."""
+    tests = tmp_path / "test_small.py"
+    tests.write_text(f"import pytest\n@pytest.mark.gpu\ndef test_a(): assert not {broken}\ndef test_b(): pass\n")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho '========= ERROR SUMMARY: 0 errors'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu_record, "sanitizer", lambda: str(tool))
+    run = gpu_record.run
+
+    def run_all_but_the_cases(command, *args, **kwargs):
+        bare = [sys.executable, "-m", "tests.sanitize_cases"]
+        return (0, "sm_80 x: right\n") if command == bare else run(command, *args, **kwargs)
+
+    monkeypatch.setattr(gpu_record, "run", run_all_but_the_cases)
+    arguments = ["--sanitize", "--out", str(tmp_path / "out"), str(tests), "-p", "no:cacheprovider"]
+    assert gpu_record.main([*arguments, "-o", "markers=gpu: needs a GPU", "--rootdir", str(tmp_path)]) == int(broken)
+    record = json.loads((tmp_path / "out" / "tests-nvidia-h200.json").read_text())
+    t = record["tests"]
+    assert (t["passed"], t["failed"], t["skipped"]) == (int(not broken), int(broken), 0)
+    assert [f["name"].split("::")[1] for f in t["failures"]] == ["test_a"] * broken
+    assert record["sanitizer"]["memcheck"] == {
+        "ok": True,
+        "status": 0,
+        "cases": 0,
+        "summary": "ERROR SUMMARY: 0 errors",
+    }
+    assert record["sanitizer"]["bare"]["cases"] == 1
+    assert record["machine"]["card"] == "NVIDIA H200" and len(record["machine"]["sources"]) == 64
+    assert record["ok"] is not broken
+    assert f"{int(not broken)} passed, {int(broken)} failed" in capsys.readouterr().out
+
+
+def test_a_missing_sanitizer_is_a_failure(monkeypatch):
+    monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_record, "run", lambda *args, **kw: (0, "sm_80 x: right\n"))
+    verdicts = gpu_record.sanitize(10)
+    assert verdicts["bare"]["ok"] and not verdicts["memcheck"]["ok"]
+    assert "put it on PATH or set CUDA_HOME" in verdicts["racecheck"]["status"]
+
+
+def test_a_hang_ends(monkeypatch):
+    assert gpu_record.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)[0] == "timed out"
+
+
+def test_commit(monkeypatch):
+    assert gpu_record.commit() is None or len(gpu_record.commit().split()[0]) == 40
+
+    def no_git(*args, **kwargs):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    assert gpu_record.commit() == "abc" and gpu_record.driver() is None
+
+
+def test_file_names():
+    assert gpu_record.file_name("NVIDIA GeForce RTX 4090") == "tests-nvidia-geforce-rtx-4090.json"
+
+
+def test_the_cases_are_right(monkeypatch, capsys):
+    """The sanitizer's cases with torch in the kernels' place, on the CPU."""
+    emulate.install(monkeypatch)
+    monkeypatch.setattr(sanitize_cases, "on_gpu", lambda x: x)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert sanitize_cases.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * len(sanitize_cases.CASES) + len(sanitize_cases.ODD)
+    assert all(line.endswith(": right") for line in lines)

@@ -1,0 +1,153 @@
+"""The seam without a GPU: which K-tiles a work tile sums over, and in which order work tiles come.
+
+The sources and the scheduler run here as they are, on Python numbers and outside any kernel, against statements made
+by brute force.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.k_tiles import MMA_K, DenseSource
+from cute_kernels.scheduler import TileScheduler
+from sparse_collective.k_tiles import BsrSource
+
+from .cases import PATTERNS, mask_to_indices
+
+
+def facts(bk, tile_k, bm=64):
+    config = GemmConfig(64, 64, tile_k, 4, 2, 2)
+    return GemmFacts("sm_80", "sm_80", config, block=BlockFacts(bm, bk, "int32"))
+
+
+def numbers(coordinate) -> tuple:
+    """The plain numbers of a coordinate; an Int32 outside a kernel holds one."""
+    return tuple(int(getattr(x, "value", x)) for x in coordinate)
+
+
+# MMA steps
+
+
+@pytest.mark.parametrize("tile_k", [16, 32, 64])
+def test_every_column_of_a_block_is_multiplied_once(tile_k):
+    """And a step past the block's edge is announced by clips_k, so that it finds zeros."""
+    for bk in range(16, 1025, 16):
+        f = facts(bk, tile_k)
+        visits = [0] * (f.k_tiles_per_block * tile_k)
+        for k in range(f.k_tiles_per_block):
+            steps = f.k_blocks[k % len(f.k_blocks)]
+            assert 1 <= steps <= tile_k // MMA_K
+            for column in range(k * tile_k, k * tile_k + steps * MMA_K):
+                visits[column] += 1
+        assert visits[:bk] == [1] * bk, f"bk {bk}, tile_k {tile_k}: {f.k_blocks}"
+        assert any(visits[bk:]) == f.clips_k
+        assert f.k_tiles_per_block % len(f.k_blocks) == 0, "the period must end with the block"
+
+
+@pytest.mark.parametrize("tile_k", [16, 32, 64])
+def test_padding_is_little_and_code_is_short(tile_k):
+    for bk in range(16, 1025, 16):
+        f = facts(bk, tile_k)
+        assert len(f.k_blocks) <= 8
+        multiplied = sum(f.k_blocks) * MMA_K * (f.k_tiles_per_block // len(f.k_blocks))
+        assert multiplied - bk <= bk / 8, f"bk {bk}: {multiplied - bk} columns of padding"
+
+
+def test_known_periods():
+    assert facts(112, 64).k_blocks == (4, 3) and facts(112, 32).k_blocks == (2, 2, 2, 1)
+    assert facts(128, 64).k_blocks == (4,) and facts(16, 16).k_blocks == (1,) and facts(48, 64).k_blocks == (3,)
+    dense = GemmFacts("sm_80", "sm_80", GemmConfig(64, 64, 32, 4, 2, 2))
+    assert dense.k_blocks == (2,) and dense.clips_k
+
+
+# Sources
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("bm", "bk", "tile_m", "tile_k"), [(64, 64, 64, 64), (128, 112, 64, 64), (48, 80, 64, 32), (512, 16, 128, 16)]
+)
+def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
+    """Each row tile, in order: every stored block of its block row, each of the block's K-tiles, and no other."""
+    mask = PATTERNS[pattern](7, 5)
+    crow, col = (t.tolist() for t in mask_to_indices(mask))
+    tiles_m, steps = -(-bm // tile_m), -(-bk // tile_k)
+    source = BsrSource(crow, col, tiles_m, steps, facts(bk, tile_k).k_blocks, False)
+    for m in range(7 * tiles_m):
+        row, rest = divmod(m, tiles_m)
+        k_tiles = source.for_tile(m, 0, source.bounds(m))
+        assert numbers(k_tiles.out) == (rest, row)
+        count = numbers([k_tiles.count])[0]
+        found = [k_tiles.at(i) for i in range(count)]
+        stored = [(p, column) for p, column in enumerate(col) if crow[row] <= p < crow[row + 1]]
+        expected = [((rest, k, p), (k, column)) for p, column in stored for k in range(steps)]
+        assert [(numbers(tile.a), numbers(tile.b)) for tile in found] == expected
+        assert sorted({tile[1][1] for tile in expected}) == mask[row].nonzero().flatten().tolist()
+
+
+def test_a_dense_tile_walks_all_of_k():
+    source = DenseSource(5, 3, (4,))
+    for m, l in itertools.product(range(4), range(3)):
+        k_tiles = source.for_tile(m, l, source.bounds(m))
+        assert numbers(k_tiles.out) == (m, 0) and k_tiles.count == 5
+        assert [numbers(k_tiles.at(i).a) for i in range(5)] == [(m, i, l) for i in range(5)]
+        assert [numbers(k_tiles.at(i).b) for i in range(5)] == [(i, 0) for i in range(5)]
+
+
+def test_one_a_serves_a_whole_batch():
+    source = DenseSource(2, 1, (4,))
+    assert [numbers(source.for_tile(3, l, source.bounds(3)).at(1).a) for l in range(4)] == [(3, 1, 0)] * 4
+
+
+def test_the_sum_over_all_tiles_is_the_product():
+    """The walk as a mainloop would take it, with torch for the tensor cores."""
+    bm, bk, tile_m, tile_k, n = 48, 112, 32, 64, 10
+    crow, col = mask_to_indices(PATTERNS["bernoulli"](5, 4))
+    values, b = torch.randn(len(col), bm, bk, dtype=torch.float64), torch.randn(4 * bk, n, dtype=torch.float64)
+    f = facts(bk, tile_k, bm)
+    source = BsrSource(crow.tolist(), col.tolist(), -(-bm // tile_m), f.k_tiles_per_block, f.k_blocks, f.clips_k)
+    out = torch.full((5 * bm, n), float("nan"), dtype=torch.float64)
+    for m in range(5 * source.tiles_m):
+        k_tiles = source.for_tile(m, 0, source.bounds(m))
+        rest, row = numbers(k_tiles.out)
+        rows = slice(rest * tile_m, min((rest + 1) * tile_m, bm))
+        acc = torch.zeros(rows.stop - rows.start, n, dtype=torch.float64)
+        for i in range(numbers([k_tiles.count])[0]):
+            a, (k, column) = numbers(k_tiles.at(i).a), numbers(k_tiles.at(i).b)
+            width = f.k_blocks[i % len(f.k_blocks)] * MMA_K
+            assert a[:2] == (rest, k)
+            acc += values[a[2], rows, k * tile_k : k * tile_k + width] @ b[column * bk + k * tile_k :][:width]
+        out[row * bm + rows.start : row * bm + rows.stop] = acc
+    dense = torch.zeros(5 * bm, 4 * bk, dtype=torch.float64)
+    for r in range(5):
+        for p in range(crow[r], crow[r + 1]):
+            dense[r * bm : (r + 1) * bm, col[p] * bk : (col[p] + 1) * bk] = values[p]
+    torch.testing.assert_close(out, dense @ b)
+
+
+# The scheduler
+
+EXTENTS = [
+    (1, 1, 1, 1),
+    (3, 7, 2, 4),
+    (5, 4, 3, 4),
+    (2, 9, 1, 20),
+    (7, 1, 2, 3),
+    (1, 12, 5, 5),
+    (16, 16, 1, 8),
+    (4, 10, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("tiles_m", "tiles_n", "batch", "group"), EXTENTS)
+def test_every_work_tile_comes_once(tiles_m, tiles_n, batch, group):
+    """Matrix by matrix, panel by panel, in each panel row by row."""
+    scheduler = TileScheduler(tiles_m, tiles_n, batch, group)
+    decode = TileScheduler.decode.__wrapped__  # the plain function under @cute.jit
+    found = [numbers(decode(scheduler, index)) for index in range(scheduler.count)]
+    panels = [range(first, min(first + group, tiles_n)) for first in range(0, tiles_n, group)]
+    expected = [(m, n, l) for l in range(batch) for panel in panels for m in range(tiles_m) for n in panel]
+    assert found == expected
+    assert len(set(found)) == scheduler.count == tiles_m * tiles_n * batch

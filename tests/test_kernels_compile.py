@@ -1,0 +1,44 @@
+"""Every kernel configuration compiles for every architecture, and none spills or misses its tensor-core instruction.
+
+That is what can be proven about speed without a GPU. The kernels are compiled in a process for each CPU; each test
+waits for its own.
+"""
+
+import os
+
+import pytest
+
+from cute_kernels.arch import ARCHS
+from cute_kernels.catalog import kernel_configurations, name_of
+from cute_kernels.runtime.parallel import attempt, inspect_kernel, worker_pool
+
+
+def entries():
+    for spec in ARCHS.values():
+        for facts in kernel_configurations(spec.name):
+            mark = getattr(pytest.mark, spec.name)
+            yield pytest.param(facts, id=f"{spec.target}: {name_of(facts)}", marks=mark)
+
+
+@pytest.fixture(scope="session")
+def outcomes(request):
+    """Facts -> the future of their kernel's outcome, for the tests that were selected."""
+    selected = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
+    pool = worker_pool(os.cpu_count() or 1)
+    yield {params["facts"]: pool.submit(attempt, inspect_kernel, params["facts"]) for params in selected}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", entries())
+def test_kernel(facts, outcomes):
+    outcome = outcomes[facts].result()
+    assert not outcome.error
+    report = outcome.value
+    assert report.problems == ()
+    assert report.resources.static_smem + report.dynamic_smem > 0, "the mainloop's ring lies in shared memory"
+    # Both paths load operands in the background: with TMA, or with cp.async where a copy has 4 bytes or more.
+    if facts.path == "sm_90":
+        assert report.resources.utmaldg >= 2
+    elif min(facts.aligns[:2]) > 1:
+        assert report.resources.ldgsts >= 2

@@ -1,0 +1,296 @@
+"""The registered ops: their schemas, torch.compile without graph breaks, matrices, epilogues and changing shapes."""
+
+import pytest
+import torch
+
+from cute_kernels import functions as F
+from cute_kernels import gemm
+from cute_kernels.runtime import torch_op
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective import torch_op as sparse_torch_op
+
+from .cases import PATTERNS, mask_to_indices
+from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:.*TF32:UserWarning")
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON = pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "eager"), ("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(fn, backend, **options):
+    return torch.compile(fn, fullgraph=True, backend=backend, **options)
+
+
+def weights(device, block=(16, 32), pattern="power_law") -> BsrMatrix:
+    crow, col = (t.to(device) for t in mask_to_indices(PATTERNS[pattern](4, 5)))
+    shape = (4 * block[0], 5 * block[1])
+    return BsrMatrix(crow, col, normal(len(col), *block, device=device, k=shape[1]), shape)
+
+
+def dense(W):
+    return dense_of(W.crow_indices, W.col_indices, W.values, W.shape)
+
+
+# The schemas
+
+
+def gemm_calls(device):
+    a, b = normal(24, 40, device=device), normal(40, 16, device=device)
+    yield (a, b), {}
+    yield (a, b), {"bias": normal(16, device=device), "activation": "gelu", "out_dtype": FP32}
+    yield (a, b, normal(24, 1, device=device), "relu", normal(24, 16, device=device), 0.5, -2.0), {}
+    yield (normal(3, 24, 40, device=device), b), {}
+    yield (a.expand(2, 24, 40), normal(16, 40, device=device).t()), {}
+    yield (a, b), {"epilogue": torch_op.register_function(lambda x: x * 2.0)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_gemm(device):
+    for args, kwargs in gemm_calls(device):
+        torch.library.opcheck(torch.ops.cute_kernels.gemm.default, args, kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_gemm_out(device):
+    a, b = normal(24, 40, device=device), normal(40, 16, device=device)
+    for out in (torch.zeros(24, 16, dtype=BF16, device=device), torch.zeros(16, 24, device=device).t()):
+        torch.library.opcheck(torch.ops.cute_kernels.gemm_out.default, (a, b, out), {"activation": "relu"})
+
+
+def bsr_arguments(device, op):
+    W = weights(device)
+    b = normal(W.shape[1], 24, device=device) if op == "bsr_matmul" else normal(24, W.shape[1], device=device)
+    return op, W.crow_indices, W.col_indices, W.values, W.shape[1], True, b
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ["bsr_matmul", "bsr_linear"])
+def test_opcheck_bsr(device, op):
+    args = bsr_arguments(device, op)
+    bias = normal(*((64, 1) if op == "bsr_matmul" else (64,)), device=device)
+    for kwargs in ({}, {"bias": bias, "activation": "silu"}, {"out_dtype": FP32}):
+        torch.library.opcheck(torch.ops.sparse_collective.bsr.default, args, kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ["bsr_matmul", "bsr_linear"])
+def test_opcheck_bsr_out(device, op):
+    shape = (64, 24) if op == "bsr_matmul" else (24, 64)
+    out = torch.zeros(shape, dtype=BF16, device=device)
+    torch.library.opcheck(torch.ops.sparse_collective.bsr_out.default, (*bsr_arguments(device, op), out), {})
+
+
+# torch.compile
+
+
+@ON
+def test_gemm_with_terms(device, backend):
+    def layer(a, b, bias, residual):
+        return gemm(a, b, bias, "gelu", residual, alpha=0.5) * 1.0
+
+    call = normal(24, 40, device=device), normal(40, 16, device=device, k=40)
+    bias, residual = normal(16, device=device), normal(24, 16, device=device)
+    out = compiled(layer, backend)(*call, bias, residual)
+    terms = {"bias": bias, "activation": "gelu", "residual": residual, "alpha": 0.5}
+    assert_as_good_as_torch(out, *exact_and_torch(*call, BF16, **terms), k=40)
+
+
+@ON
+def test_gemm_with_a_function(device, backend):
+    """A lambda that captures a constant, written inside the compiled function."""
+    slope = 0.25
+
+    def layer(a, b):
+        return gemm(a, b, epilogue=lambda x: F.where(x > 0.0, x, x * slope))
+
+    call = normal(24, 40, device=device), normal(40, 16, device=device, k=40)
+    exact, by_torch = exact_and_torch(*call, BF16, epilogue=lambda x: torch.where(x > 0, x, x * slope))
+    assert_as_good_as_torch(compiled(layer, backend)(*call), exact, by_torch, k=40)
+
+
+def squared_relu(x):
+    return F.relu(x) * F.relu(x)
+
+
+@ON
+def test_gemm_with_a_named_function(device, backend):
+    call = normal(24, 40, device=device), normal(40, 16, device=device, k=40)
+    out = compiled(lambda a, b: gemm(a, b, epilogue=squared_relu), backend)(*call)
+    assert_as_good_as_torch(out, *exact_and_torch(*call, BF16, epilogue=squared_relu), k=40)
+
+
+@ON
+def test_gemm_into_out(device, backend):
+    """The mutation is seen outside, and between operations of the graph."""
+
+    def layer(a, b, out):
+        gemm(a, b, out=out)
+        return out + 1
+
+    call = normal(24, 40, device=device), normal(40, 16, device=device, k=40)
+    out = poisoned(24, 16, device=device)
+    result = compiled(layer, backend)(*call, out)
+    assert_as_good_as_torch(out, *exact_and_torch(*call, BF16), k=40)
+    assert torch.equal(result, out + 1)
+
+
+@ON
+def test_gemm_of_changing_shapes(device, backend):
+    """Extents become symbols after the first change: two graphs, not one for each shape."""
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    step = torch.compile(lambda a, b: gemm(a, b, activation="relu"), fullgraph=True, backend=graphs)
+    b = normal(40, 16, device=device, k=40)
+    for rows in (24, 32, 48, 7, 56, 100):
+        a = normal(rows, 40, device=device)
+        assert_as_good_as_torch(step(a, b), *exact_and_torch(a, b, BF16, activation="relu"), k=40)
+    assert graphs.frame_count <= 2
+
+
+@ON
+def test_gemm_marked_dynamic(device, backend):
+    step = compiled(lambda a, b: gemm(a, b, out_dtype=FP32), backend, dynamic=True)
+    for m, k, n in ((24, 40, 16), (8, 64, 72), (33, 17, 9)):
+        a, b = normal(2, m, k, device=device), normal(k, n, device=device, k=k)
+        assert_as_good_as_torch(step(a, b), *exact_and_torch(a, b, FP32), k=k)
+
+
+@ON
+@pytest.mark.parametrize("checked", [False, True])
+def test_bsr_linear(device, backend, checked):
+    W = weights(device)
+    if checked:
+        W.check_indices()
+
+    def layer(x, bias):
+        return bsr_linear(x, W, bias, "relu")
+
+    x, bias = normal(3, 8, W.shape[1], device=device), normal(W.shape[0], device=device)
+    out = compiled(layer, backend)(x, bias)
+    assert_as_good_as_torch(out, *exact_and_torch(x, dense(W).t(), BF16, bias=bias, activation="relu"), k=W.shape[1])
+
+
+@ON
+def test_bsr_matmul_with_a_matrix_argument(device, backend):
+    """The matrix is an input of the graph: new values are seen, and another pattern does not get the old one's."""
+    step = compiled(lambda W, b, res: bsr_matmul(W, b, residual=res, epilogue=lambda x: x * 0.5), backend)
+    for pattern in ("power_law", "banded", "no_blocks"):
+        W = weights(device, pattern=pattern)
+        b, res = normal(W.shape[1], 24, device=device), normal(W.shape[0], 24, device=device)
+        for _ in range(2):
+            exact, by_torch = exact_and_torch(dense(W), b, BF16, residual=res, epilogue=lambda x: x * 0.5)
+            assert_as_good_as_torch(step(W, b, res), exact, by_torch, k=W.shape[1])
+            W.values.mul_(2)
+
+
+@ON
+def test_bsr_into_out(device, backend):
+    W = weights(device)
+    x, out = normal(24, W.shape[1], device=device), poisoned(24, W.shape[0], device=device)
+
+    def layer(x, out):
+        bsr_linear(x, W, out=out)
+        return out.sum()
+
+    total = compiled(layer, backend)(x, out)
+    assert_as_good_as_torch(out, *exact_and_torch(x, dense(W).t(), BF16), k=W.shape[1])
+    assert total.isfinite()
+
+
+@ON
+def test_bsr_of_changing_shapes(device, backend):
+    W = weights(device)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    step = torch.compile(lambda x: bsr_linear(x, W), fullgraph=True, backend=graphs)
+    for tokens in (24, 32, 7, 100, 8):
+        x = normal(tokens, W.shape[1], device=device)
+        assert_as_good_as_torch(step(x), *exact_and_torch(x, dense(W).t(), BF16), k=W.shape[1])
+    assert graphs.frame_count <= 2
+
+
+@ON
+def test_a_module(device, backend):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = weights(device), normal(64, device=device)
+
+        def forward(self, x):
+            return bsr_linear(x, self.weight, self.bias, "gelu")
+
+    layer = Layer()
+    x = normal(24, 160, device=device)
+    with torch.no_grad():
+        out = compiled(layer, backend)(x)
+    exact, by_torch = exact_and_torch(x, dense(layer.weight).t(), BF16, bias=layer.bias, activation="gelu")
+    assert_as_good_as_torch(out, exact, by_torch, k=160)
+
+
+# What tracing refuses
+
+
+def test_wrong_shapes_fail_while_tracing():
+    with pytest.raises(Exception, match="40 columns meet 16 rows"):
+        compiled(lambda a, b: gemm(a, b), "eager")(normal(24, 40), normal(16, 16))
+    W = weights("cpu")
+    with pytest.raises(Exception, match="160 columns of W meet 40"):
+        compiled(lambda x: bsr_linear(x, W), "eager")(normal(24, 40))
+
+
+def test_a_torch_sparse_tensor_is_refused_while_tracing():
+    t = weights("cpu").to_torch()
+    with pytest.raises(Exception, match="under torch.compile W must be a BsrMatrix; make it outside|sparse"):
+        compiled(lambda x: bsr_linear(x, t), "eager")(normal(24, 160))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_are_refused_and_not_dropped(backend):
+    a, b = normal(24, 40).requires_grad_(), normal(40, 16)
+    step = compiled(lambda a, b: gemm(a, b), backend)
+    with pytest.raises(Exception, match="gradient|autograd formula"):
+        step(a, b).sum().backward()
+    assert a.grad is None
+    with torch.no_grad():
+        assert not step(a, b).requires_grad
+
+
+def test_a_graph_from_another_process_says_what_is_missing():
+    with pytest.raises(RuntimeError, match="no epilogue function 0123456789ab in this process; trace the model here"):
+        torch_op.function_named("0123456789abcdef")
+
+
+def test_ops_can_be_called_by_name():
+    """As an exported graph does."""
+    a, b = normal(24, 40), normal(40, 16)
+    assert torch.equal(torch.ops.cute_kernels.gemm(a, b), gemm(a, b))
+    args = bsr_arguments("cpu", "bsr_linear")
+    W = sparse_torch_op._matrix(*args[1:6])
+    assert torch.equal(torch.ops.sparse_collective.bsr(*args), bsr_linear(args[-1], W))
+
+
+NOT_DYNAMO = "the ops ask is_dynamo_compiling, which is False here: the CPU reference is traced into the graph"
+
+
+@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=NOT_DYNAMO))])
+def test_export(strict):
+    """An exported graph holds the op and not what one device made of it."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, a, b):
+            return gemm(a, b, activation="relu")
+
+    a, b = normal(24, 40), normal(40, 16)
+    program = torch.export.export(Layer(), (a, b), strict=strict)
+    assert torch.equal(program.module()(a, b), gemm(a, b, activation="relu"))
+    assert "cute_kernels.gemm" in str(program.graph)
