@@ -429,10 +429,42 @@ def test_relu_keeps_nan(device, path):
 
 def test_new_tensors_of_known_metadata(device, path):
     """The second call takes the stored plan: with other addresses, contents and scalars it must be right too."""
-    for alpha in (0.5, 2.0, 1.0, 0.5):
+    for alpha in (1.0, 0.5, 2.0, 1.0):
         a, b = matrices(72, 136, 64, device)
         exact, by_torch = exact_and_torch(a, b, BF16, alpha=alpha)
         assert_as_good_as_torch(gemm(a, b, alpha=alpha), exact, by_torch, k=64)
+
+
+def test_known_plans_are_not_confused(device):
+    """Calls on the same two tensors that differ in one argument, each of them after all others."""
+    a, b = matrices(64, 64, 64, device)
+    variants = [
+        {},
+        {"alpha": 2.0},
+        {"activation": "relu"},
+        {"activation": "silu"},
+        {"epilogue": lambda x: x + 1.0},
+        {"epilogue": lambda x: x - 1.0},
+        {"out_dtype": FP32},
+        {"bias": normal(64, device=device)},
+        {"bias": normal(64, dtype=FP32, device=device)},
+        {"bias": normal(64, 1, device=device)},
+        {"residual": normal(64, 64, device=device)},
+        {"residual": normal(64, 64, device=device).t()},
+        {"out": normal(64, 64, device=device)},
+        {"out": normal(64, 64, device=device).t()},
+        {"out": normal(64, 128, dtype=FP32, device=device)[:, ::2]},
+    ]
+    for _ in range(2):
+        for terms in variants:
+            out, out_dtype = terms.get("out"), terms.get("out_dtype", BF16)
+            dtype = out.dtype if out is not None else out_dtype
+            rest = {name: value for name, value in terms.items() if name not in ("out", "out_dtype")}
+            assert_as_good_as_torch(gemm(a, b, **terms), *exact_and_torch(a, b, dtype, **rest), k=64)
+    for name in ("sm_80", "sm_80" if explain(gemm, a, b).facts.path == "sm_80" else "sm_90"):
+        with cute_kernels.path(name):
+            assert_as_good_as_torch(gemm(a, b), *exact_and_torch(a, b, BF16), k=64)
+            assert explain(gemm, a, b).facts.path == name
 
 
 def test_same_bits_on_every_run(device, path):
