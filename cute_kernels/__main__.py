@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import catalog
-from .arch import ARCHS, arch_named
+from .arch import ARCHS, MMA_K, arch_named
 from .dtypes import NAMES, OPERANDS
-from .k_tiles import MMA_K
 from .report import print_report, row_of
 from .runtime import keys
 from .runtime.bundle import BundleWriter

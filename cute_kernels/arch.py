@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MMA_K = 16  # the K extent of one tensor-core step on 16-bit operands, on sm_80 and sm_90 alike
+
 
 @dataclass(frozen=True)
 class ArchSpec:

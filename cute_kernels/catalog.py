@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from . import functions, heuristics
 from .arch import ARCHS, ArchSpec, arch_named
-from .config import BlockFacts, GemmConfig, GemmFacts, unsupported
-from .epilogue import EpilogueSpec
+from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts, UserFunction, unsupported
+from .runtime.function_key import function_key
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
@@ -34,7 +34,8 @@ def loaded(bias: str, residual: str) -> EpilogueSpec:
 
 
 COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
-FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=squared_relu)
+SQUARED_RELU = UserFunction(function_key(squared_relu), squared_relu)
+FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=SQUARED_RELU)
 
 
 def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec) -> list[GemmConfig]:
@@ -259,7 +260,7 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     terms += [f"{spec.bias}({SHORT[spec.bias_dtype]})"] if spec.bias else []
     terms += [f"residual({spec.residual})"] if spec.residual else []
     terms += [spec.activation] if spec.activation else []
-    terms += [spec.function.__name__] if spec.function else []
+    terms += [spec.function.fn.__name__] if spec.function else []
     return "+".join(terms)
 
 

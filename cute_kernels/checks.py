@@ -2,8 +2,8 @@
 
 import torch
 
+from .config import EpilogueSpec, UserFunction
 from .dtypes import NAMES, OPERANDS
-from .epilogue import EpilogueSpec
 from .functions import ACTIVATIONS
 from .runtime.function_key import function_key
 
@@ -20,7 +20,8 @@ def check_operands(op: str, **tensors) -> None:
     (first_name, first), *rest = tensors.items()
     if first.dtype not in OPERANDS:
         raise TypeError(
-            f"{op}: {first_name} is {first.dtype}; the kernels multiply torch.bfloat16 and torch.float16 (cast with .to())"
+            f"{op}: {first_name} is {first.dtype}; the kernels multiply torch.bfloat16 and torch.float16 (cast "
+            "with .to())"
         )
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
@@ -36,6 +37,11 @@ def check_device(op: str, device, **tensors) -> None:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; move it with .to()")
 
 
+def check_scalar(op: str, name: str, value) -> None:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}; use float() or .item()")
+
+
 def check_no_grad(op: str, *tensors) -> None:
     """The ops have no backward yet; dropping a gradient silently would be worse than saying so."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -45,16 +51,25 @@ def check_no_grad(op: str, *tensors) -> None:
 
 
 def check_out(op: str, out, *operands) -> None:
-    """out is no operand, which the kernel still reads while it writes, and no leaf that autograd watches."""
+    """out is no operand, which the kernel still reads while it writes, and no leaf that autograd watches.
+
+    As in torch, overlap is certain, and refused, between tensors without gaps or with one address; of interleaved views
+    it is not known.
+    """
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: out requires a gradient; pass out.detach() or call it under torch.no_grad()")
-    if any(out.data_ptr() == t.data_ptr() for t in operands) and out.numel():
-        raise ValueError(f"{op}: out shares memory with an operand, which the kernel still reads while it writes")
+    start, size = out.data_ptr(), dense_bytes(out)
+    for tensor in operands:
+        other = tensor.data_ptr()
+        meet = other < start + size and start < other + dense_bytes(tensor)
+        if (meet or start == other) and out.numel() and tensor.numel():
+            raise ValueError(f"{op}: out shares memory with an operand, which the kernel still reads while it writes")
 
 
 def check_out_dtype(op: str, out, out_dtype, default):
     """The output's dtype: out's, the one asked for, or the operands'."""
     if out is not None:
+        check_tensor(f"{op}: out", out)
         if out_dtype is not None and out_dtype != out.dtype:
             raise TypeError(f"{op}: out is {out.dtype} but out_dtype={out_dtype}; pass one of the two")
         out_dtype = out.dtype
@@ -73,8 +88,27 @@ def check_result(op: str, name: str, tensor, shape, dtype) -> None:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, the result has {tuple(shape)}")
     if tensor.dtype != dtype:
         raise TypeError(f"{op}: {name} is {tensor.dtype}, the result {dtype}; cast it or pass out_dtype=")
-    if name == "out" and any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{op}: out is an expanded tensor (strides {tensor.stride()}): its elements share memory")
+    if name == "out" and overlaps_itself(tensor.shape, tensor.stride()):
+        raise ValueError(
+            f"{op}: out is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}): "
+            "elements share memory; pass a tensor of its own"
+        )
+
+
+def overlaps_itself(shape, stride) -> bool:
+    """Whether elements may share an address: a stride no longer than what the shorter ones span."""
+    span = 0
+    for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
+        if s <= span:
+            return True
+        span += s * (n - 1)
+    return False
+
+
+def dense_bytes(tensor) -> int:
+    """Bytes from the first to the last element of a tensor without gaps; 0 for one with gaps, where others may lie."""
+    span = 1 + sum(s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return span * tensor.element_size() if span == tensor.numel() else 0
 
 
 def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
@@ -97,15 +131,13 @@ def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
 
 def epilogue_spec(op, kind, bias, activation, residual, alpha, function) -> EpilogueSpec:
     """The static half of an epilogue, from an op's arguments."""
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         raise ValueError(f"{op}: unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)} and None")
-    if function is not None:
-        function_key(function)  # raises where a function cannot key a kernel
     return EpilogueSpec(
         scale=alpha != 1.0,
         bias=kind,
         bias_dtype=NAMES[bias.dtype] if kind else None,
         residual=None if residual is None else "any",
         activation=activation,
-        function=function,
+        function=None if function is None else UserFunction(function_key(function), function),
     )

@@ -1,11 +1,10 @@
 """What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from .arch import ArchSpec, arch_named
-from .epilogue import EpilogueSpec
-from .k_tiles import MMA_K
+from .arch import MMA_K, ArchSpec, arch_named
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -50,6 +49,41 @@ class BlockFacts:
 
 
 @dataclass(frozen=True)
+class UserFunction:
+    """A user's epilogue function, equal to another if its code and what it captures are the same."""
+
+    key: str  # function_key(fn)
+    fn: Callable = field(compare=False, repr=False)
+
+    def __call__(self, x):
+        return self.fn(x)
+
+
+@dataclass(frozen=True)
+class EpilogueSpec:
+    """Which terms an epilogue has. The order they apply in is fixed:
+
+    x = alpha * acc                 scale
+    x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col"
+    x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
+    x = activation(x)               a name in functions.ACTIVATIONS
+    x = function(x)                 the user's own
+    """
+
+    scale: bool = False
+    bias: str | None = None
+    bias_dtype: str | None = None
+    residual: str | None = None
+    activation: str | None = None
+    function: UserFunction | None = None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it takes next to no registers: nothing to load and at most a ReLU."""
+        return self == EpilogueSpec(scale=self.scale, activation="relu" if self.activation == "relu" else None)
+
+
+@dataclass(frozen=True)
 class GemmFacts:
     """Everything that selects one compiled kernel.
 
@@ -72,8 +106,8 @@ class GemmFacts:
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
 
     def key(self) -> str:
-        """A text that is the same in every process; the user's function enters by its code."""
-        return repr(replace(self, epilogue=self.epilogue.without_function())) + self.epilogue.function_key()
+        """A text that is the same in every process; a user's function enters by the hash of its code."""
+        return repr(self)
 
     @cached_property
     def spec(self) -> ArchSpec:

@@ -1,51 +1,18 @@
 """What happens to an accumulator before it is stored: D = f(activation(alpha * A B + bias + beta * residual)).
 
-The epilogue has a static half, `EpilogueSpec` (which terms there are: part of the key a kernel is compiled by), and
-a dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
+The epilogue has a static half, `EpilogueSpec` (config.py: which terms there are, part of a kernel's facts), and a
+dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
 fragments of shape (2, 2, J), the accumulator layout that mma.sync and wgmma have in common. Value (c, r, j) of a
 thread lies at row r * 8 and column j * 8 + c from the thread's first element.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 
 from . import functions
-from .runtime.function_key import function_key
-
-
-@dataclass(frozen=True)
-class EpilogueSpec:
-    """Which terms an epilogue has. The order they apply in is fixed:
-
-    x = alpha * acc                 scale
-    x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col"
-    x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
-    x = activation(x)               a name in functions.ACTIVATIONS
-    x = function(x)                 the user's own
-    """
-
-    scale: bool = False
-    bias: str | None = None
-    bias_dtype: str | None = None
-    residual: str | None = None
-    activation: str | None = None
-    function: Callable | None = None
-
-    @property
-    def is_light(self) -> bool:
-        """Whether it takes next to no registers: nothing to load and at most a ReLU."""
-        return self.bias is None and self.residual is None and self.function is None and self.activation in (None, "relu")
-
-    def without_function(self) -> "EpilogueSpec":
-        return replace(self, function=None)
-
-    def function_key(self) -> str:
-        """What the user's function computes, as a text: "" without one."""
-        return function_key(self.function) if self.function else ""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .arch import MMA_K
 from .config import ELEMENT, GemmFacts
 from .dtypes import cutlass_dtype
 from .epilogue import EpilogueArgs
-from .k_tiles import MMA_K
 from .mainloop_sm80 import CHUNK, MainloopSm80
 from .scheduler import TileScheduler
 from .store_sm80 import WARP, StoreSm80

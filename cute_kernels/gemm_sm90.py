@@ -269,9 +269,7 @@ class GemmSm90:
                 if const_expr(cfg.teams > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.teams, scheduler, source, rank_m)
-                read, release = self.mainloop.mma(
-                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team
-                )
+                read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
                 if const_expr(cfg.teams > 1):
                     read, release = self.skip(index + step, scheduler, source, rank_m, other, read, release)
                 out_m, outer_m = k_tiles.out

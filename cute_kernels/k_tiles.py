@@ -30,8 +30,6 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32
 
-MMA_K = 16  # the K extent of one tensor-core step on 16-bit operands, on sm_80 and sm_90 alike
-
 
 class KTile(NamedTuple):
     """Coordinates of one K-tile: the first ones in units of tiles, the last one an outer index."""

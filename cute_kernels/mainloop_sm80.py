@@ -18,8 +18,8 @@ from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 from cutlass.cute.typing import AddressSpace
 
+from .arch import MMA_K
 from .config import ELEMENT
-from .k_tiles import MMA_K
 
 CHUNK = 16  # bytes; what ldmatrix reads of a line, and the unit of the swizzle
 

@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 TURN_BARRIER = 8  # named barriers 8 and 9: team 0's turn, team 1's turn
 TURN_THREADS = 256  # one team waits, the other arrives
 
+
 class MainloopSm90:
     """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`)."""
 

@@ -13,6 +13,7 @@ from . import checks, reference
 from .dtypes import NAMES
 from .heuristics import Extents
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
+from .runtime.function_key import function_key
 from .runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
 _PLANS: dict[tuple, Plan] = {}
@@ -56,19 +57,20 @@ def gemm(
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         from .runtime.torch_op import traced_gemm
 
         return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
     try:
         pa, pb, pd = a.data_ptr(), b.data_ptr(), 0 if out is None else out.data_ptr()
         key = (
-            a.shape, a.stride(), a.dtype, a.get_device(), b.shape, b.stride(), b.dtype, b.get_device(),
+            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
             (pa & 15, pb & 15, pd & 15) if (pa | pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
-            activation, epilogue, alpha == 1.0, out_dtype, forced_path(),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
+            activation, epilogue and function_key(epilogue), type(alpha), type(beta), alpha == 1.0, out_dtype,
+            forced_path(),
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -80,12 +82,15 @@ def gemm(
         _PLANS[key] = plan
     if (a.requires_grad or b.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
         checks.check_no_grad("gemm", a, b, bias, residual)
+    if out is not None and (
+        out.requires_grad or (pd < pa + plan.spans[0] and pa < pd + plan.spans[2])
+        or (pd < pb + plan.spans[1] and pb < pd + plan.spans[2]) or pd == pa or pd == pb
+    ):  # fmt: skip
+        checks.check_out("gemm", out, a, b)
     if plan.function is None:
         return without_kernel(plan, a, b, bias, activation, residual, alpha, beta, out, epilogue)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    elif pd == pa or pd == pb or out.requires_grad:
-        checks.check_out("gemm", out, a, b)
     d = out
     if plan.views:
         a, b, d, bias, residual = viewed(plan.views, a, b, out, bias, residual)
@@ -127,8 +132,12 @@ def plan_gemm(
     checks.check_result("gemm", "residual", residual, shape, out_dtype)
     kind = checks.bias_kind("gemm", bias, M, N)
     checks.check_device("gemm", a.device, out=out, bias=bias, residual=residual)
+    checks.check_scalar("gemm", "alpha", alpha)
+    checks.check_scalar("gemm", "beta", beta)
     spec = checks.epilogue_spec("gemm", kind, bias, activation, residual, alpha, epilogue)
     plan = Plan("gemm", shape, out_dtype, a.device)
+    if out is not None:
+        plan.spans = tuple(checks.dense_bytes(t) for t in (a, b, out))
     if math.prod(shape) == 0:
         plan.empty = True
     elif a.device.type == "cuda":
@@ -140,7 +149,7 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
     """Fill in the kernel: how the tensors are viewed, which facts, which function."""
     from .runtime.kernels import function_for
 
-    (M, K), N = a.shape[-2:], b.shape[-1]
+    K, N = a.shape[-1], b.shape[-1]
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
     results = [t for t in (d, residual) if t is not None]
     # A batch of A with one B is one tall matrix, wherever the strides allow it and no bias counts rows.
@@ -157,9 +166,7 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
         plan.views = views
     va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
     layouts = tuple(layout_of_tensor(t) for t in (va, vb, vd))
-    majors = tuple(
-        major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True)
-    )
+    majors = tuple(major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True))
     if residual is not None:
         vr = residual if views[4] is None else views[4](residual)
         spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))

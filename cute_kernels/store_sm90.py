@@ -88,9 +88,7 @@ class StoreSm90:
 
         if const_expr(self.tma):
             atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
-            layout_atom = cute.make_copy_atom(
-                cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16
-            )
+            layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
             copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
             tRS_sD = copy_r2s.get_slice(tidx).partition_D(sD)  # (R2S, R2S_M, R2S_N, PIPE)
             shape = cute.shape(copy_r2s.get_slice(tidx).partition_S(sD))[:3]

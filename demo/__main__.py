@@ -27,9 +27,7 @@ INSPECTED = ("sm_80", "sm_86", "sm_89", "sm_90a")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
-    parser.add_argument(
-        "--no-large", action="store_true", help="on a GPU, leave out the large model's layers"
-    )
+    parser.add_argument("--no-large", action="store_true", help="on a GPU, leave out the large model's layers")
     parser.add_argument(
         "--png",
         type=Path,
@@ -114,9 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     console = make_console()
     no_gpu = why_no_gpu()
     if no_gpu:
-        console.print(
-            f"{no_gpu} The products are computed by the reference on the CPU, and nothing is timed."
-        )
+        console.print(f"{no_gpu} The products are computed by the reference on the CPU, and nothing is timed.")
     else:
         console.print(f"Running on {torch.cuda.get_device_name()}.")
     layer = load_layer("cpu" if no_gpu else "cuda")

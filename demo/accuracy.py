@@ -12,9 +12,7 @@ from sparse_collective import BsrMatrix, bsr_linear
 from .layer import FeedForward, dense_forward
 from .prune import prune
 
-TIMES_TORCH = (
-    3.0  # torch's dense fp16 product errs too, and is the yardstick where two products follow each other
-)
+TIMES_TORCH = 3.0  # torch's dense fp16 product errs too, and is the yardstick where two products follow each other
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,7 @@ def measure(layer: FeedForward, blocksize: tuple[int, int], density: float) -> A
     )
 
 
-def study(
-    layer: FeedForward, blocksizes: Iterable[tuple[int, int]], densities: Iterable[float]
-) -> list[Accuracy]:
+def study(layer: FeedForward, blocksizes: Iterable[tuple[int, int]], densities: Iterable[float]) -> list[Accuracy]:
     """Every block shape at every density."""
     densities = tuple(densities)
     return [measure(layer, blocksize, density) for blocksize in blocksizes for density in densities]

@@ -81,9 +81,7 @@ def draw_timing(ax: Axes, rows: Sequence[Timing], device: str) -> None:
                 ax.plot(*zip(*points), color=colour, marker=marker, linestyle=style, label=label)
     dense = [row.micros[DENSE] for row in rows if not isinstance(row.micros[DENSE], str)]
     if dense:
-        ax.axhline(
-            float(np.median(dense)), color=INK, linestyle="--", linewidth=1, label="torch, dense and unpruned"
-        )
+        ax.axhline(float(np.median(dense)), color=INK, linestyle="--", linewidth=1, label="torch, dense and unpruned")
     density_axis(ax, [row.density for row in rows])
     m, k = rows[0].shape
     ax.set_ylabel("time of a product, \u00b5s", color=INK)

@@ -17,9 +17,7 @@ __all__ = ["BsrMatrix", "random_bsr"]
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
-BLOCK_MULTIPLE = (
-    16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
-)
+BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
 ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 INT32_MAX = 2**31 - 1
 
@@ -393,9 +391,7 @@ def _block_grid(shape: Sequence[int], blocksize: Sequence[int]) -> tuple[int, in
             raise ValueError(f"block side {name} is {side}; use a positive multiple of {BLOCK_MULTIPLE}")
     for name, extent, side in zip(("M", "K"), shape, blocksize, strict=True):
         if extent < 0 or extent % side:
-            raise ValueError(
-                f"{name} is {extent}, no multiple of {side}; pad it to {-(-extent // side) * side}"
-            )
+            raise ValueError(f"{name} is {extent}, no multiple of {side}; pad it to {-(-extent // side) * side}")
     return shape[0] // blocksize[0], shape[1] // blocksize[1]
 
 

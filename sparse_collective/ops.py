@@ -17,6 +17,7 @@ from cute_kernels.explain import explains
 from cute_kernels.heuristics import Extents
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.ops import bias_view, viewed
+from cute_kernels.runtime.function_key import function_key
 from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
 from .bsr import BsrMatrix
@@ -65,7 +66,7 @@ def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
 
 
 def _call(op, W, b, bias, activation, residual, out, epilogue):
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         from .torch_op import traced_bsr
 
         return traced_bsr(op, W, b, bias, activation, residual, out, epilogue)
@@ -74,12 +75,12 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
     try:
         pb, pd = b.data_ptr(), 0 if out is None else out.data_ptr()
         key = (
-            op, W.key, b.shape, b.stride(), b.dtype, b.get_device(),
+            op, W.key, b.shape, b.stride(), b.dtype, b.device,
             (pb & 15, pd & 15) if (pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
-            activation, epilogue, forced_path(),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
+            activation, epilogue and function_key(epilogue), forced_path(),
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -90,16 +91,22 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
             _PLANS.clear()
         _PLANS[key] = plan
     values = W.values
-    if (b.requires_grad or values.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
+    watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
+    if watched and torch.is_grad_enabled():
         checks.check_no_grad(op, values, b, bias, residual)
     if W.check and not W.checked:
         W.check_indices()
+    if out is not None:
+        pv = values.data_ptr()
+        if (
+            out.requires_grad or (pd < pb + plan.spans[0] and pb < pd + plan.spans[2])
+            or (pd < pv + plan.spans[1] and pv < pd + plan.spans[2]) or pd == pb or pd == pv
+        ):  # fmt: skip
+            checks.check_out(op, out, b, values)
     if plan.function is None:
         return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    elif pd == pb or out.requires_grad or pd == values.data_ptr():
-        checks.check_out(op, out, b, values)
     d, col = out, W.col_indices
     if plan.views:
         b, d, bias, residual = viewed(plan.views, b, out, bias, residual)
@@ -125,10 +132,11 @@ def as_bsr(op: str, W) -> BsrMatrix:
         return W
     if not isinstance(W, torch.Tensor) or W.layout is not torch.sparse_bsr:
         what = f"a tensor of layout {W.layout}" if isinstance(W, torch.Tensor) else type(W).__name__
-        raise TypeError(f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense")
+        raise TypeError(f"{op}: W must be a BsrMatrix or torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense")
+    checks.check_no_grad(op, W)
     matrix = _FROM_TORCH.get(W)
-    if matrix is None:
-        matrix = _FROM_TORCH[W] = BsrMatrix.from_torch(W)
+    if matrix is None:  # of the detached tensor, because values() of one with a gradient would keep it alive
+        matrix = _FROM_TORCH[W] = BsrMatrix.from_torch(W.detach())
     return matrix
 
 
@@ -148,6 +156,8 @@ def _plan(op, W, b, bias, activation, residual, out, epilogue) -> Plan:
     out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", residual, shape, out_dtype)
+    if bias is not None:
+        checks.check_tensor(f"{op}: bias", bias)
     if linear and bias is not None and tuple(bias.shape) != (M,):
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, must be ({M},), one value an output feature")
     kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
@@ -156,6 +166,8 @@ def _plan(op, W, b, bias, activation, residual, out, epilogue) -> Plan:
     checks.check_device(op, W.device, out=out, bias=bias, residual=residual)
     spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
     plan = Plan(op, shape, out_dtype, W.device)
+    if out is not None:
+        plan.spans = tuple(checks.dense_bytes(t) for t in (b, W.values, out))
     if math.prod(shape) == 0:
         plan.empty = True
     elif W.device.type == "cuda":
@@ -173,6 +185,12 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         None if bias is None else bias_view(bias),
         None if residual is None else _view_of("residual", residual, linear, plan),
     )
+    if W.shape[1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
+        plan.notes.append("K is 0: the kernel sums over nothing")
+        columns = W.blocksize[1]
+        rows = b.numel() if b.dim() == 1 else math.prod(b.shape[:-1])
+        zeros = (rows if linear else columns, columns if linear else b.shape[-1])
+        views = (lambda t: t.new_zeros(zeros), *views[1:])
     if any(view is not None for view in views):
         plan.views = views
     vb, vd = (t if view is None else view(t) for t, view in zip((b, d), views, strict=False))
@@ -216,12 +234,12 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
         return lambda t: flatten_batch(t, 2)[0]
     if linear:
         if name == "out":
-            raise ValueError(f"bsr_linear: out's leading dimensions, strides {t.stride()}, do not fold; pass it contiguous")
+            raise ValueError(f"bsr_linear: out's leading dimensions, strides {t.stride()}, do not fold; pass another")
         plan.notes.append(f"{name} is copied: its leading dimensions, strides {t.stride()}, do not fold into one")
         return lambda t: flatten_batch(t, 2)[0]
     _, copied = flatten_batch(t, 3)
     if copied and name == "out":
-        raise ValueError(f"bsr_matmul: out's batch dimensions, strides {t.stride()}, do not flatten; pass it contiguous")
+        raise ValueError(f"bsr_matmul: out's batch dimensions, strides {t.stride()}, do not flatten; pass another")
     if copied:
         plan.notes.append(f"{name} is copied: its batch dimensions, strides {t.stride()}, have no single stride")
     return lambda t: flatten_batch(t, 3)[0]

@@ -27,9 +27,7 @@ class Builder:
     def __call__(self, facts):
         def build():
             self.built.append(facts)
-            compiled = compile_for(
-                facts.arch, tiny_kernels.add, *tiny_kernels.fake_arguments(), options=facts.options
-            )
+            compiled = compile_for(facts.arch, tiny_kernels.add, *tiny_kernels.fake_arguments(), options=facts.options)
             return Built(compiled, {"tile": facts.tile})
 
         return build

@@ -24,9 +24,7 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
-def parts(
-    rows=4, cols=6, pattern="bernoulli", blocksize=(16, 32), dtype=torch.float32, index_dtype=torch.int32
-):
+def parts(rows=4, cols=6, pattern="bernoulli", blocksize=(16, 32), dtype=torch.float32, index_dtype=torch.int32):
     """The constructor's arguments for one pattern, on the CPU; shape (rows * bm, cols * bk)."""
     crow, col = mask_to_indices(PATTERNS[pattern](rows, cols), index_dtype)
     values = torch.randn(len(col), *blocksize, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -260,9 +258,7 @@ def indexed(crow, col, cols=8, *, index_dtype=torch.int32, device="cpu", **optio
 def test_right_indices_pass(pattern, index_dtype, device):
     for rows, cols in ((1, 1), (4, 6), (33, 17), (1, 40), (40, 1)):
         crow, col = mask_to_indices(PATTERNS[pattern](rows, cols).to(device), index_dtype)
-        BsrMatrix(
-            crow, col, torch.ones(len(col), 16, 16, device=device), (16 * rows, 16 * cols)
-        ).check_indices()
+        BsrMatrix(crow, col, torch.ones(len(col), 16, 16, device=device), (16 * rows, 16 * cols)).check_indices()
 
 
 WRONG_INDICES = {
@@ -362,7 +358,7 @@ def test_check_false_leaves_it_to_the_caller():
     a.col_indices[0] = 0
     with Operations() as ran:
         a.to_dense(), a.transpose()
-    assert not a.check and not a._checked
+    assert not a.check and not a.checked
     assert "stack" not in ran.names
     unsorted = indexed([0, 2], [3, 1], check=False)
     unsorted.to_dense()
@@ -378,7 +374,7 @@ def test_conversions_carry_what_is_known():
         assert ran.names == []
     given_by_user = BsrMatrix(*parts(), check=False)
     for a in (given_by_user.to(torch.float16), given_by_user.transpose()):
-        assert not a.check and not a._checked
+        assert not a.check and not a.checked
 
 
 class OnCuda(BsrMatrix):
@@ -409,7 +405,7 @@ def test_check_from_many_threads():
         start.wait()
         for _ in range(20):
             right.check_indices()
-            passed.append(right._checked)
+            passed.append(right.checked)
         try:
             wrong.check_indices()
         except ValueError as error:
@@ -489,9 +485,7 @@ def test_torch_conversions_share_memory(index_dtype):
     expected = pointers(crow, col, values)
     assert pointers(a.crow_indices, a.col_indices, a.values) == expected
     assert pointers(back.crow_indices(), back.col_indices(), back.values()) == expected
-    assert (
-        back.layout is torch.sparse_bsr and back.shape == t.shape and back.crow_indices().dtype == index_dtype
-    )
+    assert back.layout is torch.sparse_bsr and back.shape == t.shape and back.crow_indices().dtype == index_dtype
     assert not BsrMatrix.from_torch(t, check=False).check
 
 
@@ -654,7 +648,7 @@ def test_pickle_and_torch_save():
         loaded = torch.load(stream, weights_only=True)
     for b in (pickle.loads(pickle.dumps(a)), loaded, copy.deepcopy(a)):
         assert_same(a, b)
-        assert not b._checked and b.values.data_ptr() != a.values.data_ptr()
+        assert not b.checked and b.values.data_ptr() != a.values.data_ptr()
     assert copy.copy(a).values is a.values
 
 
@@ -690,9 +684,7 @@ def test_random_per_row(per_row, index_dtype, device):
 def test_random_density_and_scale():
     def make():
         generator = torch.Generator().manual_seed(0)
-        return random_bsr(
-            (1600, 1600), (16, 16), density=0.3, dtype=torch.float32, generator=generator, scale=3.0
-        )
+        return random_bsr((1600, 1600), (16, 16), density=0.3, dtype=torch.float32, generator=generator, scale=3.0)
 
     a = make()
     BsrMatrix(a.crow_indices, a.col_indices, a.values, a.shape).check_indices()

@@ -190,7 +190,6 @@ def test_a_torch_tensor_is_checked_once(device):
     assert matrix is sparse_ops.as_bsr("bsr_matmul", t) and matrix.checked
 
 
-@pytest.mark.xfail(strict=True, reason="t.values() is an autograd view that keeps t, and the op's table keeps it")
 def test_a_torch_tensor_is_not_kept(device):
     W = bsr("bernoulli", (32, 64), device)
     t = torch.sparse_bsr_tensor(W.crow_indices, W.col_indices, W.values, W.shape)

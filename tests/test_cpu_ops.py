@@ -12,10 +12,10 @@ import cute_kernels
 from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS, PATHS, arch_named, arch_of
-from cute_kernels.config import BlockFacts, GemmFacts, unsupported
-from cute_kernels.epilogue import EpilogueSpec
+from cute_kernels.config import BlockFacts, EpilogueSpec, GemmFacts, UserFunction, unsupported
 from cute_kernels.heuristics import Extents
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
+from cute_kernels.runtime.function_key import function_key
 from cute_kernels.runtime.plan import Problem, candidates, choose, facts_for, forced_path
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
 
@@ -324,7 +324,7 @@ def test_keys_of_facts_tell_functions_apart_and_nothing_else():
             "sm_90a",
             "sm_80",
             candidates("sm_80", next(problems()), ARCHS["sm_90"])[0],
-            epilogue=EpilogueSpec(function=fn),
+            epilogue=EpilogueSpec(function=fn and UserFunction(function_key(fn), fn)),
         )
 
     def scaled(by):

@@ -25,9 +25,7 @@ def test_small_kernel_costs_nothing_to_speak_of(arch, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "the compiler left files in the working folder"
 
 
-@pytest.mark.parametrize(
-    "arch", ["sm_80", "sm_90a"]
-)  # from sm_90 on the section holds the system's share too
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])  # from sm_90 on the section holds the system's share too
 def test_static_shared_memory_is_the_kernels_own(arch):
     found = inspect.resources(cubin(arch, tiny_kernels.reverse), arch)
     assert found.static_smem == tiny_kernels.THREADS * 4

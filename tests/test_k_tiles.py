@@ -9,8 +9,9 @@ import itertools
 import pytest
 import torch
 
+from cute_kernels.arch import MMA_K
 from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
-from cute_kernels.k_tiles import MMA_K, DenseSource
+from cute_kernels.k_tiles import DenseSource
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective.k_tiles import BsrSource
 

@@ -279,10 +279,7 @@ def test_ops_can_be_called_by_name():
     assert torch.equal(torch.ops.sparse_collective.bsr(*args), bsr_linear(args[-1], W))
 
 
-NOT_DYNAMO = "the ops ask is_dynamo_compiling, which is False here: the CPU reference is traced into the graph"
-
-
-@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=NOT_DYNAMO))])
+@pytest.mark.parametrize("strict", [True, False])
 def test_export(strict):
     """An exported graph holds the op and not what one device made of it."""
 

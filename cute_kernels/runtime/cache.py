@@ -181,9 +181,7 @@ class KernelCache:
         except Exception as error:  # whatever the linker makes of a file that is not as it was
             if locked:
                 kind = "corrupt" if isinstance(error, CorruptEntry) else "unusable"
-                LOG.warning(
-                    "kernel %s in %s is %s and compiled again: %s", key[:16], store.folder, kind, error
-                )
+                LOG.warning("kernel %s in %s is %s and compiled again: %s", key[:16], store.folder, kind, error)
                 store.remove(key)
             return None
 

@@ -3,6 +3,8 @@
 import hashlib
 import types
 
+KNOWN_MODULES = ("cute_kernels", "cutlass", "math", "torch", "numpy")  # their versions are part of every kernel's key
+
 
 def function_key(fn) -> str:
     """Hash of a plain function's code, defaults, closure and the globals it reads, functions among them followed.
@@ -12,7 +14,8 @@ def function_key(fn) -> str:
     """
     if not isinstance(fn, types.FunctionType):
         raise TypeError(
-            f"an epilogue function must be a plain Python function (def or lambda), got {type(fn).__name__}; wrap it in one"
+            f"an epilogue function must be a plain Python function (def or lambda), got {type(fn).__name__}; wrap it "
+            "in one"
         )
     return hashlib.sha256(_describe(fn, set()).encode()).hexdigest()
 
@@ -31,11 +34,18 @@ def _describe(value, seen: set) -> str:
         constants = ",".join(_describe(constant, seen) for constant in value.co_consts)
         return f"code({value.co_code.hex()},{names},{constants})"
     if isinstance(value, types.ModuleType):
+        if value.__name__.split(".")[0] not in KNOWN_MODULES:
+            raise TypeError(
+                f"an epilogue function may use the modules {', '.join(KNOWN_MODULES)}, not {value.__name__}: what it "
+                "reads from another cannot key a kernel; bind the value to a variable first"
+            )
         return f"module({value.__name__})"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_describe(item, seen) for item in value)}]"
-    if isinstance(value, type) or callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(type(value)))}"
+    if isinstance(value, types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type) and value.__module__.split(".")[0] in (*KNOWN_MODULES, "builtins"):
+        return f"{value.__module__}.{value.__qualname__}"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, frozenset, type(Ellipsis))):
         return repr(value)
     raise TypeError(

@@ -58,7 +58,7 @@ class Resources:
     utmaldg: int  # TMA loads
     utmastg: int  # TMA stores
     usetmaxreg: int
-    wgmma_waits: int  # WARPGROUP.DEPBAR, that is wgmma.wait_group
+    wgmma_waits: int  # wgmma.wait_group 0: waits that leave no product in flight
     bar: int  # BAR: named barriers and __syncthreads, their waits and their arrivals
     instructions: int  # without NOPs: the compiler pads with them
     opcodes: Mapping[str, int] = field(repr=False, compare=False)  # base opcode -> count, for all the others
@@ -85,16 +85,15 @@ def resources(cubin: bytes, arch: str) -> Resources:
     reserved = RESERVED_SMEM if number >= 90 else 0
 
     opcodes = Counter[str]()
-    waits = 0
-    for opcode in instructions(disassemble(cubin)):
+    sass = disassemble(cubin)
+    for opcode in instructions(sass):
         opcodes[opcode.partition(".")[0]] += 1
-        waits += opcode.startswith("WARPGROUP.DEPBAR")
     return Resources(
         arch=arch,
         registers=info[EIATTR_REGCOUNT],
         stack=max(info[EIATTR_FRAME_SIZE], info[EIATTR_MIN_STACK_SIZE]),
         static_smem=max(0, max(shared, default=0) - reserved),
-        wgmma_waits=waits,
+        wgmma_waits=len(_DRAIN.findall(sass)),
         instructions=opcodes.total() - opcodes["NOP"],
         opcodes=dict(opcodes),
         **{name: opcodes[name.upper()] for name in _COUNTED},
@@ -216,6 +215,9 @@ def disassemble(cubin: bytes) -> str:
 
 # An instruction follows its offset; a predicate may stand before it:  /*0060*/  @!P0 EXIT ;
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+
+# Waits for all but one product are what a pipelined mainloop has; a serialised one waits for every product.
+_DRAIN = re.compile(r"\bWARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b")
 
 
 def instructions(sass: str) -> Iterator[str]:

@@ -15,8 +15,7 @@ import torch
 from .. import config as cfg
 from .. import heuristics
 from ..arch import ARCHS, PATHS, ArchSpec, arch_of
-from ..config import BlockFacts, GemmConfig, GemmFacts
-from ..epilogue import EpilogueSpec
+from ..config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
 from ..operand import Layout
 
 _FORCED: contextvars.ContextVar[str | None] = contextvars.ContextVar("cute_kernels_path", default=None)
@@ -53,6 +52,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
     empty: bool = False
+    spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
 
     def __str__(self) -> str:
         lines = [f"{self.op} -> {tuple(self.out_shape)} {self.out_dtype} on {self.device}"]

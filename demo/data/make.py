@@ -70,9 +70,7 @@ def sort_header(path: Path) -> None:
     """Order the header's keys, which safetensors leaves to chance, so that equal tensors give equal bytes."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header = json.dumps(
-        json.loads(data[8 : 8 + length]), sort_keys=True, ensure_ascii=False, separators=(",", ":")
-    )
+    header = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     text = header.encode().ljust(length)
     assert len(text) == length, "the header grew"
     path.write_bytes(data[:8] + text + data[8 + length :])
