@@ -64,7 +64,7 @@ class DenseGemm:
             residual = self.output(residual)
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
-        source = DenseSource(cute.ceil_div(K, cfg.tile_k), La, self.facts.k_blocks, self.facts.clips_k)
+        source = DenseSource(cute.ceil_div(K, cfg.tile_k), La)
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
 

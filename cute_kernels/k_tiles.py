@@ -19,9 +19,9 @@ where M and K are the extents *inside* one outer index: a whole dense matrix, or
 extents, and so do the cp.async predicates: a tile that hangs over the edge of a block reads nothing of its
 neighbour and writes nothing into it.
 
-A source also carries compile-time facts. `k_blocks` gives, for each K-tile of one period, how many 16-wide MMA
-steps it holds, so that a block 112 wide is a K-tile of 64 (4 steps) and one of 48 (3 steps), and no step is spent
-on padding. `clips_k` says that a K-tile's steps may reach past the extent of mode K and read zeros there.
+Two compile-time facts go with a source (config.GemmFacts). `k_blocks` gives, for each K-tile of one period, how many
+16-wide MMA steps it holds, so that a block 112 wide is a K-tile of 64 (4 steps) and one of 48 (3 steps), and no step
+is spent on padding. `clips_k` says that a K-tile's steps may reach past the extent of mode K and read zeros there.
 """
 
 from dataclasses import dataclass
@@ -60,8 +60,6 @@ class DenseSource:
 
     count: Int32  # K-tiles of the product
     a_batch: Int32  # extent of mA's outer mode: 1 where one A serves the whole batch
-    k_blocks: tuple  # (tile_k // 16,)
-    clips_k: bool = True
 
     def bounds(self, m) -> tuple:
         return Int32(0), self.count

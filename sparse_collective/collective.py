@@ -55,7 +55,7 @@ class SparseCollective:
             else:
                 bias = view(bias, (bias.shape[0], rows), (stride, 0))
         tiles_m = -(-bm // cfg.tile_m)
-        source = BsrSource(crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, facts.k_blocks, facts.clips_k)
+        source = BsrSource(crow_indices, col_indices, tiles_m, facts.k_tiles_per_block)
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 

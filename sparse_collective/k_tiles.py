@@ -8,6 +8,7 @@ walk the same list; a block wider than tile_k is several K-tiles.
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -23,7 +24,7 @@ class BsrKTiles:
     begin: Int32  # number of the row's first stored block
     row: Int32  # block row
     rest_m: Int32  # row tile inside the block
-    steps: int  # K-tiles a block
+    steps: cutlass.Constexpr[int]  # K-tiles a block; static, or at() would divide
 
     @property
     def out(self) -> tuple:
@@ -41,10 +42,8 @@ class BsrSource:
 
     crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64
     col_indices: cute.Tensor  # (nnz,)
-    tiles_m: int  # row tiles a block
-    steps: int
-    k_blocks: tuple
-    clips_k: bool
+    tiles_m: cutlass.Constexpr[int]  # row tiles a block
+    steps: cutlass.Constexpr[int]  # K-tiles a block
 
     def bounds(self, m) -> tuple:
         """(begin, end) of the block row's stored blocks."""

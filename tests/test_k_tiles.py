@@ -75,7 +75,7 @@ def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
     mask = PATTERNS[pattern](7, 5)
     crow, col = (t.tolist() for t in mask_to_indices(mask))
     tiles_m, steps = -(-bm // tile_m), -(-bk // tile_k)
-    source = BsrSource(crow, col, tiles_m, steps, facts(bk, tile_k).k_blocks, False)
+    source = BsrSource(crow, col, tiles_m, steps)
     for m in range(7 * tiles_m):
         row, rest = divmod(m, tiles_m)
         k_tiles = source.for_tile(m, 0, source.bounds(m))
@@ -89,7 +89,7 @@ def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
 
 
 def test_a_dense_tile_walks_all_of_k():
-    source = DenseSource(5, 3, (4,))
+    source = DenseSource(5, 3)
     for m, l in itertools.product(range(4), range(3)):
         k_tiles = source.for_tile(m, l, source.bounds(m))
         assert numbers(k_tiles.out) == (m, 0) and k_tiles.count == 5
@@ -98,7 +98,7 @@ def test_a_dense_tile_walks_all_of_k():
 
 
 def test_one_a_serves_a_whole_batch():
-    source = DenseSource(2, 1, (4,))
+    source = DenseSource(2, 1)
     assert [numbers(source.for_tile(3, l, source.bounds(3)).at(1).a) for l in range(4)] == [(3, 1, 0)] * 4
 
 
@@ -108,7 +108,7 @@ def test_the_sum_over_all_tiles_is_the_product():
     crow, col = mask_to_indices(PATTERNS["bernoulli"](5, 4))
     values, b = torch.randn(len(col), bm, bk, dtype=torch.float64), torch.randn(4 * bk, n, dtype=torch.float64)
     f = facts(bk, tile_k, bm)
-    source = BsrSource(crow.tolist(), col.tolist(), -(-bm // tile_m), f.k_tiles_per_block, f.k_blocks, f.clips_k)
+    source = BsrSource(crow.tolist(), col.tolist(), -(-bm // tile_m), f.k_tiles_per_block)
     out = torch.full((5 * bm, n), float("nan"), dtype=torch.float64)
     for m in range(5 * source.tiles_m):
         k_tiles = source.for_tile(m, 0, source.bounds(m))
