@@ -42,10 +42,10 @@ def arch_named(name: str) -> ArchSpec:
 
 
 def arch_of(capability: tuple[int, int]) -> ArchSpec:
-    """The row for a device's compute capability.
+    """The row for a device's compute capability; sm_87 (Orin) shares sm_80's.
 
-    sm_87 (Orin) shares sm_80's limits. Devices newer than sm_90 run the sm_80 kernels, compiled for sm_80 and
-    raised to the device by the driver is not possible for machine code: they raise here.
+    Raises RuntimeError for devices older than sm_80, and for those newer than sm_90, which have no row yet: machine
+    code of one major version does not run on the next.
     """
     if capability < (8, 0):
         raise RuntimeError(

@@ -170,6 +170,10 @@ def unsupported(facts: GemmFacts) -> str:
     if facts.path == "sm_80":
         if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1:
             return "clusters and ping-pong teams exist on the sm_90 path only"
+        if cfg.stages < 3:
+            return f"{cfg.stages} stages; the cp.async pipeline needs 3"
+        if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
+            return f"tile {cfg}: its sides and warps must be powers of two, which the swizzle needs"
         if facts.operand_bytes > spec.smem:
             return f"{facts.operand_bytes} bytes of shared memory; {spec.name} has {spec.smem} a block"
         return ""
@@ -181,8 +185,11 @@ def unsupported(facts: GemmFacts) -> str:
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
     accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
-    if accumulators > 128 and not facts.epilogue.is_light:
-        return f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions"
+    if accumulators > 128 and not (facts.epilogue.is_light and facts.tma_store):
+        return (
+            f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions, nor "
+            "for a store element by element"
+        )
     needed = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES
     if needed > spec.smem:
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"

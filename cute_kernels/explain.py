@@ -14,7 +14,8 @@ def explain(op, *args, **kwargs) -> Plan:
     """The plan of `op(*args, **kwargs)`, without running it; print it to read it.
 
     Its `facts` hold path, architecture and configuration, `notes` the reasons and every slower way taken. Planning
-    compiles the kernel if no cache has it. Raises what the call itself would raise.
+    compiles the kernel if no cache has it. Raises what the call would raise, but for gradients and an `out` that
+    overlaps an operand, which are looked at in each call.
     """
     if op not in _PLANNERS:
         known = ", ".join(sorted(o.__name__ for o in _PLANNERS))

@@ -57,7 +57,8 @@ def flatten_batch(tensor, rank: int):
     """
     if tensor.dim() == rank:
         return tensor, False
-    shape = (-1, *tensor.shape[-2:]) if rank == 3 else (-1, tensor.shape[-1])
+    kept = tensor.shape[1 - rank :]
+    shape = (math.prod(tensor.shape[: 1 - rank]), *kept)
     try:
         return tensor.view(shape), False
     except RuntimeError:

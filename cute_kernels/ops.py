@@ -79,7 +79,8 @@ def gemm(
         plan = plan_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue=epilogue)
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
-        _PLANS[key] = plan
+        if key is not None:
+            _PLANS[key] = plan
     if (a.requires_grad or b.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
         checks.check_no_grad("gemm", a, b, bias, residual)
     if out is not None and (

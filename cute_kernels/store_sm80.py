@@ -35,6 +35,8 @@ class StoreSm80:
         self.tile_m, self.tile_n = cfg.tile_m, cfg.tile_n
         self.span_m, self.span_n = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n  # of one warp
         self.mmas_m, self.mmas_n = self.span_m // 16, self.span_n // 8
+        # 8-column products in a chunk: an epilogue that calls functions needs registers for its temporaries
+        self.products = self.mmas_n if facts.epilogue.is_light else min(2, self.mmas_n)
         self.n_major = facts.majors[2] == "n"
         self.size = dtype.width // 8
         self.vector = 16 // self.size  # elements of one store
@@ -71,7 +73,8 @@ class StoreSm80:
             if origin[mode] + slab * SLAB < extent[mode]:
                 buffer = smem + (warp * 2 + slab % 2) * self.slab_bytes
                 if const_expr(mode == 0):
-                    self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (slab, 0), self.mmas_n)
+                    for j in range_constexpr(0, self.mmas_n, self.products):
+                        self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (slab, j), self.products)
                 else:
                     for i in range_constexpr(self.mmas_m):
                         self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (i, 2 * slab), 2)
@@ -104,7 +107,7 @@ class StoreSm80:
         if const_expr(not self.vectorised):
             self.store_direct(rD, cD, mD, extent, tile[2:])
         elif const_expr(self.n_major):
-            self.write(rD, buffer + row * self.pitch + col * self.size)
+            self.write(rD, buffer + row * self.pitch + (first[1] * 8 + col) * self.size)
         else:
             self.write(rD, buffer + col * self.pitch + (first[0] * 16 + row) * self.size)
 

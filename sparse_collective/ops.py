@@ -89,7 +89,8 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         plan = _plan(op, W, b, bias, activation, residual, out, epilogue)
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
-        _PLANS[key] = plan
+        if key is not None:
+            _PLANS[key] = plan
     values = W.values
     watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
     if watched and torch.is_grad_enabled():
@@ -132,7 +133,9 @@ def as_bsr(op: str, W) -> BsrMatrix:
         return W
     if not isinstance(W, torch.Tensor) or W.layout is not torch.sparse_bsr:
         what = f"a tensor of layout {W.layout}" if isinstance(W, torch.Tensor) else type(W).__name__
-        raise TypeError(f"{op}: W must be a BsrMatrix or torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense")
+        raise TypeError(
+            f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense"
+        )
     checks.check_no_grad(op, W)
     matrix = _FROM_TORCH.get(W)
     if matrix is None:  # of the detached tensor, because values() of one with a gradient would keep it alive
@@ -234,12 +237,16 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
         return lambda t: flatten_batch(t, 2)[0]
     if linear:
         if name == "out":
-            raise ValueError(f"bsr_linear: out's leading dimensions, strides {t.stride()}, do not fold; pass another")
+            raise ValueError(
+                f"bsr_linear: out's leading dimensions, strides {t.stride()}, do not fold; pass it contiguous"
+            )
         plan.notes.append(f"{name} is copied: its leading dimensions, strides {t.stride()}, do not fold into one")
         return lambda t: flatten_batch(t, 2)[0]
     _, copied = flatten_batch(t, 3)
     if copied and name == "out":
-        raise ValueError(f"bsr_matmul: out's batch dimensions, strides {t.stride()}, do not flatten; pass another")
+        raise ValueError(
+            f"bsr_matmul: out's batch dimensions, strides {t.stride()}, do not flatten; pass it contiguous"
+        )
     if copied:
         plan.notes.append(f"{name} is copied: its batch dimensions, strides {t.stride()}, have no single stride")
     return lambda t: flatten_batch(t, 3)[0]
