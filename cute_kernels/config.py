@@ -187,8 +187,8 @@ def unsupported(facts: GemmFacts) -> str:
     accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
     if accumulators > 128 and not (facts.epilogue.is_light and facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions, nor "
-            "for a store element by element"
+            f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions, "
+            "nor for a store element by element"
         )
     needed = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES
     if needed > spec.smem:
