@@ -1,4 +1,4 @@
-"""Which tile for which problem: a short list of candidates and a cost model of waves, measured on an H200.
+"""Which tile for which problem: a short list of candidates and a cost model of waves, for an H200.
 
 The model of one work tile, in clocks of an SM: its tensor-core time (2048 multiply-adds a clock) or the time its
 operands take from L2 (37 bytes a clock and SM: the measured 8.6 TB/s), whichever is longer, and what no other work
@@ -12,14 +12,14 @@ from .config import BARRIER_BYTES, ELEMENT, BlockFacts, GemmConfig
 
 MACS_PER_CLOCK = 2048
 L2_BYTES_PER_CLOCK = 37
-PIPELINE_FILL = 1500  # clocks from a CTA's start, or a wave's, to its first product
-STORE_CLOCKS_PER_COLUMN = 8  # a cooperative 128-row tile's store, measured at about 2000 for 256 columns
+PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estimate
+STORE_CLOCKS_PER_COLUMN = 8  # a cooperative 128-row tile's store: 2000 for 256 columns, an estimate
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
 @dataclass(frozen=True)
 class Extents:
-    """The shape of a product, and how many K-tiles' worth of it is there: `k` is K, or bk for a block."""
+    """The shape of a product."""
 
     M: int
     N: int
@@ -121,7 +121,7 @@ def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, grou
 
     Stored blocks are sorted by column, so block rows that start together sweep B together, and its blocks are
     shared through L2 while they are there. With a CTA count that divides a panel (or is a multiple of it) they go on
-    starting together: 128 CTAs are 2 to 4 % faster than 132 at 8192, 12.5 %, although 4 SMs idle.
+    starting together, or so we explain that at 8192, 12.5 %, 128 CTAs are 1.4 to 3.3 % faster than 132.
     """
     if block is None:
         return sms
