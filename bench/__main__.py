@@ -1,53 +1,110 @@
-"""python -m bench: the table of the README, measured on this card.
+"""python -m bench: where we stand, measured on this machine.
 
-Every row times ours and its peer in turns (see timing.py), through the public ops, with random normal bf16 operands
-and a preallocated output. Writes bench/results/gemm-<card>.json.
+    (none)          gemm and block-sparse; with no GPU, the kernels' registers, spills and shared memory instead
+    gemm            dense products beside cuBLAS, cuBLASLt's epilogues and quack
+    block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
+    gates           may this state of the code be shipped: one page, one exit status
+    tune            search the configurations for a problem, and keep the winner
+    plot, compare   figures of result files; two runs beside each other
+
+Every row times ours and its peers in turns, on random normal operands, L2 flushed, outputs preallocated, after the card
+has settled. Results go to bench/results/<card>/<suite>.json, figures beside them.
 """
 
 import argparse
+import contextlib
 import sys
+import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import cases, record
+from . import cases, ceilings, compare, record, table
+from .gates import command as gates
 from .timing import host_cost
+from .tune import command as tune
+
+SUITES = {"block-sparse": cases.sparse_cases, "gemm": cases.gemm_cases}
+ROUNDS = {"quick": 30, "full": 60}
+WARM_S = {"quick": 0.5, "full": 1.0}  # once a row; a run begins with the ceilings, which warm the card
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--only", default="", help="run only the rows whose name contains this")
-    parser.add_argument("--rounds", type=int, default=60, help="timed rounds of each case (default 60)")
-    parser.add_argument("--out", default="bench/results", help="folder of the JSON file")
-    args = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser("python -m bench", description=__doc__, formatter_class=raw)
+    commands = top.add_subparsers(metavar="COMMAND")
+    measure = argparse.ArgumentParser(add_help=False)
+    mode = measure.add_mutually_exclusive_group()
+    mode.add_argument("--quick", dest="mode", action="store_const", const="quick", help="a minute (the default)")
+    mode.add_argument("--full", dest="mode", action="store_const", const="full", help="every row and every peer")
+    measure.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file")
+    measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
+    measure.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
+    measure.set_defaults(run=run_suites, mode="quick", suites=tuple(SUITES))
+    top.set_defaults(run=None)
+    for name in SUITES:
+        sub = commands.add_parser(name, parents=[measure], help=f"the {name} rows")
+        sub.set_defaults(suites=(name,))
+    every = commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
+    every.set_defaults(suites=tuple(SUITES))
+    for module in (gates, tune, compare):
+        module.add_command(commands)
+    return top
+
+
+def run_suites(args: argparse.Namespace) -> int:
+    """Measure the suites, print their tables, write their files; 1 if one of our own products failed."""
     if not torch.cuda.is_available():
-        print("no CUDA GPU: a benchmark has nothing to measure here; python -m cute_kernels inspect works without one")
-        return 1
-    rows, failed = [], []
-    for case in cases.all_cases():
-        if args.only in case.name:
-            try:
-                row = case.measure(rounds=args.rounds)
-            except Exception as error:  # a row that cannot be measured is a row that says so
-                failed.append(f"{case.name}: {type(error).__name__}: {str(error)[:300]}")
-                print(failed[-1], file=sys.stderr, flush=True)
-                continue
-            rows.append(row)
-            print(row.line(), file=sys.stderr, flush=True)
-            torch.cuda.empty_cache()
-    host = {} if args.only else host_costs()
-    table = Table("product", "ours, us", "peer", "us", "ratio", "at least", "TFLOP/s", "configuration")
-    for row in rows:
-        table.add_row(*row.cells())
-    Console(width=170).print(table)
-    for name, cost in host.items():
-        print(f"host cost of one call, {name}: {cost:.1f} us")
+        print("no CUDA GPU: nothing can be timed here. What a compiler tells without one:\n", flush=True)
+        return gates.run_only("resources", quick=args.mode == "quick")
+    console, start = Console(stderr=True), time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        best = ceilings.measure(rounds=10 if args.mode == "quick" else 30)
+        compile_first(args)
+        failed = [line for suite in args.suites for line in run_suite(suite, args, best, bar)]
     for line in failed:
         print("FAILED", line)
-    if not args.only:
-        print("written:", record.write(rows, host, args.out))
+    print(f"{time.perf_counter() - start:.0f} s")
     return 1 if failed else 0
+
+
+def compile_first(args: argparse.Namespace) -> None:
+    """Compile ours of those rows in which a peer's import changes CuTe DSL for the whole process."""
+    for suite in args.suites:
+        for case in SUITES[suite](args.mode):
+            if case.patches_dsl and args.only in case.name:
+                with contextlib.suppress(Exception):  # its row will say
+                    case.ours()
+
+
+def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -> list[str]:
+    """Measure one suite; what failed, a line each."""
+    rows, failed = [], []
+    wanted = [case for case in SUITES[suite](args.mode) if args.only in case.name]
+    wanted.sort(key=lambda case: case.patches_dsl)
+    task = bar.add_task(suite, total=len(wanted))
+    while wanted:  # a case holds its operands as long as it lives
+        case = wanted.pop(0)
+        bar.update(task, description=f"{suite}: {case.name}")
+        try:
+            rows.append(case.measure(rounds=args.rounds or ROUNDS[args.mode], warm_s=WARM_S[args.mode]))
+            print(rows[-1].line(), file=sys.stderr, flush=True)
+        except Exception as error:  # a row that cannot be measured is a row that says so
+            failed.append(f"{case.name}: {type(error).__name__}: {str(error)[:300]}")
+        case = None
+        torch.cuda.empty_cache()
+        bar.advance(task)
+    host = {} if args.only else host_costs()
+    table.show(rows, best, host)
+    if args.only:
+        return failed
+    print("written:", record.write(suite, rows, best, host, args.out, args.mode))
+    if failed:
+        print("not written, because they failed:", ", ".join(line.split(":")[0] for line in failed))
+    return failed
 
 
 def host_costs() -> dict[str, float]:
@@ -58,12 +115,21 @@ def host_costs() -> dict[str, float]:
     a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     W = random_bsr((64, 64), (64, 64), density=1.0, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
-    return {
+    costs = {
         "gemm": host_cost(lambda: gemm(a, a, out=out)),
         "bsr_linear": host_cost(lambda: bsr_linear(a, W, out=out)),
         "torch.mm": host_cost(lambda: torch.mm(a, a, out=out)),
         "torch.add": host_cost(lambda: torch.add(a, a, out=out)),
     }
+    return {name: round(cost, 2) for name, cost in costs.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv = ["all", *argv]
+    args = parser().parse_args(argv)
+    return args.run(args)
 
 
 if __name__ == "__main__":

@@ -1,129 +1,191 @@
-"""What is measured against what: each case is one product, its peer, and the ratio that is promised."""
+"""What is measured against what: each case is one product, its peers, and the ratio that is asked of it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from cute_kernels import explain, gemm, path
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
-from .timing import interleaved, median
+from . import peers
+from .peers import CUBLAS, CUBLASLT, Call, Operands, verified
+from .rows import Case, Problem
 
 DTYPE = torch.bfloat16
-N = 8192
+CUBE = 8192
+DENSE_CUBE = f"cuBLAS {CUBE} cubed"
+EQUAL = "cuBLAS, equal work"
+SQUARES = (512, 1024, 2048, 4096, 8192)
+PROJECTIONS = ((4096, 4096), (14336, 4096), (4096, 14336))  # (N, K) of a transformer 4096 wide
+TOKENS = (128, 2048, 8192)
+DENSITIES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 
 
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+def randn(*shape: int, dtype=DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-@dataclass
-class Row:
-    """One measured case. `ratio` is the peer's time over ours, or our useful rate over the peer's."""
+def ours_of(x: Operands, out: torch.Tensor, forced: str | None, op: Callable, *args, **terms) -> tuple:
+    """(call, plan) of op(*args, out=out, **terms) on a path; the call has been checked against x's reference.
 
-    name: str
-    ours_us: list[float]
-    peer: str
-    peer_us: list[float]
-    ratio: float
-    floor: float | None
-    tflops: float
-    plan: str
+    `out` may be the transpose of what x describes, as bsr_linear's is.
+    """
 
-    def cells(self) -> list[str]:
-        times = f"{median(self.ours_us):.1f}", self.peer, f"{median(self.peer_us):.1f}"
-        floor = "" if self.floor is None else f"{self.floor:.2f}{'' if self.ratio >= self.floor else ' MISSED'}"
-        return [self.name, *times, f"{self.ratio:.3f}", floor, f"{self.tflops:.0f}", self.plan]
+    def call():
+        op(*args, out=out, **terms)
+        return out.t() if x.transposed else out
 
-    def line(self) -> str:
-        return " | ".join(self.cells())
-
-
-@dataclass
-class Case:
-    """`setup` makes (our call, the peer's call, our plan); flops are the useful ones of each."""
-
-    name: str
-    setup: Callable
-    flops: float
-    peer: str
-    peer_flops: float
-    floor: float | None = None
-
-    def measure(self, rounds: int) -> Row:
-        ours, peer, plan = self.setup()
-        rounds = max(10, rounds // 4) if self.peer_flops > 5e11 else rounds
-        times = interleaved({"peer": peer, "ours": ours}, rounds=rounds)
-        us, peer_us = median(times["ours"]), median(times["peer"])
-        ratio = (self.flops / us) / (self.peer_flops / peer_us)
-        shown = f"{plan.facts.path} {plan.facts.config}" if plan else ""
-        return Row(self.name, times["ours"], self.peer, times["peer"], ratio, self.floor, self.flops / us / 1e6, shown)
-
-
-def dense(M: int, n: int, K: int, layout: str, floor: float | None, forced: str | None = None) -> Case:
-    def setup():
-        a = randn(M, K)
-        b = randn(K, n) if layout == "NN" else randn(n, K).t()
-        out, peer_out = (torch.empty(M, n, device="cuda", dtype=DTYPE) for _ in range(2))
-        ours = on_path(forced, lambda: gemm(a, b, out=out))
-        plan = on_path(forced, lambda: explain(gemm, a, b, out=out))()
-        return ours, lambda: torch.mm(a, b, out=peer_out), plan
-
-    flops = 2.0 * M * n * K
-    name = f"dense {M}x{n}x{K} {layout}" + (f", {forced} path" if forced else "")
-    return Case(name, setup, flops, "cuBLAS", flops, floor)
-
-
-def on_path(forced: str | None, call: Callable) -> Callable:
-    """The call under cute_kernels.path(forced)."""
     if forced is None:
-        return call
+        return verified(Call(call), lambda: x.sample), explain(op, *args, out=out, **terms)
 
-    def wrapped():
+    def on_path():
         with path(forced):
             return call()
 
-    return wrapped
+    with path(forced):
+        plan = explain(op, *args, out=out, **terms)
+    return verified(Call(on_path), lambda: x.sample), plan
+
+
+# -- dense ---------------------------------------------------------------------------------------------------
+
+
+def dense(
+    M: int, N: int, K: int, layout: str = "NN", asked: float | None = None, *, forced: str | None = None,
+    dtype=DTYPE, quack: bool = False,
+) -> Case:  # fmt: skip
+    """gemm(a, b) beside torch.mm, and quack where asked for."""
+    problem = Problem("gemm", M, N, K, layout=layout, dtype=str(dtype).removeprefix("torch."), path=forced)
+    x = Operands(
+        lambda: randn(M, K, dtype=dtype),
+        lambda: randn(K, N, dtype=dtype) if layout == "NN" else randn(N, K, dtype=dtype).t(),
+    )
+    others = [peers.cublas(x, problem.flops)]
+    others += [peers.quack_gemm(x, problem.flops)] if quack else []
+    name = f"gemm {M}x{N}x{K} {layout}" + ("" if dtype is DTYPE else " fp16") + (f", {forced} path" if forced else "")
+    return Case(
+        "gemm", name, problem, lambda: ours_of(x, x.out(), forced, gemm, x.a, x.b), others, CUBLAS, asked, quack
+    )
+
+
+def epilogue(M: int, N: int, K: int, activation: str | None, asked: float | None = None) -> Case:
+    """A linear layer's forward: bias and activation, b the transpose of a contiguous weight, beside cuBLASLt's own."""
+    problem = Problem("gemm", M, N, K, layout="NT", epilogue="bias" + (f"+{activation}" if activation else ""))
+    x = Operands(lambda: randn(M, K), lambda: randn(N, K).t(), lambda: randn(N), activation)
+    name = f"gemm {M}x{N}x{K} NT, {problem.epilogue}"
+
+    def ours():
+        return ours_of(x, x.out(), None, gemm, x.a, x.b, bias=x.bias, activation=activation)
+
+    return Case("gemm", name, problem, ours, [peers.cublaslt_epilogue(x, problem.flops)], CUBLASLT, asked)
+
+
+def gemm_cases(mode: str) -> Iterator[Case]:
+    """Dense rows; "quick" has those with a number asked of them."""
+    yield dense(4096, 4096, 4096, "NN", 0.95)
+    yield dense(4096, 4096, 4096, "NT", 0.95, quack=True)
+    yield dense(8192, 8192, 8192, "NN", 0.95)
+    yield dense(8192, 8192, 8192, "NT", 0.95)
+    yield dense(8192, 8192, 1024, "NN", 1.05)
+    yield epilogue(8192, 8192, 1024, "gelu_tanh")
+    yield dense(4096, 4096, 4096, "NN", 0.55, forced="sm_80")
+    if mode == "quick":
+        return
+    for size in SQUARES:
+        for layout in ("NN", "NT"):
+            if size < 4096:
+                yield dense(size, size, size, layout, quack=layout == "NT")
+    yield dense(4096, 4096, 4096, "NN", dtype=torch.float16)
+    yield dense(8192, 8192, 8192, "NN", dtype=torch.float16)
+    for tokens in TOKENS:
+        for N, K in PROJECTIONS:
+            yield dense(tokens, N, K, "NT")
+    for activation in (None, "relu", "gelu_tanh"):
+        yield epilogue(8192, 14336, 4096, activation)
+    yield dense(8192, 8192, 8192, "NN", 0.55, forced="sm_80")
+    yield dense(4096, 4096, 4096, "NT", 0.55, forced="sm_80")
+
+
+# -- block-sparse --------------------------------------------------------------------------------------------
 
 
 def sparse(
-    bm: int, bk: int, K: int, per_row: int, floor: float | None, op: str = "bsr_matmul", peer: str = "equal",
-    forced: str | None = None,
+    bm: int, bk: int, density: float, asked: float | None = None, *, K: int = CUBE, op: str = "bsr_matmul",
+    against: str = EQUAL, forced: str | None = None, triton: str = "", shipped: bool = False, half: bool = False,
+    cube: bool = True,
 ) -> Case:  # fmt: skip
-    """M = N = 8192. Peer "equal": cuBLAS's dense product of the same useful work; "dense": the whole 8192 cube."""
-    M, work = 8192, per_row * bk
-    depth = work if peer == "equal" else 8192
+    """W (8192, K) with equally many random blocks in every row, beside dense products, and torch's of the same W.
 
-    def setup():
-        W = random_bsr((M, K), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE)
-        a, b, peer_out = randn(M, depth), randn(depth, N), torch.empty(M, N, device="cuda", dtype=DTYPE)
-        out = torch.empty(M, N, device="cuda", dtype=DTYPE)
-        other = randn(K, N)
-        fn, args = (bsr_matmul, (W, other)) if op == "bsr_matmul" else (bsr_linear, (other.t().contiguous(), W))
-        ours = on_path(forced, lambda: fn(*args, out=out))
-        return ours, lambda: torch.mm(a, b, out=peer_out), on_path(forced, lambda: explain(fn, *args, out=out))()
+    `triton` says how many settings of torch's Triton kernel are tried ("quick", "full", "" for no such row); `shipped`
+    adds `W @ b` as torch runs it, `half` a 2:4 product of the whole shape, `cube` cuBLAS's dense product of the 8192
+    cube.
+    """
+    M = N = CUBE
+    per_row = max(1, round(density * K / bk))
+    work = per_row * bk
+    linear = op == "bsr_linear"
+    problem = Problem(op, M, N, K, (bm, bk), work / K, path=forced)
+    x = Operands(
+        lambda: random_bsr((M, K), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE),
+        lambda: randn(N, K).t() if linear else randn(K, N),
+        transposed=linear,
+    )
 
-    density = per_row * bk / K
-    name = f"{op} {bm}x{bk}, {density:.1%}" + (f", {forced} path" if forced else "")
-    return Case(name, setup, 2.0 * M * N * work, f"cuBLAS K={depth}", 2.0 * M * N * depth, floor)
+    def ours():
+        if linear:
+            return ours_of(x, x.out().t(), forced, bsr_linear, x.b.t(), x.a)
+        return ours_of(x, x.out(), forced, bsr_matmul, x.a, x.b)
+
+    equal = Operands(lambda: randn(M, work), lambda: randn(work, N))
+    others = [peers.cublas(equal, problem.flops, name=EQUAL)]
+    if cube:
+        others.append(peers.cublas(Operands(lambda: randn(M, CUBE), lambda: randn(CUBE, N)), 2.0 * CUBE**3, DENSE_CUBE))
+    if triton:
+        others.append(peers.triton_bsr(x, problem.flops, quick=triton == "quick"))
+    if shipped:
+        others.append(peers.torch_bsr(x, problem.flops))
+    if half:
+        others.append(peers.semi_structured(M, N, K))
+    name = f"{op} {bm}x{bk}, {work / K:.3g}" + (f", {forced} path" if forced else "")
+    return Case("block-sparse", name, problem, ours, others, against, asked)
 
 
-def all_cases() -> Iterator[Case]:
-    """The numbers of the README, with the floors they are held to."""
-    for layout in ("NN", "NT"):
-        yield dense(4096, 4096, 4096, layout, 0.95)
-        yield dense(8192, 8192, 8192, layout, 0.95)
-        yield dense(8192, 8192, 1024, layout, 1.05)
-    for op in ("bsr_matmul", "bsr_linear"):
-        yield sparse(128, 128, 8192, 8, 1.0, op)
-        yield sparse(128, 64, 8192, 16, 1.0, op)
-        yield sparse(256, 64, 8192, 16, 1.0, op)
-        yield sparse(64, 64, 8192, 16, 0.7, op)
-        yield sparse(512, 112, 8288, 16, 0.8, op, peer="dense")
-    yield sparse(32, 32, 8192, 32, None)
-    yield sparse(16, 16, 8192, 64, None)
-    yield dense(4096, 4096, 4096, "NN", 0.55, "sm_80")
-    yield dense(4096, 4096, 4096, "NT", 0.55, "sm_80")
-    yield sparse(512, 112, 8288, 16, 0.55, peer="dense", forced="sm_80")
-    yield sparse(128, 128, 8192, 8, None, forced="sm_80")
+def sparse_cases(mode: str) -> Iterator[Case]:
+    """Block-sparse rows: M = N = 8192."""
+    full = mode == "full"
+    eighth = 1 / 8
+    yield sparse(128, 128, eighth, 1.0, triton=mode, shipped=True, half=True)
+    yield sparse(128, 64, eighth, 1.0)
+    yield sparse(256, 64, eighth, 1.0)
+    yield sparse(64, 64, eighth, 0.7, triton=mode, shipped=full)
+    yield sparse(32, 32, eighth, triton=mode, shipped=full)
+    yield sparse(16, 16, eighth, triton=mode, shipped=full)
+    yield sparse(512, 112, 16 / 74, 0.8, K=8288, against=DENSE_CUBE)
+    yield sparse(128, 128, eighth, 1.0, op="bsr_linear")
+    yield sparse(512, 112, 16 / 74, 0.55, K=8288, against=DENSE_CUBE, forced="sm_80")
+    if not full:
+        return
+    for block in ((128, 64), (256, 64), (64, 64)):
+        yield sparse(*block, eighth, 0.7 if block == (64, 64) else 1.0, op="bsr_linear")
+    yield sparse(512, 112, 16 / 74, 0.8, K=8288, op="bsr_linear", against=DENSE_CUBE)
+    yield sparse(64, 128, eighth, triton=mode)
+    yield sparse(256, 128, eighth)
+    yield sparse(32, 64, eighth, triton=mode)
+    yield sparse(128, 128, eighth, forced="sm_80")
+    for block in ((128, 128), (64, 64), (32, 32), (16, 16)):
+        for density in DENSITIES:
+            if density != eighth:
+                yield sparse(*block, density, triton=mode if density in (1 / 4, 1 / 2) else "")
+
+
+def gate_cases() -> Iterator[Case]:
+    """The rows that the speed gate watches: one for each kernel that must not get slower, one peer each."""
+    yield dense(4096, 4096, 4096, "NN")
+    yield dense(8192, 8192, 1024, "NN")
+    yield epilogue(8192, 8192, 1024, "gelu_tanh")
+    yield dense(4096, 4096, 4096, "NN", forced="sm_80")
+    for block in ((128, 128), (256, 64), (64, 64), (32, 32), (16, 16)):
+        yield sparse(*block, 1 / 8, cube=False)
+    yield sparse(128, 128, 1 / 8, op="bsr_linear", cube=False)
+    yield sparse(512, 112, 16 / 74, K=8288, cube=False)
+    yield sparse(512, 112, 16 / 74, K=8288, cube=False, forced="sm_80")

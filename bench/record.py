@@ -1,8 +1,14 @@
-"""What a result file says of where it was measured: card, driver, versions, and the code that ran."""
+"""Result files: where and what was measured, the ceilings of that run, and the rows.
+
+bench/results/<card>/<suite>.json    gemm, block-sparse: what `python -m bench` measured
+bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
+bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
+"""
 
 import datetime
 import json
 import os
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,47 +17,56 @@ import torch
 
 from cute_kernels.runtime.keys import source_fingerprint
 
-from .timing import median
+RESULTS = Path(__file__).resolve().parent / "results"
+CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "quack-kernels", "flash-attn-4")
+
+
+def card_name(card: str) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200", the name of its folder."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+def query(fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the current device; empty where it is not installed."""
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    values = shown[index].split(",") if index < len(shown) else []
+    return dict(zip(fields.split(","), map(str.strip, values), strict=False))
 
 
 def environment() -> dict:
-    """Card, driver, software versions and a fingerprint of the kernels' sources."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
-    shown = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
-    found = {"card": torch.cuda.get_device_name(), "nvidia_smi": shown[0] if shown else ""}
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "sources": source_fingerprint()}
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton"):
+    """Card, driver, clocks as they stand now, software versions, and a fingerprint of the kernels' sources."""
+    found = {"card": torch.cuda.get_device_name(), "driver": query("driver_version").get("driver_version", "")}
+    found |= {"clocks": query(CLOCKS), "torch": torch.__version__, "cuda": torch.version.cuda}
+    for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not found"
-    found["commit"] = os.environ.get("GIT_COMMIT", "")
-    found["date"] = datetime.date.today().isoformat()
-    return found
+    return found | {"sources": source_fingerprint(), "commit": commit(), "date": datetime.date.today().isoformat()}
 
 
-def write(rows, host: dict, folder: str) -> Path:
-    """One JSON file for each card; a row holds medians and the spread of both sides."""
+def commit() -> str:
+    """The commit of this checkout, with a + if files differ from it; GIT_COMMIT where there is no git."""
+    if named := os.environ.get("GIT_COMMIT"):
+        return named
+    try:
+        git = ["git", "-C", str(RESULTS), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        return subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode: str) -> Path:
+    """Write <folder>/<card>/<suite>.json; `rows` are rows.Row, `mode` how they were measured: "quick" or "full"."""
     where = environment()
-    path = Path(folder, f"gemm-{where['card'].replace(' ', '-').lower()}.json")
+    path = Path(folder, card_name(where["card"]), f"{suite}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"environment": where, "host_us": host, "rows": [row_data(row) for row in rows]}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    data = {"suite": suite, "mode": mode, "environment": where, "ceilings": ceilings, "host_us": host}
+    path.write_text(json.dumps(data | {"rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
     return path
-
-
-def row_data(row) -> dict:
-    def stats(times):
-        ordered = sorted(times)
-        tenth = len(ordered) // 10
-        return {"median_us": median(times), "p10": ordered[tenth], "p90": ordered[-1 - tenth], "rounds": len(times)}
-
-    return {
-        "name": row.name,
-        "ours": stats(row.ours_us),
-        "peer": {"name": row.peer, **stats(row.peer_us)},
-        "ratio": round(row.ratio, 4),
-        "floor": row.floor,
-        "tflops": round(row.tflops, 1),
-        "configuration": row.plan,
-    }

@@ -41,6 +41,14 @@ def median(times: list[float]) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def spread(times: list[float]) -> dict:
+    """Median, tenth and ninetieth percentile, and how many rounds."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    figures = {"median_us": median(times), "p10": ordered[tenth], "p90": ordered[-1 - tenth]}
+    return {name: round(value, 2) for name, value in figures.items()} | {"rounds": len(times)}
+
+
 def host_cost(call, calls: int = 2000) -> float:
     """Microseconds of host time of one asynchronous call, the queue never full."""
     for _ in range(50):

@@ -1,13 +1,16 @@
 """What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
 from .arch import MMA_K, ArchSpec, arch_named
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+# What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
+# and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
+SM80_OTHER_REGISTERS = 40
 
 
 @dataclass(frozen=True)
@@ -161,22 +164,57 @@ class GemmFacts:
 
 
 def unsupported(facts: GemmFacts) -> str:
-    """Why no kernel can be built from these facts; "" if one can. Ops, tools and tests all ask this one."""
-    cfg, spec = facts.config, facts.spec
+    """Why no kernel can be built from these facts; "" if one can. Ops, the tuner, tools and tests all ask this one.
+
+    What passes compiles, and computes what it should. Whether the compiler spills registers is not predicted in every
+    case: runtime.inspect.problems says so of the compiled kernel.
+    """
+    cfg, block = facts.config, facts.block
     if facts.dtype not in ("bfloat16", "float16"):
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
-    if facts.block and (facts.block.bm % MMA_K or facts.block.bk % MMA_K):
-        return f"blocks of {facts.block.bm}x{facts.block.bk}: both sides must be multiples of {MMA_K}"
-    if facts.path == "sm_80":
-        if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1:
-            return "clusters and ping-pong teams exist on the sm_90 path only"
-        if cfg.stages < 3:
-            return f"{cfg.stages} stages; the cp.async pipeline needs 3"
-        if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
-            return f"tile {cfg}: its sides and warps must be powers of two, which the swizzle needs"
-        if facts.operand_bytes > spec.smem:
-            return f"{facts.operand_bytes} bytes of shared memory; {spec.name} has {spec.smem} a block"
-        return ""
+    if block and (block.bm % MMA_K or block.bk % MMA_K):
+        return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
+    if any(n < 1 for n in astuple(cfg)):
+        return f"{cfg}: every count must be at least 1"
+    return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
+
+
+def _unsupported_sm80(facts: GemmFacts) -> str:
+    cfg, spec = facts.config, facts.spec
+    if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1:
+        return "clusters and ping-pong teams exist on the sm_90 path only"
+    if cfg.stages < 3:
+        return f"{cfg.stages} stages; the cp.async pipeline needs 3"
+    if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
+        return f"tile {cfg}: its sides and warps must be powers of two, which the swizzle needs"
+    span_m, span_n = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n
+    if span_m < 16 or span_n < 16 or cfg.tile_k < MMA_K:
+        return f"a warp's part of {span_m}x{span_n}x{cfg.tile_k}: ldmatrix reads 16 rows of 16 elements"
+    threads = 32 * cfg.warps_m * cfg.warps_n
+    line_a = cfg.tile_m if facts.majors[0] == "m" else cfg.tile_k
+    line_b = cfg.tile_n if facts.majors[1] == "n" else cfg.tile_k
+    longest = max(line_a, line_b)
+    if longest > 8 * threads:
+        return f"a line of {longest} elements of an operand; {threads} threads copy {8 * threads} at once"
+    n_major, vector = facts.majors[2] == "n", 16 // facts.out_bytes
+    line = span_n if n_major else span_m
+    if line > 32 * vector:
+        return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
+    accumulators = span_m * span_n // 32
+    fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 2)  # of A and B, double-buffered
+    registers = min(255, 65_536 // threads)
+    if accumulators + fragments + SM80_OTHER_REGISTERS > registers:
+        return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+    pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
+    store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n
+    needed = max(facts.operand_bytes, store)
+    if needed > spec.smem:
+        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
+    return ""
+
+
+def _unsupported_sm90(facts: GemmFacts) -> str:
+    spec = facts.spec
     if spec.path != "sm_90":
         return f"{spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path"
     for name, align in zip("AB", facts.aligns, strict=False):
@@ -184,12 +222,56 @@ def unsupported(facts: GemmFacts) -> str:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
-    accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
+    return _tile_sm90(facts) or _schedule_sm90(facts)
+
+
+def _tile_sm90(facts: GemmFacts) -> str:
+    """What WGMMA, the swizzles and the store ask of a tile."""
+    cfg = facts.config
+    if cfg.tile_m % (64 * cfg.warps_m):
+        return f"{cfg.tile_m} rows among {cfg.warps_m} warpgroups: each takes a multiple of WGMMA's 64"
+    group_n, rest = divmod(cfg.tile_n, cfg.warps_n)
+    if rest or group_n % 16:
+        return f"{cfg.tile_n} columns among {cfg.warps_n} warpgroups: each takes a multiple of stmatrix's 16"
+    if max(cfg.tile_m, cfg.tile_n, cfg.tile_k) > 256:
+        return f"tile {cfg}: a TMA box, and a WGMMA, has at most 256 a side"
+    if cfg.tile_k not in (16, 32) and cfg.tile_k % 64:
+        return f"a K-tile of {cfg.tile_k}: 16, 32 or multiples of 64 elements fill a swizzle row"
+    atom = next(columns for columns in (64, 32, 16) if cfg.tile_n % columns == 0)
+    if facts.majors[1] == "n" and group_n % atom:
+        return f"{group_n} columns a warpgroup cut B's swizzle atom of {atom}"
+    chunk = min(group_n, 128 // facts.out_bytes)
+    if group_n % chunk:
+        return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
+    accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
+    if accumulators > 192:
+        return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
     if accumulators > 128 and not (facts.epilogue.is_light and facts.tma_store):
         return (
             f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions, "
             "nor for a store element by element"
         )
+    return ""
+
+
+def _schedule_sm90(facts: GemmFacts) -> str:
+    """What the teams, the pipeline and the cluster ask, and whether shared memory holds it all."""
+    cfg, spec = facts.config, facts.spec
+    if cfg.teams > 2:
+        return f"{cfg.teams} teams: two take turns"
+    if cfg.warps_m * cfg.warps_n * cfg.teams != 2:
+        return (
+            f"{cfg.warps_m * cfg.warps_n * cfg.teams} consumer warpgroups: the register budgets, and the barrier of "
+            "two teams, are made for exactly two"
+        )
+    if cfg.stages < 2:
+        return "one stage: a K-tile is released when the next one has been issued"
+    if 16 * cfg.stages + 8 > BARRIER_BYTES:
+        return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
+    if cfg.cluster_m * cfg.cluster_n > 2:
+        return f"a cluster of {cfg.cluster_m}x{cfg.cluster_n}: above two CTAs it measured half as fast, and is not kept"
+    if (cfg.cluster_m > 1 and cfg.tile_n < 64) or (cfg.cluster_n > 1 and cfg.tile_m < 64):
+        return f"tile {cfg}: a multicast operand has at least 64 rows, of which each CTA fetches its share"
     needed = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES
     if needed > spec.smem:
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"

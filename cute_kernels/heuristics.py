@@ -100,8 +100,18 @@ def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     ]
 
 
-def cost(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, kept: float, sms: int) -> float:
-    """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist."""
+def cost(
+    cfg: GemmConfig,
+    extents: Extents,
+    block: BlockFacts | None,
+    kept: float,
+    sms: int,
+    l2_bytes_per_clock: float = L2_BYTES_PER_CLOCK,
+) -> float:
+    """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
+
+    `l2_bytes_per_clock`: what L2 feeds one SM, where it has been measured (bench.ceilings).
+    """
     rows = block.bm if block else extents.M
     tiles_m = -(-rows // cfg.tile_m) * (extents.M // block.bm if block else 1)
     clusters_m = -(-tiles_m // cfg.cluster_m)
@@ -111,7 +121,7 @@ def cost(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, kept: floa
     width = min(cfg.tile_k, block.bk) if block else cfg.tile_k
     k_tiles = max(1.0, kept * extents.K / width)
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
-    load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / L2_BYTES_PER_CLOCK
+    load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
     store = 0 if cfg.teams > 1 else STORE_CLOCKS_PER_COLUMN * cfg.tile_n
     return waves * (k_tiles * max(mma, load) + store) + PIPELINE_FILL
 

@@ -181,8 +181,8 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
         (va.dim(), vb.dim(), vd.dim()),
         spec,
     )
-    arch, sms = device_arch(a.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path())
+    arch, sms, card = device_arch(a.get_device())
+    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     plan.function = function_for(plan.facts)
 

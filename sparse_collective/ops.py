@@ -218,8 +218,8 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         linear,
         W.density,
     )
-    arch, sms = device_arch(b.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path())
+    arch, sms, card = device_arch(b.get_device())
+    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     plan.function = function_for(plan.facts)
 

@@ -123,6 +123,6 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     monkeypatch.setattr(dense_ops, "plan_gemm", gemm_planner)
     monkeypatch.setattr(sparse_ops, "_plan", bsr_planner)
     for ops in (dense_ops, sparse_ops):
-        monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms))
+        monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
         monkeypatch.setattr(ops, "_PLANS", {})
     monkeypatch.setattr(kernels, "function_for", Emulated)

@@ -1,8 +1,8 @@
 """Run the GPU tests and record what happened: `python -m tests.gpu_record [--sanitize] [--out FOLDER] [pytest args]`.
 
-Writes tests-<card>.json: the machine, the versions, the state of the sources, counts, failures, and with --sanitize
-the verdicts of compute-sanitizer's memcheck and racecheck on tests/sanitize_cases.py. The exit status is 0 only if all
-of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
+Writes FOLDER/<card>/tests.json: the machine, the versions, the state of the sources, counts, failures, and with
+--sanitize the verdicts of compute-sanitizer's memcheck and racecheck on tests/sanitize_cases.py. The exit status is 0
+only if all of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 
+from bench.record import RESULTS, card_name
+
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "bench" / "results"
 TOOLS = ("memcheck", "racecheck")
 # The DSL probes for driver functions that may be absent; as API errors those would hide the real ones.
 TOOL_OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
@@ -163,15 +164,10 @@ def commit() -> str | None:
         return os.environ.get("GIT_COMMIT")
 
 
-def file_name(card: str) -> str:
-    """tests-nvidia-h200.json"""
-    return f"tests-{re.sub('[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_record", description=__doc__.splitlines()[0])
     parser.add_argument("--sanitize", action="store_true", help="also run compute-sanitizer on a few tiny cases")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of the record (default: bench/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that each process may take")
     options, rest = parser.parse_known_args(arguments)
     if not torch.cuda.is_available():
@@ -184,8 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
         record["sanitizer"] = sanitize(options.limit)
         passed = passed and all(v["ok"] for v in record["sanitizer"].values())
     record["ok"] = passed
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / file_name(record["machine"]["card"])
+    path = options.out / card_name(record["machine"]["card"]) / "tests.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(summary(record), f"gpu_record: written to {path}", sep="\n")
     return 0 if passed else 1

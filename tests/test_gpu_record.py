@@ -80,7 +80,7 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys, pretended, broken):
     monkeypatch.setattr(gpu_record, "run", run_all_but_the_cases)
     arguments = ["--sanitize", "--out", str(tmp_path / "out"), str(tests), "-p", "no:cacheprovider"]
     assert gpu_record.main([*arguments, "-o", "markers=gpu: needs a GPU", "--rootdir", str(tmp_path)]) == int(broken)
-    record = json.loads((tmp_path / "out" / "tests-nvidia-h200.json").read_text())
+    record = json.loads((tmp_path / "out" / "nvidia-h200" / "tests.json").read_text())
     t = record["tests"]
     assert (t["passed"], t["failed"], t["skipped"]) == (int(not broken), int(broken), 0)
     assert [f["name"].split("::")[1] for f in t["failures"]] == ["test_a"] * broken
@@ -119,8 +119,8 @@ def test_commit(monkeypatch):
     assert gpu_record.commit() == "abc" and gpu_record.driver() is None
 
 
-def test_file_names():
-    assert gpu_record.file_name("NVIDIA GeForce RTX 4090") == "tests-nvidia-geforce-rtx-4090.json"
+def test_folder_names():
+    assert gpu_record.card_name("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"
 
 
 def test_the_cases_are_right(monkeypatch, capsys):

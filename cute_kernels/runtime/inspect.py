@@ -41,6 +41,16 @@ class MissingDisassembler(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What the ELF file alone says of a cubin, with no disassembler; fields as in `Resources`."""
+
+    arch: str
+    registers: int
+    stack: int
+    static_smem: int
+
+
+@dataclass(frozen=True)
 class Resources:
     """What one cubin uses. With several kernels in it, sizes are the largest and counts are sums."""
 
@@ -71,6 +81,25 @@ class Resources:
 
 def resources(cubin: bytes, arch: str) -> Resources:
     """Read `cubin`, which must have been compiled for `arch`, such as "sm_90a"."""
+    found = frame(cubin, arch)
+    opcodes = Counter[str]()
+    sass = disassemble(cubin)
+    for opcode in instructions(sass):
+        opcodes[opcode.partition(".")[0]] += 1
+    return Resources(
+        arch=arch,
+        registers=found.registers,
+        stack=found.stack,
+        static_smem=found.static_smem,
+        wgmma_waits=len(_DRAIN.findall(sass)),
+        instructions=opcodes.total() - opcodes["NOP"],
+        opcodes=dict(opcodes),
+        **{name: opcodes[name.upper()] for name in _COUNTED},
+    )
+
+
+def frame(cubin: bytes, arch: str) -> Frame:
+    """Read what the ELF file of `cubin` says by itself; it must have been compiled for `arch`."""
     elf = list(sections(cubin))
     number, built = _arch_number(arch), _elf_arch(cubin)
     if number != built:
@@ -83,20 +112,11 @@ def resources(cubin: bytes, arch: str) -> Resources:
                 info[attribute] = max(info[attribute], value)
     shared = [s.size for s in elf if re.match(r"\.nv\.shared\.(?!reserved\.)", s.name)]
     reserved = RESERVED_SMEM if number >= 90 else 0
-
-    opcodes = Counter[str]()
-    sass = disassemble(cubin)
-    for opcode in instructions(sass):
-        opcodes[opcode.partition(".")[0]] += 1
-    return Resources(
+    return Frame(
         arch=arch,
         registers=info[EIATTR_REGCOUNT],
         stack=max(info[EIATTR_FRAME_SIZE], info[EIATTR_MIN_STACK_SIZE]),
         static_smem=max(0, max(shared, default=0) - reserved),
-        wgmma_waits=len(_DRAIN.findall(sass)),
-        instructions=opcodes.total() - opcodes["NOP"],
-        opcodes=dict(opcodes),
-        **{name: opcodes[name.upper()] for name in _COUNTED},
     )
 
 
@@ -108,15 +128,10 @@ def problems(
     `tensor_core` is the instruction that must be there: "HGMMA" or "HMMA" ("QGMMA", "IGMMA" for 8 bits).
     """
     r = resources
-    found = []
-    if r.stack > 0:
-        found.append(f"a stack frame of {r.stack} bytes a thread: spills, or an array indexed at run time")
+    found = stack_problems(r)
     if r.stl or r.ldl:
         found.append(f"{r.stl} stores to and {r.ldl} loads from local memory (STL, LDL)")
-    smem = r.static_smem + dynamic_smem
-    if smem > smem_limit:
-        parts = f"{r.static_smem} static, {dynamic_smem} dynamic"
-        found.append(f"{smem} bytes of shared memory ({parts}), above the limit of {smem_limit}")
+    found += smem_problems(r, dynamic_smem, smem_limit)
     if not r.opcodes.get(tensor_core):
         found.append(f"no {tensor_core}: the tensor cores are not used as meant")
     if warp_specialised and r.usetmaxreg < 2:
@@ -124,6 +139,22 @@ def problems(
     if r.wgmmas and r.wgmma_waits >= r.wgmmas:
         found.append(f"{r.wgmma_waits} waits for {r.wgmmas} warpgroup products: the compiler serialised them")
     return found
+
+
+def stack_problems(frame: Frame | Resources) -> list[str]:
+    """A stack frame, as a problem."""
+    if frame.stack == 0:
+        return []
+    return [f"a stack frame of {frame.stack} bytes a thread: spills, or an array indexed at run time"]
+
+
+def smem_problems(frame: Frame | Resources, dynamic_smem: int, smem_limit: int) -> list[str]:
+    """More shared memory than a block may have, as a problem; all in bytes."""
+    smem = frame.static_smem + dynamic_smem
+    if smem <= smem_limit:
+        return []
+    parts = f"{frame.static_smem} static, {dynamic_smem} dynamic"
+    return [f"{smem} bytes of shared memory ({parts}), above the limit of {smem_limit}"]
 
 
 # -- the ELF file --------------------------------------------------------------------------------------------

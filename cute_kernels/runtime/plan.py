@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import config as cfg
-from .. import heuristics
+from .. import heuristics, tuned
 from ..arch import ARCHS, PATHS, ArchSpec, arch_of
 from ..config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
 from ..operand import Layout
@@ -87,16 +87,19 @@ class Problem:
 
 
 @functools.cache
-def device_arch(index: int) -> tuple[ArchSpec, int]:
-    """(architecture, multiprocessors) of a CUDA device."""
+def device_arch(index: int) -> tuple[ArchSpec, int, str]:
+    """(architecture, multiprocessors, name) of a CUDA device."""
     properties = torch.cuda.get_device_properties(index)
-    return arch_of((properties.major, properties.minor)), properties.multi_processor_count
+    return arch_of((properties.major, properties.minor)), properties.multi_processor_count, properties.name
 
 
-def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tuple[GemmFacts, int, int, list[str]]:
+def choose(
+    problem: Problem, spec: ArchSpec, sms: int, forced: str | None, card: str = ""
+) -> tuple[GemmFacts, int, int, list[str]]:
     """The kernel for a problem: facts, raster group, most CTAs, and notes on why.
 
-    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted.
+    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted. On
+    a path that serves the problem, what was measured on `card` (see tuned) goes before the heuristics; "" is no card.
     """
     notes = []
     order = [forced] if forced else ["sm_90", "sm_80"] if spec.path == "sm_90" else ["sm_80"]
@@ -114,11 +117,30 @@ def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tu
             facts = best[1]
             if facts.path == "sm_90" and not facts.tma_store:
                 notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
+            if pick := tuned_pick(card, name, problem, spec, sms, notes):
+                return facts_for(problem, name, spec, pick.config), pick.group, pick.ctas, notes
             group = heuristics.raster_group(facts.config, problem.extents, problem.block)
             ctas = heuristics.grid_limit(facts.config, problem.extents, problem.block, group, sms)
             return facts, group, ctas, notes
         notes.append(f"not on path {name}: {reasons[0]}")
     raise ValueError("no kernel serves this call: " + "; ".join(notes))
+
+
+def tuned_pick(
+    card: str, name: str, problem: Problem, spec: ArchSpec, sms: int, notes: list[str]
+) -> tuned.TunedPick | None:
+    """The pick of a tuned table that this device can run; `notes` say what was found, used or not."""
+
+    def refuse(pick: tuned.TunedPick) -> str:
+        cluster = pick.config.cluster_m * pick.config.cluster_n
+        if not cluster <= pick.ctas <= sms:
+            return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
+        return cfg.unsupported(facts_for(problem, name, spec, pick.config))
+
+    pick = tuned.lookup(card, name, problem, refuse, notes)
+    if pick:
+        notes.append(f"tuned: {pick.us:.1f} µs against the heuristic's {pick.heuristic_us:.1f} on {card}, {pick.date}")
+    return pick
 
 
 def candidates(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConfig]:

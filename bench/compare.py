@@ -1,0 +1,164 @@
+"""Two runs beside each other, and the figures of one.
+
+    python -m bench compare A.json B.json
+    python -m bench plot FOLDER
+
+Times of two runs are no comparison: cards of one kind differ, and so does one card from day to day. What can be
+compared is each run's own ratio to the peer that took turns with ours; a row's figure here is B's ratio over A's.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .table import make_console
+
+WITHIN = 0.03
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found of two files A and B."""
+
+    rows: dict[str, tuple[float, float]]  # (A's ratio, B's) of each row that has one in both, against the same peer
+    only_a: list[str]
+    only_b: list[str]
+    not_comparable: dict[str, str]  # rows of both without such a pair, and why
+    warnings: list[str]
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """B's ratio over A's; above 1 where ours gained on its peer."""
+        return {name: b / a for name, (a, b) in self.rows.items()}
+
+    @property
+    def median(self) -> float | None:
+        """Median of |change - 1|; None if no row can be compared."""
+        return statistics.median(abs(r - 1) for r in self.changes.values()) if self.rows else None
+
+    @property
+    def largest(self) -> tuple[str, float] | None:
+        """The row that changed most, and its change."""
+        return max(self.changes.items(), key=lambda item: abs(item[1] - 1), default=None)
+
+
+def load(path: Path) -> dict:
+    """A result file as record.write writes them.
+
+    Raises:
+        ValueError: it is something else, or no JSON.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        if all("timings" in row and "problem" in row for row in data["rows"]) and "environment" in data:
+            return data | {"ceilings": data.get("ceilings") or {}}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is no result file of `python -m bench gemm` or `block-sparse`")
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Match the rows of two result files by name."""
+    data_a, data_b = load(a), load(b)
+    rows_a, rows_b = ({row["name"]: row for row in data["rows"]} for data in (data_a, data_b))
+    pairs, refused = {}, {}
+    for name in (name for name in rows_a if name in rows_b):
+        one, other = rows_a[name], rows_b[name]
+        if one["against"] != other["against"]:
+            refused[name] = f"against {one['against']} in A, {other['against']} in B"
+        elif missing := [side for side, row in (("A", one), ("B", other)) if not row["ratio"]]:
+            refused[name] = f"no ratio in {' and '.join(missing)}"
+        else:
+            pairs[name] = one["ratio"], other["ratio"]
+    only_a = [name for name in rows_a if name not in rows_b]
+    only_b = [name for name in rows_b if name not in rows_a]
+    return Comparison(pairs, only_a, only_b, refused, differences(data_a["environment"], data_b["environment"]))
+
+
+def differences(a: dict, b: dict) -> list[str]:
+    """What makes two runs different experiments: the card, or the kernels' sources."""
+    found = []
+    if a.get("card") != b.get("card"):
+        found.append(f"the cards differ: {a.get('card')} in A, {b.get('card')} in B")
+    if a.get("sources") != b.get("sources"):
+        commits = f"commit {a.get('commit') or 'unknown'} in A, {b.get('commit') or 'unknown'} in B"
+        found.append(f"the kernels' sources differ: {commits}")
+    return found
+
+
+def show(found: Comparison, within: float, console: Console | None = None) -> None:
+    """Print a comparison: every pair, what has none, and the verdict."""
+    console = console or make_console()
+    for warning in found.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+    if found.rows:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        table.add_column("product")
+        for name in ("A", "B", "B over A"):
+            table.add_column(name, justify="right")
+        for name, (a, b) in found.rows.items():
+            change = Text(f"{b / a:.3f}", style="bold yellow" if abs(b / a - 1) > within else "")
+            table.add_row(Text(name), f"{a:.3f}", f"{b:.3f}", change)
+        console.print(table)
+    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+        if names:
+            console.print(Text(f"{title}: {'; '.join(names)}"))
+    for name, why in found.not_comparable.items():
+        console.print(Text(f"not compared: {name}: {why}"))
+    if found.rows:
+        name, change = found.largest
+        verdict = "within" if found.median <= within else "MORE THAN"
+        console.print(
+            f"median change of {len(found.rows)} rows {found.median:.2%}, {verdict} {within:.2%}", style="bold"
+        )
+        console.print(Text(f"largest {change - 1:+.2%}: {name}"))
+    else:
+        console.print(Text("no row can be compared", style="bold red"))
+
+
+def add_command(subparsers) -> None:
+    """Add `compare` and `plot` to the subcommands of an argparse parser; `args.run(args)` gives the exit status."""
+    beside = subparsers.add_parser("compare", help="two runs beside each other", description=__doc__.split("\n\n")[2])
+    beside.add_argument("a", type=Path, metavar="A.json")
+    beside.add_argument("b", type=Path, metavar="B.json")
+    text = f"exit status 1 if the median of the rows' |change| exceeds this (default {WITHIN})"
+    beside.add_argument("--within", type=float, default=WITHIN, metavar="FRACTION", help=text)
+    beside.set_defaults(run=run_compare)
+    plot = subparsers.add_parser("plot", help="figures of a card's result files")
+    plot.add_argument("folder", type=Path, metavar="FOLDER", help="as in bench/results/<card>")
+    plot.add_argument("--out", type=Path, metavar="FOLDER", help="where to write them (default: beside the results)")
+    plot.set_defaults(run=run_plot)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """The command: 0 within the limit; 1 beyond it, or with nothing to compare; 2 if a file cannot be read."""
+    try:
+        found = compare(args.a, args.b)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    show(found, args.within)
+    return 0 if found.rows and found.median <= args.within else 1
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    """The command: 0 if something was drawn, 1 if there was nothing to draw, 2 if it cannot be done here."""
+    try:
+        from .plots import draw  # needs matplotlib, which measuring does not
+
+        drawn = draw(args.folder, args.out)
+    except (ImportError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path in drawn:
+        print("written:", path)
+    if not drawn:
+        print("nothing to draw: no row of these files belongs in a figure")
+    return 0 if drawn else 1

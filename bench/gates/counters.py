@@ -1,0 +1,99 @@
+"""The counters gate: how busy the tensor cores are, as Nsight Compute (`ncu`) counts it in one launch.
+
+A time can be right by luck of the clocks; the share of cycles in which the tensor pipe works does not depend on them.
+ncu needs permission to read the counters, which containers often lack: then the gate is skipped, and says so.
+"""
+
+import csv
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+from ..record import RESULTS
+from .gate import FAILED, PASSED, Gate, Skip, need_gpu
+from .probe import PROBES
+
+NAME = "counters"
+TENSOR = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active"
+DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+L2_READS = "l1tex__m_xbar2l1tex_read_bytes.sum"
+DURATION = "gpu__time_duration.sum"
+LEAST_ACTIVE = {"dense": 75.0, "bsr": 65.0}  # percent of the cycles in which an SM works at all
+OPTIONS = "--csv --page raw --print-units base --clock-control none -k regex:Gemm --metrics".split()
+ROOT = RESULTS.parent.parent
+LIMIT = 300  # seconds of one probe: ncu replays a launch for every group of counters
+# ERR_NVGPUCTRPERM: no permission. The other: another tool, such as DCGM, holds the counters.
+REFUSALS = ("ERR_NVGPUCTRPERM", "driver resource was unavailable")
+
+
+def find_ncu() -> str | None:
+    """ncu, from PATH or a CUDA toolkit, the newest one."""
+    folders = sorted(glob.glob("/usr/local/cuda*/bin"), reverse=True)
+    return shutil.which("ncu") or shutil.which("ncu", path=os.pathsep.join(folders) or os.devnull)
+
+
+def profile(name: str) -> str:
+    """What ncu prints of a probe; skips where it cannot be asked."""
+    need_gpu()
+    ncu = find_ncu()
+    if ncu is None:
+        raise Skip("ncu was found neither on PATH nor in /usr/local/cuda*/bin")
+    metrics = ",".join((TENSOR, DRAM, L2_READS, DURATION))
+    command = [ncu, *OPTIONS, metrics, sys.executable, "-m", "bench.gates.probe", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=LIMIT)
+    output = done.stdout + done.stderr
+    for refusal in REFUSALS:
+        if refusal in output:
+            raise Skip(f"ncu may not read the counters here: {line_with(refusal, output)}")
+    if done.returncode:
+        raise RuntimeError(f"ncu ended with {done.returncode}: " + " ".join(output.splitlines()[-5:]))
+    return done.stdout
+
+
+def line_with(text: str, output: str) -> str:
+    return re.sub(r"^==\w+== ", "", next(line for line in output.splitlines() if text in line).strip())
+
+
+def parse(output: str) -> list[dict[str, float]]:
+    """The metrics of each profiled launch, in base units (percent, bytes, nanoseconds), from ncu's raw CSV page.
+
+    Other lines come first: ncu's own, which begin with ==, and the program's. Then a line of names, one of units, and a
+    line a launch. Raises ValueError if there is no launch or a metric is missing.
+    """
+    lines = output.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
+    if start is None:
+        raise ValueError("ncu profiled no launch: " + " ".join(lines[-3:]))
+    names, _, *rows = csv.reader(line for line in lines[start:] if line.startswith('"'))
+    launches = [dict(zip(names, row, strict=True)) for row in rows]
+    if not launches:
+        raise ValueError("ncu profiled no launch, though it printed a header")
+    found = []
+    for launch in launches:
+        if missing := {TENSOR, DRAM, L2_READS, DURATION} - launch.keys():
+            raise ValueError(f"ncu printed no {', '.join(sorted(missing))}")
+        found.append({name: float(launch[name].replace(",", "")) for name in (TENSOR, DRAM, L2_READS, DURATION)})
+    return found
+
+
+def check(profile: Callable[[str], str] = profile) -> Gate:
+    """Profile each probe and hold its tensor activity to the least; `profile` gives what ncu prints of a probe."""
+    lines, low = [], []
+    for name in PROBES:
+        (launch,) = parse(profile(name))
+        active, least = launch[TENSOR], LEAST_ACTIVE[name]
+        micro = launch[DURATION] / 1e3
+        line = (
+            f"{name}: tensor cores active {active:.1f} % (at least {least:.0f} %), memory {launch[DRAM]:.1f} %, "
+            f"{launch[L2_READS] / micro / 1e6:.2f} TB/s from L2, {micro:.1f} us"
+        )
+        lines.append(line)
+        if not active >= least:
+            low.append(name)
+    if low:
+        return Gate(NAME, FAILED, f"the tensor cores idle too much: {', '.join(low)}", lines)
+    return Gate(NAME, PASSED, "; ".join(lines), lines)

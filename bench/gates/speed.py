@@ -1,0 +1,152 @@
+"""The speed gate: every row's ratio to its peer against the floor recorded on the same card.
+
+A floor is the median of three ratios that `python -m bench gates --set-floors` measured, and lies in
+bench/results/<card>/floors.json. A row fails below floor * (1 - margin). A row that fails is measured again twice, and
+the median of the three decides: one disturbed measurement fails nothing, and a slow kernel is slow three times. The
+ratio that was asked for is shown where it is missed, but the verdict is against the floor: the gate says whether the
+code got slower, not whether it is fast enough.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from .. import record
+from ..rows import Case, Row
+from .gate import FAILED, PASSED, Gate, Skip, need_gpu
+
+NAME = "speed"
+MARGIN = 0.06
+REPEATS = 3
+QUICK_STEP = 3  # a quick run takes every third of bench.cases.gate_cases(): some three seconds each
+SET_FLOORS = "python -m bench gates --set-floors"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row's median ratio against its floor. `ok` is whether it reached floor * (1 - margin)."""
+
+    name: str
+    ratio: float
+    floor: float | None  # None: none was recorded, which is no pass
+    asked: float | None
+    ok: bool
+
+    def __str__(self) -> str:
+        if self.floor is None:
+            return f"{self.name}: {self.ratio:.3f}, and no floor was recorded: {SET_FLOORS}"
+        change = self.ratio / self.floor - 1
+        asked = "" if self.asked is None or self.ratio >= self.asked else f"; asked {self.asked:.2f}, missed"
+        return f"{self.name}: {self.ratio:.3f}, floor {self.floor:.3f} ({change:+.1%}){asked}"
+
+
+def judge(ratios: Mapping[str, list[float]], floors: Mapping[str, dict], margin: float = MARGIN) -> list[Judged]:
+    """Each row's median ratio against its floor.
+
+    `ratios` are the measured ones of each row, `floors` the rows of a floors file: {"ratio": ..., "asked": ...}. A row
+    without a floor is not ok; a floor without a ratio is not looked at.
+    """
+    found = []
+    for name, measured in ratios.items():
+        ratio, floor = median(measured), floors.get(name)
+        if floor is None:
+            found.append(Judged(name, ratio, None, None, False))
+            continue
+        ok = ratio >= floor["ratio"] * (1 - margin)
+        found.append(Judged(name, ratio, floor["ratio"], floor.get("asked"), ok))
+    return found
+
+
+def measure(case: Case) -> float:
+    """A row's ratio, measured as floors are. Raises RuntimeError where the peer did not run: no ratio, no verdict."""
+    return ratio_of(case.measure(rounds=40, warm_s=0.7))
+
+
+def ratio_of(row: Row) -> float:
+    if row.ratio is None:
+        errors = [f"{timing.name}: {timing.error}" for timing in (row.ours, *row.peers) if timing.error]
+        raise RuntimeError(f"{row.name} has no ratio to {row.against}; {'; '.join(errors)}")
+    return row.ratio
+
+
+def compare(
+    cases: Iterable[Case], floors: dict, measure: Callable[[Case], float] = measure
+) -> tuple[list[Judged], list[str]]:
+    """(what is said of each row, which rows were measured again): every case against a floors file's content."""
+    cases = list(cases)
+    ratios = {case.name: [measure(case)] for case in cases}
+    rows, margin = floors["rows"], floors["margin"]
+    again = [row.name for row in judge(ratios, rows, margin) if not row.ok and row.floor is not None]
+    for _ in range(REPEATS - 1):
+        for case in cases:
+            if case.name in again:
+                ratios[case.name].append(measure(case))
+    return judge(ratios, rows, margin), again
+
+
+def floors_path(folder: Path = record.RESULTS) -> Path:
+    """Where this card's floors lie."""
+    return Path(folder, record.card_name(torch.cuda.get_device_name()), "floors.json")
+
+
+def read_floors(path: Path) -> dict:
+    """A floors file; skips, with the way to make one, where there is none."""
+    if not path.exists():
+        raise Skip(f"no floors of this card: {SET_FLOORS} measures and writes {path}")
+    return json.loads(path.read_text())
+
+
+def set_floors(
+    cases: Iterable[Case], path: Path, measure: Callable[[Case], float] = measure, environment: dict | None = None
+) -> dict:
+    """Measure every case three times, all cases taking turns, and write the medians; returns the file's content."""
+    environment = record.environment() if environment is None else environment
+    cases = list(cases)
+    ratios = {case.name: [] for case in cases}
+    for _ in range(REPEATS):
+        for case in cases:
+            ratios[case.name].append(measure(case))
+    rows = {case.name: {"ratio": round(median(ratios[case.name]), 4), "asked": case.asked} for case in cases}
+    floors = {"margin": MARGIN, "card": environment["card"], "sources": environment["sources"], "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(floors, indent=1) + "\n")
+    return floors
+
+
+def gate_cases() -> list[Case]:
+    """The rows that are held to floors."""
+    from .. import cases
+
+    return list(cases.gate_cases())
+
+
+def check(
+    cases: Iterable[Case] | None = None,
+    floors: dict | None = None,
+    *,
+    quick: bool = False,
+    measure: Callable[[Case], float] = measure,
+) -> Gate:
+    """Measure and judge: by default bench.cases.gate_cases(), with `quick` every third, against the card's floors."""
+    if floors is None:
+        need_gpu()
+        floors = read_floors(floors_path())
+    cases = gate_cases() if cases is None else list(cases)
+    lost = [] if quick else sorted(floors["rows"].keys() - {case.name for case in cases})
+    if lost:  # a row that nobody measures any more would pass for ever
+        why = f"{len(lost)} rows have a floor and no case: {SET_FLOORS} forgets them"
+        return Gate(NAME, FAILED, why, lost)
+    rows, again = compare(cases[::QUICK_STEP] if quick else cases, floors, measure)
+    slow = [row for row in rows if not row.ok]
+    missed = sum(row.asked is not None and row.ratio < row.asked for row in rows)
+    lowest = min((row for row in rows if row.floor), key=lambda row: row.ratio / row.floor, default=None)
+    text = f"{len(rows)} rows, lowest {lowest}" if lowest else f"{len(rows)} rows"
+    text += f"; {len(again)} measured again, {missed} below what was asked"
+    if not slow:
+        return Gate(NAME, PASSED, text, [str(row) for row in rows])
+    details = [f"{row}{' SLOWER' if not row.ok else ''}" for row in (*slow, *(row for row in rows if row.ok))]
+    return Gate(NAME, FAILED, f"{len(slow)} of {len(rows)} rows below floor - {floors['margin']:.0%}", details)

@@ -1,0 +1,299 @@
+"""What ours is measured against: torch, cuBLAS, quack and torch's Triton kernel, each as a `rows.Candidate`.
+
+Every candidate of a row computes the product of one `Operands`, which makes its tensors when first asked and shares
+them, into an output of its own. A set-up ends with `verified`: a peer that computes something else has no time but a
+reason. A missing package is an ImportError that names it; whatever else a peer raises passes through.
+
+Importing quack or FlashAttention patches CuTe DSL's tensor classes for the whole process, so both are imported by the
+set-up that needs them and never here.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from . import timing
+from .rows import Candidate
+
+CUBLAS = "cuBLAS"
+CUBLASLT = "cuBLASLt epilogue"
+QUACK = "quack, untuned"
+TORCH_BSR = "torch BSR"
+TRITON_BSR = "torch's Triton BSR"
+SEMI_STRUCTURED = "2:4 semi-structured"
+
+SAMPLE = 64  # rows compared: enough to meet each tile, and positions in it that differ
+# Rounding a sum to bf16 errs by 2^-9 of it; split-K that adds in bf16 by a few times that. A lost 128-column tile of
+# 8192 columns is 0.12 in the Frobenius norm.
+TOLERANCE = 0.01
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": nnf.relu,
+    "gelu": nnf.gelu,
+    "gelu_tanh": lambda x: nnf.gelu(x, approximate="tanh"),
+    "silu": nnf.silu,
+}
+QUACK_ACTIVATIONS = {None: None, "relu": "relu", "gelu_tanh": "gelu_tanh_approx", "silu": "silu"}
+
+
+class WrongResult(ValueError):
+    """A peer's output is not the product that was asked for."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A candidate's call, with what a result file should say of it: the setting chosen, the backend found."""
+
+    run: Callable[[], Tensor]
+    note: str = ""
+
+    def __call__(self) -> Tensor:
+        return self.run()
+
+
+class Operands:
+    """activation(A @ B + bias), whose tensors are made once, when first asked for.
+
+    Args:
+        a: (M, K), a tensor or a BsrMatrix. This, b and bias are each the value or a function that makes it.
+        b: (K, N), of any strides.
+        bias: (N,) or None.
+        activation: a key of ACTIVATIONS.
+        transposed: whether the (M, N) output is stored as (N, M), as a linear layer with A as its weight does.
+    """
+
+    def __init__(self, a, b, bias=None, activation: str | None = None, *, transposed: bool = False) -> None:
+        self._a, self._b, self._bias = a, b, bias
+        self.activation, self.transposed = activation, transposed
+
+    a = cached_property(lambda self: made(self._a))
+    b = cached_property(lambda self: made(self._b))
+    bias = cached_property(lambda self: made(self._bias))
+
+    @cached_property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """(rows, reference): some rows of the output, evenly spread, and what they must be, in fp32."""
+        count = self.a.shape[0]
+        rows = torch.linspace(0, count - 1, min(count, SAMPLE), dtype=torch.float64).long().to(self.b.device)
+        a = self.a if isinstance(self.a, Tensor) else self.a.to_dense()
+        x = a[rows].float() @ self.b.float()
+        if self.bias is not None:
+            x += self.bias.float()
+        return rows, ACTIVATIONS[self.activation](x)
+
+    def out(self) -> Tensor:
+        """A new output for one candidate."""
+        shape = self.a.shape[0], self.b.shape[1]
+        return self.b.new_empty(shape[::-1]).t() if self.transposed else self.b.new_empty(shape)
+
+
+def made(value):
+    """The value, or what it returns."""
+    return value() if callable(value) else value
+
+
+def errors(out: Tensor, reference: Tensor) -> tuple[float, float]:
+    """How far `out` is from the fp32 `reference` in the Frobenius norm and in the maximum, over the reference's own."""
+    if out.shape != reference.shape:
+        return math.inf, math.inf
+    difference = out.float() - reference
+    norms = (difference.norm(), reference.norm()), (difference.abs().max(), reference.abs().max())
+    return tuple(wrong.item() / (right.item() or 1.0) for wrong, right in norms)
+
+
+def agrees(out: Tensor, reference: Tensor, tolerance: float = TOLERANCE) -> bool:
+    """Whether both `errors` are within the tolerance; never with another shape or with a NaN in `out`."""
+    return all(error <= tolerance for error in errors(out, reference))
+
+
+def verified(call: Callable[[], Tensor], expected: Callable[[], tuple], tolerance: float = TOLERANCE):
+    """`call`, once its output has agreed with the reference.
+
+    Args:
+        call: returns its output, the same tensor each time or a new one.
+        expected: gives (index, reference): `output[index]` must be that fp32 tensor.
+
+    Raises:
+        WrongResult: it did not agree.
+    """
+    # Memory that another candidate freed may hold the right result: what this call leaves unwritten is to be NaN.
+    call().fill_(float("nan"))
+    index, reference = expected()
+    out = call()[index]
+    if not agrees(out, reference, tolerance):
+        norm, largest = errors(out, reference)
+        raise WrongResult(f"wrong result: off by {norm:.2g} in norm, {largest:.2g} at most; allowed {tolerance}")
+    return call
+
+
+def needs(module: str, package: str) -> ModuleType:
+    """The imported module, or an ImportError that names the package it comes from."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{package} cannot be imported: {error}", name=error.name) from error
+
+
+def peer(default: str, *, fused: Collection = ()):
+    """Makes a `Candidate` of a function from Operands to a call, whose first result is then `verified`.
+
+    Args:
+        default: the candidate's name, if none is given.
+        fused: the activations that the function computes, None for a bias alone; operands with others are refused.
+    """
+
+    def decorate(make: Callable[..., Call]) -> Callable[..., Candidate]:
+        def candidate(x: Operands, flops: float, name: str = default, **options) -> Candidate:
+            def setup() -> Call:
+                if (x.bias is not None or x.activation) and x.activation not in fused:
+                    raise NotImplementedError(f"{name} does not fuse {x.activation or 'a bias'} into its product")
+                return verified(make(x, **options), lambda: x.sample)
+
+            return Candidate(name, flops, setup)
+
+        candidate.__name__, candidate.__doc__ = make.__name__, make.__doc__
+        return candidate
+
+    return decorate
+
+
+@peer(CUBLAS)
+def cublas(x: Operands) -> Call:
+    """torch.mm into a given output."""
+    a, b, out = x.a, x.b, x.out()
+    return Call(lambda: torch.mm(a, b, out=out))
+
+
+@peer(CUBLASLT, fused=(None, "relu", "gelu_tanh"))
+def cublaslt_epilogue(x: Operands) -> Call:
+    """torch's products with cuBLASLt's fused epilogues: bias, bias + relu, bias + gelu (tanh)."""
+    if x.bias is None:
+        raise NotImplementedError("torch fuses an activation into a product only together with a bias")
+    a, b, bias, out = x.a, x.b, x.bias, x.out()
+    if x.activation is None:
+        return Call(lambda: torch.addmm(bias, a, b, out=out))
+    gelu = x.activation == "gelu_tanh"
+    return Call(lambda: torch._addmm_activation(bias, a, b, use_gelu=gelu, out=out))
+
+
+@peer(QUACK, fused=QUACK_ACTIVATIONS)
+def quack_gemm(x: Operands) -> Call:
+    """quack.gemm_interface's gemm, or gemm_act, with the configuration that it takes for this card without tuning.
+
+    B is (K, N) in either stride order. The first call of a shape compiles, or loads, and keeps a plan.
+    """
+    quack = needs("quack.gemm_interface", "quack-kernels")
+    a, b, bias, out, activation = x.a, x.b, x.bias, x.out(), QUACK_ACTIVATIONS[x.activation]
+    if activation is None:
+        return Call(lambda: quack.gemm(a, b, out=out, bias=bias, tuned=False))
+    options = {"bias": bias, "activation": activation, "store_preact": False, "tuned": False}
+    return Call(lambda: quack.gemm_act(a, b, postact_out=out, **options)[1])
+
+
+@peer(TORCH_BSR)
+def torch_bsr(x: Operands) -> Call:
+    """torch.sparse_bsr as shipped: `A_bsr @ b`, or a linear layer with A_bsr as its weight; allocates its output."""
+    a, b = x.a.to_torch(), x.b
+    return Call(lambda: nnf.linear(b.t(), a).t()) if x.transposed else Call(lambda: a @ b)
+
+
+class Setting(NamedTuple):
+    """How torch's Triton kernel runs: columns of a program's tile, warps, pipeline stages, block-rows of its raster."""
+
+    columns: int
+    warps: int
+    stages: int
+    group: int
+
+
+# Quick mode takes the first three that fit. Tall blocks need many warps for their accumulators; small ones need many
+# stages, since a stage is one block deep.
+SETTINGS = [
+    Setting(*numbers)
+    for numbers in (
+        (128, 8, 3, 4), (256, 8, 3, 4), (128, 4, 4, 4), (64, 4, 3, 4), (64, 4, 5, 4), (64, 8, 3, 4), (64, 8, 4, 4),
+        (128, 2, 4, 4), (128, 4, 2, 4), (128, 4, 3, 4), (128, 4, 5, 4), (128, 8, 2, 4), (128, 8, 4, 4), (128, 8, 4, 8),
+        (256, 4, 3, 4), (256, 4, 5, 4), (256, 8, 2, 4), (256, 8, 4, 4),
+    )
+]  # fmt: skip
+QUICK = 3
+ACCUMULATORS = 128  # fp32 of the output tile in a thread; with twice as many it spills, and takes minutes to compile
+
+
+def settings_for(bm: int, n: int) -> list[Setting]:
+    """The settings for blocks of bm rows and a dense operand of n columns; empty where there are none.
+
+    The kernel has no edge, so a tile's width must divide n, and be a power of two, at least 16.
+    """
+    widest = n & -n
+    cut = dict.fromkeys(setting._replace(columns=min(setting.columns, widest)) for setting in SETTINGS)
+    return [s for s in cut if s.columns >= 16 and bm * s.columns <= ACCUMULATORS * 32 * s.warps]
+
+
+def fastest(make: Callable, settings: list, expected: Callable, measure: Callable = timing.interleaved):
+    """(setting, call) of the setting with the least median time, of those whose `make(setting)` runs and is right.
+
+    If none runs, raises what the first one raised; a ValueError if there is none.
+    """
+    calls, failures = {}, []
+    for setting in settings:
+        try:
+            calls[setting] = verified(make(setting), expected)  # compiles, and waits for the result
+        except Exception as error:
+            failures.append(error)
+    if not calls:
+        raise failures[0] if failures else ValueError("no setting of the kernel fits this problem")
+    times = measure(calls, warm_s=0.1, rounds=5)
+    best = min(calls, key=lambda setting: timing.median(times[setting]))
+    return best, calls[best]
+
+
+@peer(TRITON_BSR)
+def triton_bsr(x: Operands, quick: bool = False, measure: Callable = timing.interleaved) -> Call:
+    """The Triton kernel behind `A_bsr @ b`, called directly with the fastest of a few settings, which the note names.
+
+    Unlike `@` it takes blocks that are not square; each side must be a power of two, 16 or more.
+    """
+    needs("triton", "triton")  # without it torch's function is there, but the kernel behind it is not
+    ops = needs("torch.sparse._triton_ops", "torch")
+    ops.check_blocksize("bsr_dense_addmm", x.a.blocksize)
+    a, b, out = x.a.to_torch(), x.b, x.out()
+
+    def make(setting: Setting) -> Callable[[], Tensor]:
+        meta = {"SPLIT_N": b.shape[1] // setting.columns, "GROUP_SIZE_ROW": setting.group}
+        meta |= {"num_warps": setting.warps, "num_stages": setting.stages}
+        # With beta = 0 the added matrix is never read, but must have the output's shape.
+        return lambda: ops.bsr_dense_addmm(out, a, b, beta=0, out=out, meta=meta)
+
+    settings = settings_for(x.a.blocksize[0], b.shape[1])[: QUICK if quick else None]
+    setting, call = fastest(make, settings, lambda: x.sample, measure)
+    return Call(call, note=str(setting))
+
+
+def pruned(a: Tensor) -> Tensor:
+    """`a` with the smaller two of each four neighbours in a row set to zero, in place."""
+    quads = a.view(-1, 4)
+    quads.scatter_(1, quads.abs().topk(2, dim=1, largest=False).indices, 0.0)
+    return a
+
+
+@peer(SEMI_STRUCTURED)
+def _semi_structured(x: Operands) -> Call:
+    a, b = torch.sparse.to_sparse_semi_structured(x.a), x.b
+    return Call(lambda: torch.mm(a, b), note=a.BACKEND)
+
+
+def semi_structured(M: int, N: int, K: int, *, dtype=torch.bfloat16, device: str = "cuda") -> Candidate:
+    """2:4 sparsity on random operands of its own, a fixed point to compare 50 % with: half of 2MNK is useful."""
+    options = {"dtype": dtype, "device": device}
+    x = Operands(lambda: pruned(torch.randn(M, K, **options)), lambda: torch.randn(K, N, **options))
+    return _semi_structured(x, 1.0 * M * N * K)

@@ -1,0 +1,297 @@
+"""Figures of a card's result files, as `python -m bench plot FOLDER` draws them.
+
+    rate-size.png         rate against size, square dense products: ours, cuBLAS, quack
+    rate-density.png      useful rate against density, a line for each block shape
+    speedup-density.png   speed-up over the dense product of the whole matrix, and where it breaks even
+    roofline.png          every row under the ceilings that were measured
+
+A line needs points that were measured in one run. So the two figures against density take block-sparse products of
+one file: sweep.json if it has them, else block-sparse.json; and of it block shapes with two densities or more.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import atan, degrees, exp, log
+from pathlib import Path
+
+import numpy as np
+
+from .compare import load
+from .figure import (
+    DASHES,
+    DENSE,
+    FAINT,
+    INK,
+    SHADE,
+    Figure,
+    canvas,
+    density_axis,
+    label_ends,
+    series,
+    styled,
+)
+from .peers import CUBLAS, QUACK, TRITON_BSR
+from .rows import OURS
+
+FILES = ("gemm", "block-sparse", "sweep")
+
+
+def draw(folder: Path, out: Path | None = None) -> list[Path]:
+    """Draw what the result files of a folder have data for.
+
+    Args:
+        folder: holds gemm.json, block-sparse.json, sweep.json, or some of them.
+        out: where the figures go; beside the files if None.
+
+    Returns:
+        The figures that were written. One without data is left out, and its file, if there is one, left alone.
+
+    Raises:
+        FileNotFoundError: the folder holds none of the files.
+        ValueError: one of them is no result file.
+    """
+    folder, out = Path(folder), Path(out or folder)
+    runs = {name: load(folder / f"{name}.json") for name in FILES if (folder / f"{name}.json").exists()}
+    if not runs:
+        raise FileNotFoundError(f"{folder} has none of {', '.join(f'{name}.json' for name in FILES)}")
+    drawn = []
+    with styled():
+        for make in (rate_size, rate_density, speedup_density, roofline):
+            if (figure := make(runs)) is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                drawn.append(out / f"{make.__name__.replace('_', '-')}.png")
+                figure.savefig(drawn[-1])
+    return drawn
+
+
+# -- what the files say --------------------------------------------------------------------------------------
+
+
+def rate(timing: dict, time: str = "median_us") -> float:
+    """Useful TFLOP/s of a timing; the rounded one in the file has too few digits for small rates."""
+    return timing["useful_flops"] / timing[time] / 1e6
+
+
+def timed(row: dict, name: str) -> dict | None:
+    """The timing of that name, if it has a time."""
+    return next((t for t in row["timings"] if t["name"] == name and "median_us" in t), None)
+
+
+def whole_dense(row: dict) -> dict | None:
+    """cuBLAS's product of the whole matrix: not the one of equal work, which has the useful operations alone."""
+    p = row["problem"]
+    whole = 2.0 * p["M"] * p["N"] * p["K"]
+    found = [t for t in row["timings"] if t["name"].startswith(CUBLAS) and "median_us" in t]
+    # K = 8288 stands beside 8192: rates are compared, so that the two need not be quite the same product. At density 1
+    # the product of equal work is one of these too; the faster counts.
+    return max((t for t in found if 0.9 < t["useful_flops"] / whole < 1.1), key=rate, default=None)
+
+
+def is_plain(row: dict) -> bool:
+    """bf16 and the path that the card takes by itself."""
+    return row["problem"]["path"] is None and row["problem"]["dtype"] == "bfloat16" and timed(row, OURS) is not None
+
+
+def by_block(runs: dict) -> tuple[dict, dict]:
+    """(run, rows of each block shape, by density), larger blocks first; ({}, {}) where no shape makes a line."""
+    for run in (runs[name] for name in ("sweep", "block-sparse") if name in runs):
+        shapes = defaultdict(list)
+        for row in sorted(filter(is_plain, run["rows"]), key=lambda row: row["problem"]["density"]):
+            if row["problem"]["op"] == "bsr_matmul":
+                shapes[tuple(row["problem"]["block"])].append(row)
+        order = sorted(shapes, key=lambda shape: (-shape[0] * shape[1], shape))
+        lines = {s: shapes[s] for s in order if len({row["problem"]["density"] for row in shapes[s]}) > 1}
+        if lines:
+            return run, lines
+    return {}, {}
+
+
+def break_even(points: Sequence[tuple[float, float]]) -> float | None:
+    """The density up to which (density, speed-up) points are above 1, between two of them on a line in log space.
+
+    None where all are on one side: nothing is said about densities that were not measured.
+    """
+    points = sorted(points)
+    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+        if y0 >= 1 > y1 or (y0 > 1 >= y1):
+            return exp(log(x0) + (log(x1) - log(x0)) * log(y0) / (log(y0) - log(y1)))
+    return None
+
+
+def size_of(lines: dict) -> str:
+    """M × N × K of the products, if they have one."""
+    sizes = {tuple(row["problem"][key] for key in "MNK") for rows in lines.values() for row in rows}
+    return f", {' × '.join(map(str, sizes.pop()))}" if len(sizes) == 1 else ""
+
+
+# -- the figures ---------------------------------------------------------------------------------------------
+
+
+def rate_size(runs: dict) -> Figure | None:
+    """Square dense products; a panel for each layout of B."""
+    panels = defaultdict(list)
+    for row in filter(is_plain, runs.get("gemm", {}).get("rows", [])):
+        p = row["problem"]
+        if p["op"] == "gemm" and p["M"] == p["N"] == p["K"] and not p["epilogue"]:
+            panels[p["layout"]].append(row)
+    if not panels:
+        return None
+    note = "rate of the median time; bars from the 10th to the 90th percentile"
+    width = 9.4 if len(panels) > 1 else 6.4
+    figure, axes = canvas("Square dense products, bf16", note, [runs["gemm"]], len(panels), width)
+    ceiling = runs["gemm"]["ceilings"].get("tensor_tflops")
+    sizes = sorted({row["problem"]["M"] for rows in panels.values() for row in rows})
+    best = [rate(t, "p10") for rows in panels.values() for row in rows for t in row["timings"] if "p10" in t]
+    for ax, (layout, rows) in zip(axes, sorted(panels.items())):
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
+        ax.set_ylim(0, 1.06 * max([*best, ceiling or 0]))
+        ax.set_xticks(sizes, [str(size) for size in sizes])
+        ax.minorticks_off()
+        stored = {"NN": ", B stored as (K, N)", "NT": ", B stored as (N, K)"}.get(layout, "")
+        ax.set_title(layout + stored, fontsize=10, color=INK, loc="left")
+        ax.set_xlabel("M = N = K")
+        ends = [(sizes[-1] * 1.15, ceiling, f"ceiling, {ceiling:.0f}", FAINT)] if ceiling else []
+        if ceiling:
+            ax.axhline(ceiling, color=FAINT, lw=1.2, ls=(0, (1, 2)))
+        # Drawn a little beside each other, so that their bars can be told apart.
+        for (name, aside), (colour, marker) in zip(((OURS, 1.0), (CUBLAS, 1.03), (QUACK, 0.97)), series(3)):
+            found = sorted((row["problem"]["M"] * aside, timed(row, name)) for row in rows if timed(row, name))
+            if found:
+                xs, ys = [x for x, _ in found], np.array([rate(t) for _, t in found])
+                bars = [ys - [rate(t, "p90") for _, t in found], [rate(t, "p10") for _, t in found] - ys]
+                ax.errorbar(
+                    xs,
+                    ys,
+                    np.maximum(bars, 0),
+                    color=colour,
+                    marker=marker,
+                    capsize=3,
+                    elinewidth=1.1,
+                    zorder=3 - (name != OURS) * 0.5,
+                )
+                ends.append((xs[-1], ys[-1], name, colour))
+        label_ends(ax, ends, gap=0.055)
+    axes[0].set_ylabel("TFLOP/s")
+    return figure
+
+
+def rate_density(runs: dict) -> Figure | None:
+    """Useful rates: what a stored element costs, whatever the density."""
+    run, lines = by_block(runs)
+    if not lines:
+        return None
+    triton = {shape: [row for row in rows if timed(row, TRITON_BSR)] for shape, rows in lines.items()}
+    note = "ours, by block shape" + ("; dashed: torch's Triton BSR kernel, tuned" if any(triton.values()) else "")
+    figure, (ax,) = canvas(f"Useful rate of block-sparse products, bf16{size_of(lines)}", note, [run])
+    ends, top = [], []
+    for (shape, rows), (colour, marker) in zip(lines.items(), series(len(lines))):
+        dashed = {"ls": "--", "mfc": "white", "lw": 1.2}
+        for name, found, style in ((OURS, rows, {}), (TRITON_BSR, triton[shape], dashed)):
+            xs, ys = [row["problem"]["density"] for row in found], [rate(timed(row, name)) for row in found]
+            ax.plot(xs, ys, color=colour, marker=marker, **style)
+            top += ys
+        ends.append((rows[-1]["problem"]["density"], rate(timed(rows[-1], OURS)), "×".join(map(str, shape)), colour))
+    density_axis(ax, [row["problem"]["density"] for rows in lines.values() for row in rows])
+    dense = [rate(t) for rows in lines.values() for row in rows if (t := whole_dense(row))]
+    if dense:
+        level = float(np.median(dense))
+        ax.axhline(level, color=DENSE, lw=1.2, ls=DASHES)
+        ends.append((ax.get_xlim()[1], level, f"cuBLAS dense, {level:.0f}", DENSE))
+        top.append(level)
+    ax.set_ylim(0, 1.08 * max(top))
+    ax.set_ylabel("useful TFLOP/s")
+    label_ends(ax, ends)
+    return figure
+
+
+def speedup_density(runs: dict) -> Figure | None:
+    """How much faster than dense: time of the whole matrix's dense product over ours."""
+    run, lines = by_block(runs)
+    curves = {}
+    for shape, rows in lines.items():
+        found = [(row["problem"]["density"], rate(timed(row, OURS)), whole_dense(row)) for row in rows]
+        curves[shape] = [(density, ours / (density * rate(dense))) for density, ours, dense in found if dense]
+    curves = {shape: points for shape, points in curves.items() if len(points) > 1}
+    if not curves:
+        return None
+    note = "against cuBLAS's dense product of the whole matrix; dots: density at which the two take equally long"
+    figure, (ax,) = canvas(f"Speed-up of block-sparse products, bf16{size_of(lines)}", note, [run])
+    xs, ys = (np.array(values) for values in zip(*(point for points in curves.values() for point in points)))
+    density_axis(ax, xs)
+    low, high = min(*ys, 1.0), max(*ys, *(1 / xs))
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(low / 1.3, high * 1.15)
+    ticks = [2.0**i for i in range(-6, 13) if low / 1.3 < 2.0**i < high * 1.15]
+    ax.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_ylabel("time of dense over time of ours")
+    ax.axhspan(ax.get_ylim()[0], 1, color=SHADE, lw=0, zorder=0)
+    ax.axhline(1, color=DENSE, lw=1.2)
+    ideal = np.array([xs.min(), xs.max()])
+    ax.plot(ideal, 1 / ideal, color=FAINT, lw=1.2, ls=DASHES)
+    ends = [(ideal[1], 1 / ideal[1], "ideal: 1 / density", FAINT)]
+    for (shape, points), (colour, marker) in zip(curves.items(), series(len(curves))):
+        ax.plot(*zip(*points), color=colour, marker=marker, ms=4)
+        even = break_even(points)
+        if even is not None:
+            ax.plot(even, 1.0, "o", ms=9, color=colour, mec="white", mew=1.5, zorder=5)
+        name = "×".join(map(str, shape)) + ("" if even is None else f", even at {100 * even:.2g} %")
+        ends.append((*points[-1], name, colour))
+    label_ends(ax, ends)
+    return figure
+
+
+def kind(row: dict) -> tuple[int, str]:
+    """What the roofline tells apart: a rank in its legend, and a name."""
+    p = row["problem"]
+    if p["path"] is not None:
+        return 4096, f"{p['path']} path"
+    if p["block"] is None:
+        return (-8192, "dense, fused epilogue") if p["epilogue"] else (-16384, "dense")
+    side = min(64, *p["block"])
+    return -side, f"blocks of {side}" + (" and more" if side == 64 else "")
+
+
+def roofline(runs: dict) -> Figure | None:
+    """Every row, under the highest ceilings that its runs measured."""
+    best = defaultdict(float)
+    for name, value in (item for run in runs.values() for item in run["ceilings"].items()):
+        best[name] = max(value, best[name])
+    copy, tensor, l2 = (best[name] for name in ("copy_tbs", "tensor_tflops", "l2_tbs"))
+    kinds = defaultdict(list)
+    for row in (row for run in runs.values() for row in run["rows"] if timed(row, OURS)):
+        kinds[kind(row)].append((row["problem"]["flops"] / row["problem"]["bytes"], rate(timed(row, OURS))))
+    if not kinds or not (copy or tensor):
+        return None
+    note = "a point for each product; useful operations, and each stored element moved once"
+    figure, (ax,) = canvas("Every product under the measured ceilings", note, [*runs.values()], width=9.4)
+    xs, ys = (np.array(values) for values in zip(*(point for points in kinds.values() for point in points)))
+    left, right = xs.min() / 1.6, xs.max() * 1.4
+    roof = np.geomspace(left, right, 400)
+    height = np.minimum(roof * (copy or np.inf), tensor or np.inf)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xlim(left, right)
+    ax.set_ylim(min(ys.min(), height[0]) / 1.4, max(ys.max(), height.max()) * 1.35)
+    ax.plot(roof, height, color=DENSE, lw=1.6)
+    ax.fill_between(roof, height, ax.get_ylim()[1], color=SHADE, lw=0, zorder=0)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.minorticks_off()
+    ax.set_xlabel("arithmetic intensity, useful FLOP per byte of device memory")
+    ax.set_ylabel("useful TFLOP/s")
+    for i, rank_name in enumerate(sorted(kinds)):
+        colour, marker = series(i + 1)[i]
+        face = "none" if "path" in rank_name[1] else colour
+        ax.plot(*zip(*kinds[rank_name]), ls="", marker=marker, mfc=face, mec=colour, alpha=0.85, label=rank_name[1])
+    if tensor:
+        ax.text(right / 1.04, tensor * 1.04, f"tensor cores {tensor:.0f} TFLOP/s", color=INK, ha="right", va="bottom")
+    if copy:  # along its line, from where that begins
+        slanted = {"rotation": degrees(atan(copy)), "transform_rotates_text": True, "rotation_mode": "anchor"}
+        ax.text(left * 1.06, copy * left * 1.06 * 1.06, f"copy {copy:g} TB/s", color=INK, va="bottom", **slanted)
+    if l2:
+        why = "no line,\nfor this axis counts the bytes\nthat pass through device memory"
+        ax.plot([], [], ls="", label=f"\nL2 feed {l2:g} TB/s: {why}")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, handletextpad=0.3)
+    return figure

@@ -1,0 +1,101 @@
+"""The table of a run in a terminal: ours and every peer of each row, then the card's ceilings and the host's costs."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import timing
+from .rows import Row, Timing
+
+WIDTH = 170  # where the output goes to a file or a pipe, which has no width of its own
+REASON = 110  # characters of a peer's reason that are shown: two lines of its column; the result file has all of it
+CEILINGS = (("copy_tbs", "copy", "TB/s"), ("l2_tbs", "L2 feed", "TB/s"), ("tensor_tflops", "tensor cores", "TFLOP/s"))
+
+
+def make_console() -> Console:
+    """A console that does not fold a table which goes to a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def show(rows: Sequence[Row], ceilings: dict, host: dict, console: Console | None = None) -> None:
+    """Print the rows with all their peers, and a line each for the ceilings and the host's costs.
+
+    Args:
+        ceilings: {"copy_tbs", "l2_tbs", "tensor_tflops"}; any may be absent.
+        host: microseconds of host time of a call, by name; may be empty.
+    """
+    console = console or make_console()
+    if rows:
+        console.print(rows_table(rows))
+    if missed := [row.name for row in rows if is_missed(row)]:
+        console.print(Text(f"MISSED ({len(missed)} of {len(rows)}): {'; '.join(missed)}", style="bold red"))
+    found = [f"{name} {ceilings[key]:g} {unit}" for key, name, unit in CEILINGS if key in ceilings]
+    if found:
+        console.print(Text("measured ceilings: " + ", ".join(found)))
+    if host:
+        console.print(Text("host cost of a call: " + ", ".join(f"{name} {us:.2f} µs" for name, us in host.items())))
+
+
+def rows_table(rows: Sequence[Row]) -> Table:
+    """A section of a table for each row, with a line of it for each peer."""
+    table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False, header_style="bold")
+    table.add_column("product", ratio=24)
+    table.add_column("ours, µs (p10–p90)", justify="right", no_wrap=True)
+    table.add_column("useful\nTFLOP/s", justify="right", no_wrap=True)
+    table.add_column("peers, µs (our rate over theirs)", ratio=52)
+    table.add_column("asked", no_wrap=True)
+    table.add_column("configuration", ratio=26, style="dim")
+    width = max((len(peer.name) for row in rows for peer in row.peers if peer.us), default=0)
+    for row in rows:
+        table.add_row(
+            Text(row.name), own_time(row.ours), own_rate(row.ours), peers(row, width), asked(row), Text(row.plan)
+        )
+        if len(row.peers) > 1:  # a gap after a cell of many lines; rows of one line stay together
+            table.add_row()
+    return table
+
+
+def own_time(ours: Timing) -> Text:
+    """Our median with its spread."""
+    if not ours.us:
+        return Text("no time", style="bold red")
+    spread = timing.spread(ours.us)
+    return Text(f"{spread['median_us']:.1f} ({spread['p10']:.1f}–{spread['p90']:.1f})")
+
+
+def own_rate(ours: Timing) -> Text:
+    return Text(f"{ours.tflops:.0f}", style="bold") if ours.us else Text("–")
+
+
+def peers(row: Row, width: int) -> Text:
+    """A line for each peer, the one that the row is held against first and bold; names padded to `width`."""
+    ordered = sorted(row.peers, key=lambda peer: peer.name != row.against)
+    lines = [peer_line(peer, row.ours, width) for peer in ordered]
+    for peer, line in zip(ordered, lines):
+        line.stylize("bold" if peer.name == row.against else "" if peer.us else "dim")
+    return Text("\n").join(lines)
+
+
+def peer_line(peer: Timing, ours: Timing, width: int) -> Text:
+    """ "name µs (ratio)", or "name: reason" for a peer without a time."""
+    if not peer.us:
+        reason = peer.error or ours.error or "not timed"
+        return Text(f"{peer.name}: {reason if len(reason) <= REASON else reason[: REASON - 1] + '…'}")
+    ratio = f"({ours.tflops / peer.tflops:.3f})" if ours.us else "(–)"
+    return Text(f"{peer.name:<{width}} {peer.median:>8.1f} µs {ratio}")
+
+
+def is_missed(row: Row) -> bool:
+    """Whether a number is asked of the row that it did not reach, or could not be compared with."""
+    return row.asked is not None and (row.ratio is None or row.ratio < row.asked)
+
+
+def asked(row: Row) -> Text:
+    """The ratio that is asked of the row, marked where it is missed."""
+    if row.asked is None:
+        return Text("–", style="dim")
+    return Text(f"{row.asked:g} MISSED", style="bold red") if is_missed(row) else Text(f"{row.asked:g}", style="green")

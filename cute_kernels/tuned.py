@@ -1,0 +1,298 @@
+"""Measured picks: what a tuner found to be faster than the heuristics' choice, on one card, for one class of problems.
+
+A table is a JSON file of one card. Two are looked into: the user's, `tuned/<card>.json` in the cache's folder
+(what `python -m bench tune` writes), then the one that ships in this package's folder `tuned`. An entry counts only
+while the kernels it was measured with are those of this process: each table carries a fingerprint of the sources
+for each path.
+
+    CUTE_KERNELS_TUNED=0     look into neither
+
+Tables are read at the first call that could use one, once per process; `forget` makes the next one read them again.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arch import PATHS
+from .config import GemmConfig
+from .runtime.cache import cache_directory
+from .runtime.store import write_atomically
+
+if TYPE_CHECKING:
+    from .runtime.plan import Problem
+
+LOG = logging.getLogger("cute_kernels.tuned")
+ENABLED_VARIABLE = "CUTE_KERNELS_TUNED"
+SHIPPED = Path(__file__).with_suffix("")  # the folder of the package's own tables
+FORMAT = 1
+
+# What decides the speed of a path's kernels, dense and sparse. Not config.py, though it derives some of their facts:
+# every new rule of `unsupported` would void all tables.
+_SHARED = ("cute_kernels.dense", "cute_kernels.epilogue", "cute_kernels.functions", "cute_kernels.k_tiles")
+_SHARED += ("cute_kernels.scheduler", "sparse_collective.collective", "sparse_collective.k_tiles")
+SOURCES = {
+    path: (*_SHARED, *(f"cute_kernels.{part}_{path.replace('_', '')}" for part in ("gemm", "mainloop", "store")))
+    for path in PATHS
+}
+
+
+@dataclass(frozen=True)
+class TunedPick:
+    """One entry of a table: `config`, with panels of `group` cluster tiles on at most `ctas` CTAs, takes `us`.
+
+    `heuristic_us` is what the heuristics' own pick took, timed in turns with it. Both in microseconds.
+    """
+
+    problem: str  # problem_class()
+    path: str
+    config: GemmConfig
+    group: int
+    ctas: int
+    us: float
+    heuristic_us: float
+    date: str  # ISO 8601, of the measurement
+
+
+@dataclass
+class Table:
+    """The contents of one file. `fingerprints` maps a path to the kernel_fingerprint its entries were measured with."""
+
+    card: str
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    entries: dict[tuple[str, str], TunedPick] = dataclasses.field(default_factory=dict)  # (path, problem class)
+
+
+# -- classes of problems ----------------------------------------------------------------------------------------
+
+
+def octave(x: float, parts: int) -> float:
+    """`x` rounded to the nearest 2 ** (k / parts); 0 stays 0."""
+    return 2.0 ** (round(parts * math.log2(x)) / parts) if x > 0 else 0.0
+
+
+def problem_class(problem: Problem, path: str) -> str:
+    """The class that a problem belongs to on a path; problems of one class share an entry.
+
+    A text such as "bsr_matmul 128x128 8192x8192x8192 12.5% k,n,n bfloat16 out 2B light tma". It says: the operation
+    with its block shape; M x N x K, each rounded to an eighth of an octave; the batch, if there is one; the kept
+    density of a sparse operand, rounded to a quarter of an octave; the contiguous modes of A, B and D; the operands'
+    type and the bytes of an output element; whether the epilogue is light (EpilogueSpec.is_light) or loaded; and how
+    the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80 how many elements one copy of each holds.
+    """
+    e, out_bytes = problem.extents, 4 if problem.out_dtype == "float32" else 2
+    words = ["gemm"]
+    if problem.block:
+        words = ["bsr_linear" if problem.transposed else "bsr_matmul", f"{problem.block.bm}x{problem.block.bk}"]
+    words.append("x".join(str(round(octave(extent, 8))) for extent in (e.M, e.N, e.K)))
+    if e.L > 1:
+        words.append(f"batch {round(octave(e.L, 8))}")
+    if problem.block:
+        words.append(f"{100 * octave(problem.kept, 4):.3g}%")
+    words += [",".join(problem.majors), problem.dtype, f"out {out_bytes}B"]
+    words.append("light" if problem.epilogue.is_light else "loaded")
+    if path == "sm_90":
+        tma = problem.majors[2] != "any" and problem.layouts[2].align * out_bytes % 16 == 0
+        words.append("tma" if tma else "direct")
+    else:
+        words.append("copies " + ",".join(str(layout.vector) for layout in problem.layouts))
+    return " ".join(words)
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def kernel_fingerprint(path: str) -> str:
+    """A hash of the sources that decide the speed of a path's kernels, without comments, docstrings and layout.
+
+    Takes 10 to 20 ms, once per process, and only where a table has an entry for the call. Equal on all Python versions.
+    """
+    digest = hashlib.sha256()
+    for module in SOURCES[path]:
+        digest.update(f"{module}\0{source_text(_source(module))}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _source(module: str) -> str:
+    """A module's source, found without importing it: importing a kernel takes the whole DSL."""
+    package, _, name = module.rpartition(".")
+    spec = importlib.util.find_spec(package)
+    folder = next(iter(spec.submodule_search_locations or ())) if spec else ""
+    return Path(folder, f"{name}.py").read_text(encoding="utf-8")
+
+
+def source_text(source: str) -> str:
+    """What `source` means: its syntax tree as text, without docstrings. Raises SyntaxError."""
+    words: list[str] = []
+    _append_node(ast.parse(source), words)
+    return " ".join(words)
+
+
+def _append_node(node: ast.AST, words: list[str]) -> None:
+    # Not ast.dump, which writes empty fields out or not depending on Python's version.
+    words.append(type(node).__name__)
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, ast.AST):
+            _append_node(value, words)
+        elif isinstance(value, list):
+            if name == "body" and value and _is_text(value[0]):
+                value = value[1:]
+            words.append("(")
+            for item in value:
+                if isinstance(item, ast.AST):
+                    _append_node(item, words)
+                else:
+                    words.append(repr(item))
+            words.append(")")
+        elif value is not None:
+            words.append(repr(value))
+
+
+def _is_text(statement: ast.AST) -> bool:
+    """Whether a block's first statement is a bare string: a docstring."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+# -- looking up -------------------------------------------------------------------------------------------------
+
+
+def lookup(
+    card: str,
+    path: str,
+    problem: Problem,
+    refuse: Callable[[TunedPick], str] = lambda pick: "",
+    notes: list[str] | None = None,
+) -> TunedPick | None:
+    """The pick for a problem on `card`, a torch device name; the user's table comes before the shipped one.
+
+    `refuse` says why a pick cannot be used, "" if it can. What is found and not used is told in `notes`. None where
+    there is nothing, where `card` is "" and where CUTE_KERNELS_TUNED is 0. Never raises because of a table's contents.
+    """
+    notes = [] if notes is None else notes
+    if not card or os.environ.get(ENABLED_VARIABLE, "1").lower() in ("0", "false", "off"):
+        return None
+    text = ""
+    for file in (user_file(card), shipped_file(card)):
+        table = read_once(file)
+        if table is None or table.card != card or path not in table.fingerprints:
+            continue
+        text = text or problem_class(problem, path)
+        pick = table.entries.get((path, text))
+        if pick is None:
+            continue
+        if table.fingerprints[path] != kernel_fingerprint(path):
+            notes.append(f"tuned table ignored: its kernels' sources differ ({file})")
+        elif reason := refuse(pick):
+            notes.append(f"tuned entry ignored: {reason} ({file})")
+        else:
+            return pick
+    return None
+
+
+def user_file(card: str) -> Path:
+    return cache_directory() / "tuned" / shipped_file(card).name
+
+
+def shipped_file(card: str) -> Path:
+    """ "NVIDIA H200" -> tuned/nvidia-h200.json in this package."""
+    return SHIPPED / (re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") + ".json")
+
+
+_TABLES: dict[Path, Table | None] = {}
+_LOCK = threading.Lock()
+
+
+def read_once(file: Path) -> Table | None:
+    """The table of a file, read at the first call; None if there is none, or, with a logged warning, a damaged one."""
+    with _LOCK:
+        if file not in _TABLES:
+            _TABLES[file] = None
+            try:
+                _TABLES[file] = read(file)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError) as error:
+                LOG.warning("tuned table %s is damaged and not used: %s", file, error)
+        return _TABLES[file]
+
+
+def forget() -> None:
+    """Read tables anew at the next lookup. Plans that calls have made already stay as they are."""
+    with _LOCK:
+        _TABLES.clear()
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> Table:
+    """The table in `file`. Raises OSError, or ValueError if its contents are no table."""
+    try:
+        data = json.loads(file.read_bytes())
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}; this version reads {FORMAT}")
+        table = Table(str(data["card"]), {path: str(data["fingerprints"][path]) for path in data["fingerprints"]})
+        for entry in data["entries"]:
+            pick = _pick(entry)
+            table.entries[pick.path, pick.problem] = pick
+        return table
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _pick(entry: Mapping[str, Any]) -> TunedPick:
+    pick = TunedPick(**{**entry, "config": GemmConfig(**entry["config"])})
+    counts = [*dataclasses.astuple(pick.config), pick.group, pick.ctas]
+    if any(type(n) is not int or n < 1 for n in counts):
+        raise ValueError(f"a count in {entry} is no positive integer")
+    if pick.path not in PATHS or not pick.us > 0 or not pick.heuristic_us > 0:
+        raise ValueError(f"{entry} has no path or no times")
+    return pick
+
+
+def write(file: Path, table: Table) -> None:
+    """Write a table, its entries sorted, one a line; others see the old file or the new one."""
+    rows = [json.dumps(dataclasses.asdict(table.entries[key])) for key in sorted(table.entries)]
+    head = {"format": FORMAT, "card": table.card, "fingerprints": dict(sorted(table.fingerprints.items()))}
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    body = ",\n".join(f"  {row}" for row in rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, ("{\n" + "\n".join(lines) + f'\n "entries": [\n{body}\n ]\n}}\n').encode())
+
+
+def keep(file: Path, card: str, path: str, picks: Iterable[TunedPick], settled: Iterable[str]) -> None:
+    """Put `picks`, measured with this process's kernels, into a table of `path`.
+
+    `settled` are all problem classes that were measured: an older entry of one that has no pick any more goes. So do
+    a path's entries from other sources, and a file that is damaged or another card's, which nobody could use.
+    """
+    try:
+        found = read(file)
+    except (OSError, ValueError):
+        found = None
+    table = found if found is not None and found.card == card else Table(card)
+    settled, current = set(settled), kernel_fingerprint(path)
+    stale = table.fingerprints.get(path) != current
+    for key in [key for key in table.entries if key[0] == path and (stale or key[1] in settled)]:
+        del table.entries[key]
+    table.fingerprints[path] = current
+    table.entries |= {(pick.path, pick.problem): pick for pick in picks}
+    write(file, table)
+    forget()

@@ -1,0 +1,225 @@
+"""The gates' runner and page, the gates that ask other tools, and the command; test_gates.py has what gates find."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from bench import record
+from bench.gates import command, correctness, counters, gate, sanitizer
+from bench.gates.gate import FAILED, PASSED, SKIPPED, Gate, Skip
+
+from . import gpu_record
+
+# -- the runner and its page ----------------------------------------------------------------------------------
+
+
+def skips():
+    raise Skip("no such tool")
+
+
+def breaks():
+    raise ValueError("a line\nand another")
+
+
+def gates(**checks):
+    return gate.run(checks)
+
+
+def test_a_gate_that_breaks_has_failed():
+    told = []
+    good, skipped, broken = gate.run(
+        {"good": lambda: Gate("good", PASSED, "fine"), "skipped": skips, "broken": breaks}, told.append
+    )
+    assert (good.verdict, skipped.verdict, broken.verdict) == (PASSED, SKIPPED, FAILED)
+    assert skipped.summary == "no such tool"
+    assert "ValueError: a line and another" in broken.summary and broken.details == ["a line", "and another"]
+    assert [line.split()[1] for line in told] == ["good", "skipped", "broken"]
+    assert gate.exit_status([good, skipped]) == 0 and gate.exit_status([good, broken]) == 1
+
+
+def test_no_verdict_without_a_word():
+    with pytest.raises(ValueError, match="not a word why"):
+        Gate("speed", SKIPPED, " ")
+    with pytest.raises(ValueError, match="there are passed, failed, skipped"):
+        Gate("speed", "fine", "fine")
+
+
+def test_the_page():
+    found = [
+        Gate("good", PASSED, "all is well", ["not shown"], 1.25),
+        Gate("bad", FAILED, "two of three", [f"line {i}" for i in range(gate.MOST_DETAILS + 5)]),
+        Gate("left", SKIPPED, "no [tool]"),
+    ]
+    text = io.StringIO()
+    gate.page(found, Console(file=text))
+    shown = text.getvalue()
+    assert "not shown" not in shown and "no [tool]" in shown and "line 39" in shown and "line 40" not in shown
+    assert "and 5 lines more" in shown and shown.rstrip().endswith("Not to be shipped: bad failed.")
+    assert gate.conclusion(found[:1]) == "Every gate passed."
+    assert "left skipped" in gate.conclusion([found[0], found[2]])
+
+
+def test_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "environment", lambda: {"card": "NVIDIA H200", "sources": "abc"})
+    path = gate.write(gates(skipped=skips, broken=breaks), tmp_path, "quick")
+    assert path == tmp_path / "nvidia-h200" / "gates.json"
+    data = json.loads(path.read_text())
+    assert (data["mode"], data["ok"], data["environment"]["sources"]) == ("quick", False, "abc")
+    assert [(g["name"], g["verdict"]) for g in data["gates"]] == [("skipped", SKIPPED), ("broken", FAILED)]
+
+
+# -- counters and sanitizer -----------------------------------------------------------------------------------
+
+NCU = """==PROF== Connected to process 4242 (/usr/bin/python3.12)
+==PROF== Profiling "kernel_cutlass_kernel_GemmSm90" - 0: 0%....50%....100% - 4 passes
+==PROF== Disconnected from process 4242
+"ID","Process ID","Kernel Name","Grid Size",{names}
+"","","","",{units}
+"0","4242","kernel_cutlass_kernel_GemmSm90","(132, 1, 1)",{values}
+"""
+METRICS = {
+    counters.DRAM: ("%", "23.5"),
+    counters.DURATION: ("ns", "1,950,016"),
+    counters.L2_READS: ("byte", "3,900,032,000"),
+    counters.TENSOR: ("%", "81.25"),
+}
+
+
+def ncu_output(**changes):
+    metrics = METRICS | {counters.TENSOR: ("%", changes["active"])} if changes else METRICS
+    quoted = [",".join(f'"{x}"' for x in column) for column in zip(*((n, *v) for n, v in metrics.items()), strict=True)]
+    return NCU.format(names=quoted[0], units=quoted[1], values=quoted[2])
+
+
+def test_ncu_is_parsed():
+    (launch,) = counters.parse(ncu_output())
+    assert launch == {
+        counters.TENSOR: 81.25,
+        counters.DRAM: 23.5,
+        counters.L2_READS: 3900032000.0,
+        counters.DURATION: 1950016.0,
+    }
+    with pytest.raises(ValueError, match="profiled no launch: .*==WARNING== No kernels were profiled"):
+        counters.parse("==PROF== Connected\n==WARNING== No kernels were profiled.")
+    with pytest.raises(ValueError, match="printed no sm__pipe"):
+        counters.parse(ncu_output().replace(counters.TENSOR, "sm__else"))
+
+
+@pytest.mark.parametrize(
+    ("dense", "bsr", "verdict"), [("80", "70", PASSED), ("74.9", "70", FAILED), ("80", "64", FAILED)]
+)
+def test_tensor_activity(dense, bsr, verdict):
+    found = counters.check(lambda name: ncu_output(active={"dense": dense, "bsr": bsr}[name]))
+    assert found.verdict == verdict
+    assert "memory 23.5 %, 2.00 TB/s from L2, 1950.0 us" in found.details[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "word"),
+    [
+        ("echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1", SKIPPED, "ERR_NVGPUCTRPERM"),
+        ("echo 'no such option' >&2; exit 1", FAILED, "ncu ended with 1: no such option"),
+        ("echo '==PROF== Connected'", FAILED, "profiled no launch"),
+    ],
+)
+def test_ncu_that_says_no(tmp_path, monkeypatch, script, verdict, word):
+    tool = tmp_path / "ncu"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(counters, "need_gpu", lambda: None)
+    monkeypatch.setattr(counters, "find_ncu", lambda: str(tool))
+    (found,) = gate.run({"counters": counters.check})
+    assert found.verdict == verdict and word in found.summary
+
+
+def test_no_ncu(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(counters.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(counters, "need_gpu", lambda: None)
+    (found,) = gate.run({"counters": counters.check})
+    assert found.verdict == SKIPPED and "neither on PATH nor" in found.summary
+
+
+def test_the_sanitizer_gate(monkeypatch):
+    clean = {"ok": True, "status": 0, "cases": 18, "summary": "ERROR SUMMARY: 0 errors"}
+    bad = {"ok": False, "status": 86, "cases": 3, "summary": "RACECHECK SUMMARY: 2 hazards", "output": ["=== race"]}
+    assert sanitizer.check(lambda: {"memcheck": clean}).summary == "clean: memcheck 18 cases"
+    found = sanitizer.check(lambda: {"memcheck": clean, "racecheck": bad})
+    assert found.verdict == FAILED and found.summary == "not clean: racecheck" and "    === race" in found.details
+    monkeypatch.setattr(sanitizer, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
+    (found,) = gate.run({"sanitizer": sanitizer.check})
+    assert found.verdict == SKIPPED and "compute-sanitizer" in found.summary
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+
+def arguments(*given):
+    parser = argparse.ArgumentParser()
+    command.add_command(parser.add_subparsers())
+    return parser.parse_args(["gates", *given])
+
+
+def test_arguments(capsys):
+    args = arguments("--only", "speed,resources", "--quick")
+    assert (args.only, args.quick, args.set_floors, args.out) == (("resources", "speed"), True, False, record.RESULTS)
+    assert arguments().only == command.NAMES
+    with pytest.raises(SystemExit):
+        arguments("--only", "sped")
+    assert "unknown gate 'sped'" in capsys.readouterr().err
+    assert list(command.checks(command.NAMES, quick=True)) == list(command.NAMES)
+
+
+def test_what_needs_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert arguments("--set-floors").run(arguments("--set-floors")) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+    args = arguments("--set-floors", "--quick")
+    assert args.run(args) == 2
+    assert "neither --quick nor --only" in capsys.readouterr().err
+    args = arguments("--only", "speed,counters,sanitizer")
+    assert args.run(args) == 0
+    assert capsys.readouterr().out.count("no CUDA GPU") == 3
+
+
+def test_a_failed_gate_is_the_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(correctness, "check", lambda quick: Gate("correctness", FAILED, "wrong", ["gemm"]))
+    assert command.run_only("correctness", quick=True) == 1
+    assert "Not to be shipped: correctness failed." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what the command does without a GPU")
+def test_the_command_without_a_gpu():
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "gates", "--quick"], cwd=gpu_record.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.perf_counter() - start < 60
+    for name in command.NAMES:
+        assert name in done.stdout
+    assert "Nothing failed, but not all was looked at" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_command_on_a_gpu(tmp_path):
+    """Quick, and without the speed that floors of another state of the card would judge."""
+    only = "resources,correctness,determinism,stability"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "gates", "--quick", "--only", only, "--out", str(tmp_path)],
+        cwd=gpu_record.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir()), "a part of the gates is not the record of this state"
