@@ -1,8 +1,9 @@
 """Which tile for which problem: a short list of candidates and a cost model of waves, for an H200.
 
 The model of one work tile, in clocks of an SM: its tensor-core time (2048 multiply-adds a clock) or the time its
-operands take from L2 (37 bytes a clock and SM: the measured 8.6 TB/s), whichever is longer, and what no other work
-hides: filling the pipeline, and for a cooperative kernel the store.
+operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card), whichever is
+longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none of its store;
+of two ping-pong teams one stores while the other multiplies.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +12,12 @@ from .arch import ArchSpec
 from .config import BARRIER_BYTES, ELEMENT, BlockFacts, GemmConfig
 
 MACS_PER_CLOCK = 2048
-L2_BYTES_PER_CLOCK = 37
+L2_BYTES_PER_CLOCK = 42
 PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estimate
-STORE_CLOCKS_PER_COLUMN = 8  # a cooperative 128-row tile's store: 2000 for 256 columns, an estimate
+# A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: bias
+# and GELU cost a cooperative 128x256 tile 9700 clocks more (8192x8192x1024, 196 -> 285 us).
+STORE_CLOCKS = {"light": 16, "loaded": 90}
+NARROW_K_CLOCKS = 250  # a K-tile below 64 elements: waiting and issuing; 16x16 blocks, 64 K-tiles of a 64x256 tile
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -47,6 +51,9 @@ def sm90(tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, tea
 def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
     """Configurations worth trying, best first among equals; all legal for the block shape."""
     k = tile_k_of(block)
+    if block is not None and k < 64:
+        # One warpgroup at a time cannot hide what a narrow K-tile costs: cooperative, and 128 CTAs in step.
+        return [sm90(64, 256, k, 1, 2, spec=spec), sm90(64, 128, k, 1, 2, ring=1, spec=spec)]
     if block is not None and block.bm <= 64:
         return [
             sm90(64, 256, k, 1, 1, 1, 2, teams=2, ring=1, spec=spec),
@@ -62,9 +69,12 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
             sm90(256, 128, k, 2, 1, 1, 2, spec=spec),
             sm90(128, 256, k, 2, 1, spec=spec),
             sm90(256, 128, k, 2, 1, spec=spec),
+            sm90(128, 128, k, 1, 1, 1, 2, teams=2, spec=spec),
             *wide,
             sm90(64, 256, k, 1, 2, spec=spec),
             sm90(64, 128, k, 1, 2, ring=1, spec=spec),
+            sm90(64, 64, 2 * k, 1, 2, ring=1, spec=spec),
+            sm90(64, 32, 2 * k, 1, 2, ring=1, spec=spec),
         ]
     if -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64:  # 192 rows are three tiles of 64, not two of 128
         return candidates_sm90(BlockFacts(64, block.bk, block.index_dtype), spec)
@@ -73,6 +83,7 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
         sm90(128, 192, k, 1, 1, *pair, teams=2, ring=1, spec=spec),
         sm90(128, 256, k, 2, 1, *pair, spec=spec),
         sm90(128, 256, k, 2, 1, spec=spec),
+        sm90(128, 128, k, 1, 1, *pair, teams=2, spec=spec),
         *wide,
     ]
 
@@ -106,11 +117,12 @@ def cost(
     block: BlockFacts | None,
     kept: float,
     sms: int,
+    light: bool = True,
     l2_bytes_per_clock: float = L2_BYTES_PER_CLOCK,
 ) -> float:
     """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
 
-    `l2_bytes_per_clock`: what L2 feeds one SM, where it has been measured (bench.ceilings).
+    `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
     """
     rows = block.bm if block else extents.M
     tiles_m = -(-rows // cfg.tile_m) * (extents.M // block.bm if block else 1)
@@ -122,8 +134,11 @@ def cost(
     k_tiles = max(1.0, kept * extents.K / width)
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
-    store = 0 if cfg.teams > 1 else STORE_CLOCKS_PER_COLUMN * cfg.tile_n
-    return waves * (k_tiles * max(mma, load) + store) + PIPELINE_FILL
+    accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
+    store = accumulators * STORE_CLOCKS["light" if light else "loaded"]
+    loop = k_tiles * (max(mma, load) + (NARROW_K_CLOCKS if cfg.tile_k < 64 else 0))
+    tile = loop + store if cfg.teams == 1 else max(loop, (loop + store) / 2)
+    return waves * tile + PIPELINE_FILL
 
 
 def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, group: int, sms: int) -> int:

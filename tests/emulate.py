@@ -125,4 +125,5 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     for ops in (dense_ops, sparse_ops):
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
         monkeypatch.setattr(ops, "_PLANS", {})
+    monkeypatch.setattr(Emulated, "built", set())
     monkeypatch.setattr(kernels, "function_for", Emulated)

@@ -155,12 +155,14 @@ def tune_all(args: argparse.Namespace, wanted: list[TuneProblem], builder: Build
                 break
             continue
         rows.append(row)
+        print(row.line(), file=sys.stderr, flush=True)
         keep(args.keep, row, pick)
+        written = write(rows, rates, args.out, budget_s=args.budget, seed=args.seed)  # a later problem may hang
         torch.cuda.empty_cache()
     print_table(rows)
     print_checks(builder)
     if rows:
-        print("written:", write(rows, rates, args.out, budget_s=args.budget, seed=args.seed))
+        print("written:", written)
     for line in failed:
         print("FAILED", line)
     return 1 if failed else 0

@@ -33,6 +33,10 @@ class Row:
     rejected: int
     stopped: str
 
+    def line(self) -> str:
+        """One line, for a log."""
+        return f"{self.problem}: {self.heuristic_us:.1f} -> {self.tuned_us:.1f} us, {self.ratio:.3f}: {self.tuned}"
+
     @property
     def slow(self) -> bool:
         """Whether the heuristics' pick is more than 10 % slower."""

@@ -110,7 +110,8 @@ def choose(
             if reason := cfg.unsupported(facts):
                 reasons.append(reason)
                 continue
-            clocks = heuristics.cost(config, problem.extents, problem.block, problem.kept, sms)
+            light = problem.epilogue.is_light
+            clocks = heuristics.cost(config, problem.extents, problem.block, problem.kept, sms, light)
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
