@@ -101,8 +101,10 @@ def _every_configuration(spec: ArchSpec) -> Iterator[GemmFacts]:
     for block in (None, *BLOCKS):
         for config in configurations(spec.path, block, spec):
             if block is None:
-                yield dense(spec, spec.path, config)
-                yield dense(spec, spec.path, config, epilogue=COL)
+                plain = dense(spec, spec.path, config)
+                # The narrowest tiles take only a K-major B.
+                majors = ("k", "k" if unsupported(plain) else "n", "n")
+                yield from (dense(spec, spec.path, config, majors=majors, epilogue=e) for e in (EpilogueSpec(), COL))
                 continue
             yield bsr(spec, spec.path, config, block)
             if block == (128, 128):

@@ -263,7 +263,7 @@ def sound(facts: GemmFacts) -> str:
     threads = cfg.warps_m * cfg.warps_n * (32 if facts.path == "sm_80" else 128)
     rules = {
         "the tile splits evenly": cfg.tile_m % (warp_m * cfg.warps_m) == 0 and cfg.tile_n % (warp_n * cfg.warps_n) == 0,
-        "whole MMA steps": cfg.tile_k % 16 == 0 and cfg.tile_k <= 64,
+        "whole MMA steps": cfg.tile_k % 16 == 0 and cfg.tile_k <= (64 if facts.path == "sm_80" else 128),
         "accumulators fit": cfg.tile_m * cfg.tile_n // threads <= 192,
         "a TMA box": facts.path == "sm_80" or max(cfg.tile_m, cfg.tile_n) <= 256,
         "a pipeline": cfg.stages >= (3 if facts.path == "sm_80" else 2),
