@@ -80,6 +80,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += sparse_variations(spec, spec.path)
     found += unaligned(spec)
     if spec.path != "sm_80":
+        found += _swept(spec)
         found += _older_path(spec)
     return _buildable(found)
 
@@ -142,6 +143,7 @@ def sparse_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
         {"dtype": "float16", "out_dtype": "float16"},
         fp32,
         {"index_dtype": "int64"},
+        {"ordered": True},
         {"ranks": (3, 3, 3)},
         {"aligns": (8, 8, 1)},
         {"epilogue": LIGHT},
@@ -152,6 +154,7 @@ def sparse_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
     layer = [{}, {"majors": ("k", "n", "m")}, {"aligns": (8, 8, 1)}, {"epilogue": LIGHT}, {**fp32, "epilogue": LINEAR}]
     found = [facts for change in matmul for facts in main(bsr, spec, path, (128, 128), **change)]
     found += [facts for change in layer for facts in main(linear, spec, path, (128, 128), **change)]
+    found += [facts for block in ((256, 64), (64, 64)) for facts in main(bsr, spec, path, block, ordered=True)]
     return found + main(linear, spec, path, (32, 32), epilogue=LINEAR)
 
 
@@ -168,6 +171,22 @@ def unaligned(spec: ArchSpec) -> list[GemmFacts]:
     sparse += [{"aligns": (8, 1, 8), "majors": ("k", "any", "n")}]
     found += [facts for change in sparse for facts in main(bsr, spec, "sm_80", (128, 128), **change)]
     return found + main(linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
+
+
+def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
+    """The sweep kernel: each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
+    loaded_layer = replace(LINEAR, residual=None)
+    for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
+        for config in heuristics.sweeps(BlockFacts(*block, "int32"), spec)[: 4 if block == (16, 16) else 1]:
+            yield bsr(spec, spec.path, config, block)
+            yield linear(spec, spec.path, config, block)
+            yield linear(spec, spec.path, config, block, epilogue=loaded_layer)
+            yield bsr(spec, spec.path, config, block, epilogue=COL)
+    config, narrow = heuristics.sweeps(BlockFacts(32, 32, "int32"), spec)[:2]
+    for change in ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"}):
+        yield bsr(spec, spec.path, config, (32, 32), **change)
+    for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": FULL}):
+        yield bsr(spec, spec.path, narrow, (32, 32), **change)
 
 
 def _older_path(spec: ArchSpec) -> list[GemmFacts]:
@@ -235,7 +254,7 @@ def config_text(config: GemmConfig) -> str:
     text = f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
-    return text + (" pp" if config.teams == 2 else "")
+    return text + (" pp" if config.teams == 2 else " sweep" if config.sweep else "")
 
 
 def block_text(facts: GemmFacts) -> str:
@@ -253,7 +272,7 @@ def operands_text(facts: GemmFacts) -> str:
         text += " rank " + ",".join(map(str, facts.ranks))
     if facts.block and facts.block.index_dtype != "int32":
         text += f" {facts.block.index_dtype}"
-    return text + (" linear" if facts.transposed else "")
+    return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 
 
 def epilogue_text(spec: EpilogueSpec) -> str:

@@ -1,7 +1,7 @@
 """What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from .arch import MMA_K, ArchSpec, arch_named
@@ -21,6 +21,7 @@ class GemmConfig:
     A cluster (sm_90 only) of `cluster_m` x `cluster_n` CTAs multicasts B down its M side and A along its N side.
     `teams` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two teams of consumers work on alternate tiles,
     so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers.
+    `sweep` (sm_90, block-sparse only) is the kernel for low blocks: sparse_collective.sweep_sm90.
     """
 
     tile_m: int
@@ -33,13 +34,13 @@ class GemmConfig:
     cluster_n: int = 1
     teams: int = 1
     ring: int = 2
+    sweep: bool = False
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return (
-            f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages} "
-            f"split {self.warps_m}x{self.warps_n}{' ping-pong' if self.teams == 2 else ''}{cluster}"
-        )
+        kind = " ping-pong" if self.teams == 2 else " sweep" if self.sweep else ""
+        tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
+        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{cluster}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class GemmFacts:
     Majors name the contiguous mode as the kernel sees it: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a
     tensor with no contiguous mode. Alignments are in elements: what base pointer, strides and, on the sm_80 path,
     the contiguous extent are multiples of, at most 8. `ranks` are those of the torch tensors a, b and d.
-    `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output.
+    `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output. `ordered`
+    says that a table orders the work tiles of a sparse product, whose rows differ in length.
     """
 
     arch: str  # the compiler's target
@@ -106,6 +108,7 @@ class GemmFacts:
     ranks: tuple[int, int, int] = (2, 2, 2)
     transposed: bool = False
     block: BlockFacts | None = None
+    ordered: bool = False
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
 
     def key(self) -> str:
@@ -174,7 +177,7 @@ def unsupported(facts: GemmFacts) -> str:
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
     if block and (block.bm % MMA_K or block.bk % MMA_K):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
-    if any(n < 1 for n in astuple(cfg)):
+    if any(n < 1 for n in astuple(replace(cfg, sweep=True))):
         return f"{cfg}: every count must be at least 1"
     return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
 
@@ -222,7 +225,32 @@ def _unsupported_sm90(facts: GemmFacts) -> str:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
-    return _tile_sm90(facts) or _schedule_sm90(facts)
+    return _sweep(facts) if facts.config.sweep else _tile_sm90(facts) or _schedule_sm90(facts)
+
+
+def _sweep(facts: GemmFacts) -> str:
+    """What the sweep kernel asks: it has one tile, and swaps the operands."""
+    from sparse_collective.sweep import CHUNK, CONSUMERS, ROWS, Geometry
+
+    cfg, spec = facts.config, facts.spec
+    if facts.block is None:
+        return "a dense product: only block-sparse ones are swept"
+    if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
+        return reason
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n)
+    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
+        return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
+    if cfg.stages < 2:
+        return "one stage: a chunk is released when the next one has been issued"
+    heavy = facts.epilogue.residual or facts.epilogue.function or not facts.tma_store
+    if cfg.tile_n > 128 and heavy:  # compiled: 32 to 456 bytes of stack with a residual
+        return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room for it"
+    ring = CONSUMERS * 2 * ROWS * CHUNK * ELEMENT
+    store = cfg.ring * CONSUMERS * 64 * 128 if facts.tma_store else 0
+    needed = cfg.tile_n * CHUNK * ELEMENT * cfg.stages + ring + store + 2 * BARRIER_BYTES
+    if needed > spec.smem:
+        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
+    return ""
 
 
 def _tile_sm90(facts: GemmFacts) -> str:
@@ -246,10 +274,10 @@ def _tile_sm90(facts: GemmFacts) -> str:
     accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
     if accumulators > 192:
         return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
-    if accumulators > 128 and not (facts.epilogue.is_light and facts.tma_store):
+    if accumulators > 128 and (facts.epilogue.residual or facts.epilogue.function or not facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for an epilogue that loads or calls functions, "
-            "nor for a store element by element"
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
+            "element by element"
         )
     return ""
 

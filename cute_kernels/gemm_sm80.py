@@ -157,7 +157,8 @@ class GemmSm80:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        scheduler = TileScheduler(tiles_m, cute.ceil_div(mD.shape[1], self.cfg.tile_n), mD.shape[3], group)
+        tiles_n = cute.ceil_div(mD.shape[1], self.cfg.tile_n)
+        scheduler = TileScheduler(tiles_m, tiles_n, mD.shape[3], group, source.order)
         self.kernel(mA, mB, mD, source, args, scheduler).launch(
             grid=(scheduler.count, 1, 1),
             block=(self.threads, 1, 1),

@@ -144,6 +144,7 @@ class GemmSm90:
             cute.ceil_div(mD.shape[1], cfg.tile_n * cfg.cluster_n),
             mD.shape[3],
             group,
+            source.order,
         )
         clusters = cutlass.min(scheduler.count, max_ctas // self.cluster)
         extent = (mD.shape[0], mD.shape[1])
@@ -226,8 +227,9 @@ class GemmSm90:
                 mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 first, step = block // self.cluster, ctas // self.cluster
+                end = scheduler.end(first, step)
                 bounds = self.bounds(first, scheduler, source, rank_m)
-                for index in cutlass.range(first, scheduler.count, step, unroll=1):
+                for index in cutlass.range(first, end, step, unroll=1):
                     m, n, l = scheduler.decode(index)
                     n = n * cfg.cluster_n + rank_n
                     k_tiles = source.for_tile(m * cfg.cluster_m + rank_m, l, bounds)
@@ -254,15 +256,16 @@ class GemmSm90:
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             first, step = block // self.cluster, ctas // self.cluster
+            end = scheduler.end(first, step)
             team = group // self.team
             bounds = self.bounds(first, scheduler, source, rank_m)
             if const_expr(cfg.teams > 1):
                 if team == 1:
                     self.mainloop.pass_turn(team)  # team 0 goes first
-                    read, release = self.skip(first, scheduler, source, rank_m, bounds, read, release)
+                    read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
                     bounds = self.bounds(first + step, scheduler, source, rank_m)
                 first = first + team * step
-            for index in cutlass.range(first, scheduler.count, step * cfg.teams, unroll=1):
+            for index in cutlass.range(first, end, step * cfg.teams, unroll=1):
                 m, n, l = scheduler.decode(index)
                 k_tiles = source.for_tile(m * cfg.cluster_m + rank_m, l, bounds)
                 other = bounds
@@ -271,7 +274,7 @@ class GemmSm90:
                 bounds = self.bounds(index + step * cfg.teams, scheduler, source, rank_m)
                 read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
                 if const_expr(cfg.teams > 1):
-                    read, release = self.skip(index + step, scheduler, source, rank_m, other, read, release)
+                    read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
                 out_m, outer_m = k_tiles.out
                 self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
@@ -286,9 +289,9 @@ class GemmSm90:
         return source.bounds(m * self.cfg.cluster_m + rank_m)
 
     @cute.jit
-    def skip(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):
+    def skip(self, index, end, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):
         """Step over the stages of a work tile that the other team consumes."""
-        if index < scheduler.count:
+        if index < end:
             m, _, l = scheduler.decode(index)
             count = source.for_tile(m * self.cfg.cluster_m + rank_m, l, bounds).count
             read.advance(count)

@@ -17,7 +17,7 @@ PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estim
 # A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: bias
 # and GELU cost a cooperative 128x256 tile 9700 clocks more (8192x8192x1024, 196 -> 285 us).
 STORE_CLOCKS = {"light": 16, "loaded": 90}
-NARROW_K_CLOCKS = 250  # a K-tile below 64 elements: waiting and issuing; 16x16 blocks, 64 K-tiles of a 64x256 tile
+SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS = 250, 100  # of a consumer; guesses from the code
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -39,6 +39,9 @@ def tile_k_of(block: BlockFacts | None) -> int:
 def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8) -> GemmConfig:
     """The deepest ring that shared memory allows."""
     stage = (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT
+    if cfg.sweep:  # B alone has stages; A's blocks lie in rings of two full chunks
+        stage = cfg.tile_n * cfg.tile_k * ELEMENT
+        store_bytes += 2 * cfg.tile_m * cfg.tile_k * ELEMENT
     return replace(cfg, stages=min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes) // stage))
 
 
@@ -52,8 +55,12 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     """Configurations worth trying, best first among equals; all legal for the block shape."""
     k = tile_k_of(block)
     if block is not None and k < 64:
-        # One warpgroup at a time cannot hide what a narrow K-tile costs: cooperative, and 128 CTAs in step.
-        return [sm90(64, 256, k, 1, 2, spec=spec), sm90(64, 128, k, 1, 2, ring=1, spec=spec)]
+        # No cluster: A's part of a narrow K-tile is a few hundred bytes, and waiting for a neighbour costs more.
+        return [
+            sm90(64, 256, k, 1, 1, teams=2, ring=1, spec=spec),
+            sm90(64, 256, k, 1, 2, spec=spec),
+            sm90(64, 128, k, 1, 2, ring=1, spec=spec),
+        ]
     if block is not None and block.bm <= 64:
         return [
             sm90(64, 256, k, 1, 1, 1, 2, teams=2, ring=1, spec=spec),
@@ -86,6 +93,17 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
         sm90(128, 128, k, 1, 1, *pair, teams=2, spec=spec),
         *wide,
     ]
+
+
+def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
+    """Configurations of the sweep kernel (sparse_collective.sweep_sm90), which are not among the candidates yet.
+
+    A first version, 384 x 128 without a cluster, was right on an H200 and took 870 us for 16x16 blocks at 8192 cubed
+    and 12.5 %, where the tuned kernel takes 1160; this one has not been timed.
+    """
+    cfg = GemmConfig(192, 256, 64, 0, 3, 1, 2, ring=2, sweep=True)
+    shapes = [cfg, replace(cfg, tile_n=128), replace(cfg, cluster_m=1), replace(cfg, tile_n=128, cluster_m=1)]
+    return [with_stages(shape, spec, 2 * 3 * 64 * 128) for shape in shapes]
 
 
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
@@ -124,6 +142,8 @@ def cost(
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
     """
+    if cfg.sweep:
+        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock)
     rows = block.bm if block else extents.M
     tiles_m = -(-rows // cfg.tile_m) * (extents.M // block.bm if block else 1)
     clusters_m = -(-tiles_m // cfg.cluster_m)
@@ -136,9 +156,28 @@ def cost(
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
     store = accumulators * STORE_CLOCKS["light" if light else "loaded"]
-    loop = k_tiles * (max(mma, load) + (NARROW_K_CLOCKS if cfg.tile_k < 64 else 0))
+    loop = k_tiles * max(mma, load)
     tile = loop + store if cfg.teams == 1 else max(loop, (loop + store) / 2)
     return waves * tile + PIPELINE_FILL
+
+
+def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock) -> float:
+    """`cost` of the sweep kernel, for a random pattern; a model that has met no measurement yet.
+
+    A chunk costs its products, whose operands come from shared memory at 128 bytes a clock (64 columns of B are read
+    again for each block), or its bytes from L2, or what a consumer spends on waiting and branching.
+    """
+    steps = max(1, cfg.tile_k // block.bk)
+    blocks = kept * steps * cfg.tile_m / block.bm  # of a chunk, in one CTA
+    listed = 1 - (1 - kept) ** (steps * cfg.tile_m * cfg.cluster_m / block.bm)
+    slabs, k_steps = cfg.tile_n / 64, min(block.bk, cfg.tile_k) / 16
+    mma = blocks * slabs * k_steps * max(16 * block.bm * 64 / MACS_PER_CLOCK, (2048 + 32 * block.bm) / 128)
+    load = (listed * cfg.tile_n / cfg.cluster_m + kept * cfg.tile_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
+    chunk = max(mma, load, listed * SWEEP_CHUNK_CLOCKS + blocks / 3 * SWEEP_BLOCK_CLOCKS)
+    tiles = -(-extents.M // (cfg.tile_m * cfg.cluster_m)) * -(-extents.N // cfg.tile_n) * extents.L
+    waves = -(-tiles // max(1, sms // cfg.cluster_m))
+    store = cfg.tile_n // 2 * STORE_CLOCKS["light" if light else "loaded"]
+    return waves * (extents.K / cfg.tile_k * chunk + store) + PIPELINE_FILL
 
 
 def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, group: int, sms: int) -> int:
@@ -148,7 +187,7 @@ def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, grou
     shared through L2 while they are there. With a CTA count that divides a panel (or is a multiple of it) they go on
     starting together, or so we explain that at 8192, 12.5 %, 128 CTAs are 1.4 to 3.3 % faster than 132.
     """
-    if block is None:
+    if block is None or cfg.sweep:
         return sms
     slots = sms // (cfg.cluster_m * cfg.cluster_n)
     panel = -(-block.bm // cfg.tile_m) * (extents.M // block.bm) // cfg.cluster_m * group

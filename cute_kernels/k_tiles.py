@@ -8,6 +8,7 @@ and that value, once per step, for a *KTile*:
     k_tiles.count                       # how many K-tiles; 0 is legal and means "the sum over nothing"
     k_tiles.out                         # (rest_m, outer_m): which rows of D the work tile writes
     k_tiles.at(i)                       # KTile(a, b); pure
+    source.order                        # None, or in which order work tiles come (scheduler.py)
 
 Kernels see their operands as
 
@@ -60,6 +61,11 @@ class DenseSource:
 
     count: Int32  # K-tiles of the product
     a_batch: Int32  # extent of mA's outer mode: 1 where one A serves the whole batch
+
+    @property
+    def order(self) -> None:
+        """Work tiles of one length need no order of their own."""
+        return None
 
     def bounds(self, m) -> tuple:
         return Int32(0), self.count

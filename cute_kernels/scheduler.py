@@ -3,6 +3,9 @@
 One panel is `group` tiles wide and spans all rows; inside it the index runs along N first. 132 CTAs at work then
 cover about 132 / group row tiles by `group` column tiles: for a dense product a near-square patch of D, for a
 block-sparse one a panel of B (K x group x tile_n elements) that stays in L2 while every block row passes over it.
+
+Work tiles of a sparse product differ in length. A table then says in which order they come, so that all workers finish
+together: see sparse_collective.balance.
 """
 
 from dataclasses import dataclass
@@ -18,27 +21,51 @@ class TileScheduler:
 
     A persistent kernel takes index blockIdx, blockIdx + gridDim, ...; a plain one takes its blockIdx and stops.
     Every role of a kernel decodes the same index with the same function, so their tile counts cannot differ.
+
+    With `order`, index i is the tile order[i] = (m, l * tiles_n + n). It is a whole number of rounds, one tile a worker
+    and round; only in the last round a worker may have none, which is -1.
     """
 
     tiles_m: Int32
     tiles_n: Int32
     batch: Int32
     group: Int32  # tiles of N in a panel
+    order: cute.Tensor | None = None  # (rounds x workers, 2)
 
     @property
     def count(self):
+        if self.order is not None:
+            return self.order.shape[0]
         return self.tiles_m * self.tiles_n * self.batch
+
+    @cute.jit
+    def end(self, first: Int32, step: Int32):
+        """Where the indices of worker `first` of `step` end."""
+        end = self.count
+        if cutlass.const_expr(self.order is not None):
+            last = end - step + first
+            end = last
+            if self.order[last, 0] >= 0:
+                end = last + 1
+        return end
 
     @cute.jit
     def decode(self, index: Int32):
         """(m, n, l) of a linear index; the last panel may be narrower."""
-        per_batch = self.tiles_m * self.tiles_n
-        l = index // per_batch
-        rest = index - l * per_batch
-        per_panel = self.tiles_m * self.group
-        panel = rest // per_panel
-        rest = rest - panel * per_panel
-        n0 = panel * self.group
-        width = cutlass.min(self.group, self.tiles_n - n0)
-        m = rest // width
-        return m, n0 + rest - m * width, l
+        if cutlass.const_expr(self.order is not None):
+            m = cutlass.max(self.order[index, 0], 0)
+            rest = cutlass.max(self.order[index, 1], 0)
+            l = rest // self.tiles_n
+            n = rest - l * self.tiles_n
+        else:
+            per_batch = self.tiles_m * self.tiles_n
+            l = index // per_batch
+            rest = index - l * per_batch
+            per_panel = self.tiles_m * self.group
+            panel = rest // per_panel
+            rest = rest - panel * per_panel
+            n0 = panel * self.group
+            width = cutlass.min(self.group, self.tiles_n - n0)
+            m = rest // width
+            n = n0 + rest - m * width
+        return m, n, l

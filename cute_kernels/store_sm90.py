@@ -24,6 +24,7 @@ from .epilogue import coordinates
 
 WARPGROUP = 128
 SLAB_M = 64  # rows of one WGMMA
+PIECE = 16  # accumulators that an epilogue works on at a time; with 32, bias and GELU spill beside 192 of them
 
 
 @dsl_user_op
@@ -54,8 +55,8 @@ class StoreSm90:
         self.epi_n = min(group_n, 128 * 8 // dtype.width)  # columns of one chunk: 128 bytes of D
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
-        # A chunk's arithmetic depends on no barrier, so the compiler starts all chunks' at once, and 128 GELUs' worth
-        # of temporaries spill. A factor read from shared memory after the chunk's barrier keeps them apart.
+        # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and
+        # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart.
         self.anchored = not facts.epilogue.is_light
         self.chunks = group_n // self.epi_n
         self.buffers = cfg.ring
@@ -96,7 +97,8 @@ class StoreSm90:
                 tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
             )
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
-        rD = cute.make_rmem_tensor(values, Float32)
+        piece = const_expr(min(values, PIECE) if self.anchored else values)
+        rD = cute.make_rmem_tensor(piece, Float32)
         for s in range_constexpr(self.slabs):
             slab = tile[0] * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
             for e in range_constexpr(self.chunks):
@@ -105,17 +107,22 @@ class StoreSm90:
                     if warp == 0:
                         cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
                     self.sync(group)
-                one = load_one(anchor) if const_expr(self.anchored) else None
-                for v in range_constexpr(values):
-                    rD[v] = acc[chunk * values + v]
-                    if const_expr(self.anchored):
-                        rD[v] = rD[v] * one
-                cD = coordinates(tCcD, e * values, values, (slab * SLAB_M, col0))
-                epilogue.apply(self.spec, args, rD, cD, extent, (tile[2], tile[3]))
+                rOut = cute.make_rmem_tensor(shape if const_expr(self.tma) else values, self.dtype)
+                for first in range_constexpr(0, values, piece):
+                    one = load_one(anchor) if const_expr(self.anchored) else None
+                    for v in range_constexpr(piece):
+                        rD[v] = acc[chunk * values + first + v]
+                        if const_expr(self.anchored):
+                            rD[v] = rD[v] * one
+                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
+                    epilogue.apply(self.spec, args, rD, cD, extent, (tile[2], tile[3]))
+                    if const_expr(self.tma):
+                        part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
+                        part.store(rD.load().to(self.dtype))
+                    else:
+                        self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
                 if const_expr(self.tma):
                     buffer = group * self.buffers + chunk % self.buffers
-                    rOut = cute.make_rmem_tensor(shape, self.dtype)
-                    rOut.store(rD.load().to(self.dtype))
                     cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.sync(group)
@@ -123,8 +130,6 @@ class StoreSm90:
                         n = col0 // self.epi_n + e
                         cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, tile[2], tile[3]])
                         cute.arch.cp_async_bulk_commit_group()
-                else:
-                    self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
 
     @cute.jit
     def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):

@@ -144,7 +144,8 @@ def source_text(source: str) -> str:
 
 
 def _append_node(node: ast.AST, words: list[str]) -> None:
-    # Not ast.dump, which writes empty fields out or not depending on Python's version.
+    # Not ast.dump, which writes empty fields out or not depending on Python's version, as do the fields that later
+    # versions have added: 3.12 gives every function and class a list of type parameters.
     words.append(type(node).__name__)
     for name in node._fields:
         value = getattr(node, name, None)
@@ -153,7 +154,9 @@ def _append_node(node: ast.AST, words: list[str]) -> None:
         elif isinstance(value, list):
             if name == "body" and value and _is_text(value[0]):
                 value = value[1:]
-            words.append("(")
+            if not value:
+                continue
+            words.append(f"{name} (")
             for item in value:
                 if isinstance(item, ast.AST):
                     _append_node(item, words)
@@ -259,7 +262,9 @@ def read(file: Path) -> Table:
 
 def _pick(entry: Mapping[str, Any]) -> TunedPick:
     pick = TunedPick(**{**entry, "config": GemmConfig(**entry["config"])})
-    counts = [*dataclasses.astuple(pick.config), pick.group, pick.ctas]
+    if type(pick.config.sweep) is not bool:
+        raise ValueError(f"sweep in {entry} is neither true nor false")
+    counts = [*dataclasses.astuple(dataclasses.replace(pick.config, sweep=1)), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):
         raise ValueError(f"a count in {entry} is no positive integer")
     if pick.path not in PATHS or not pick.us > 0 or not pick.heuristic_us > 0:

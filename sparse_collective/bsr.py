@@ -8,10 +8,13 @@ holds its elements, row-major. Names and layout are those of `torch.sparse_bsr`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from . import balance
+from .sweep import SweepPlan, sweep_plan
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -20,6 +23,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
 ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 INT32_MAX = 2**31 - 1
+MOST_PLANS = 64  # kept for one matrix: one for each kernel and width of the other operand
 
 
 class BsrMatrix:
@@ -53,8 +57,10 @@ class BsrMatrix:
     n_block_cols: int  # K / bk
     check: bool
     checked: bool  # whether check_indices has passed
+    even: bool  # whether all block rows are known to hold equally many blocks
     key: tuple  # what an op's plan depends on, hashable
-    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz")
+    plans: dict  # what kernels must know of the pattern, made when first needed
+    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even")
     __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "key", "__weakref__")
 
     def __init__(
@@ -80,7 +86,7 @@ class BsrMatrix:
             raise ValueError(f"values has {nnz} blocks, but shape {shape} has only {rows * cols}")
         self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape)
         self._set(blocksize=tuple(blocksize), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
-        self._set(check=bool(check), checked=False)
+        self._set(check=bool(check), checked=False, even=False, plans={})
         key = (shape, tuple(blocksize), nnz, values.dtype, crow_indices.dtype, values.device)
         self._set(key=key)
 
@@ -224,6 +230,42 @@ class BsrMatrix:
             return self
         return self._make(crow, col, values, self.shape, check=self.check, checked=self.checked)
 
+    def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
+        """`make()`, a tuple of tensors made of the indices alone, on their device; kept under `key`.
+
+        Made again if an index tensor has been changed in place. While a CUDA graph is captured, what is not there yet
+        becomes part of the graph and is not kept.
+        """
+        versions = self.crow_indices._version, self.col_indices._version
+        found = self.plans.get(key)
+        cuda = self.device.type == "cuda"
+        if found is not None and found[1] == versions:
+            if cuda and found[2] != torch._C._cuda_getCurrentRawStream(self.device.index):
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(found[3])
+                for tensor in found[0]:
+                    tensor.record_stream(stream)
+            return found[0]
+        made = make()
+        if not cuda:
+            self.plans[key] = (made, versions, None, None)
+        elif not torch.cuda.is_current_stream_capturing():
+            if len(self.plans) >= MOST_PLANS:
+                self.plans.clear()
+            stream = torch.cuda.current_stream(self.device)
+            self.plans[key] = (made, versions, stream.cuda_stream, stream.record_event())
+        return made
+
+    def sweep_plan(self, cluster: int) -> SweepPlan:
+        """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs."""
+        pattern = self.crow_indices, self.col_indices, self.shape, self.blocksize
+        return self.derived(("sweep", cluster), lambda: sweep_plan(*pattern, cluster))
+
+    def work_order(self, **tiles) -> Tensor:
+        """In which order work tiles come, so that all workers finish together; see balance.work_order."""
+        key = ("order", *tiles.values())
+        return self.derived(key, lambda: (balance.work_order(self.crow_indices, **tiles),))[0]
+
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.
 
@@ -252,9 +294,10 @@ class BsrMatrix:
             ((col < 0) | (col >= self.n_block_cols)).any(),
             ((col[1:] <= col[:-1]) & ~starts_row[1:nnz]).any(),
         ]
-        if any(torch.stack(flags).tolist()):
+        *wrong, even = torch.stack([*flags, (crow.diff() * self.n_block_rows == nnz).all()]).tolist()
+        if any(wrong):
             raise ValueError(self._first_index_error())
-        self._set(checked=True)
+        self._set(checked=True, even=even)
 
     def _first_index_error(self) -> str:
         """What is wrong first, crow_indices before col_indices. Copies the indices to the host."""

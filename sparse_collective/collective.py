@@ -27,6 +27,7 @@ class SparseCollective:
         self,
         crow_indices: cute.Tensor,  # (M / bm + 1,)
         col_indices: cute.Tensor,  # (nnz,)
+        order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
         values: cute.Tensor,  # (nnz, bm, bk)
         b: cute.Tensor,
         d: cute.Tensor,
@@ -55,7 +56,7 @@ class SparseCollective:
             else:
                 bias = view(bias, (bias.shape[0], rows), (stride, 0))
         tiles_m = -(-bm // cfg.tile_m)
-        source = BsrSource(crow_indices, col_indices, tiles_m, facts.k_tiles_per_block)
+        source = BsrSource(crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order)
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 

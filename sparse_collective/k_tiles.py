@@ -44,6 +44,7 @@ class BsrSource:
     col_indices: cute.Tensor  # (nnz,)
     tiles_m: cutlass.Constexpr[int]  # row tiles a block
     steps: cutlass.Constexpr[int]  # K-tiles a block
+    order: cute.Tensor | None = None  # (tiles, 2), of the work tiles, where rows differ in length (balance.py)
 
     def bounds(self, m) -> tuple:
         """(begin, end) of the block row's stored blocks."""

@@ -20,6 +20,7 @@ from cute_kernels.ops import bias_view, viewed
 from cute_kernels.runtime.function_key import function_key
 from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
+from . import balance
 from .bsr import BsrMatrix
 
 _PLANS: dict[tuple, Plan] = {}
@@ -113,8 +114,28 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         b, d, bias, residual = viewed(plan.views, b, out, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at these
         col, values = col.new_zeros(1), values.new_zeros(1, *W.blocksize)
-    plan.function(W.crow_indices, col, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    if plan.swept:
+        plan.function(
+            W.crow_indices, *W.sweep_plan(plan.swept), values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas
+        )
+        return out
+    if balance.ENABLED and not W.even:
+        function, order, ctas = _balanced(plan, W)
+        function(W.crow_indices, col, order, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
+        return out
+    plan.function(W.crow_indices, col, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
     return out
+
+
+def _balanced(plan: Plan, W: BsrMatrix):
+    """(function, order, CTAs): the plan's kernel with work tiles dealt by length."""
+    if plan.ordered is None:
+        from cute_kernels.runtime.kernels import function_for
+
+        plan.ordered = function_for(replace(plan.facts, ordered=True))
+    workers = plan.tiles["workers"]
+    ctas = 1 if workers is None else workers * plan.facts.config.cluster_m * plan.facts.config.cluster_n
+    return plan.ordered, W.work_order(**plan.tiles), ctas
 
 
 def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue):
@@ -221,6 +242,16 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
+    cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
+    plan.swept = cfg.cluster_m if cfg.sweep else 0
+    plan.tiles = {
+        "row_tiles": -(-bm // cfg.tile_m) // cfg.cluster_m,
+        "steps": steps,
+        "tiles_n": -(-N // (cfg.tile_n * cfg.cluster_n)),
+        "batch": problem.extents.L,
+        "group": plan.group,
+        "workers": sms // (cfg.cluster_m * cfg.cluster_n) if plan.facts.path == "sm_90" else None,
+    }
     plan.function = function_for(plan.facts)
 
 

@@ -7,6 +7,7 @@ same views, and uses of the epilogue what its facts say, no more.
 
 import importlib
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +19,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.config import unsupported
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import kernels
+from sparse_collective.sweep import CHUNK, CONSUMERS, Geometry
 
 
 class Emulated:
@@ -40,7 +42,7 @@ class Emulated:
             acc = a.float() @ b.float()
         else:
             *parts, b, d = operands
-            acc = self.sparse(*parts, b)
+            acc = (self.swept if self.facts.config.sweep else self.sparse)(*parts, b)
         self.insist("b", b, 1)
         self.insist("d", d, 2)
         assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
@@ -73,9 +75,16 @@ class Emulated:
                 right = stride == 1 if mode == contiguous else stride % align == 0
                 assert right, f"{name}: stride {stride} of mode {mode}, {major}-major, aligned to {align}"
 
-    def sparse(self, crow, col, values, b):
+    def sparse(self, crow, col, order, values, b):
         """W @ b from the stored blocks alone, or its transpose."""
         facts, (bm, bk) = self.facts, values.shape[1:]
+        assert (order is not None) == facts.ordered
+        if order is not None:
+            tiles = order[order[:, 0] >= 0]
+            m, n = (tiles.max(0).values + 1).tolist()
+            assert order.dtype == torch.int32 and torch.equal(
+                (tiles[:, 1] * m + tiles[:, 0]).sort().values, torch.arange(m * n).int()
+            )
         assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
         assert crow.dtype == col.dtype == getattr(torch, facts.block.index_dtype)
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
@@ -85,6 +94,31 @@ class Emulated:
             for p in range(bounds[r], bounds[r + 1]):
                 rows = b[..., columns[p] * bk : (columns[p] + 1) * bk, :]
                 out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
+        return out.mT if facts.transposed else out
+
+    def swept(self, crow, counts, entries, order, values, b):
+        """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
+        facts, (bm, bk) = self.facts, values.shape[1:]
+        g, cluster = Geometry.of_block(bm, bk), facts.config.cluster_m
+        assert crow.dtype == getattr(torch, facts.block.index_dtype)
+        assert counts.dtype == entries.dtype == order.dtype == torch.int32
+        b = (b.mT if facts.transposed else b).float()  # (..., K, N)
+        rows = (len(crow) - 1) * bm
+        out = b.new_zeros(*b.shape[:-2], rows, b.shape[-1])
+        for group, segment in itertools.product(range(len(counts)), range(CONSUMERS * cluster)):
+            first = (group * CONSUMERS * cluster + segment) * g.rows
+            at = int(crow[min(first, len(crow) - 1)])
+            for chunk, *words in entries[group, : int(counts[group])].tolist():
+                bits = [bit for bit in range(g.rows * g.steps) if words[segment] >> bit & 1]
+                for j, bit in enumerate(bits):
+                    r, s = divmod(bit, g.steps)
+                    part = slice(chunk % g.parts * g.width, (chunk % g.parts + 1) * g.width)
+                    k = chunk * CHUNK + s * g.width
+                    row = (first + r) * bm
+                    block = values[int(order[at + j])][:, part].float()
+                    out[..., row : row + bm, :] += block @ b[..., k : k + g.width, :]
+                if chunk % g.parts == g.parts - 1:
+                    at += len(bits)
         return out.mT if facts.transposed else out
 
 

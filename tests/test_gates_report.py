@@ -223,3 +223,23 @@ def test_the_command_on_a_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(tmp_path.iterdir()), "a part of the gates is not the record of this state"
+
+
+# -- the tables gate ------------------------------------------------------------------------------------------
+
+
+def test_tables_of_these_sources_pass_and_older_ones_are_told(tmp_path):
+    from bench.gates import tables
+    from cute_kernels import tuned
+
+    with pytest.raises(Skip, match="no tuned tables"):
+        tables.check(folder=tmp_path)
+    shipped = next(tuned.SHIPPED.glob("*.json"))
+    fitting = shipped.read_text()
+    for path, found in tuned.read(shipped).fingerprints.items():
+        fitting = fitting.replace(found, tuned.kernel_fingerprint(path))
+    (tmp_path / shipped.name).write_text(fitting)
+    assert tables.check(folder=tmp_path).verdict == PASSED
+    (tmp_path / shipped.name).write_text(fitting.replace(tuned.kernel_fingerprint("sm_90"), "0" * 16))
+    with pytest.raises(Skip, match=r"sm_90.*other sources"):
+        tables.check(folder=tmp_path)

@@ -1,17 +1,20 @@
 """The tuner's problems and genomes: lines of text are the ops' own problems, and whatever is legal compiles."""
 
+import dataclasses
 import random
 
 import pytest
 
 from bench.tune import fitness
 from bench.tune.problems import STANDARD, parse
-from bench.tune.space import Space
-from cute_kernels import explain
+from bench.tune.space import Candidate, Space
+from cute_kernels import explain, heuristics
 from cute_kernels.arch import ARCHS, PATHS
 from cute_kernels.config import unsupported
 from cute_kernels.runtime.parallel import in_parallel, inspect_kernel
 from cute_kernels.runtime.plan import choose
+
+from . import emulate
 
 SPEC, SMS = ARCHS["sm_90"], 132
 TEXTS = (
@@ -82,9 +85,21 @@ def test_a_problem_is_what_the_ops_plan_and_its_launch_is_theirs(text, emulated)
     facts, group, ctas, _ = choose(problem.as_planned(), SPEC, SMS, None)
     assert plan.facts == facts and (plan.group, plan.max_ctas) == (group, ctas)
     data.out.fill_(float("nan"))
-    fitness.launcher(plan, data)(plan.function, group, ctas)
+    fitness.launcher(plan, data)(plan.function, Candidate(facts, group, ctas))
     assert (data.out.double() - data.truth).abs().max() <= data.bound
     assert data.bound < 0.05 * data.truth.abs().max()
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_sweep_is_launched_with_the_plan_of_its_pattern(cluster, emulated):
+    problem = parse("bsr_matmul 256x384x512 16x16 30% bias+relu")
+    data = fitness.operands(problem, "cpu")
+    plan = explain(data.op, *data.args, **data.kwargs)
+    config = next(c for c in heuristics.sweeps(plan.facts.block, SPEC) if c.cluster_m == cluster)
+    facts = dataclasses.replace(plan.facts, config=config)
+    data.out.fill_(float("nan"))
+    fitness.launcher(plan, data)(emulate.Emulated(facts), Candidate(facts, 2, SMS))
+    assert (data.out.double() - data.truth).abs().max() <= data.bound
 
 
 # -- genomes ----------------------------------------------------------------------------------------------------

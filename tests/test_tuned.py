@@ -1,5 +1,6 @@
 """Tuned tables: classes of problems, fingerprints of sources, what counts and what is ignored, and that ops use it."""
 
+import ast
 import dataclasses
 import json
 import logging
@@ -125,6 +126,17 @@ def test_code_counts(old, new):
 
 def test_a_string_that_is_no_docstring_counts():
     assert tuned.source_text("x = 'a'") != tuned.source_text("x = 'b'")
+
+
+def test_fingerprints_are_those_of_every_python_version(monkeypatch):
+    """Python 3.12 gave functions and classes another field, empty in code that does not use it."""
+    source = "class A:\n    def f(self, x):\n        return x\n"
+    before = tuned.source_text(source)
+    for node in (ast.FunctionDef, ast.ClassDef):
+        fields = tuple(name for name in node._fields if name != "type_params")
+        monkeypatch.setattr(node, "_fields", (*fields, "type_params"))
+        monkeypatch.setattr(node, "type_params", [], raising=False)
+    assert tuned.source_text(source) == before
 
 
 def test_fingerprints_tell_paths_apart_and_every_source_exists():

@@ -1,6 +1,7 @@
 """`python -m bench gates`: may this state of the code be shipped? One page, one exit status.
 
     resources     registers, spills, shared memory and tensor-core instructions of every kernel; needs no GPU
+    tables        whether the shipped tuned tables were measured on these kernels; needs no GPU
     correctness   a matrix of products on every path against fp64; without a GPU through the ops' CPU reference
     determinism   one hash of every output in repeated runs
     stability     hundreds of shapes, streams and threads at once, CUDA graphs, memory
@@ -21,7 +22,7 @@ import torch
 
 from ..record import RESULTS
 
-NAMES = ("resources", "correctness", "determinism", "stability", "speed", "counters", "sanitizer")
+NAMES = ("resources", "tables", "correctness", "determinism", "stability", "speed", "counters", "sanitizer")
 NOT_QUICK = ("counters", "sanitizer")
 
 
@@ -56,14 +57,14 @@ def names(text: str) -> tuple[str, ...]:
 
 def checks(wanted: tuple[str, ...], quick: bool) -> dict:
     """The gates of these names, ready to be run."""
-    from . import correctness, counters, determinism, resources, sanitizer, speed, stability
+    from . import correctness, counters, determinism, resources, sanitizer, speed, stability, tables
     from .gate import Skip
 
     def left_out():
         raise Skip("left out by --quick")
 
-    found = {module.NAME: partial(module.check, quick=quick) for module in (resources, correctness, determinism)}
-    found |= {module.NAME: partial(module.check, quick=quick) for module in (stability, speed)}
+    found = {module.NAME: partial(module.check, quick=quick) for module in (resources, tables, correctness)}
+    found |= {module.NAME: partial(module.check, quick=quick) for module in (determinism, stability, speed)}
     found |= {module.NAME: left_out if quick else module.check for module in (counters, sanitizer)}
     return {name: found[name] for name in wanted}
 

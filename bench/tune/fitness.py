@@ -128,18 +128,24 @@ def fp64(a, b, *, bias=None, activation=None, residual=None) -> torch.Tensor:
     return known[activation](x) if activation else x
 
 
-def launcher(plan: Plan, problem: Operands) -> Callable[[Callable, int, int], object]:
-    """A launch of any kernel of the plan's problem: (function, group, ctas), past the ops and their checks."""
+def launcher(plan: Plan, problem: Operands) -> Callable[[Callable, Candidate], object]:
+    """A launch of any kernel of the plan's problem: (function, candidate), past the ops and their checks."""
     kw, out = problem.kwargs, problem.out
     bias, residual = kw.get("bias"), kw.get("residual")
     if problem.op is gemm:
         a, b = problem.args
         tensors = viewed(plan.views, a, b, out, bias, residual) if plan.views else (a, b, out, bias, residual)
-    else:
-        W, b = problem.args if problem.op is bsr_matmul else problem.args[::-1]
-        rest = viewed(plan.views, b, out, bias, residual) if plan.views else (b, out, bias, residual)
-        tensors = (W.crow_indices, W.col_indices, W.values, *rest)
-    return lambda function, group, ctas: function(*tensors, 1.0, 1.0, group, ctas)
+        return lambda function, candidate: function(*tensors, 1.0, 1.0, candidate.group, candidate.ctas)
+    W, b = problem.args if problem.op is bsr_matmul else problem.args[::-1]
+    rest = viewed(plan.views, b, out, bias, residual) if plan.views else (b, out, bias, residual)
+
+    def launch(function: Callable, candidate: Candidate) -> object:
+        tables = (W.col_indices, None)
+        if candidate.facts.config.sweep:
+            tables = W.sweep_plan(candidate.facts.config.cluster_m)
+        return function(W.crow_indices, *tables, W.values, *rest, 1.0, 1.0, candidate.group, candidate.ctas)
+
+    return launch
 
 
 @dataclass
@@ -179,7 +185,7 @@ class Fitness:
             for run in range(RUNS):
                 out.fill_(math.nan)
                 try:
-                    self.launch(function, candidate.group, candidate.ctas)
+                    self.launch(function, candidate)
                     torch.cuda.synchronize()
                 except Exception as error:
                     return self._refused(candidate, error)
@@ -241,7 +247,7 @@ class Fitness:
 
     def _call(self, candidate: Candidate) -> Callable:
         function, launch = self._functions[candidate.facts], self.launch
-        return lambda: launch(function, candidate.group, candidate.ctas)
+        return lambda: launch(function, candidate)
 
     def final(self, finalists: Sequence[Candidate], rounds: int = 100) -> dict[Candidate, tuple[float, float]]:
         """(µs, µs of the incumbent) of each finalist: medians of one long heat on a settled card."""

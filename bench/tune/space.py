@@ -53,8 +53,12 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
     if path == "sm_90":
         rows, columns, depths = (64, 128, 192, 256), (32, 64, 96, 128, 160, 192, 224, 256), (16, 32, 64, 128)
         tile = [
-            # two consumer warpgroups: cooperative along M or N, or two ping-pong teams
-            Gene("consumers", ("warps_m", "warps_n", "teams"), ((2, 1, 1), (1, 2, 1), (1, 1, 2))),
+            # two consumer warpgroups: cooperative along M or N, or two ping-pong teams; a sweep has its own three
+            Gene(
+                "consumers",
+                ("warps_m", "warps_n", "teams", "sweep"),
+                ((2, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False)),
+            ),
             Gene("cluster", ("cluster_m", "cluster_n"), ((1, 1), (2, 1), (1, 2))),
             Gene("ring", ("ring",), (1, 2, 3, 4)),
         ]
@@ -80,6 +84,11 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
     return tuple(_with_values_of(gene, known) for gene in genes) + tuple(launch)
 
 
+def _sweeps(problem: Problem, path: str) -> list[GemmConfig]:
+    """The sweep kernel's configurations, which the heuristics do not choose among yet."""
+    return heuristics.sweeps(problem.block, ARCHS["sm_90"]) if path == "sm_90" and problem.block else []
+
+
 def _with_values_of(gene: Gene, known: list[GemmConfig]) -> Gene:
     values = set(gene.values) | {_value_of(gene, config) for config in known}
     return gene._replace(values=tuple(sorted(values)))
@@ -98,7 +107,7 @@ class Space:
         self.spec = spec
         self.known = [
             config
-            for config in candidates(path, problem, spec)
+            for config in (*candidates(path, problem, spec), *_sweeps(problem, path))
             if not unsupported(facts_for(problem, path, spec, config))
         ]
         self.genes = genes_of(problem, path, self.known)

@@ -13,9 +13,12 @@ def compile_kernel(facts: GemmFacts, *, keep_cubin: bool = False) -> Built:
 
         entry, args = DenseGemm(facts), dense_args(facts)
     else:
-        from sparse_collective.collective import SparseCollective
+        if facts.config.sweep:
+            from sparse_collective.sweep_collective import SweepCollective as Collective
+        else:
+            from sparse_collective.collective import SparseCollective as Collective
 
-        entry, args = SparseCollective(facts), sparse_args(facts)
+        entry, args = Collective(facts), sparse_args(facts)
     compiled = compile_for(facts.arch, entry, *args, keep_cubin=keep_cubin)
     return Built(compiled, {"smem": entry.kernel.smem_bytes, "config": str(facts.config), "path": facts.path})
 

@@ -52,6 +52,9 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
     empty: bool = False
+    swept: int = 0  # for the sweep kernel: CTAs of a cluster
+    tiles: dict = field(default_factory=dict)  # of a sparse product: what balance.work_order asks for
+    ordered: Callable | None = None  # its function with an order of work tiles, once it was needed
     spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
 
     def __str__(self) -> str:

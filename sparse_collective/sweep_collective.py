@@ -1,0 +1,99 @@
+"""The sparse collective over the sweep kernel: groups of rows and their chunks in place of work tiles and K-tiles."""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.config import GemmFacts
+from cute_kernels.dense import view
+from cute_kernels.epilogue import EpilogueArgs
+
+from .collective import SparseCollective
+from .sweep import CONSUMERS
+from .sweep_sm90 import SweepSm90
+
+
+@dataclass(frozen=True)
+class SweptChunks:
+    """The chunks that one CTA's group of rows sweeps over; see sweep.SweepPlan."""
+
+    entries: cute.Tensor  # (chunks, 4 or 8)
+    count: Int32
+    rank: Int32  # of the CTA in its cluster
+
+    def chunk(self, i) -> Int32:
+        return self.entries[cutlass.min(i, self.count - 1), 0]
+
+    def word(self, i, consumer) -> Int32:
+        return self.entries[cutlass.min(i, self.count - 1), 1 + self.rank * CONSUMERS + consumer]
+
+
+@dataclass(frozen=True)
+class SweepSource:
+    """The source of the sweep kernel: what a group of rows needs, and its blocks in the order they are met."""
+
+    crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64
+    counts: cute.Tensor  # (groups,)
+    entries: cute.Tensor  # (groups, chunks, 4 or 8)
+    order: cute.Tensor  # (max(nnz, 1),)
+    cluster: cutlass.Constexpr[int]
+    rows: cutlass.Constexpr[int]  # block rows of a consumer
+
+    def for_tile(self, m, rank) -> SweptChunks:
+        return SweptChunks(self.entries[m, None, None], self.counts[m], rank)
+
+    def first_block(self, m, rank, consumer) -> Int32:
+        """Where in `order` a consumer's blocks begin."""
+        row = ((m * self.cluster + rank) * CONSUMERS + consumer) * self.rows
+        return Int32(self.crow_indices[cutlass.min(row, self.crow_indices.shape[0] - 1)])
+
+    def block(self, i) -> Int32:
+        return self.order[cutlass.min(i, self.order.shape[0] - 1)]
+
+
+class SweepCollective(SparseCollective):
+    """The same product as SparseCollective's by the sweep kernel, whose rows are D's columns."""
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        self.kernel = SweepSm90(facts)
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,  # (M / bm + 1,)
+        counts: cute.Tensor,
+        entries: cute.Tensor,
+        order: cute.Tensor,
+        values: cute.Tensor,  # (nnz, bm, bk)
+        b: cute.Tensor,
+        d: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        facts = self.facts
+        bm, bk = facts.block.bm, facts.block.bk
+        mA = view(values, (bm, bk, values.shape[0]), (bk, 1, bm * bk))
+        (K, N, L), (sK, sN, sL) = self.oriented(b)
+        mB = view(b, (N, K, L), (sN, sK, sL))
+        mD = self.swapped_output(d)
+        if const_expr(residual is not None):
+            residual = self.swapped_output(residual)
+        if const_expr(bias is not None):
+            bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
+        rows = const_expr(self.kernel.geometry.rows)
+        source = SweepSource(crow_indices, counts, entries, order, facts.config.cluster_m, rows)
+        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
+
+    def swapped_output(self, d: cute.Tensor) -> cute.Tensor:
+        """(N, M, 1, L)"""
+        (M, N, L), (sM, sN, sL) = self.oriented(d)
+        return view(d, (N, M, 1, L), (sN, sM, 0, sL))

@@ -1,0 +1,165 @@
+"""The sweep kernel's plan, and the op through it: the same product, whichever kernel is chosen.
+
+Without a GPU the plan is walked as the kernel walks it (emulate.swept); with one the kernel runs.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_kernels import config, explain, heuristics
+from cute_kernels.arch import ARCHS
+from cute_kernels.config import BlockFacts
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective.sweep import CONSUMERS, MOST_BYTES, ROWS, Geometry, sweep_plan, table_bytes
+
+from . import cases
+from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
+
+BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
+BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
+SWEEPS = heuristics.sweeps(BlockFacts(16, 16, "int32"), ARCHS["sm_90"])
+
+
+def matrix(mask, block, dtype=torch.bfloat16, index_dtype=torch.int32, device="cpu"):
+    crow, col = cases.mask_to_indices(mask, index_dtype)
+    shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
+    values = normal(len(col), *block, k=shape[1], dtype=dtype)
+    W = BsrMatrix(crow.to(device), col.to(device), values.to(device), shape)
+    return W, dense_of(crow, col, values, shape)
+
+
+@pytest.fixture(params=range(len(SWEEPS)), ids=lambda i: f"{SWEEPS[i]}")
+def swept(request, monkeypatch):
+    """Ops take this configuration of the sweep kernel, with more columns than it bears its narrower neighbour."""
+    chosen = SWEEPS[request.param]
+    narrow = next(c for c in SWEEPS if c.tile_n == 128 and c.cluster_m == chosen.cluster_m)
+    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen, narrow])
+    for module in ("cute_kernels.ops", "sparse_collective.ops"):
+        monkeypatch.setattr(f"{module}._PLANS", {})
+    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
+    return chosen
+
+
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: f"{b[0]}x{b[1]}")
+def test_patterns(swept, device, pattern, block):
+    """Groups and chunks of every filling, with a last group and a last chunk that are not full."""
+    rows, cols = 400 // block[0] + 1, 200 // block[1] + 2
+    W, dense = matrix(cases.PATTERNS[pattern](rows, cols), block, device=device)
+    b = normal(W.shape[1], 264)
+    exact, by_torch = exact_and_torch(dense, b, torch.bfloat16)
+    out, b = poisoned(*exact.shape, device=device), b.to(device)
+    assert explain(bsr_matmul, W, b, out=out).facts.config.sweep
+    bsr_matmul(W, b, out=out)
+    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(swept, device, activation, biased):
+    W, dense = matrix(cases.power_law(26, 9), (16, 32), device=device)
+    x, bias = normal(300, W.shape[1]), normal(W.shape[0]) if biased else None
+    exact, by_torch = exact_and_torch(x, dense.t(), torch.bfloat16, bias=bias, activation=activation)
+    out = poisoned(*exact.shape, device=device)
+    terms = {"bias": None if bias is None else bias.to(device), "activation": activation}
+    assert explain(bsr_linear, x.to(device), W, out=out, **terms).facts.config.sweep
+    bsr_linear(x.to(device), W, out=out, **terms)
+    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "batch"])
+def test_operands(swept, device, layout):
+    """B of either major and in batches, fp16, 64-bit indices, a column bias and a residual."""
+    W, dense = matrix(cases.bernoulli(13, 5, 0.3), (32, 64), torch.float16, torch.int64, device)
+    K = W.shape[1]
+    shape = (3, K, 136) if layout == "batch" else (K, 136)
+    b = normal(*shape, dtype=torch.float16) if layout != "nt" else normal(136, K, dtype=torch.float16).t()
+    bias = normal(136)
+    residual = normal(*shape[:-2], W.shape[0], 136, dtype=torch.float16)
+    exact, by_torch = exact_and_torch(dense, b, torch.float16, bias=bias, residual=residual)
+    out = poisoned(*exact.shape, dtype=torch.float16, device=device)
+    b = b.to(device) if layout != "nt" else b.t().to(device).t()
+    bsr_matmul(W, b, bias=bias.to(device), residual=residual.to(device), out=out)
+    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=K)
+
+
+def test_the_same_bits_each_time(swept, device):
+    W, _ = matrix(cases.power_law(40, 30), (16, 16), device=device)
+    b = normal(W.shape[1], 512, device=device)
+    first = bsr_matmul(W, b)
+    assert all(torch.equal(bsr_matmul(W, b), first) for _ in range(5))
+
+
+# -- the plan -------------------------------------------------------------------------------------------------
+
+
+@given(
+    block=st.sampled_from(BLOCKS),
+    rows=st.integers(1, 60),
+    cols=st.integers(1, 20),
+    density=st.floats(0, 1),
+    cluster=st.sampled_from((1, 2)),
+    seed=st.integers(0, 99),
+)
+def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cluster, seed):
+    mask = cases.bernoulli(rows, cols, density, seed)
+    crow, col = cases.mask_to_indices(mask)
+    plan = sweep_plan(crow, col, (rows * block[0], cols * block[1]), block, cluster)
+    g, segments = Geometry.of_block(*block), CONSUMERS * cluster
+    found = torch.zeros(rows, cols, g.parts, dtype=torch.int)
+    for group in range(len(plan.counts)):
+        listed = plan.entries[group, : int(plan.counts[group])]
+        assert listed[:, 0].tolist() == sorted(set(listed[:, 0].tolist())), "chunks ascend"
+        assert bool((listed[:, 1:] != 0).any(1).all()), "no chunk that nobody needs"
+        for segment in range(segments):
+            first = (group * segments + segment) * g.rows
+            at = int(crow[min(first, rows)])
+            for chunk, *words in listed.tolist():
+                bits = [bit for bit in range(32) if words[segment] >> bit & 1]
+                assert len(bits) <= g.rows * g.steps <= ROWS // 4
+                for j, bit in enumerate(bits):
+                    r, s = first + bit // g.steps, bit % g.steps
+                    column = chunk // g.parts if g.parts > 1 else chunk * g.steps + s
+                    p = int(plan.order[at + j])
+                    assert int(crow[r]) <= p < int(crow[r + 1]) and int(col[p]) == column
+                    found[r, column, chunk % g.parts] += 1
+                if chunk % g.parts == g.parts - 1:
+                    at += len(bits)
+    assert torch.equal(found, mask[..., None].int().expand_as(found))
+
+
+def test_a_plan_is_kept_until_the_indices_change():
+    W, _ = matrix(cases.bernoulli(30, 20, 0.3), (16, 16))
+    first = W.sweep_plan(2)
+    assert W.sweep_plan(2) is first and W.sweep_plan(1) is not first
+    W.col_indices.copy_(W.col_indices.clone())
+    assert W.sweep_plan(2) is not first
+
+
+@pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])
+def test_blocks_that_are_refused(block):
+    assert Geometry.refuse(*block)
+    with pytest.raises(ValueError, match="a sweep takes"):
+        Geometry.of_block(*block)
+
+
+def test_a_table_too_large_is_refused():
+    crow, col = torch.zeros(2**16 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    shape = 2**20, 2**22
+    assert table_bytes(shape, 2) > MOST_BYTES
+    with pytest.raises(ValueError, match="table of"):
+        sweep_plan(crow, col, shape, (16, 16), 2)
+
+
+def test_what_the_predicate_refuses():
+    from cute_kernels.catalog import COL, bsr, dense
+
+    spec = ARCHS["sm_90"]
+    wide, narrow = SWEEPS[:2]
+    assert config.unsupported(bsr(spec, "sm_90", wide, (16, 16))) == ""
+    assert "128 columns" in config.unsupported(bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
+    assert config.unsupported(bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
+    assert "heights" in config.unsupported(bsr(spec, "sm_90", wide, (128, 128)))
+    assert "dense" in config.unsupported(dense(spec, "sm_90", wide))
