@@ -65,10 +65,23 @@ def run_suites(args: argparse.Namespace) -> int:
         best = ceilings.measure(rounds=10 if args.mode == "quick" else 30)
         compile_first(args)
         failed = [line for suite in args.suites for line in run_suite(suite, args, best, bar)]
+    if not args.only:
+        draw(args.out)
     for line in failed:
         print("FAILED", line)
     print(f"{time.perf_counter() - start:.0f} s")
     return 1 if failed else 0
+
+
+def draw(out: Path) -> None:
+    """Figures beside the card's result files; without matplotlib, what to run where it is installed."""
+    folder = out / record.card_name(torch.cuda.get_device_name())
+    try:
+        from . import plots
+
+        print("drawn:", ", ".join(path.name for path in plots.draw(folder)) or "nothing yet")
+    except (ImportError, ValueError) as error:
+        print(f"no figures: {error}; python -m bench plot {folder} draws them")
 
 
 def compile_first(args: argparse.Namespace) -> None:

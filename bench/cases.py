@@ -7,14 +7,15 @@ import torch
 from cute_kernels import explain, gemm, path
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
-from . import peers
+from . import patterns, peers
 from .peers import CUBLAS, CUBLASLT, Call, Operands, verified
-from .rows import Case, Problem
+from .rows import Candidate, Case, Problem
 
 DTYPE = torch.bfloat16
 CUBE = 8192
 DENSE_CUBE = f"cuBLAS {CUBE} cubed"
 EQUAL = "cuBLAS, equal work"
+COPY = "copy of as many bytes"
 SQUARES = (512, 1024, 2048, 4096, 8192)
 PROJECTIONS = ((4096, 4096), (14336, 4096), (4096, 14336))  # (N, K) of a transformer 4096 wide
 TOKENS = (128, 2048, 8192)
@@ -112,10 +113,11 @@ def gemm_cases(mode: str) -> Iterator[Case]:
 def sparse(
     bm: int, bk: int, density: float, asked: float | None = None, *, K: int = CUBE, op: str = "bsr_matmul",
     against: str = EQUAL, forced: str | None = None, triton: str = "", shipped: bool = False, half: bool = False,
-    cube: bool = True,
+    cube: bool = True, pattern: str = "uniform",
 ) -> Case:  # fmt: skip
     """W (8192, K) with equally many random blocks in every row, beside dense products, and torch's of the same W.
 
+    `pattern` is another than that, of patterns.PATTERNS; of equal work is then the uniform one's useful work.
     `triton` says how many settings of torch's Triton kernel are tried ("quick", "full", "" for no such row); `shipped`
     adds `W @ b` as torch runs it, `half` a 2:4 product of the whole shape, `cube` cuBLAS's dense product of the 8192
     cube.
@@ -124,9 +126,17 @@ def sparse(
     per_row = max(1, round(density * K / bk))
     work = per_row * bk
     linear = op == "bsr_linear"
-    problem = Problem(op, M, N, K, (bm, bk), work / K, path=forced)
+    mask = None if pattern == "uniform" else patterns.PATTERNS[pattern](M // bm, K // bk, density)
+    kept = work / K if mask is None else mask.sum().item() / mask.numel()
+    problem = Problem(op, M, N, K, (bm, bk), kept, path=forced, pattern=pattern)
+
+    def weight():
+        if mask is not None:
+            return patterns.matrix(mask, (bm, bk), DTYPE)
+        return random_bsr((M, K), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE)
+
     x = Operands(
-        lambda: random_bsr((M, K), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE),
+        weight,
         lambda: randn(N, K).t() if linear else randn(K, N),
         transposed=linear,
     )
@@ -137,7 +147,7 @@ def sparse(
         return ours_of(x, x.out(), forced, bsr_matmul, x.a, x.b)
 
     equal = Operands(lambda: randn(M, work), lambda: randn(work, N))
-    others = [peers.cublas(equal, problem.flops, name=EQUAL)]
+    others = [peers.cublas(equal, 2.0 * M * N * work, name=EQUAL)]
     if cube:
         others.append(peers.cublas(Operands(lambda: randn(M, CUBE), lambda: randn(CUBE, N)), 2.0 * CUBE**3, DENSE_CUBE))
     if triton:
@@ -147,7 +157,30 @@ def sparse(
     if half:
         others.append(peers.semi_structured(M, N, K))
     name = f"{op} {bm}x{bk}, {work / K:.3g}" + (f", {forced} path" if forced else "")
+    name += "" if mask is None else f", {pattern}"
     return Case("block-sparse", name, problem, ours, others, against, asked)
+
+
+def skinny(tokens: int, size: int, bm: int, bk: int, density: float, asked: float | None = 0.75) -> Case:
+    """bsr_linear of a few tokens, limited by the bytes of the kept blocks, beside a copy that moves as many."""
+    per_row = round(density * size / bk)
+    problem = Problem("bsr_linear", size, tokens, size, (bm, bk), per_row * bk / size)
+    x = Operands(
+        lambda: random_bsr((size, size), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE),
+        lambda: randn(tokens, size).t(),
+        transposed=True,
+    )
+
+    def copy():
+        half = x.a.values.flatten()[: x.a.values.numel() // 2]  # each byte is read and written
+        to = torch.empty_like(half)
+        return Call(lambda: to.copy_(half))
+
+    def ours():
+        return ours_of(x, x.out().t(), None, bsr_linear, x.b.t(), x.a)
+
+    name = f"bsr_linear {bm}x{bk}, {density:.3g}, {tokens} tokens, {size} squared"
+    return Case("block-sparse", name, problem, ours, [Candidate(COPY, problem.flops, copy)], COPY, asked)
 
 
 def sparse_cases(mode: str) -> Iterator[Case]:
@@ -172,6 +205,13 @@ def sparse_cases(mode: str) -> Iterator[Case]:
     yield sparse(256, 128, eighth)
     yield sparse(32, 64, eighth, triton=mode)
     yield sparse(128, 128, eighth, forced="sm_80")
+    for block in ((128, 128), (64, 64), (16, 16)):
+        for pattern in patterns.PATTERNS:
+            yield sparse(*block, eighth, against=DENSE_CUBE, pattern=pattern)
+    for tokens in (1, 8, 32, 64):
+        for block in ((64, 64), (128, 128)):
+            yield skinny(tokens, 16384, *block, 1 / 4)
+    yield skinny(1, 8192, 128, 128, eighth)
     for block in ((128, 128), (64, 64), (32, 32), (16, 16)):
         for density in DENSITIES:
             if density != eighth:

@@ -26,6 +26,7 @@ class Problem:
     dtype: str = "bfloat16"
     path: str | None = None  # "sm_80" where that family of kernels was forced
     epilogue: str = ""  # "bias+gelu_tanh"; "" for none
+    pattern: str = "uniform"  # of the kept blocks: equally many in each row, at random; or one of patterns.PATTERNS
 
     @property
     def flops(self) -> float:

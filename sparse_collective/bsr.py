@@ -396,7 +396,9 @@ def random_bsr(
         row, col = (scores < density).nonzero(as_tuple=True)
         crow = _row_starts(row, rows, index_dtype)
     values = torch.randn(len(col), *blocksize, dtype=dtype, device=scores.device, generator=generator)
-    return BsrMatrix._make(crow, col.to(index_dtype), values.mul_(scale), shape)
+    matrix = BsrMatrix._make(crow, col.to(index_dtype), values.mul_(scale), shape)
+    matrix._set(even=per_row is not None)
+    return matrix
 
 
 def _block_view(dense: Tensor, blocksize: Sequence[int]) -> Tensor:

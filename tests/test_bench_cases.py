@@ -1,0 +1,58 @@
+"""The benchmark's cases and patterns: names that tell rows apart, shares of blocks, and work that is what it says."""
+
+import pytest
+import torch
+
+from bench import cases, patterns
+
+
+@pytest.mark.parametrize("mode", ["quick", "full"])
+def test_names_tell_rows_apart(mode):
+    rows = [case for suite in (cases.gemm_cases, cases.sparse_cases) for case in suite(mode)]
+    names = [case.name for case in rows]
+    assert len(set(names)) == len(names)
+    for case in rows:
+        assert case.against in [peer.name for peer in case.peers]
+        assert len({peer.name for peer in case.peers}) == len(case.peers)
+        assert case.problem.flops > 0 and case.problem.bytes > 0
+
+
+def test_quick_rows_are_among_the_full_ones():
+    for suite in (cases.gemm_cases, cases.sparse_cases):
+        quick, full = ({case.name: case.asked for case in suite(mode)} for mode in ("quick", "full"))
+        assert quick.items() <= full.items()
+
+
+def test_gate_cases_have_one_peer():
+    found = list(cases.gate_cases())
+    assert len({case.name for case in found}) == len(found)
+    assert all(len(case.peers) == 1 for case in found)
+
+
+@pytest.mark.parametrize("name", patterns.PATTERNS)
+@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (128, 128), (512, 512)])
+def test_patterns_keep_what_they_should(name, rows, cols):
+    mask = patterns.PATTERNS[name](rows, cols, 1 / 8)
+    assert mask.shape == (rows, cols) and mask.dtype is torch.bool
+    assert abs(mask.double().mean().item() - 1 / 8) < 0.02
+    assert torch.equal(mask, patterns.PATTERNS[name](rows, cols, 1 / 8)), "the same each time"
+
+
+def test_a_tenth_of_skewed_rows_holds_half():
+    lengths = patterns.skewed(64, 64, 1 / 8).sum(1).sort(descending=True).values
+    assert abs(lengths[:6].sum().item() / lengths.sum().item() - 0.5) < 0.03
+
+
+def test_bands_are_neighbours():
+    mask = patterns.banded(64, 64, 1 / 8)
+    assert mask.sum(1).tolist() == [8] * 64
+    shared = (mask[1:] & mask[:-1]).sum(1)
+    assert shared.min() >= 7
+
+
+def test_a_matrix_has_the_mask_s_blocks():
+    mask = patterns.scattered(5, 7, 0.4)
+    W = patterns.matrix(mask, (16, 32), device="cpu")
+    assert W.shape == (80, 224) and W.nnz == int(mask.sum()) and W.checked
+    found = W.to_dense().view(5, 16, 7, 32).abs().sum((1, 3)) > 0
+    assert torch.equal(found, mask)
