@@ -4,6 +4,7 @@ import torch
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 TORCH = {name: dtype for dtype, name in NAMES.items()}
+NAMES_OF_INDEX = {torch.int32: "int32", torch.int64: "int64"}
 OPERANDS = (torch.bfloat16, torch.float16)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import balance
-from .sweep import SweepPlan, sweep_plan
+from .sweep import CHUNK, SweepPlan, sweep_plan
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -258,8 +258,14 @@ class BsrMatrix:
 
     def sweep_plan(self, cluster: int) -> SweepPlan:
         """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs."""
+        make = sweep_plan
+        if self.device.type == "cuda":
+            from .sweep_plan import MOST_CHUNKS, sweep_plan_on_gpu
+
+            if -(-self.shape[1] // CHUNK) <= MOST_CHUNKS:
+                make = sweep_plan_on_gpu
         pattern = self.crow_indices, self.col_indices, self.shape, self.blocksize
-        return self.derived(("sweep", cluster), lambda: sweep_plan(*pattern, cluster))
+        return self.derived(("sweep", cluster), lambda: make(*pattern, cluster))
 
     def work_order(self, **tiles) -> Tensor:
         """In which order work tiles come, so that all workers finish together; see balance.work_order."""

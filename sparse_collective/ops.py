@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels import checks, reference
 from cute_kernels.config import BlockFacts
-from cute_kernels.dtypes import NAMES
+from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
 from cute_kernels.heuristics import Extents
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
@@ -253,9 +253,6 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         "workers": sms // (cfg.cluster_m * cfg.cluster_n) if plan.facts.path == "sm_90" else None,
     }
     plan.function = function_for(plan.facts)
-
-
-NAMES_OF_INDEX = {torch.int32: "int32", torch.int64: "int64"}
 
 
 def _view_of(name: str, t, linear: bool, plan: Plan):

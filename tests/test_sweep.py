@@ -130,6 +130,39 @@ def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cl
     assert torch.equal(found, mask[..., None].int().expand_as(found))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_the_kernel_plans_as_torch_does(pattern, block, cluster, index_dtype):
+    from sparse_collective.sweep_plan import sweep_plan_on_gpu
+
+    mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
+    crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
+    shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
+    ours, by_torch = (plan(crow, col, shape, block, cluster) for plan in (sweep_plan_on_gpu, sweep_plan))
+    assert torch.equal(ours.counts, by_torch.counts)
+    fields = 1 + CONSUMERS * cluster
+    for group, count in enumerate(ours.counts.tolist()):
+        assert torch.equal(ours.entries[group, :count, :fields], by_torch.entries[group, :count, :fields])
+    if len(col):
+        assert torch.equal(ours.order, by_torch.order)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128)])
+def test_the_plan_kernel_compiles(arch, block):
+    from cute_kernels.runtime import inspect
+    from cute_kernels.runtime.compile import cubin_of
+    from sparse_collective.sweep_plan import PlanFacts, compile_planner
+
+    for cluster, index_dtype in ((1, "int64"), (2, "int32")):
+        compiled = compile_planner(PlanFacts(arch, *block, index_dtype, cluster), keep_cubin=True)
+        found = inspect.resources(cubin_of(compiled), arch)
+        assert found.stack == found.stl == found.ldl == 0
+
+
 def test_a_plan_is_kept_until_the_indices_change():
     W, _ = matrix(cases.bernoulli(30, 20, 0.3), (16, 16))
     first = W.sweep_plan(2)
