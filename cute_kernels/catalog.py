@@ -80,6 +80,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += sparse_variations(spec, spec.path)
     found += unaligned(spec)
     if spec.path != "sm_80":
+        found += _lagging(spec)
         found += _swept(spec)
         found += _older_path(spec)
     return _buildable(found)
@@ -173,6 +174,14 @@ def unaligned(spec: ArchSpec) -> list[GemmFacts]:
     return found + main(linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
 
 
+def _lagging(spec: ArchSpec) -> Iterator[GemmFacts]:
+    """Cooperative kernels whose second warpgroup lags, which the tuner tries."""
+    for block in (None, (128, 128)):
+        config = next(c for c in configurations("sm_90", block, spec) if c.warps_m == 2 and c.tile_n == 256)
+        config = replace(config, lag=2)
+        yield from [dense(spec, "sm_90", config)] if block is None else [linear(spec, "sm_90", config, block)]
+
+
 def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
     """The sweep kernel: each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
     loaded_layer = replace(LINEAR, residual=None)
@@ -254,6 +263,7 @@ def config_text(config: GemmConfig) -> str:
     text = f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
+    text += f" lag {config.lag}" if config.lag else ""
     return text + (" pp" if config.teams == 2 else " sweep" if config.sweep else "")
 
 

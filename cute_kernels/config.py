@@ -21,7 +21,9 @@ class GemmConfig:
     A cluster (sm_90 only) of `cluster_m` x `cluster_n` CTAs multicasts B down its M side and A along its N side.
     `teams` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two teams of consumers work on alternate tiles,
     so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers.
-    `sweep` (sm_90, block-sparse only) is the kernel for low blocks: sparse_collective.sweep_sm90.
+    `lag` (cooperative sm_90 kernels): by how many stages the second warpgroup starts after the first, and stays behind:
+    one then stores while the other still multiplies. `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
+    sparse_collective.sweep_sm90.
     """
 
     tile_m: int
@@ -34,13 +36,15 @@ class GemmConfig:
     cluster_n: int = 1
     teams: int = 1
     ring: int = 2
+    lag: int = 0
     sweep: bool = False
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         kind = " ping-pong" if self.teams == 2 else " sweep" if self.sweep else ""
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
-        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{cluster}"
+        lag = f" lag {self.lag}" if self.lag else ""
+        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{lag}{cluster}"
 
 
 @dataclass(frozen=True)
@@ -177,15 +181,15 @@ def unsupported(facts: GemmFacts) -> str:
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
     if block and (block.bm % MMA_K or block.bk % MMA_K):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
-    if any(n < 1 for n in astuple(replace(cfg, sweep=True))):
+    if any(n < 1 for n in astuple(replace(cfg, lag=1, sweep=True))) or cfg.lag < 0:
         return f"{cfg}: every count must be at least 1"
     return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
 
 
 def _unsupported_sm80(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.spec
-    if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1:
-        return "clusters and ping-pong teams exist on the sm_90 path only"
+    if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1 or cfg.lag:
+        return "clusters, ping-pong teams and lags exist on the sm_90 path only"
     if cfg.stages < 3:
         return f"{cfg.stages} stages; the cp.async pipeline needs 3"
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
@@ -237,8 +241,8 @@ def _sweep(facts: GemmFacts) -> str:
         return "a dense product: only block-sparse ones are swept"
     if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
         return reason
-    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n)
-    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag)
+    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
     if cfg.stages < 2:
         return "one stage: a chunk is released when the next one has been issued"
@@ -294,6 +298,8 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         )
     if cfg.stages < 2:
         return "one stage: a K-tile is released when the next one has been issued"
+    if cfg.lag and (cfg.teams > 1 or cfg.lag > cfg.stages - 2):
+        return f"a lag of {cfg.lag}: it is for cooperative kernels, and leaves at least two stages to load ahead"
     if 16 * cfg.stages + 8 > BARRIER_BYTES:
         return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
     if cfg.cluster_m * cfg.cluster_n > 2:

@@ -12,7 +12,11 @@
                   team 0    |  mma 0  | store 0 |  mma 2  | store 2 | ...
                   team 1             |  mma 1  | store 1 |  mma 3  | ...
 
-One ring feeds both teams in tile order; a team steps over the stages that are not its own.
+One ring feeds both teams in tile order; a team steps over the stages that are not its own. With a lag, the second
+warpgroup of a cooperative kernel stays some K-tiles behind the first:
+
+                  group 0   |  mma 0  | store 0 |  mma 1  | store 1 | ...
+                  group 1     |  mma 0  | store 0 |  mma 1  | store 1 | ...
 
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
 """
@@ -20,7 +24,7 @@ Which K-tiles a work tile sums over is the source's business; this file owns sto
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
@@ -256,6 +260,10 @@ class GemmSm90:
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             first, step = block // self.cluster, ctas // self.cluster
+            ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            if const_expr(cfg.lag > 0):
+                for _ in range_constexpr(cfg.lag):
+                    ahead.advance()
             end = scheduler.end(first, step)
             team = group // self.team
             bounds = self.bounds(first, scheduler, source, rank_m)
@@ -272,6 +280,10 @@ class GemmSm90:
                 if const_expr(cfg.teams > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.teams, scheduler, source, rank_m)
+                if const_expr(cfg.lag > 0):
+                    # Once: from then on the warpgroup that stores later also starts the next tile later.
+                    if index == first and group == 1 and k_tiles.count > cfg.lag:
+                        ring.consumer_wait(ahead)
                 read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
                 if const_expr(cfg.teams > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)

@@ -262,9 +262,10 @@ def read(file: Path) -> Table:
 
 def _pick(entry: Mapping[str, Any]) -> TunedPick:
     pick = TunedPick(**{**entry, "config": GemmConfig(**entry["config"])})
-    if type(pick.config.sweep) is not bool:
-        raise ValueError(f"sweep in {entry} is neither true nor false")
-    counts = [*dataclasses.astuple(dataclasses.replace(pick.config, sweep=1)), pick.group, pick.ctas]
+    config = pick.config
+    if type(config.sweep) is not bool or type(config.lag) is not int or config.lag < 0:
+        raise ValueError(f"sweep or lag in {entry} is not what it should be")
+    counts = [*dataclasses.astuple(dataclasses.replace(config, lag=1, sweep=1)), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):
         raise ValueError(f"a count in {entry} is no positive integer")
     if pick.path not in PATHS or not pick.us > 0 or not pick.heuristic_us > 0:

@@ -61,6 +61,7 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
             ),
             Gene("cluster", ("cluster_m", "cluster_n"), ((1, 1), (2, 1), (1, 2))),
             Gene("ring", ("ring",), (1, 2, 3, 4)),
+            Gene("lag", ("lag",), (0, 1, 2)),
         ]
         stages = (2, 3, 4, 5, 6, 7, 8, 10)
     else:
