@@ -82,7 +82,7 @@ def test_panels_stay_together():
     ]
 
 
-@pytest.mark.parametrize("path", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("path", ["sm_80", pytest.param("sm_90", marks=pytest.mark.sm_90)])
 @pytest.mark.parametrize("pattern", ["power_law", "empty_rows", "one_full_row", "no_blocks", "bernoulli"])
 @pytest.mark.parametrize(
     "block", [(128, 128), (64, 64), (32, 32), (256, 64), (48, 112)], ids=lambda b: f"{b[0]}x{b[1]}"
@@ -102,6 +102,24 @@ def test_products(monkeypatch, device, path, pattern, block):
         assert_as_good_as_torch(out.cpu(), exact, by_torch, k=shape[1])
         linear = bsr_linear(b.t().contiguous().to(device), W)
         assert_as_good_as_torch(linear.t().cpu(), exact, by_torch, k=shape[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["sm_80", pytest.param("sm_90", marks=pytest.mark.sm_90)])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=lambda b: f"{b[0]}x{b[1]}")
+def test_many_rounds(monkeypatch, path, block):
+    """Every worker does several tiles, of lengths from none to all."""
+    monkeypatch.setattr(balance, "ENABLED", True)
+    mask = cases.power_law(2560 // block[0], 1024 // block[1])
+    crow, col = cases.mask_to_indices(mask)
+    values = normal(len(col), *block, k=1024)
+    W = BsrMatrix(crow.cuda(), col.cuda(), values.cuda(), (2560, 1024))
+    b = normal(1024, 8000, device="cuda")
+    exact, by_torch = exact_and_torch(W.to_dense(), b, torch.bfloat16)
+    out = poisoned(2560, 8000, device="cuda")
+    with cute_kernels.path(path):
+        bsr_matmul(W, b, out=out)
+    assert_as_good_as_torch(out, exact, by_torch, k=1024)
 
 
 @pytest.mark.parametrize(("mask", "even"), [(cases.uniform(8, 9, 3), True), (cases.power_law(8, 9), False)])
