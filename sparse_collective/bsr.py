@@ -100,10 +100,12 @@ class BsrMatrix:
     __setattr__ = __delattr__ = _refuse
 
     @classmethod
-    def _make(cls, crow, col, values, shape, *, check: bool = True, checked: bool = True) -> BsrMatrix:
+    def _make(
+        cls, crow, col, values, shape, *, check: bool = True, checked: bool = True, even: bool = False
+    ) -> BsrMatrix:
         """An instance whose indices are, or with checked=False may be, right by construction."""
         matrix = cls(crow, col, values, shape, check=check)
-        matrix._set(checked=checked)
+        matrix._set(checked=checked, even=even)
         return matrix
 
     @classmethod
@@ -228,7 +230,7 @@ class BsrMatrix:
         values = self.values.to(target)
         if crow is self.crow_indices and col is self.col_indices and values is self.values:
             return self
-        return self._make(crow, col, values, self.shape, check=self.check, checked=self.checked)
+        return self._make(crow, col, values, self.shape, check=self.check, checked=self.checked, even=self.even)
 
     def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
         """`make()`, a tuple of tensors made of the indices alone, on their device; kept under `key`.
@@ -402,9 +404,7 @@ def random_bsr(
         row, col = (scores < density).nonzero(as_tuple=True)
         crow = _row_starts(row, rows, index_dtype)
     values = torch.randn(len(col), *blocksize, dtype=dtype, device=scores.device, generator=generator)
-    matrix = BsrMatrix._make(crow, col.to(index_dtype), values.mul_(scale), shape)
-    matrix._set(even=per_row is not None)
-    return matrix
+    return BsrMatrix._make(crow, col.to(index_dtype), values.mul_(scale), shape, even=per_row is not None)
 
 
 def _block_view(dense: Tensor, blocksize: Sequence[int]) -> Tensor:

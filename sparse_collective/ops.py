@@ -123,7 +123,8 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         function, order, ctas = _balanced(plan, W)
         function(W.crow_indices, col, order, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
         return out
-    plan.function(W.crow_indices, col, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    ctas = plan.max_ctas if W.even else plan.uneven_ctas
+    plan.function(W.crow_indices, col, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
     return out
 
 
@@ -244,6 +245,9 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
     plan.swept = cfg.cluster_m if cfg.sweep else 0
+    # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
+    # same to a CTA in every panel.
+    plan.uneven_ctas = sms // (cfg.cluster_m * cfg.cluster_n) * cfg.cluster_m * cfg.cluster_n
     plan.tiles = {
         "row_tiles": -(-bm // cfg.tile_m) // cfg.cluster_m,
         "steps": steps,

@@ -18,6 +18,7 @@ from cute_kernels.config import BlockFacts
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective import ops as sparse_ops
 
+from . import emulate
 from .cases import PATTERNS, mask_to_indices
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned, poisoned_empty
 
@@ -444,3 +445,21 @@ class TestCuda:
             bsr_matmul(W, b)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_uneven_rows_run_on_all_multiprocessors(monkeypatch):
+    """CTAs that divide the rows are for rows of one length: a CTA meets the same ones in every panel."""
+    emulate.install(monkeypatch)
+    seen = []
+    run = emulate.Emulated.__call__
+    monkeypatch.setattr(emulate.Emulated, "__call__", lambda self, *args: (seen.append(args[-1]), run(self, *args)))
+    even = PATTERNS["uniform"](64, 8)
+    uneven = even.clone()
+    uneven[0] = True
+    b = normal(1024, 384)
+    for mask in (even, uneven):
+        W = bsr(mask, (128, 128), "cpu")
+        bsr_matmul(W, b)
+        assert W.even is (mask is even)
+        bsr_matmul(W.to(FP16), b.to(FP16))
+    assert seen == [128, 128, 132, 132]

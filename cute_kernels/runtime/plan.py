@@ -52,6 +52,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
     empty: bool = False
+    uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
     swept: int = 0  # for the sweep kernel: CTAs of a cluster
     tiles: dict = field(default_factory=dict)  # of a sparse product: what balance.work_order asks for
     ordered: Callable | None = None  # its function with an order of work tiles, once it was needed
