@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from sparse_collective import BsrMatrix
+from tests.cases import mask_to_indices
 
 
 def scattered(rows: int, cols: int, density: float, seed: int = 0) -> Tensor:
@@ -46,9 +47,7 @@ PATTERNS = {"scattered": scattered, "skewed": skewed, "banded": banded, "local a
 
 def matrix(mask: Tensor, block: tuple[int, int], dtype=torch.bfloat16, device="cuda") -> BsrMatrix:
     """Normal random values in the blocks of a mask; the indices are checked."""
-    crow = torch.zeros(mask.shape[0] + 1, dtype=torch.int32)
-    crow[1:] = mask.sum(1).cumsum(0)
-    col = mask.nonzero()[:, 1].int()
+    crow, col = mask_to_indices(mask)
     values = torch.randn(len(col), *block, dtype=dtype, device=device)
     W = BsrMatrix(crow.to(device), col.to(device), values, (mask.shape[0] * block[0], mask.shape[1] * block[1]))
     W.check_indices()

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from tests.reference import ACTIVATIONS
+
 from . import timing
 from .rows import Candidate
 
@@ -35,13 +37,6 @@ SAMPLE = 64  # rows compared: enough to meet each tile, and positions in it that
 # 8192 columns is 0.12 in the Frobenius norm.
 TOLERANCE = 0.01
 
-ACTIVATIONS = {
-    None: lambda x: x,
-    "relu": nnf.relu,
-    "gelu": nnf.gelu,
-    "gelu_tanh": lambda x: nnf.gelu(x, approximate="tanh"),
-    "silu": nnf.silu,
-}
 QUACK_ACTIVATIONS = {None: None, "relu": "relu", "gelu_tanh": "gelu_tanh_approx", "silu": "silu"}
 
 

@@ -8,7 +8,6 @@ bench/results/<card>/floors.json     what `python -m bench gates` holds the rati
 import datetime
 import json
 import os
-import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,15 +15,11 @@ from pathlib import Path
 import torch
 
 from cute_kernels.runtime.keys import source_fingerprint
+from cute_kernels.tuned import card_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "quack-kernels", "flash-attn-4")
-
-
-def card_name(card: str) -> str:
-    """ "NVIDIA H200" -> "nvidia-h200", the name of its folder."""
-    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
 
 def query(fields: str) -> dict[str, str]:

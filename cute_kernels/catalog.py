@@ -178,8 +178,8 @@ def _lagging(spec: ArchSpec) -> Iterator[GemmFacts]:
     """Cooperative kernels whose second warpgroup lags, which the tuner tries."""
     for block in (None, (128, 128)):
         config = next(c for c in configurations("sm_90", block, spec) if c.warps_m == 2 and c.tile_n == 256)
-        config = replace(config, lag=2)
-        yield from [dense(spec, "sm_90", config)] if block is None else [linear(spec, "sm_90", config, block)]
+        make, shape = (dense, ()) if block is None else (linear, (block,))
+        yield make(spec, "sm_90", replace(config, lag=2), *shape)
 
 
 def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:

@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from .arch import MMA_K, ArchSpec, arch_named
+from .sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -159,8 +160,10 @@ class GemmFacts:
 
     @property
     def operand_bytes(self) -> int:
-        """Shared memory of the A and B rings."""
+        """Shared memory of the A and B rings; of a sweep only B has stages, and A's rings hold two full chunks."""
         cfg = self.config
+        if cfg.sweep:
+            return (cfg.tile_n * cfg.stages + 2 * cfg.tile_m) * cfg.tile_k * ELEMENT
         return (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT * cfg.stages
 
     @property
@@ -234,9 +237,7 @@ def _unsupported_sm90(facts: GemmFacts) -> str:
 
 def _sweep(facts: GemmFacts) -> str:
     """What the sweep kernel asks: it has one tile, and swaps the operands."""
-    from sparse_collective.sweep import CHUNK, CONSUMERS, ROWS, Geometry
-
-    cfg, spec = facts.config, facts.spec
+    cfg = facts.config
     if facts.block is None:
         return "a dense product: only block-sparse ones are swept"
     if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
@@ -249,12 +250,12 @@ def _sweep(facts: GemmFacts) -> str:
     heavy = facts.epilogue.residual or facts.epilogue.function or not facts.tma_store
     if cfg.tile_n > 128 and heavy:  # compiled: 32 to 456 bytes of stack with a residual
         return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room for it"
-    ring = CONSUMERS * 2 * ROWS * CHUNK * ELEMENT
-    store = cfg.ring * CONSUMERS * 64 * 128 if facts.tma_store else 0
-    needed = cfg.tile_n * CHUNK * ELEMENT * cfg.stages + ring + store + 2 * BARRIER_BYTES
-    if needed > spec.smem:
-        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
-    return ""
+    return _smem_sm90(facts)
+
+
+def _smem_sm90(facts: GemmFacts) -> str:
+    needed, spec = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES, facts.spec
+    return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block" if needed > spec.smem else ""
 
 
 def _tile_sm90(facts: GemmFacts) -> str:
@@ -288,7 +289,7 @@ def _tile_sm90(facts: GemmFacts) -> str:
 
 def _schedule_sm90(facts: GemmFacts) -> str:
     """What the teams, the pipeline and the cluster ask, and whether shared memory holds it all."""
-    cfg, spec = facts.config, facts.spec
+    cfg = facts.config
     if cfg.teams > 2:
         return f"{cfg.teams} teams: two take turns"
     if cfg.warps_m * cfg.warps_n * cfg.teams != 2:
@@ -306,9 +307,8 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return f"a cluster of {cfg.cluster_m}x{cfg.cluster_n}: above two CTAs it measured half as fast, and is not kept"
     if (cfg.cluster_m > 1 and cfg.tile_n < 64) or (cfg.cluster_n > 1 and cfg.tile_m < 64):
         return f"tile {cfg}: a multicast operand has at least 64 rows, of which each CTA fetches its share"
-    needed = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES
-    if needed > spec.smem:
-        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
+    if reason := _smem_sm90(facts):
+        return reason
     if facts.block and cfg.cluster_m > 1 and -(-facts.block.bm // cfg.tile_m) % cfg.cluster_m:
         return f"a cluster of {cfg.cluster_m} row tiles would span two block rows of {facts.block.bm}"
     return ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from .arch import ArchSpec
 from .config import BARRIER_BYTES, ELEMENT, BlockFacts, GemmConfig
+from .sweep_tile import CHUNK, CONSUMERS, ROWS
 
 MACS_PER_CLOCK = 2048
 L2_BYTES_PER_CLOCK = 42
@@ -101,9 +102,9 @@ def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
     A first version, 384 x 128 without a cluster, was right on an H200 and took 870 us for 16x16 blocks at 8192 cubed
     and 12.5 %, where the tuned kernel takes 1160; this one has not been timed.
     """
-    cfg = GemmConfig(192, 256, 64, 0, 3, 1, 2, ring=2, sweep=True)
+    cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, 2, ring=2, sweep=True)
     shapes = [cfg, replace(cfg, tile_n=128), replace(cfg, cluster_m=1), replace(cfg, tile_n=128, cluster_m=1)]
-    return [with_stages(shape, spec, 2 * 3 * 64 * 128) for shape in shapes]
+    return [with_stages(shape, spec, cfg.ring * CONSUMERS * 64 * 128) for shape in shapes]
 
 
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
@@ -173,7 +174,7 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock) -> flo
     slabs, k_steps = cfg.tile_n / 64, min(block.bk, cfg.tile_k) / 16
     mma = blocks * slabs * k_steps * max(16 * block.bm * 64 / MACS_PER_CLOCK, (2048 + 32 * block.bm) / 128)
     load = (listed * cfg.tile_n / cfg.cluster_m + kept * cfg.tile_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
-    chunk = max(mma, load, listed * SWEEP_CHUNK_CLOCKS + blocks / 3 * SWEEP_BLOCK_CLOCKS)
+    chunk = max(mma, load, listed * SWEEP_CHUNK_CLOCKS + blocks / CONSUMERS * SWEEP_BLOCK_CLOCKS)
     tiles = -(-extents.M // (cfg.tile_m * cfg.cluster_m)) * -(-extents.N // cfg.tile_n) * extents.L
     waves = -(-tiles // max(1, sms // cfg.cluster_m))
     store = cfg.tile_n // 2 * STORE_CLOCKS["light" if light else "loaded"]

@@ -44,9 +44,7 @@ class TileScheduler:
         end = self.count
         if cutlass.const_expr(self.order is not None):
             last = end - step + first
-            end = last
-            if self.order[last, 0] >= 0:
-                end = last + 1
+            end = last + cutlass.min(self.order[last, 0] + 1, 1)  # one less where the last round has nothing
         return end
 
     @cute.jit

@@ -107,7 +107,8 @@ class StoreSm90:
                     if warp == 0:
                         cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
                     self.sync(group)
-                rOut = cute.make_rmem_tensor(shape if const_expr(self.tma) else values, self.dtype)
+                if const_expr(self.tma):
+                    rOut = cute.make_rmem_tensor(shape, self.dtype)
                 for first in range_constexpr(0, values, piece):
                     one = load_one(anchor) if const_expr(self.anchored) else None
                     for v in range_constexpr(piece):

@@ -49,6 +49,9 @@ SOURCES = {
     path: (*_SHARED, *(f"cute_kernels.{part}_{path.replace('_', '')}" for part in ("gemm", "mainloop", "store")))
     for path in PATHS
 }
+SOURCES["sm_90"] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in (
+    "sweep", "sweep_collective", "sweep_plan", "sweep_sm90", "wgmma",
+)))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,12 @@ def user_file(card: str) -> Path:
 
 def shipped_file(card: str) -> Path:
     """ "NVIDIA H200" -> tuned/nvidia-h200.json in this package."""
-    return SHIPPED / (re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") + ".json")
+    return SHIPPED / f"{card_name(card)}.json"
+
+
+def card_name(card: str) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200", the name of its files."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
 
 _TABLES: dict[Path, Table | None] = {}

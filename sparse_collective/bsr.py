@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.sweep_tile import CHUNK
+
 from . import balance
-from .sweep import CHUNK, SweepPlan, sweep_plan
+from .sweep import SweepPlan, sweep_plan
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -260,14 +262,16 @@ class BsrMatrix:
 
     def sweep_plan(self, cluster: int) -> SweepPlan:
         """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs."""
-        make = sweep_plan
+        return self.derived(("sweep", cluster), lambda: self._make_sweep_plan(cluster))
+
+    def _make_sweep_plan(self, cluster: int) -> SweepPlan:
+        pattern = self.crow_indices, self.col_indices, self.shape, self.blocksize
         if self.device.type == "cuda":
             from .sweep_plan import MOST_CHUNKS, sweep_plan_on_gpu
 
             if -(-self.shape[1] // CHUNK) <= MOST_CHUNKS:
-                make = sweep_plan_on_gpu
-        pattern = self.crow_indices, self.col_indices, self.shape, self.blocksize
-        return self.derived(("sweep", cluster), lambda: make(*pattern, cluster))
+                return sweep_plan_on_gpu(*pattern, cluster)
+        return sweep_plan(*pattern, cluster)
 
     def work_order(self, **tiles) -> Tensor:
         """In which order work tiles come, so that all workers finish together; see balance.work_order."""
@@ -302,7 +306,8 @@ class BsrMatrix:
             ((col < 0) | (col >= self.n_block_cols)).any(),
             ((col[1:] <= col[:-1]) & ~starts_row[1:nnz]).any(),
         ]
-        *wrong, even = torch.stack([*flags, (crow.diff() * self.n_block_rows == nnz).all()]).tolist()
+        lengths = crow.diff()
+        *wrong, even = torch.stack([*flags, (lengths == lengths[:1]).all()]).tolist()
         if any(wrong):
             raise ValueError(self._first_index_error())
         self._set(checked=True, even=even)

@@ -8,50 +8,14 @@ order it meets their blocks. Made once per pattern, on its device, without waiti
 For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, K-step s of the chunk.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-CHUNK = 64  # K elements the kernel works on at a time
-ROWS = 64  # rows of W that a consumer owns
-CONSUMERS = 3
+from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
+
 BATCH = 32  # entries that a warp fetches at once, one a lane
 MOST_BYTES = 256 << 20  # of a plan's table: groups x chunks
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How blocks of one shape lie in segments and chunks.
-
-    `rows` block rows a segment; `steps` block columns a chunk, each `width` wide; or, where blocks are wider than a
-    chunk, `parts` chunks a block.
-    """
-
-    rows: int
-    steps: int
-    width: int
-    parts: int
-
-    @staticmethod
-    def refuse(bm: int, bk: int) -> str:
-        """Why blocks of this shape cannot be swept; "" if they can."""
-        if bm not in (16, 32, 64):
-            return f"blocks {bm} high: a sweep takes heights of 16, 32 and 64"
-        if bk not in (16, 32) and bk % CHUNK:
-            return f"blocks {bk} wide: a sweep takes widths of 16, 32 and multiples of {CHUNK}"
-        return ""
-
-    @staticmethod
-    def of_block(bm: int, bk: int) -> "Geometry":
-        if reason := Geometry.refuse(bm, bk):
-            raise ValueError(reason)
-        width = min(bk, CHUNK)
-        return Geometry(ROWS // bm, CHUNK // width, width, bk // width)
-
-    @staticmethod
-    def of(facts) -> "Geometry":
-        return Geometry.of_block(facts.block.bm, facts.block.bk)
 
 
 class SweepPlan(NamedTuple):
@@ -67,10 +31,16 @@ class SweepPlan(NamedTuple):
     order: torch.Tensor
 
 
-def table_bytes(shape: tuple[int, int], cluster: int) -> int:
-    """Size of a plan's entries for W of this shape, for clusters of so many CTAs."""
-    groups = -(-shape[0] // (ROWS * CONSUMERS * cluster))
-    return groups * -(-shape[1] // CHUNK) * (4 if cluster == 1 else 8) * 4
+def table_shape(shape: tuple[int, int], cluster: int) -> tuple[int, int, int]:
+    """(groups, chunks, fields) of a plan's entries for W of this shape, for clusters of so many CTAs.
+
+    Raises ValueError for a table above MOST_BYTES.
+    """
+    groups, chunks = -(-shape[0] // (ROWS * CONSUMERS * cluster)), -(-shape[1] // CHUNK)
+    fields = 4 if cluster == 1 else 8
+    if (size := groups * chunks * fields * 4) > MOST_BYTES:
+        raise ValueError(f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_BYTES}")
+    return groups, chunks, fields
 
 
 def sweep_plan(
@@ -81,12 +51,9 @@ def sweep_plan(
     `cluster`: CTAs of a cluster, 1 or 2. Raises ValueError for blocks that Geometry refuses, and for tables above
     MOST_BYTES.
     """
-    g = Geometry.of_block(*block)
-    if (size := table_bytes(shape, cluster)) > MOST_BYTES:
-        raise ValueError(f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_BYTES}")
+    g, segments = Geometry.of_block(*block), CONSUMERS * cluster
+    groups, chunks, fields = table_shape(shape, cluster)
     nnz, device = col.numel(), col.device
-    segments, fields = CONSUMERS * cluster, 4 if cluster == 1 else 8
-    groups, chunks = -(-shape[0] // (ROWS * segments)), -(-shape[1] // CHUNK)
     entries = torch.zeros(groups, chunks + 1, fields, dtype=torch.int32, device=device)
     if nnz == 0:
         order = torch.zeros(1, dtype=torch.int32, device=device)

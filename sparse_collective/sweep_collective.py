@@ -10,9 +10,9 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.config import GemmFacts
 from cute_kernels.dense import view
 from cute_kernels.epilogue import EpilogueArgs
+from cute_kernels.sweep_tile import CONSUMERS
 
 from .collective import SparseCollective
-from .sweep import CONSUMERS
 from .sweep_sm90 import SweepSm90
 
 

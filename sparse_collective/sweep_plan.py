@@ -24,8 +24,9 @@ from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.plan import device_arch
+from cute_kernels.sweep_tile import CONSUMERS, Geometry
 
-from .sweep import CHUNK, CONSUMERS, ROWS, Geometry, SweepPlan
+from .sweep import SweepPlan, table_shape
 
 THREADS = 512
 MOST_CHUNKS = 1536  # words and counts in 72 KB of shared memory: K up to 98,304
@@ -168,15 +169,13 @@ def compile_planner(facts: PlanFacts, *, keep_cubin: bool = False):
 def sweep_plan_on_gpu(
     crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int
 ) -> SweepPlan:
-    """sweep.sweep_plan of a checked pattern on a GPU, for matrices of at most MOST_CHUNKS chunks.
+    """sweep.sweep_plan of a checked pattern on a GPU, for matrices of at most MOST_CHUNKS chunks; raises as it does.
 
     Places of `entries` past a group's count hold anything.
     """
-    groups, chunks = -(-shape[0] // (ROWS * CONSUMERS * cluster)), -(-shape[1] // CHUNK)
-    counts, entries, order = (
-        torch.empty(size, dtype=torch.int32, device=col.device)
-        for size in (groups, (groups, chunks, 4 if cluster == 1 else 8), max(1, len(col)))
-    )
+    table = table_shape(shape, cluster)
+    sizes = table[0], table, max(1, len(col))
+    counts, entries, order = (torch.empty(size, dtype=torch.int32, device=col.device) for size in sizes)
     facts = PlanFacts(device_arch(col.get_device())[0].target, *block, NAMES_OF_INDEX[col.dtype], cluster)
     planner = default_cache().get(facts, lambda: compile_planner(facts))
     planner(crow, col if len(col) else col.new_zeros(1), counts, entries, order)

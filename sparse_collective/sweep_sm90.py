@@ -34,9 +34,10 @@ from cute_kernels.epilogue import EpilogueArgs
 from cute_kernels.gemm_sm90 import ALIGN, smem_layout
 from cute_kernels.scheduler import TileScheduler
 from cute_kernels.store_sm90 import WARPGROUP, StoreSm90
+from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 
 from . import wgmma
-from .sweep import BATCH, CHUNK, CONSUMERS, ROWS, Geometry
+from .sweep import BATCH
 
 REGISTERS = (32, 160)  # a thread of producers, of consumers: 65,536 over 128 and 384
 SLAB = wgmma.MMA_M
@@ -48,7 +49,7 @@ class SweepSm90:
     def __init__(self, facts: GemmFacts):
         cfg = facts.config
         self.facts, self.cfg = facts, cfg
-        self.geometry = Geometry.of(facts)
+        self.geometry = Geometry.of_block(facts.block.bm, facts.block.bk)
         self.dtype = cutlass_dtype(facts.dtype)
         self.out_dtype = cutlass_dtype(facts.out_dtype)
         self.b_n_major = facts.majors[1] != "k"

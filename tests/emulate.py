@@ -19,7 +19,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.config import unsupported
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import kernels
-from sparse_collective.sweep import CHUNK, CONSUMERS, Geometry
+from cute_kernels.sweep_tile import CHUNK, CONSUMERS, Geometry
 
 
 class Emulated:

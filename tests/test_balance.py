@@ -50,7 +50,7 @@ def test_every_tile_comes_once(lengths, row_tiles, tiles_n, batch, group, worker
 
 
 def scheduler(order, tiles_m, tiles_n, batch):
-    return TileScheduler(tiles_m, tiles_n, batch, 1, order)
+    return TileScheduler(tiles_m, tiles_n, batch, 1, order.numpy())
 
 
 @pytest.mark.parametrize("workers", [66, 132])

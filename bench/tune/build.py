@@ -16,7 +16,7 @@ from cute_kernels.runtime import inspect, keys
 from cute_kernels.runtime.bundle import Bundle, BundleWriter
 from cute_kernels.runtime.compile import Built, build_object, cubin_of, load_bytes, load_object
 from cute_kernels.runtime.kernels import compile_kernel
-from cute_kernels.runtime.parallel import Outcome, attempt, worker_pool
+from cute_kernels.runtime.parallel import Outcome, attempt, report_of, worker_pool
 
 SASS, ELF = "SASS", "ELF"
 
@@ -54,16 +54,8 @@ def problems_of(cubin: bytes, facts: GemmFacts, dynamic_smem: int) -> tuple[list
 
     From the ELF file alone a spill shows as a stack frame; serialised WGMMAs and a dropped setmaxnreg do not show.
     """
-    sm90 = facts.path == "sm_90"
     try:
-        found = inspect.problems(
-            inspect.resources(cubin, facts.arch),
-            tensor_core="HGMMA" if sm90 else "HMMA",
-            dynamic_smem=dynamic_smem,
-            smem_limit=facts.spec.smem,
-            warp_specialised=sm90,
-        )
-        return found, SASS
+        return list(report_of(facts, cubin, dynamic_smem).problems), SASS
     except inspect.MissingDisassembler:
         frame = inspect.frame(cubin, facts.arch)
         return inspect.stack_problems(frame) + inspect.smem_problems(frame, dynamic_smem, facts.spec.smem), ELF

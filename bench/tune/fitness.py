@@ -25,6 +25,7 @@ from cute_kernels.reference import gemm as reference_gemm
 from cute_kernels.runtime.plan import Plan, path
 from cute_kernels.tuned import ENABLED_VARIABLE
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
+from tests import reference
 
 from .build import Builder
 from .problems import DTYPES, TuneProblem
@@ -111,21 +112,11 @@ def operands(problem: TuneProblem, device: str = "cuda", seed: int = 0) -> Opera
     terms["bias"] = randn(1, shape[1])[0] if problem.bias else None
     residual = randn(*shape, dtype=out_dtype) if problem.residual else None
     out = torch.empty(shape, dtype=out_dtype, device=device)
-    truth = fp64(*dense, residual=residual, **terms)
+    truth = reference.truth(*dense, residual=residual, **terms)
     torchs = reference_gemm(*dense, terms["bias"], problem.activation, residual, 1.0, 1.0, None, out_dtype, None)
     bound = FACTOR * float((torchs.double() - truth).abs().max()) + FLOOR * float(truth.abs().max())
     kwargs = terms | {"out": out} | ({} if residual is None else {"residual": residual})
     return Operands(op, args, kwargs, out, truth, bound)
-
-
-def fp64(a, b, *, bias=None, activation=None, residual=None) -> torch.Tensor:
-    """activation(a @ b + bias + residual) in fp64."""
-    x = a.double() @ b.double()
-    x = x if bias is None else x + bias.double()
-    x = x if residual is None else x + residual.double()
-    nn = torch.nn.functional
-    known = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "gelu_tanh": lambda x: nn.gelu(x, approximate="tanh")}
-    return known[activation](x) if activation else x
 
 
 def launcher(plan: Plan, problem: Operands) -> Callable[[Callable, Candidate], object]:

@@ -48,16 +48,20 @@ class Report:
 def inspect_kernel(facts: GemmFacts) -> Report:
     """Compile the kernel of `facts` and read its machine code."""
     built = compile_kernel(facts, keep_cubin=True)
-    resources = inspect.resources(cubin_of(built.compiled), facts.arch)
-    dynamic = int(built.metadata["smem"])
+    return report_of(facts, cubin_of(built.compiled), int(built.metadata["smem"]))
+
+
+def report_of(facts: GemmFacts, cubin: bytes, dynamic_smem: int) -> Report:
+    """Read a kernel's machine code; inspect.MissingDisassembler where nothing can."""
+    resources = inspect.resources(cubin, facts.arch)
     problems = inspect.problems(
         resources,
         tensor_core="HGMMA" if facts.path == "sm_90" else "HMMA",
-        dynamic_smem=dynamic,
+        dynamic_smem=dynamic_smem,
         smem_limit=facts.spec.smem,
         warp_specialised=facts.path == "sm_90",
     )
-    return Report(resources, dynamic, tuple(problems))
+    return Report(resources, dynamic_smem, tuple(problems))
 
 
 def compile_object(named: tuple[GemmFacts, str]) -> tuple[bytes, dict[str, Any]]:

@@ -1,0 +1,38 @@
+"""The tile of the sweep kernel (sparse_collective.sweep_sm90), and how blocks of one shape lie in it."""
+
+from dataclasses import dataclass
+
+CHUNK = 64  # K elements the kernel works on at a time
+ROWS = 64  # rows of W that a consumer owns
+CONSUMERS = 3
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How blocks of one shape lie in segments (the rows of one consumer) and chunks.
+
+    `rows` block rows a segment; `steps` block columns a chunk, each `width` wide; or, where blocks are wider than a
+    chunk, `parts` chunks a block.
+    """
+
+    rows: int
+    steps: int
+    width: int
+    parts: int
+
+    @staticmethod
+    def refuse(bm: int, bk: int) -> str:
+        """Why blocks of this shape cannot be swept; "" if they can."""
+        if bm not in (16, 32, 64):
+            return f"blocks {bm} high: a sweep takes heights of 16, 32 and 64"
+        if bk not in (16, 32) and bk % CHUNK:
+            return f"blocks {bk} wide: a sweep takes widths of 16, 32 and multiples of {CHUNK}"
+        return ""
+
+    @staticmethod
+    def of_block(bm: int, bk: int) -> "Geometry":
+        """Raises ValueError with the reason of `refuse`."""
+        if reason := Geometry.refuse(bm, bk):
+            raise ValueError(reason)
+        width = min(bk, CHUNK)
+        return Geometry(ROWS // bm, CHUNK // width, width, bk // width)
