@@ -15,9 +15,9 @@ from .sweep_tile import CHUNK, CONSUMERS, ROWS
 MACS_PER_CLOCK = 2048
 L2_BYTES_PER_CLOCK = 42
 PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estimate
-# A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: bias
-# and GELU cost a cooperative 128x256 tile 9700 clocks more (8192x8192x1024, 196 -> 285 us).
-STORE_CLOCKS = {"light": 16, "loaded": 90}
+# A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: the 25
+# instructions of bias and GELU more, another estimate.
+STORE_CLOCKS = {"light": 16, "loaded": 40}
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS = 250, 100  # of a consumer; guesses from the code
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 

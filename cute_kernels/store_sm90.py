@@ -24,7 +24,7 @@ from .epilogue import coordinates
 
 WARPGROUP = 128
 SLAB_M = 64  # rows of one WGMMA
-PIECE = 16  # accumulators that an epilogue works on at a time; with 32, bias and GELU spill beside 192 of them
+PIECE = 32  # accumulators that an epilogue works on at a time
 
 
 @dsl_user_op
