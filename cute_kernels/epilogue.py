@@ -36,7 +36,7 @@ def apply(
     args: EpilogueArgs,
     rD: cute.Tensor,  # (2 * 2 * J,) fp32 fragment, updated in place
     cD: list,  # (2 * 2 * J,) coordinates (m, n) of its values inside (M, N)
-    extent: tuple,  # (M, N): values outside are never read from the residual or the bias
+    extent: tuple,  # (M, N), at least 1: nothing outside is read from the residual or the bias
     outer: tuple,  # (outer_m, l)
 ):
     """Run the epilogue on one chunk of accumulators, in registers."""
@@ -51,18 +51,17 @@ def apply(
             # A row bias has one value per r, a column bias one per (c, j): load each once, then copy.
             first = const_expr(v & 2 if spec.bias == "row" else v & ~2)
             if const_expr(v == first):
-                rBias[v] = Float32(0.0)
-                if cD[v][mode] < extent[mode]:
-                    rBias[v] = args.bias[cD[v][mode], outer[0]].to(Float32)
+                # Clamped rather than guarded: what lies outside is not stored, and loads without branches overlap.
+                at = cutlass.min(cD[v][mode], extent[mode] - 1)
+                rBias[v] = args.bias[at, outer[0]].to(Float32)
             else:
                 rBias[v] = rBias[first]
         x = x + rBias.load()
     if const_expr(spec.residual is not None):
         rC = cute.make_rmem_tensor(rD.shape, Float32)
         for v in range_constexpr(size):
-            rC[v] = Float32(0.0)
-            if cute.elem_less(cD[v], extent):
-                rC[v] = args.residual[cD[v][0], cD[v][1], outer[0], outer[1]].to(Float32)
+            m, n = cutlass.min(cD[v][0], extent[0] - 1), cutlass.min(cD[v][1], extent[1] - 1)
+            rC[v] = args.residual[m, n, outer[0], outer[1]].to(Float32)
         x = x + args.beta * rC.load()
     if const_expr(spec.activation is not None):
         x = functions.ACTIVATIONS[spec.activation](x)

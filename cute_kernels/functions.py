@@ -67,16 +67,23 @@ def relu(x):
     return maximum(x, 0.0)
 
 
-def _approximate(name: str, x):
-    """cute.math's `name` by its one approximate instruction, element by element: the intrinsics take no vectors."""
+def _each(function, x):
+    """`function` of each element of a fragment: the intrinsics that are one instruction take no vectors."""
     import cutlass
     import cutlass.cute as cute
 
     values = cute.make_rmem_tensor(x.shape, cutlass.Float32)
     values.store(x)
     for v in range(cute.size(values)):
-        values[v] = getattr(cute.math, name)(values[v], approx=True, ftz=True)
+        values[v] = function(values[v])
     return values.load()
+
+
+def _approximate(name: str, x):
+    """cute.math's `name` of a fragment by its one approximate instruction."""
+    import cutlass.cute as cute
+
+    return _each(lambda value: getattr(cute.math, name)(value, approx=True, ftz=True), x)
 
 
 def reciprocal(x):
@@ -84,14 +91,16 @@ def reciprocal(x):
     return torch.reciprocal(x) if isinstance(x, torch.Tensor) else _approximate("rcp", x)
 
 
-def _exp(x):
-    """exp(x), in a kernel within some 1e-7 * (1 + |x|) of itself and 0 below 2 ** -126, in a fifth of exp's time."""
-    return torch.exp(x) if isinstance(x, torch.Tensor) else _approximate("exp2", x * 1.4426950408889634)
+def _exp2(x):
+    """2 ** x; in a kernel by one instruction, and 0 below 2 ** -126."""
+    return torch.exp2(x) if isinstance(x, torch.Tensor) else _approximate("exp2", x)
 
 
 def sigmoid(x):
-    """1 / (1 + exp(-x))."""
-    return reciprocal(1.0 + _exp(-1.0 * x))
+    """1 / (1 + exp(-x)); in a kernel within some 1e-7 * (1 + |x|) of that."""
+    if isinstance(x, torch.Tensor):
+        return torch.sigmoid(x)
+    return reciprocal(1.0 + _exp2(-1.4426950408889634 * x))
 
 
 def silu(x):
@@ -102,16 +111,20 @@ def silu(x):
 def gelu(x):
     """Exact GELU: x * Phi(x) with the error function.
 
-    In a kernel Phi's tail is t (a1 + ... + a5 t^4) exp(-x^2 / 2) / 2 with t = 1 / (1 + p |x| / sqrt 2): formula 7.1.26 of
-    Abramowitz and Stegun's Handbook of Mathematical Functions, within 7.5e-8 of Phi. libdevice's erf, as exact as fp32
-    can be, made the epilogue of a tile longer than its products.
+    In a kernel Phi's tail is t (a1 + ... + a5 t^4) exp(-x^2 / 2) / 2 with t = 1 / (1 + p |x| / sqrt 2): formula 7.1.26
+    of Abramowitz and Stegun's Handbook of Mathematical Functions, within 7.5e-8 of Phi. libdevice's erf, as exact as
+    fp32 can be, made the epilogue of a tile longer than its products.
     """
     if isinstance(x, torch.Tensor):
         return 0.5 * x * (1.0 + erf(x * 0.7071067811865476))
-    z = minimum(maximum(x, -1.0 * x), 16.0)  # beyond, the tail is 0 in fp32, and infinities stay what they are
+    import cutlass.cute as cute
+
+    size = cute.math.absf(x)
+    # Beyond 16 the tail is 0 in fp32; infinity times 0 would not be.
+    z = _each(lambda value: cute.arch.fmin(value, 16.0), size)
     t = reciprocal(0.23164189 * z + 1.0)
     tail = t * (0.12741479 + t * (-0.14224836 + t * (0.71070687 + t * (-0.72657601 + t * 0.53070271))))
-    return relu(x) - z * (tail * _exp(-0.5 * z * z))
+    return 0.5 * (x + size) - z * (tail * _exp2(z * (-0.72134752 * z)))
 
 
 def gelu_tanh(x):

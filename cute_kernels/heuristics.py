@@ -6,11 +6,12 @@ longer, and what no other work hides: filling the pipeline, and the store. A coo
 of two ping-pong teams one stores while the other multiplies.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from .arch import ArchSpec
 from .config import BARRIER_BYTES, ELEMENT, BlockFacts, GemmConfig
-from .sweep_tile import CHUNK, CONSUMERS, ROWS
+from .sweep_tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, ROWS, sweep_table_bytes
 
 MACS_PER_CLOCK = 2048
 L2_BYTES_PER_CLOCK = 42
@@ -18,7 +19,8 @@ PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estim
 # A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: the 25
 # instructions of bias and GELU more, another estimate.
 STORE_CLOCKS = {"light": 16, "loaded": 40}
-SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS = 250, 100  # of a consumer; guesses from the code
+SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS = 400, 110  # of a consumer: 16x16 blocks and 128 columns, 989 us
+SMEM_BYTES_PER_CLOCK = 128  # that TMA writes and WGMMA reads, together
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -55,19 +57,25 @@ def sm90(tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, tea
 def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
     """Configurations worth trying, best first among equals; all legal for the block shape."""
     k = tile_k_of(block)
+    # Of few columns: rows outside of B cost TMA time too (one token: 63 us with 64 columns, 64 tokens: 48).
+    skinny = [sm90(64, columns, k, 1, 1, teams=2, ring=1, spec=spec) for columns in (64, 32, 16)]
+    swept = sweeps(block, spec) if block is not None and block.bm in (16, 32, 64) else []
     if block is not None and k < 64:
         # No cluster: A's part of a narrow K-tile is a few hundred bytes, and waiting for a neighbour costs more.
         return [
             sm90(64, 256, k, 1, 1, teams=2, ring=1, spec=spec),
             sm90(64, 256, k, 1, 2, spec=spec),
             sm90(64, 128, k, 1, 2, ring=1, spec=spec),
+            *skinny,
+            *swept,
         ]
     if block is not None and block.bm <= 64:
         return [
             sm90(64, 256, k, 1, 1, 1, 2, teams=2, ring=1, spec=spec),
             sm90(64, 256, k, 1, 1, teams=2, ring=1, spec=spec),
             sm90(64, 128, k, 1, 1, teams=2, spec=spec),
-            sm90(64, 64, k, 1, 1, teams=2, ring=1, spec=spec),
+            *skinny,
+            *swept,
         ]
     wide = [sm90(128, 128, k, 2, 1, spec=spec), sm90(128, 64, k, 2, 1, ring=1, spec=spec)]
     if block is None:
@@ -93,14 +101,15 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
         sm90(128, 256, k, 2, 1, spec=spec),
         sm90(128, 128, k, 1, 1, *pair, teams=2, spec=spec),
         *wide,
+        *skinny,
     ]
 
 
 def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
-    """Configurations of the sweep kernel (sparse_collective.sweep_sm90), which are not among the candidates yet.
+    """Configurations of the sweep kernel (sparse_collective.sweep_sm90).
 
-    A first version, 384 x 128 without a cluster, was right on an H200 and took 870 us for 16x16 blocks at 8192 cubed
-    and 12.5 %, where the tuned kernel takes 1160; this one has not been timed.
+    8192 cubed, 12.5 %, 256 columns, clusters of 2 and 1, and the best of the other kernels: 16x16 blocks 710, 742 and
+    1242 us; 32x32 626, 602 and 614; 64x64 481, 356 and 286.
     """
     cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, 2, ring=2, sweep=True)
     shapes = [cfg, replace(cfg, tile_n=128), replace(cfg, cluster_m=1), replace(cfg, tile_n=128, cluster_m=1)]
@@ -138,13 +147,16 @@ def cost(
     sms: int,
     light: bool = True,
     l2_bytes_per_clock: float = L2_BYTES_PER_CLOCK,
+    listed: float | None = None,
 ) -> float:
     """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
+    `listed`: of the chunks (64 columns) of W, the share in which a group of 192 rows has a block; None for that of
+    blocks at random.
     """
     if cfg.sweep:
-        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock)
+        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, listed)
     rows = block.bm if block else extents.M
     tiles_m = -(-rows // cfg.tile_m) * (extents.M // block.bm if block else 1)
     clusters_m = -(-tiles_m // cfg.cluster_m)
@@ -158,23 +170,39 @@ def cost(
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
     store = accumulators * STORE_CLOCKS["light" if light else "loaded"]
     loop = k_tiles * max(mma, load)
-    tile = loop + store if cfg.teams == 1 else max(loop, (loop + store) / 2)
+    alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
+    tile = loop + store if alone else max(loop, (loop + store) / 2)
     return waves * tile + PIPELINE_FILL
 
 
-def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock) -> float:
-    """`cost` of the sweep kernel, for a random pattern; a model that has met no measurement yet.
+def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:
+    """The share of chunks in which `rows` rows of a random pattern have a block."""
+    return 1 - (1 - kept) ** (max(1, CHUNK // block.bk) * max(1, rows // block.bm))
 
-    A chunk costs its products, whose operands come from shared memory at 128 bytes a clock (64 columns of B are read
-    again for each block), or its bytes from L2, or what a consumer spends on waiting and branching.
+
+def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known) -> float:
+    """`cost` of the sweep kernel; `known` is its `listed`.
+
+    A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again for
+    each block); or the bytes that arrive, for a multicast to two CTAs measured 4 % faster and not twice; or what a
+    consumer spends on waiting and branching. Where few blocks share a chunk consumers wait for each other: a factor
+    that is fitted to the three times of `sweeps`, as the constants are.
     """
+    if sweep_table_bytes(extents.M, extents.K, cfg.cluster_m) > MOST_TABLE_BYTES:
+        return math.inf
     steps = max(1, cfg.tile_k // block.bk)
     blocks = kept * steps * cfg.tile_m / block.bm  # of a chunk, in one CTA
-    listed = 1 - (1 - kept) ** (steps * cfg.tile_m * cfg.cluster_m / block.bm)
+    listed = listed_at_random(kept, block, cfg.tile_m * cfg.cluster_m)
+    if known is not None:  # of one CTA; a cluster's is taken to be larger as it is at random
+        listed = min(1.0, known * listed / max(1e-9, listed_at_random(kept, block, cfg.tile_m)))
     slabs, k_steps = cfg.tile_n / 64, min(block.bk, cfg.tile_k) / 16
-    mma = blocks * slabs * k_steps * max(16 * block.bm * 64 / MACS_PER_CLOCK, (2048 + 32 * block.bm) / 128)
-    load = (listed * cfg.tile_n / cfg.cluster_m + kept * cfg.tile_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
-    chunk = max(mma, load, listed * SWEEP_CHUNK_CLOCKS + blocks / CONSUMERS * SWEEP_BLOCK_CLOCKS)
+    mma = blocks * slabs * k_steps * 16 * block.bm * 64 / MACS_PER_CLOCK
+    arriving = (listed * cfg.tile_n + kept * cfg.tile_m) * cfg.tile_k * ELEMENT
+    smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * ELEMENT) / SMEM_BYTES_PER_CLOCK
+    issue = listed * SWEEP_CHUNK_CLOCKS + blocks / CONSUMERS * SWEEP_BLOCK_CLOCKS
+    chunk = max(mma, smem, arriving / l2_bytes_per_clock, issue)
+    alone = 1 - min(1.0, kept / max(1e-9, listed))
+    chunk *= (1 + 0.48 * alone * (block.bm / 64) ** 2) * (1 if cfg.cluster_m > 1 else 1.04)
     tiles = -(-extents.M // (cfg.tile_m * cfg.cluster_m)) * -(-extents.N // cfg.tile_n) * extents.L
     waves = -(-tiles // max(1, sms // cfg.cluster_m))
     store = cfg.tile_n // 2 * STORE_CLOCKS["light" if light else "loaded"]

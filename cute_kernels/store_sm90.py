@@ -3,8 +3,9 @@
 Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through a two-deep ring of
 its own, so warpgroups never wait for each other:
 
+    all 128 threads    epilogue in registers, while the chunks before are still being stored
     warp 0             wait until the ring's buffer is free
-    all 128 threads    epilogue in registers -> stmatrix -> fence
+    all 128 threads    stmatrix -> fence
     warp 0             TMA store of the chunk, commit
 
 Where D's strides do not meet TMA's rule (multiples of 16 bytes), `store_direct` writes element by element.
@@ -104,10 +105,6 @@ class StoreSm90:
             for e in range_constexpr(self.chunks):
                 chunk = const_expr(s * self.chunks + e)
                 if const_expr(self.tma):
-                    if warp == 0:
-                        cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-                    self.sync(group)
-                if const_expr(self.tma):
                     rOut = cute.make_rmem_tensor(shape, self.dtype)
                 for first in range_constexpr(0, values, piece):
                     one = load_one(anchor) if const_expr(self.anchored) else None
@@ -124,6 +121,9 @@ class StoreSm90:
                         self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
                 if const_expr(self.tma):
                     buffer = group * self.buffers + chunk % self.buffers
+                    if warp == 0:
+                        cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+                    self.sync(group)
                     cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.sync(group)

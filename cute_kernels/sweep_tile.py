@@ -5,6 +5,13 @@ from dataclasses import dataclass
 CHUNK = 64  # K elements the kernel works on at a time
 ROWS = 64  # rows of W that a consumer owns
 CONSUMERS = 3
+MOST_TABLE_BYTES = 256 << 20  # of a plan's table: groups x chunks
+
+
+def sweep_table_bytes(M: int, K: int, cluster: int) -> int:
+    """Size of the table of a plan (sparse_collective.sweep) for W (M, K), for clusters of so many CTAs."""
+    groups, chunks = -(-M // (ROWS * CONSUMERS * cluster)), -(-K // CHUNK)
+    return groups * chunks * (4 if cluster == 1 else 8) * 4
 
 
 @dataclass(frozen=True)

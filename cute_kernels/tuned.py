@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 from .arch import PATHS
 from .config import GemmConfig
+from .heuristics import listed_at_random
 from .runtime.cache import cache_directory
 from .runtime.store import write_atomically
+from .sweep_tile import CONSUMERS, ROWS
 
 if TYPE_CHECKING:
     from .runtime.plan import Problem
@@ -93,7 +95,8 @@ def problem_class(problem: Problem, path: str) -> str:
 
     A text such as "bsr_matmul 128x128 8192x8192x8192 12.5% k,n,n bfloat16 out 2B light tma". It says: the operation
     with its block shape; M x N x K, each rounded to an eighth of an octave; the batch, if there is one; the kept
-    density of a sparse operand, rounded to a quarter of an octave; the contiguous modes of A, B and D; the operands'
+    density of a sparse operand, rounded to a quarter of an octave, and whether its rows are known to share columns
+    more than random ones; the contiguous modes of A, B and D; the operands'
     type and the bytes of an output element; whether the epilogue is light (EpilogueSpec.is_light) or loaded; and how
     the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80 how many elements one copy of each holds.
     """
@@ -106,6 +109,9 @@ def problem_class(problem: Problem, path: str) -> str:
         words.append(f"batch {round(octave(e.L, 8))}")
     if problem.block:
         words.append(f"{100 * octave(problem.kept, 4):.3g}%")
+        random = listed_at_random(problem.kept, problem.block, CONSUMERS * ROWS)
+        if problem.listed is not None and problem.listed < 0.8 * random:
+            words.append("shared columns")
     words += [",".join(problem.majors), problem.dtype, f"out {out_bytes}B"]
     words.append("light" if problem.epilogue.is_light else "loaded")
     if path == "sm_90":

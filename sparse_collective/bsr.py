@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.sweep_tile import CHUNK
+from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS
 
 from . import balance
 from .sweep import SweepPlan, sweep_plan
@@ -60,9 +60,10 @@ class BsrMatrix:
     check: bool
     checked: bool  # whether check_indices has passed
     even: bool  # whether all block rows are known to hold equally many blocks
+    listed: float | None  # share of chunks that a group of rows needs, where known: heuristics.sweep_cost
     key: tuple  # what an op's plan depends on, hashable
     plans: dict  # what kernels must know of the pattern, made when first needed
-    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even")
+    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even", "listed")
     __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "key", "__weakref__")
 
     def __init__(
@@ -89,12 +90,15 @@ class BsrMatrix:
         self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape)
         self._set(blocksize=tuple(blocksize), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
         self._set(check=bool(check), checked=False, even=False, plans={})
-        key = (shape, tuple(blocksize), nnz, values.dtype, crow_indices.dtype, values.device)
-        self._set(key=key)
+        self._set_listed(None)
 
     def _set(self, **attributes: object) -> None:
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
+
+    def _set_listed(self, listed: float | None) -> None:
+        dtypes = self.values.dtype, self.crow_indices.dtype
+        self._set(listed=listed, key=(self.shape, self.blocksize, self.nnz, *dtypes, self.device, listed))
 
     def _refuse(self, name: str, *_: object) -> None:
         raise AttributeError(f"BsrMatrix.{name} is read-only; build a new matrix, which copies no tensor")
@@ -103,11 +107,12 @@ class BsrMatrix:
 
     @classmethod
     def _make(
-        cls, crow, col, values, shape, *, check: bool = True, checked: bool = True, even: bool = False
+        cls, crow, col, values, shape, *, check: bool = True, checked: bool = True, even: bool = False, listed=None
     ) -> BsrMatrix:
         """An instance whose indices are, or with checked=False may be, right by construction."""
         matrix = cls(crow, col, values, shape, check=check)
         matrix._set(checked=checked, even=even)
+        matrix._set_listed(listed)
         return matrix
 
     @classmethod
@@ -232,7 +237,8 @@ class BsrMatrix:
         values = self.values.to(target)
         if crow is self.crow_indices and col is self.col_indices and values is self.values:
             return self
-        return self._make(crow, col, values, self.shape, check=self.check, checked=self.checked, even=self.even)
+        state = {"check": self.check, "checked": self.checked, "even": self.even, "listed": self.listed}
+        return self._make(crow, col, values, self.shape, **state)
 
     def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
         """`make()`, a tuple of tensors made of the indices alone, on their device; kept under `key`.
@@ -307,10 +313,31 @@ class BsrMatrix:
             ((col[1:] <= col[:-1]) & ~starts_row[1:nnz]).any(),
         ]
         lengths = crow.diff()
-        *wrong, even = torch.stack([*flags, (lengths == lengths[:1]).all()]).tolist()
+        flags.append((lengths == lengths[:1]).all())
+        *wrong, even, listed = torch.stack([*(flag.long() for flag in flags), self._chunks_listed()]).tolist()
         if any(wrong):
             raise ValueError(self._first_index_error())
-        self._set(checked=True, even=even)
+        self._set(checked=True, even=bool(even))
+        groups, chunks = self._chunk_grid()
+        self._set_listed(round(listed / max(1, groups * chunks), 2))
+
+    def _chunk_grid(self) -> tuple[int, int]:
+        """How many groups of rows and chunks of columns the sweep kernel has without a cluster."""
+        (bm, bk), (M, K) = self.blocksize, self.shape
+        return -(-M // max(bm, ROWS * CONSUMERS)), -(-K // max(bk, CHUNK))
+
+    def _chunks_listed(self) -> Tensor:
+        """How many pairs of group and chunk hold a block, on the device; of wrong indices any number."""
+        (bm, bk), (groups, chunks) = self.blocksize, self._chunk_grid()
+        if self.nnz == 0:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        crow = self.crow_indices.clamp(0, self.nnz).contiguous()
+        numbers = torch.arange(self.nnz, dtype=crow.dtype, device=crow.device)
+        row = (torch.searchsorted(crow, numbers, right=True) - 1).clamp(0, self.n_block_rows - 1)
+        col = self.col_indices.long().clamp(0, self.n_block_cols - 1)
+        group, chunk = row * bm // max(bm, ROWS * CONSUMERS), col * bk // max(bk, CHUNK)
+        needed = torch.zeros(groups * chunks, dtype=torch.bool, device=crow.device)
+        return needed.index_fill_(0, group * chunks + chunk, True).sum()
 
     def _first_index_error(self) -> str:
         """What is wrong first, crow_indices before col_indices. Copies the indices to the host."""

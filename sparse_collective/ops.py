@@ -73,6 +73,8 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         return traced_bsr(op, W, b, bias, activation, residual, out, epilogue)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
+    if W.check and not W.checked:
+        W.check_indices()  # before the plan, which depends on what the check finds out
     try:
         pb, pd = b.data_ptr(), 0 if out is None else out.data_ptr()
         key = (
@@ -96,8 +98,6 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
     watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
     if watched and torch.is_grad_enabled():
         checks.check_no_grad(op, values, b, bias, residual)
-    if W.check and not W.checked:
-        W.check_indices()
     if out is not None:
         pv = values.data_ptr()
         if (
@@ -239,6 +239,7 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype]),
         linear,
         W.density,
+        W.listed,
     )
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
@@ -284,14 +285,22 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
     return lambda t: flatten_batch(t, 3)[0]
 
 
+def _known(op: str, W) -> BsrMatrix:
+    """W as a BsrMatrix of which the check, if it wants one, has told what plans depend on."""
+    W = as_bsr(op, W)
+    if W.check:
+        W.check_indices()
+    return W
+
+
 def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_matmul."""
-    return _plan("bsr_matmul", as_bsr("bsr_matmul", W), b, bias, activation, residual, out, epilogue)
+    return _plan("bsr_matmul", _known("bsr_matmul", W), b, bias, activation, residual, out, epilogue)
 
 
 def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_linear."""
-    return _plan("bsr_linear", as_bsr("bsr_linear", W), x, bias, activation, None, out, epilogue)
+    return _plan("bsr_linear", _known("bsr_linear", W), x, bias, activation, None, out, epilogue)
 
 
 explains(bsr_matmul, plan_bsr_matmul)

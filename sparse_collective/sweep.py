@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
+from cute_kernels.sweep_tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, ROWS, Geometry, sweep_table_bytes
 
 BATCH = 32  # entries that a warp fetches at once, one a lane
-MOST_BYTES = 256 << 20  # of a plan's table: groups x chunks
 
 
 class SweepPlan(NamedTuple):
@@ -34,12 +33,14 @@ class SweepPlan(NamedTuple):
 def table_shape(shape: tuple[int, int], cluster: int) -> tuple[int, int, int]:
     """(groups, chunks, fields) of a plan's entries for W of this shape, for clusters of so many CTAs.
 
-    Raises ValueError for a table above MOST_BYTES.
+    Raises ValueError for a table above MOST_TABLE_BYTES.
     """
     groups, chunks = -(-shape[0] // (ROWS * CONSUMERS * cluster)), -(-shape[1] // CHUNK)
     fields = 4 if cluster == 1 else 8
-    if (size := groups * chunks * fields * 4) > MOST_BYTES:
-        raise ValueError(f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_BYTES}")
+    if (size := sweep_table_bytes(*shape, cluster)) > MOST_TABLE_BYTES:
+        raise ValueError(
+            f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_TABLE_BYTES}"
+        )
     return groups, chunks, fields
 
 
@@ -49,7 +50,7 @@ def sweep_plan(
     """The plan of a checked pattern: crow (M / bm + 1,), col (nnz,), W of `shape` (M, K) in blocks (bm, bk).
 
     `cluster`: CTAs of a cluster, 1 or 2. Raises ValueError for blocks that Geometry refuses, and for tables above
-    MOST_BYTES.
+    MOST_TABLE_BYTES.
     """
     g, segments = Geometry.of_block(*block), CONSUMERS * cluster
     groups, chunks, fields = table_shape(shape, cluster)

@@ -85,11 +85,6 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
     return tuple(_with_values_of(gene, known) for gene in genes) + tuple(launch)
 
 
-def _sweeps(problem: Problem, path: str) -> list[GemmConfig]:
-    """The sweep kernel's configurations, which the heuristics do not choose among yet."""
-    return heuristics.sweeps(problem.block, ARCHS["sm_90"]) if path == "sm_90" and problem.block else []
-
-
 def _with_values_of(gene: Gene, known: list[GemmConfig]) -> Gene:
     values = set(gene.values) | {_value_of(gene, config) for config in known}
     return gene._replace(values=tuple(sorted(values)))
@@ -108,7 +103,7 @@ class Space:
         self.spec = spec
         self.known = [
             config
-            for config in (*candidates(path, problem, spec), *_sweeps(problem, path))
+            for config in candidates(path, problem, spec)
             if not unsupported(facts_for(problem, path, spec, config))
         ]
         self.genes = genes_of(problem, path, self.known)
@@ -193,7 +188,7 @@ class Space:
         if rates.get("l2_tbs") and rates.get("tensor_tflops"):
             clock = rates["tensor_tflops"] / (2 * TENSOR_MACS * self.sms)  # THz that the tensor cores' rate amounts to
             feed = rates["l2_tbs"] / (self.sms * clock)
-        return heuristics.cost(config, p.extents, p.block, p.kept, self.sms, p.epilogue.is_light, feed)
+        return heuristics.cost(config, p.extents, p.block, p.kept, self.sms, p.epilogue.is_light, feed, p.listed)
 
     # -- what a search does -----------------------------------------------------------------------------------
 

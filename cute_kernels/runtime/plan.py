@@ -88,6 +88,7 @@ class Problem:
     block: BlockFacts | None = None
     transposed: bool = False
     kept: float = 1.0
+    listed: float | None = None  # of a sparse operand; see heuristics.cost
 
 
 @functools.cache
@@ -115,7 +116,8 @@ def choose(
                 reasons.append(reason)
                 continue
             light = problem.epilogue.is_light
-            clocks = heuristics.cost(config, problem.extents, problem.block, problem.kept, sms, light)
+            shape = problem.extents, problem.block, problem.kept
+            clocks = heuristics.cost(config, *shape, sms, light, listed=problem.listed)
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
