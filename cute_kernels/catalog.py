@@ -186,12 +186,12 @@ def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
     """The sweep kernel: each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
     loaded_layer = replace(LINEAR, residual=None)
     for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
-        for config in heuristics.sweeps(BlockFacts(*block, "int32"), spec)[: 4 if block == (16, 16) else 1]:
+        for config in heuristics.sweeps(BlockFacts(*block, "int32"), spec)[: 5 if block == (16, 16) else 1]:
             yield bsr(spec, spec.path, config, block)
             yield linear(spec, spec.path, config, block)
             yield linear(spec, spec.path, config, block, epilogue=loaded_layer)
             yield bsr(spec, spec.path, config, block, epilogue=COL)
-    config, narrow = heuristics.sweeps(BlockFacts(32, 32, "int32"), spec)[:2]
+    config, _, narrow, *_ = heuristics.sweeps(BlockFacts(32, 32, "int32"), spec)  # 256 columns, and 128
     for change in ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"}):
         yield bsr(spec, spec.path, config, (32, 32), **change)
     for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": FULL}):

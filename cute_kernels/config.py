@@ -24,7 +24,7 @@ class GemmConfig:
     so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers.
     `lag` (cooperative sm_90 kernels): by how many stages the second warpgroup starts after the first, and stays behind:
     one then stores while the other still multiplies. `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
-    sparse_collective.sweep_sm90.
+    sparse_collective.sweep_sm90. Its rings of A hold `chunks` full chunks; the more, the earlier blocks are loaded.
     """
 
     tile_m: int
@@ -39,10 +39,11 @@ class GemmConfig:
     ring: int = 2
     lag: int = 0
     sweep: bool = False
+    chunks: int = 2
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        kind = " ping-pong" if self.teams == 2 else " sweep" if self.sweep else ""
+        kind = " ping-pong" if self.teams == 2 else f" sweep of {self.chunks} chunks" if self.sweep else ""
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
         lag = f" lag {self.lag}" if self.lag else ""
         return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{lag}{cluster}"
@@ -160,10 +161,10 @@ class GemmFacts:
 
     @property
     def operand_bytes(self) -> int:
-        """Shared memory of the A and B rings; of a sweep only B has stages, and A's rings hold two full chunks."""
+        """Shared memory of the A and B rings; of a sweep only B has stages."""
         cfg = self.config
         if cfg.sweep:
-            return (cfg.tile_n * cfg.stages + 2 * cfg.tile_m) * cfg.tile_k * ELEMENT
+            return (cfg.tile_n * cfg.stages + cfg.chunks * cfg.tile_m) * cfg.tile_k * ELEMENT
         return (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT * cfg.stages
 
     @property
@@ -245,8 +246,8 @@ def _sweep(facts: GemmFacts) -> str:
     tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag)
     if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
-    if cfg.stages < 2:
-        return "one stage: a chunk is released when the next one has been issued"
+    if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
+        return f"{cfg}: a chunk is released when the next one has been issued, and rings wrap at powers of two"
     heavy = facts.epilogue.residual or facts.epilogue.function or not facts.tma_store
     if cfg.tile_n > 128 and heavy:  # compiled: 32 to 456 bytes of stack with a residual
         return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room for it"

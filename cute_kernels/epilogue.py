@@ -38,6 +38,7 @@ def apply(
     cD: list,  # (2 * 2 * J,) coordinates (m, n) of its values inside (M, N)
     extent: tuple,  # (M, N), at least 1: nothing outside is read from the residual or the bias
     outer: tuple,  # (outer_m, l)
+    one: Float32 | None = None,  # a 1.0 that the bias is multiplied by: see StoreSm90.anchored
 ):
     """Run the epilogue on one chunk of accumulators, in registers."""
     size = const_expr(cute.size(rD))
@@ -54,6 +55,8 @@ def apply(
                 # Clamped rather than guarded: what lies outside is not stored, and loads without branches overlap.
                 at = cutlass.min(cD[v][mode], extent[mode] - 1)
                 rBias[v] = args.bias[at, outer[0]].to(Float32)
+                if const_expr(one is not None):
+                    rBias[v] = rBias[v] * one
             else:
                 rBias[v] = rBias[first]
         x = x + rBias.load()

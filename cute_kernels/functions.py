@@ -67,23 +67,16 @@ def relu(x):
     return maximum(x, 0.0)
 
 
-def _each(function, x):
-    """`function` of each element of a fragment: the intrinsics that are one instruction take no vectors."""
+def _approximate(name: str, x):
+    """cute.math's `name` by its one approximate instruction, element by element: the intrinsics take no vectors."""
     import cutlass
     import cutlass.cute as cute
 
     values = cute.make_rmem_tensor(x.shape, cutlass.Float32)
     values.store(x)
     for v in range(cute.size(values)):
-        values[v] = function(values[v])
+        values[v] = getattr(cute.math, name)(values[v], approx=True, ftz=True)
     return values.load()
-
-
-def _approximate(name: str, x):
-    """cute.math's `name` of a fragment by its one approximate instruction."""
-    import cutlass.cute as cute
-
-    return _each(lambda value: getattr(cute.math, name)(value, approx=True, ftz=True), x)
 
 
 def reciprocal(x):
@@ -108,23 +101,25 @@ def silu(x):
     return x * sigmoid(x)
 
 
-def gelu(x):
-    """Exact GELU: x * Phi(x) with the error function.
+# -log2(e) times the polynomial of z = x * x whose product with x is log(Phi(x) / Phi(-x)): fitted by least squares, the
+# weights raised where gelu's error was largest. gelu errs by 6e-7 at most, half of what torch's own fp32 formula does.
+# The last coefficient decides beyond |x| = 6, where it must be negative.
+_LOGIT = (-2.3022072035950445, -0.10483858123418538, 9.559291552588941e-05, 1.5938940810355266e-04)
+_LOGIT += (-1.1452430881703205e-05, 3.850450616938493e-07, -5.209910337208762e-09)
 
-    In a kernel Phi's tail is t (a1 + ... + a5 t^4) exp(-x^2 / 2) / 2 with t = 1 / (1 + p |x| / sqrt 2): formula 7.1.26
-    of Abramowitz and Stegun's Handbook of Mathematical Functions, within 7.5e-8 of Phi. libdevice's erf, as exact as
-    fp32 can be, made the epilogue of a tile longer than its products.
+
+def gelu(x):
+    """Exact GELU: x * Phi(x) with the error function; in a kernel Phi(x) is the sigmoid of a polynomial.
+
+    libdevice's erf, as exact as fp32 can be, made the epilogue of a tile longer than its products.
     """
     if isinstance(x, torch.Tensor):
         return 0.5 * x * (1.0 + erf(x * 0.7071067811865476))
-    import cutlass.cute as cute
-
-    size = cute.math.absf(x)
-    # Beyond 16 the tail is 0 in fp32; infinity times 0 would not be.
-    z = _each(lambda value: cute.arch.fmin(value, 16.0), size)
-    t = reciprocal(0.23164189 * z + 1.0)
-    tail = t * (0.12741479 + t * (-0.14224836 + t * (0.71070687 + t * (-0.72657601 + t * 0.53070271))))
-    return 0.5 * (x + size) - z * (tail * _exp2(z * (-0.72134752 * z)))
+    z = x * x
+    logit = z * _LOGIT[-1] + _LOGIT[-2]
+    for coefficient in _LOGIT[-3::-1]:
+        logit = logit * z + coefficient
+    return x * reciprocal(1.0 + _exp2(x * logit))
 
 
 def gelu_tanh(x):

@@ -42,9 +42,9 @@ def tile_k_of(block: BlockFacts | None) -> int:
 def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8) -> GemmConfig:
     """The deepest ring that shared memory allows."""
     stage = (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT
-    if cfg.sweep:  # B alone has stages; A's blocks lie in rings of two full chunks
+    if cfg.sweep:  # B alone has stages
         stage = cfg.tile_n * cfg.tile_k * ELEMENT
-        store_bytes += 2 * cfg.tile_m * cfg.tile_k * ELEMENT
+        store_bytes += cfg.chunks * cfg.tile_m * cfg.tile_k * ELEMENT
     return replace(cfg, stages=min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes) // stage))
 
 
@@ -106,14 +106,16 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
 
 
 def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
-    """Configurations of the sweep kernel (sparse_collective.sweep_sm90).
+    """Configurations of the sweep kernel (sparse_collective.sweep_sm90), each the best for some pattern.
 
-    8192 cubed, 12.5 %, 256 columns, clusters of 2 and 1, and the best of the other kernels: 16x16 blocks 710, 742 and
-    1242 us; 32x32 626, 602 and 614; 64x64 481, 356 and 286.
+    Measured at 8192 cubed on an H200, in us, with 256 columns and rings of 2 chunks, 128 and 4, 256 and 4, and the best
+    of the other kernels: 16x16 blocks, 12.5 %: 711, 985, 900 and 1242; 32x32, 50 %: 1444, 1242, 1300 and 2395; 64x64,
+    12.5 %: 349, 342, 367 and 286; 64x64, 80 %: 2166, 1434, 1363 and 1758; banded 64x64: 394, 243, 257 and 292.
     """
-    cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, 2, ring=2, sweep=True)
-    shapes = [cfg, replace(cfg, tile_n=128), replace(cfg, cluster_m=1), replace(cfg, tile_n=128, cluster_m=1)]
-    return [with_stages(shape, spec, cfg.ring * CONSUMERS * 64 * 128) for shape in shapes]
+    cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, ring=2, sweep=True)
+    deep = replace(cfg, ring=1, chunks=4)
+    shapes = [replace(cfg, cluster_m=2), cfg, replace(deep, tile_n=128), replace(deep, tile_n=128, cluster_m=2), deep]
+    return [with_stages(shape, spec, shape.ring * CONSUMERS * 64 * 128) for shape in shapes]
 
 
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
@@ -184,9 +186,9 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     """`cost` of the sweep kernel; `known` is its `listed`.
 
     A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again for
-    each block); or the bytes that arrive, for a multicast to two CTAs measured 4 % faster and not twice; or what a
-    consumer spends on waiting and branching. Where few blocks share a chunk consumers wait for each other: a factor
-    that is fitted to the three times of `sweeps`, as the constants are.
+    each block); or the bytes that arrive, for which a multicast to two CTAs measured 4 % faster, not twice; or what a
+    consumer spends on waiting and branching. With rings of 4 chunks that is within 10 % of 12 measured times of 14;
+    shorter ones fill up where chunks do, and three stages of B do not cover L2's latency: both factors are fitted.
     """
     if sweep_table_bytes(extents.M, extents.K, cfg.cluster_m) > MOST_TABLE_BYTES:
         return math.inf
@@ -200,9 +202,10 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     arriving = (listed * cfg.tile_n + kept * cfg.tile_m) * cfg.tile_k * ELEMENT
     smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * ELEMENT) / SMEM_BYTES_PER_CLOCK
     issue = listed * SWEEP_CHUNK_CLOCKS + blocks / CONSUMERS * SWEEP_BLOCK_CLOCKS
-    chunk = max(mma, smem, arriving / l2_bytes_per_clock, issue)
-    alone = 1 - min(1.0, kept / max(1e-9, listed))
-    chunk *= (1 + 0.48 * alone * (block.bm / 64) ** 2) * (1 if cfg.cluster_m > 1 else 1.04)
+    feed = l2_bytes_per_clock * (1 if cfg.cluster_m > 1 else 0.96) * (1 if cfg.stages > 3 else 0.78)
+    chunk = max(mma, smem, arriving / feed, issue)
+    if cfg.chunks == 2:
+        chunk *= 1 + 1.2 * min(1.0, kept / max(1e-9, listed)) ** 1.5
     tiles = -(-extents.M // (cfg.tile_m * cfg.cluster_m)) * -(-extents.N // cfg.tile_n) * extents.L
     waves = -(-tiles // max(1, sms // cfg.cluster_m))
     store = cfg.tile_n // 2 * STORE_CLOCKS["light" if light else "loaded"]

@@ -57,8 +57,11 @@ class StoreSm90:
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
         # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and
-        # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart.
+        # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart: of
+        # the bias, where there is one, for that is fewer products; but in a sweep, which has fewer registers, that
+        # spilled.
         self.anchored = not facts.epilogue.is_light
+        self.by_bias = self.anchored and facts.epilogue.bias is not None and not cfg.sweep
         self.chunks = group_n // self.epi_n
         self.buffers = cfg.ring
 
@@ -110,10 +113,11 @@ class StoreSm90:
                     one = load_one(anchor) if const_expr(self.anchored) else None
                     for v in range_constexpr(piece):
                         rD[v] = acc[chunk * values + first + v]
-                        if const_expr(self.anchored):
+                        if const_expr(self.anchored and not self.by_bias):
                             rD[v] = rD[v] * one
                     cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
-                    epilogue.apply(self.spec, args, rD, cD, extent, (tile[2], tile[3]))
+                    factor = one if const_expr(self.by_bias) else None
+                    epilogue.apply(self.spec, args, rD, cD, extent, (tile[2], tile[3]), factor)
                     if const_expr(self.tma):
                         part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
                         part.store(rD.load().to(self.dtype))

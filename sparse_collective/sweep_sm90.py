@@ -55,7 +55,7 @@ class SweepSm90:
         self.b_n_major = facts.majors[1] != "k"
         self.columns = cfg.tile_n
         self.slot_bytes = facts.block.bm * self.geometry.width * 2
-        self.ring_bytes = 2 * ROWS * CHUNK * 2  # of A, a consumer: two full chunks
+        self.ring_bytes = cfg.chunks * ROWS * CHUNK * 2  # of A, a consumer
         self.slots = self.ring_bytes // self.slot_bytes
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.store = StoreSm90(swapped(facts), ROWS, self.out_dtype)
@@ -305,7 +305,7 @@ class SweepSm90:
                 if part == parts - 1:
                     at += count
                     numbers = source.block(at + lane)
-                # A chunk is given back when the next one's products have been issued: two full ones fit into the ring.
+                # A chunk is given back when the next one's products have been issued: at least two fit into the ring.
                 while flying == stages or used + count > self.slots:
                     cute.arch.mbarrier_wait(empty + oldest, phase)
                     used -= cute.arch.shuffle_sync(taken, oldest)

@@ -56,8 +56,8 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
             # two consumer warpgroups: cooperative along M or N, or two ping-pong teams; a sweep has its own three
             Gene(
                 "consumers",
-                ("warps_m", "warps_n", "teams", "sweep"),
-                ((2, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False)),
+                ("warps_m", "warps_n", "teams", "sweep", "chunks"),
+                ((2, 1, 1, False, 2), (1, 2, 1, False, 2), (1, 1, 2, False, 2)),
             ),
             Gene("cluster", ("cluster_m", "cluster_n"), ((1, 1), (2, 1), (1, 2))),
             Gene("ring", ("ring",), (1, 2, 3, 4)),
