@@ -215,10 +215,10 @@ def bundle_facts(
 ) -> list[GemmFacts]:
     """What `ops` ask for on aligned contiguous matrices: with no epilogue, a bias, a bias and each activation.
 
-    Shapes decide between the configurations, so all of them are here. gemm's b may also be the transpose of a
-    contiguous weight. The bias has the operands' dtype, one value for each output feature. Not here, and
-    compiled on their first call: batches that do not fold into rows, residuals, fp32 outputs, alpha, and
-    functions of one's own.
+    Shapes decide between the configurations, so all of them are here; sparse ones with and without an order of work
+    tiles. gemm's b may also be the transpose of a contiguous weight. The bias has the operands' dtype, one value for
+    each output feature. Not here, and compiled on their first call: batches that do not fold into rows, residuals, fp32
+    outputs, alpha, and functions of one's own.
     """
     spec = arch_named(arch)
     blocks, index_dtypes, ops = list(blocks), list(index_dtypes), list(ops)
@@ -239,9 +239,8 @@ def bundle_facts(
                         continue
                     make = linear if op == "bsr_linear" else bsr
                     for index in index_dtypes:
-                        found.append(
-                            make(spec, spec.path, config, block, epilogue=epilogue, index_dtype=index, **types)
-                        )
+                        plain = make(spec, spec.path, config, block, epilogue=epilogue, index_dtype=index, **types)
+                        found += [plain] if config.sweep else [plain, replace(plain, ordered=True)]
     return _buildable(found)
 
 

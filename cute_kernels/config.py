@@ -21,7 +21,8 @@ class GemmConfig:
     `warps_m` x `warps_n` is how the tile is split among its consumers: warps on sm_80, warpgroups on sm_90.
     A cluster (sm_90 only) of `cluster_m` x `cluster_n` CTAs multicasts B down its M side and A along its N side.
     `teams` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two teams of consumers work on alternate tiles,
-    so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers.
+    so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers, each
+    64 rows by `store_row` bytes.
     `lag` (cooperative sm_90 kernels): by how many stages the second warpgroup starts after the first, and stays behind:
     one then stores while the other still multiplies. `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
     sparse_collective.sweep_sm90. Its rings of A hold `chunks` full chunks; the more, the earlier blocks are loaded.
@@ -37,6 +38,7 @@ class GemmConfig:
     cluster_n: int = 1
     teams: int = 1
     ring: int = 2
+    store_row: int = 128
     lag: int = 0
     sweep: bool = False
     chunks: int = 2
@@ -169,9 +171,9 @@ class GemmFacts:
 
     @property
     def store_bytes(self) -> int:
-        """Shared memory of the sm_90 store rings: `ring` chunks of 64 rows x 128 bytes for each warpgroup."""
+        """Shared memory of the sm_90 store rings, of all warpgroups."""
         cfg = self.config
-        return cfg.ring * cfg.warps_m * cfg.warps_n * cfg.teams * 64 * 128 if self.tma_store else 0
+        return cfg.ring * cfg.warps_m * cfg.warps_n * cfg.teams * 64 * cfg.store_row if self.tma_store else 0
 
 
 def unsupported(facts: GemmFacts) -> str:
@@ -233,6 +235,8 @@ def _unsupported_sm90(facts: GemmFacts) -> str:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
+    if facts.config.store_row not in (64, 128):
+        return f"store buffers of {facts.config.store_row} bytes a row: 64 and 128 are swizzled"
     return _sweep(facts) if facts.config.sweep else _tile_sm90(facts) or _schedule_sm90(facts)
 
 
@@ -276,7 +280,7 @@ def _tile_sm90(facts: GemmFacts) -> str:
     atom = next(columns for columns in (64, 32, 16) if cfg.tile_n % columns == 0)
     if facts.majors[1] == "n" and group_n % atom:
         return f"{group_n} columns a warpgroup cut B's swizzle atom of {atom}"
-    chunk = min(group_n, 128 // facts.out_bytes)
+    chunk = min(group_n, cfg.store_row // facts.out_bytes)
     if group_n % chunk:
         return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
     accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)

@@ -48,10 +48,12 @@ def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8
     return replace(cfg, stages=min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes) // stage))
 
 
-def sm90(tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, *, spec) -> GemmConfig:
+def sm90(
+    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, spec
+) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit."""
-    cfg = GemmConfig(tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring)
-    return with_stages(cfg, spec, ring * warps_m * warps_n * teams * 64 * 128)
+    cfg = GemmConfig(tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row)
+    return with_stages(cfg, spec, ring * warps_m * warps_n * teams * 64 * store_row)
 
 
 def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
@@ -91,6 +93,7 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
             sm90(64, 128, k, 1, 2, ring=1, spec=spec),
             sm90(64, 64, 2 * k, 1, 2, ring=1, spec=spec),
             sm90(64, 32, 2 * k, 1, 2, ring=1, spec=spec),
+            sm90(64, 64, k, 1, 2, 2, 1, ring=2, spec=spec),
         ]
     if -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64:  # 192 rows are three tiles of 64, not two of 128
         return candidates_sm90(BlockFacts(64, block.bk, block.index_dtype), spec)
@@ -115,7 +118,7 @@ def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
     cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, ring=2, sweep=True)
     deep = replace(cfg, ring=1, chunks=4)
     shapes = [replace(cfg, cluster_m=2), cfg, replace(deep, tile_n=128), replace(deep, tile_n=128, cluster_m=2), deep]
-    return [with_stages(shape, spec, shape.ring * CONSUMERS * 64 * 128) for shape in shapes]
+    return [with_stages(shape, spec, shape.ring * CONSUMERS * 64 * shape.store_row) for shape in shapes]
 
 
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:

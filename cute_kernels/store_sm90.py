@@ -53,7 +53,7 @@ class StoreSm90:
         self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
         self.group_n = group_n  # columns of one warpgroup
         self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
-        self.epi_n = min(group_n, 128 * 8 // dtype.width)  # columns of one chunk: 128 bytes of D
+        self.epi_n = min(group_n, cfg.store_row * 8 // dtype.width)  # columns of one chunk
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
         # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and

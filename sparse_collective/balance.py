@@ -10,16 +10,17 @@ the longest tile. That is Graham's longest-processing-time rule (R. L. Graham, B
 Anomalies, 1969) with as much order as a panel leaves free. The sm_80 kernels have one CTA a tile and the GPU's own
 scheduler, so there the order alone is what counts.
 
-Torch on the pattern's device, without waiting for it; a few hundred small operations, once per pattern and shape.
+Here with torch, a few hundred small operations that wait for no device. On a GPU one kernel makes the same table
+(order_kernel.py); this is what it is held to, and what makes the order of problems beyond its limits.
 """
 
 import torch
 
-# Not measured on a GPU yet, and so not used. Computed for 64 block rows by 22 columns of tiles on 66 workers: a power
-# law (a tenth of the rows hold half the blocks) ends at 0.98 of perfect balance, where the plain order ends at 0.62.
-ENABLED = False
+# On an H200, 8192 cubed, 128x128 blocks, 12.5 %: the power law of bench/patterns.py (skewed) 317 -> 210 us, which is
+# 0.96 of a uniform pattern's rate.
+ENABLED = True
 
-LONG = 2.0  # times the mean length: rows that come first
+LONG = 2  # times the mean cost of a row's tile: rows that come first
 OVERHEAD = 2  # K-tiles that a work tile costs besides its own: its store, and filling the pipeline
 MOST_DEALS = 32  # more rounds than that are dealt several at a time
 
@@ -44,31 +45,34 @@ def work_order(
     rows, device = len(lengths), crow.device
     tiles_m = rows * row_tiles
     group = min(group, tiles_n)
-    by_length = torch.sort(lengths, descending=True, stable=True).indices
-    rank = torch.empty_like(by_length)
-    rank[by_length] = torch.arange(rows, device=device)
-    short = (lengths < LONG * lengths.double().mean()).long()
+    rank = torch.empty(rows, dtype=torch.int64, device=device)
+    rank[torch.sort(lengths, descending=True, stable=True).indices] = torch.arange(rows, device=device)
+    short = (lengths * rows < LONG * lengths.sum()).long()
 
     item = torch.arange(tiles_m * tiles_n * batch, device=device)
     m, n, l = item % tiles_m, item // tiles_m % tiles_n, item // (tiles_m * tiles_n)
     row = m // row_tiles
+    tile = rank[row] * row_tiles + m % row_tiles  # 0 is the longest
     panels = -(-tiles_n // group)
     key = (short[row] * batch + l) * panels + n // group
-    key = ((key * rows + rank[row]) * row_tiles + m % row_tiles) * group + n % group
-    item = item[torch.argsort(key)]
+    place = torch.argsort((key * tiles_m + tile) * group + n % group)
+    item = item[place]
     if workers is not None:
-        item = deal(item, lengths[item % tiles_m // row_tiles], workers)
+        item = deal(item, tile[place], lengths[row][place], workers)
     return torch.stack([item % tiles_m, item // tiles_m], 1).where((item >= 0)[:, None], -1).int()
 
 
-def deal(item: torch.Tensor, cost: torch.Tensor, workers: int) -> torch.Tensor:
+def deal(item: torch.Tensor, tile: torch.Tensor, cost: torch.Tensor, workers: int) -> torch.Tensor:
     """Rounds of one item a worker: (rounds * workers,) int64, padded with -1 in the last round.
 
-    `item` and `cost` are (items,). Rounds are taken in the items' order; who gets which of a round is chosen by load.
+    All are (items,); `tile` numbers row tiles by descending cost. Rounds are taken in the items' order. Who gets which
+    of a round is chosen by load: row tiles ascending, and a tile's items as they come, go to loads ascending, and of
+    equal loads the first worker's comes first.
     """
     rounds = -(-len(item) // workers)
     padding = rounds * workers - len(item)
     item = torch.cat([item, item.new_full((padding,), -1)])
+    tile = torch.cat([tile, tile.new_full((padding,), len(tile))])
     cost = torch.cat([cost, cost.new_zeros(padding)])
     table = torch.empty_like(item).view(rounds, workers)
     load = torch.zeros(workers, dtype=cost.dtype, device=cost.device)
@@ -76,8 +80,8 @@ def deal(item: torch.Tensor, cost: torch.Tensor, workers: int) -> torch.Tensor:
     for first in range(0, rounds, at_once):
         deals = min(at_once, rounds - first)
         part = slice(first * workers, (first + deals) * workers)
-        costs, place = torch.sort(cost[part], descending=True, stable=True)
-        costs, items = costs.view(deals, workers), item[part][place].view(deals, workers)
+        place = torch.sort(tile[part], stable=True).indices
+        costs, items = cost[part][place].view(deals, workers), item[part][place].view(deals, workers)
         # To and fro, as cards are dealt fairly; the last round stays as it is, for nobody may miss one before it.
         back = slice(1, deals - 1, 2)
         costs[back], items[back] = costs[back].flip(1), items[back].flip(1)

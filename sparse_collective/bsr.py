@@ -8,10 +8,12 @@ holds its elements, row-major. Names and layout are those of `torch.sparse_bsr`.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS
 
@@ -26,6 +28,8 @@ BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps ever
 ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 INT32_MAX = 2**31 - 1
 MOST_PLANS = 64  # kept for one matrix: one for each kernel and width of the other operand
+
+_LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns, with what BsrMatrix.recall takes over
 
 
 class BsrMatrix:
@@ -62,7 +66,7 @@ class BsrMatrix:
     even: bool  # whether all block rows are known to hold equally many blocks
     listed: float | None  # share of chunks that a group of rows needs, where known: heuristics.sweep_cost
     key: tuple  # what an op's plan depends on, hashable
-    plans: dict  # what kernels must know of the pattern, made when first needed
+    plans: dict | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
     __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even", "listed")
     __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "key", "__weakref__")
 
@@ -113,6 +117,8 @@ class BsrMatrix:
         matrix = cls(crow, col, values, shape, check=check)
         matrix._set(checked=checked, even=even)
         matrix._set_listed(listed)
+        if even or listed is not None:
+            matrix._remember()
         return matrix
 
     @classmethod
@@ -246,6 +252,8 @@ class BsrMatrix:
         Made again if an index tensor has been changed in place. While a CUDA graph is captured, what is not there yet
         becomes part of the graph and is not kept.
         """
+        if self.plans is None:
+            return make()
         versions = self.crow_indices._version, self.col_indices._version
         found = self.plans.get(key)
         cuda = self.device.type == "cuda"
@@ -280,9 +288,20 @@ class BsrMatrix:
         return sweep_plan(*pattern, cluster)
 
     def work_order(self, **tiles) -> Tensor:
-        """In which order work tiles come, so that all workers finish together; see balance.work_order."""
-        key = ("order", *tiles.values())
-        return self.derived(key, lambda: (balance.work_order(self.crow_indices, **tiles),))[0]
+        """In which order work tiles come, so that all workers finish together; see balance.work_order.
+
+        On a GPU one kernel makes the same table, and torch that of problems beyond its limits (order_kernel.fits).
+        """
+
+        def make() -> tuple[Tensor]:
+            if self.device.type == "cuda":
+                from .order_kernel import fits, work_order_on_gpu
+
+                if fits(self.n_block_rows, **tiles):
+                    return (work_order_on_gpu(self.crow_indices, **tiles),)
+            return (balance.work_order(self.crow_indices, **tiles),)
+
+        return self.derived(("order", *tiles.values()), make)[0]
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.
@@ -320,6 +339,22 @@ class BsrMatrix:
         self._set(checked=True, even=bool(even))
         groups, chunks = self._chunk_grid()
         self._set_listed(round(listed / max(1, groups * chunks), 2))
+        self._remember()
+
+    def _remember(self) -> None:
+        known = weakref.ref(self.col_indices), self.blocksize, self.even, self.listed, self.plans
+        _LEARNT[self.crow_indices] = known
+
+    def recall(self) -> None:
+        """For a matrix that lives for one call: take over what check_indices found out about the same index tensors.
+
+        Otherwise nothing is known of the pattern, and no plan is kept.
+        """
+        col, blocksize, even, listed, plans = _LEARNT.get(self.crow_indices) or (lambda: None, None, False, None, None)
+        if col() is not self.col_indices or blocksize != self.blocksize:
+            even, listed, plans = False, None, None
+        self._set(even=even, plans=plans)
+        self._set_listed(listed)
 
     def _chunk_grid(self) -> tuple[int, int]:
         """How many groups of rows and chunks of columns the sweep kernel has without a cluster."""

@@ -119,7 +119,7 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
             W.crow_indices, *W.sweep_plan(plan.swept), values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas
         )
         return out
-    if balance.ENABLED and not W.even:
+    if balance.ENABLED and not W.even and W.plans is not None:
         function, order, ctas = _balanced(plan, W)
         function(W.crow_indices, col, order, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
         return out
@@ -257,7 +257,13 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         "group": plan.group,
         "workers": sms // (cfg.cluster_m * cfg.cluster_n) if plan.facts.path == "sm_90" else None,
     }
-    plan.function = function_for(plan.facts)
+
+    def first_call(*args):
+        """Compiles when it is called: an uneven pattern takes `ordered` instead."""
+        plan.function = function_for(plan.facts)
+        plan.function(*args)
+
+    plan.function = first_call
 
 
 def _view_of(name: str, t, linear: bool, plan: Plan):

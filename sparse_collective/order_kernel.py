@@ -1,18 +1,19 @@
-"""The order of work tiles, made on the GPU by one kernel: what balance.work_order makes with some hundred, to the bit.
+"""The order of work tiles, made on the GPU by one kernel: the very table that balance.work_order makes with hundreds.
 
-    every thread        reads rows' lengths; a bitonic sort in shared memory ranks them, the longest first
-    every item          finds its place in the order by arithmetic (`Deal`), and adds its cost to its card's
+    every row           gets its rank, the longest first: a bitonic sort in shared memory
+    every item          finds its card by arithmetic (`Deal`), and adds its cost to it
     deal after deal     every worker counts those with less work so far, and takes the card of that number
-    every item          finds its place once more, and so its round and its worker
+    every item          finds its card again, which now tells the worker, and is stored
 
-A card is what a deal gives one worker: an item, or one of each of several rounds. All CTAs do the same but for the last
-step, which they share: nothing passes between them. Costs are counted in int32 K-tiles.
+An item is a work tile; a card is what a deal gives to one worker, an item of each of the deal's rounds. All CTAs do
+the same, so that nothing passes between them, but for the last step, which they share. With one CTA a tile nothing is
+dealt, and an item's place is arithmetic alone.
 
 Works on every architecture: no TMA, no tensor cores.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,13 +30,15 @@ from cute_kernels.runtime.plan import device_arch
 
 from .balance import LONG, MOST_DEALS, OVERHEAD
 
+WARP = 32
 THREADS = 1024
 HELPERS = 4  # threads that count for one worker
 MOST_WORKERS = THREADS // HELPERS
-MOST_ROWS = 8192  # keys of eight bytes, of the 99 KB of shared memory that every architecture has
-MOST_SLOTS = 2**30
+MOST_ROWS = 8192  # 64 KB of the 99 KB of shared memory that every architecture has; cards are 32 KB
+MOST_ITEMS = 2**30  # numbers are 32 bits wide
 MOST_CTAS = 32
-SLOTS_A_THREAD = 4
+ITEMS_A_THREAD = 4  # stored
+NOBODY = 2**31 - 1  # more work than anybody has
 NO_ROW = 2**63 - 1  # sorts behind every row
 
 
@@ -61,13 +64,25 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Divisors:
+    """What all items are divided by: numbers, or in a kernel cute.FastDivmodDivisorV2, a multiplication and a shift."""
+
+    tiles_m: Any
+    row_tiles: Any
+    tiles_n: Any
+    group: Any
+    workers: Any
+    step: Any
+
+
+@dataclass(frozen=True)
 class Deal:
     """Where items come, without sorting them: arithmetic on row tiles whose rows are sorted already.
 
-    The order before it is dealt: long rows, then short ones; of each, panel by panel, a panel's row tiles by length, and
-    of a row tile the panel's columns. `step` of its items make a deal. Sorted by row tile they fill its rounds.
+    The order before it is dealt: long rows, then short ones; of each, panel by panel, a panel's row tiles by length,
+    and of a row tile the panel's columns. `step` of its items make a deal. Sorted by row tile they fill its rounds.
 
-    Numbers of the host or of the kernel: the tests go through the same arithmetic. All divisors are fixed for a launch.
+    Numbers of the kernel or of the host, where the tests go through the same arithmetic.
     """
 
     tiles_m: Int32
@@ -77,7 +92,11 @@ class Deal:
     group: Int32
     workers: Int32
     rounds: Int32  # of a deal, at most
-    step: Int32  # rounds * workers
+    by: Divisors
+
+    @property
+    def step(self):
+        return self.rounds * self.workers
 
     @property
     def columns(self):
@@ -88,7 +107,7 @@ class Deal:
         return self.tiles_m * self.columns
 
     def mark(self, position, long, short):
-        """The Mark of a position in one class; `long` row tiles are of long rows, `short` is 1 in the class of others."""
+        """The Mark of a position in one class; `long` row tiles are of long rows, `short` is 1 for the others."""
         height = self.height(long, short)
         local = cutlass.min(cutlass.max(position - short * long * self.columns, 0), height * self.columns)
         some = cutlass.max(height, 1)  # a class without rows has no items to divide
@@ -107,7 +126,7 @@ class Deal:
 
     def split(self, index):
         """(column, row tile) of the items in an order that is easily computed; the longest row tile is 0."""
-        column = index // self.tiles_m
+        column = index // self.by.tiles_m
         return column, index - column * self.tiles_m
 
     def class_of(self, tile, long):
@@ -118,30 +137,37 @@ class Deal:
     def position(self, column, tile, long):
         """Where in the order an item comes, before it is dealt."""
         short, tile = self.class_of(tile, long)
-        l = column // self.tiles_n
+        l = column // self.by.tiles_n
         n = column - l * self.tiles_n
-        first = n // self.group * self.group
+        first = n // self.by.group * self.group
         panel = short * long * self.columns + self.height(long, short) * (l * self.tiles_n + first)
         return panel + tile * self.width(first) + n - first
 
-    def place(self, column, tile, long, deal, begin: Mark, end: Mark):
-        """Which of its deal's items an item is, sorted by row tile; `begin` and `end` are the deal's, in its class.
+    def place(self, column, tile, long, number, begin: Mark, end: Mark):
+        """Which of deal `number`'s items an item of it is, sorted by row tile; `begin` and `end` are its class's Marks.
 
-        Shorter ones of its class and all long items if it is short come before it, and its own row's in columns before.
+        Before it come all long items if it is short, its class's longer row tiles, and its row tile's columns so far:
+        of each as many as come before the deal's end, less those before its begin.
         """
         short, tile = self.class_of(tile, long)
         longs = long * self.columns
-        before = cutlass.min((deal + 1) * self.step, longs) - cutlass.min(deal * self.step, longs)
+        before = cutlass.min((number + 1) * self.step, longs) - cutlass.min(number * self.step, longs)
         return short * before + end.items(tile) - begin.items(tile + 1) + column
 
-    def card(self, place, deal):
+    def card(self, place, number):
         """(round, card) of a deal's item: to and fro, but for the last round, as nobody may miss one before it."""
-        turn = place // self.workers
+        turn = place // self.by.workers
         card = place - turn * self.workers
-        total = (self.items + self.workers - 1) // self.workers
-        last = cutlass.min(self.rounds, total - deal * self.rounds) - 1
+        total = (self.items + self.workers - 1) // self.by.workers
+        last = cutlass.min(self.rounds, total - number * self.rounds) - 1
         back = cutlass.min(cutlass.max(last - turn, 0), turn & 1)
-        return deal * self.rounds + turn, card + back * (self.workers - 1 - 2 * card)
+        return number * self.rounds + turn, card + back * (self.workers - 1 - 2 * card)
+
+
+def pair(i, bit):
+    """The i-th two places that differ in this bit alone."""
+    low = ((i >> bit) << (bit + 1)) | (i & ((1 << bit) - 1))
+    return low, low | (1 << bit)
 
 
 class TileDealer:
@@ -167,8 +193,10 @@ class TileDealer:
         slots = order.shape[0]
         rounds = cute.ceil_div(cute.ceil_div(slots, workers), MOST_DEALS)
         tiles_m = (crow_indices.shape[0] - 1) * row_tiles
-        deal = Deal(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, rounds * workers)
-        ctas = cutlass.min(cute.ceil_div(slots, SLOTS_A_THREAD * THREADS), MOST_CTAS)
+        sizes = tiles_m, row_tiles, tiles_n, group, workers, rounds * workers
+        by = Divisors(*(cute.fast_divmod_create_divisor_v2(size) for size in sizes))
+        deal = Deal(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
+        ctas = cutlass.min(cute.ceil_div(slots, ITEMS_A_THREAD * THREADS), MOST_CTAS)
         self.kernel(crow_indices, order, deal, steps, bits).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
@@ -181,10 +209,11 @@ class TileDealer:
         class Storage:
             keys: cute.struct.MemRange[Int64, MOST_ROWS]
             cards: cute.struct.MemRange[Int32, places]
-            loads: cute.struct.MemRange[Int32, MOST_WORKERS]
+            loads: cute.struct.Align[cute.struct.MemRange[Int32, MOST_WORKERS], 16]
             marks: cute.struct.MemRange[Int32, (MOST_DEALS + 1) * 2 * 3]
             long: cute.struct.MemRange[Int32, 1]
 
+        self.smem_bytes = Storage.size_in_bytes()
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         sKeys = cute.make_tensor(storage.keys.data_ptr(), cute.make_layout(MOST_ROWS))
         sLong = cute.make_tensor(storage.long.data_ptr(), cute.make_layout(1))
@@ -201,7 +230,7 @@ class TileDealer:
             for i in cutlass.range(tidx, deals * MOST_WORKERS, THREADS):
                 sCards[i // MOST_WORKERS, i % MOST_WORKERS] = 0
             if tidx < MOST_WORKERS:
-                sLoads[tidx] = 0
+                sLoads[tidx] = tidx if tidx < deal.workers else NOBODY
             if tidx <= deals:
                 for short in range_constexpr(2):
                     mark = deal.mark(cutlass.min(tidx * deal.step, deal.items), long, short)
@@ -212,14 +241,14 @@ class TileDealer:
             for i in cutlass.range(tidx, deal.items, THREADS):
                 column, tile = deal.split(i)
                 number, _, card = self.find(deal, column, tile, long, sMarks)
-                cost = -Int32(sKeys[tile // deal.row_tiles] >> 32)
+                cost = -Int32(sKeys[tile // deal.by.row_tiles] >> 32)
                 cute.arch.atomic_add(storage.cards.data_ptr() + (number * MOST_WORKERS + card), cost)
             cute.arch.sync_threads()
             self.deal_cards(sCards, sLoads, deals, deal.workers, tidx)
 
         for i in cutlass.range(bidx * THREADS + tidx, deal.items, THREADS * ctas):
             column, tile = deal.split(i)
-            rank = tile // deal.row_tiles
+            rank = tile // deal.by.row_tiles
             if const_expr(self.dealt):
                 number, turn, card = self.find(deal, column, tile, long, sMarks)
                 slot = turn * deal.workers + sCards[number, card]
@@ -261,12 +290,10 @@ class TileDealer:
         cute.arch.sync_threads()
         for k in cutlass.range(1, bits + 1):
             for j in cutlass.range(k):
-                bit = k - 1 - j
                 for i in cutlass.range(tidx, Int32(1) << (bits - 1), THREADS):
-                    low = ((i >> bit) << (bit + 1)) | (i & ((Int32(1) << bit) - 1))
-                    high = low | (Int32(1) << bit)
+                    low, high = pair(i, k - 1 - j)
                     a, b = sKeys[low], sKeys[high]
-                    if (a > b) == (((low >> k) & 1) == 0):
+                    if (a > b) == ((low >> k) & 1 == 0):  # runs of 2**k ascend and descend in turn
                         sKeys[low] = b
                         sKeys[high] = a
                 cute.arch.sync_threads()
@@ -274,7 +301,7 @@ class TileDealer:
     @cute.jit
     def find(self, deal: Deal, column: Int32, tile: Int32, long: Int32, sMarks: cute.Tensor):
         """(deal, round, card) of an item."""
-        number = deal.position(column, tile, long) // deal.step
+        number = deal.position(column, tile, long) // deal.by.step
         short, _ = deal.class_of(tile, long)
         begin = Mark(*(sMarks[number, short, part] for part in range(3)))
         end = Mark(*(sMarks[number + 1, short, part] for part in range(3)))
@@ -285,25 +312,30 @@ class TileDealer:
     def deal_cards(
         self,
         sCards: cute.Tensor,  # (MOST_DEALS, MOST_WORKERS): costs; becomes workers
-        sLoads: cute.Tensor,  # (MOST_WORKERS,): each worker's work so far
+        sLoads: cute.Tensor,  # (MOST_WORKERS,): work so far * MOST_WORKERS + worker
         deals: Int32,
         workers: Int32,
         tidx: Int32,
     ):
-        """In each deal the worker with the r-th least work gets card r; of equals the first comes first."""
+        """In each deal the worker with the r-th least work gets card r; of equals the first worker comes first.
+
+        Beyond 2**23 K-tiles a worker, seconds of work, keys wrap: still an order, no longer the best one.
+        """
         worker, helper = tidx // HELPERS, tidx % HELPERS
+        others = workers
+        if tidx >= cute.round_up(workers * HELPERS, WARP):
+            others = 0
         for number in cutlass.range(deals):
             mine = sLoads[worker]
             rank = Int32(0)
-            for other in cutlass.range(helper, workers, HELPERS):
-                load = sLoads[other]
-                if load < mine or (load == mine and other < worker):
-                    rank += 1
+            for first in cutlass.range(helper * 4, others, HELPERS * 4):
+                for i in range_constexpr(4):  # one load of 16 bytes
+                    rank += Int32(sLoads[first + i] < mine)
             for distance in range_constexpr(HELPERS.bit_length() - 1):
                 rank += cute.arch.shuffle_sync_bfly(rank, 1 << distance)
             cute.arch.sync_threads()
             if helper == 0 and worker < workers:
-                sLoads[worker] = mine + sCards[number, rank]
+                sLoads[worker] = mine + sCards[number, rank] * MOST_WORKERS
                 sCards[number, rank] = worker
             cute.arch.sync_threads()
 
@@ -314,3 +346,24 @@ def compile_order(facts: OrderFacts, *, keep_cubin: bool = False):
     numbers = [Int32(1)] * 7
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return compile_for(facts.arch, TileDealer(facts), *tensors, *numbers, stream, keep_cubin=keep_cubin)
+
+
+def fits(rows: int, *, row_tiles: int, tiles_n: int, batch: int, workers: int | None, **_) -> bool:
+    """Whether the kernel serves a problem; arguments are work_order_on_gpu's. The others are for balance.work_order."""
+    items = rows * row_tiles * tiles_n * batch
+    return rows <= MOST_ROWS and 1 <= items <= MOST_ITEMS and (workers or 1) <= MOST_WORKERS
+
+
+def work_order_on_gpu(
+    crow: torch.Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
+) -> torch.Tensor:
+    """balance.work_order of a checked pattern on a GPU, for problems that `fits`."""
+    rows, dealt = len(crow) - 1, workers is not None
+    workers = workers or 1
+    slots = -(-rows * row_tiles * tiles_n * batch // workers) * workers
+    order = torch.empty((slots, 2), dtype=torch.int32, device=crow.device)
+    facts = OrderFacts(device_arch(crow.get_device())[0].target, NAMES_OF_INDEX[crow.dtype], dealt)
+    dealer = default_cache().get(facts, lambda: compile_order(facts))
+    bits = max(1, (rows - 1).bit_length())
+    dealer(crow, order, row_tiles, steps, tiles_n, batch, min(group, tiles_n), workers, bits)
+    return order

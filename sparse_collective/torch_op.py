@@ -91,8 +91,11 @@ def _(
 
 
 def _matrix(crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
+    """A matrix for one call. What was learnt of these very index tensors, and their plans, it takes over."""
     rows = (crow_indices.shape[0] - 1) * values.shape[1]
-    return BsrMatrix(crow_indices, col_indices, values, (rows, columns), check=check)
+    W = BsrMatrix(crow_indices, col_indices, values, (rows, columns), check=check)
+    W.recall()
+    return W
 
 
 def _shape(op: str, crow_indices, values, b) -> tuple:

@@ -1,17 +1,23 @@
-"""The order of work tiles: every tile once, and workers that finish together; and the op with it.
+"""The order of work tiles: every tile once, and workers that finish together; the kernel that makes it; the op with it.
 
-Without a GPU the table is made and checked, with one the kernels run by it.
+Without a GPU torch's table is checked, and the order kernel's arithmetic held to it; with one the kernels run.
 """
 
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_kernels
+from cute_kernels.arch import ARCHS
 from cute_kernels.scheduler import TileScheduler
-from sparse_collective import BsrMatrix, balance, bsr_linear, bsr_matmul
-from sparse_collective.balance import OVERHEAD, work_order
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, order_kernel
+from sparse_collective.balance import LONG, MOST_DEALS, OVERHEAD, work_order
+from sparse_collective.order_kernel import Deal, Divisors, Mark, OrderFacts, fits, work_order_on_gpu
 
 from . import cases
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
@@ -21,14 +27,17 @@ def crow_of(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-@given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
-    row_tiles=st.integers(1, 4),
-    tiles_n=st.integers(1, 9),
-    batch=st.integers(1, 3),
-    group=st.integers(1, 12),
-    workers=st.sampled_from((None, 1, 7, 66)),
-)
+PROBLEMS = {
+    "lengths": st.lists(st.integers(0, 50), min_size=1, max_size=40),
+    "row_tiles": st.integers(1, 4),
+    "tiles_n": st.integers(1, 9),
+    "batch": st.integers(1, 3),
+    "group": st.integers(1, 12),
+    "workers": st.sampled_from((None, 1, 7, 66)),
+}
+
+
+@given(**PROBLEMS)
 def test_every_tile_comes_once(lengths, row_tiles, tiles_n, batch, group, workers):
     """And a worker that has no tile in a round has none after it."""
     tiles = {"row_tiles": row_tiles, "tiles_n": tiles_n, "batch": batch, "group": group}
@@ -87,8 +96,7 @@ def test_panels_stay_together():
 @pytest.mark.parametrize(
     "block", [(128, 128), (64, 64), (32, 32), (256, 64), (48, 112)], ids=lambda b: f"{b[0]}x{b[1]}"
 )
-def test_products(monkeypatch, device, path, pattern, block):
-    monkeypatch.setattr(balance, "ENABLED", True)
+def test_products(device, path, pattern, block):
     mask = cases.PATTERNS[pattern](1024 // block[0] + 1, 512 // block[1] + 1)
     crow, col = cases.mask_to_indices(mask)
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
@@ -107,9 +115,8 @@ def test_products(monkeypatch, device, path, pattern, block):
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", ["sm_80", pytest.param("sm_90", marks=pytest.mark.sm_90)])
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=lambda b: f"{b[0]}x{b[1]}")
-def test_many_rounds(monkeypatch, path, block):
+def test_many_rounds(path, block):
     """Every worker does several tiles, of lengths from none to all."""
-    monkeypatch.setattr(balance, "ENABLED", True)
     mask = cases.power_law(2560 // block[0], 1024 // block[1])
     crow, col = cases.mask_to_indices(mask)
     values = normal(len(col), *block, k=1024)
@@ -129,3 +136,137 @@ def test_a_check_tells_whether_rows_are_even(mask, even):
     assert not W.even, "not known yet"
     W.check_indices()
     assert W.even is even
+
+
+# -- the kernel -----------------------------------------------------------------------------------------------
+
+
+@given(steps=st.integers(1, 3), **PROBLEMS)
+def test_the_kernels_steps_give_the_same_table(lengths, **tiles):
+    crow = crow_of(lengths)
+    assert torch.equal(emulated_order(crow, **tiles), work_order(crow, **tiles))
+
+
+@pytest.mark.parametrize("workers", [1, 5, 132, order_kernel.MOST_WORKERS])
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_the_kernels_steps_of_larger_problems(rows, workers):
+    """Several rounds a deal, and so cards dealt to and fro; panels and classes that end inside a deal."""
+    lengths = torch.randint(0, 40, (rows,)) // torch.randint(1, 20, (rows,))
+    tiles = {"row_tiles": 2, "steps": 2, "tiles_n": 43, "batch": 2, "group": 8, "workers": workers}
+    assert torch.equal(emulated_order(crow_of(lengths), **tiles), work_order(crow_of(lengths), **tiles))
+
+
+def emulated_order(crow, *, row_tiles, steps, tiles_n, batch, group, workers):
+    """The kernel step by step, all threads at once, by its own arithmetic."""
+    with mock.patch.object(order_kernel, "cutlass", SimpleNamespace(min=np.minimum, max=np.maximum)):
+        dealt, workers, group = workers is not None, workers or 1, min(group, tiles_n)
+        rows, tiles_m = len(crow) - 1, (len(crow) - 1) * row_tiles
+        slots = -(-tiles_m * tiles_n * batch // workers) * workers
+        rounds = -(-(slots // workers) // MOST_DEALS)
+        by = Divisors(tiles_m, row_tiles, tiles_n, group, workers, rounds * workers)
+        deal = Deal(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
+
+        cost = np.diff(crow.long().numpy()) * steps + OVERHEAD
+        keys, long = sorted_rows(cost), int((cost * rows >= LONG * cost.sum()).sum()) * row_tiles
+        column, tile = deal.split(np.arange(deal.items))
+        rank = tile // row_tiles
+        position = slot = deal.position(column, tile, long)
+        table = np.full((slots, 2), -1)
+        if dealt:
+            number, deals = position // deal.step, -(-slots // deal.step)
+            bounds = np.minimum(np.arange(deals + 1) * deal.step, deal.items)
+            marks = [[np.broadcast_to(part, bounds.shape) for part in deal.mark(bounds, long, s)] for s in (0, 1)]
+            marks = np.array(marks)  # (class, part, deal)
+            short, _ = deal.class_of(tile, long)
+            begin, end = (Mark(*(marks[short, part, number + i] for part in range(3))) for i in (0, 1))
+            turn, card = deal.card(deal.place(column, tile, long, number, begin, end), number)
+            cards = np.zeros((deals, workers), dtype=np.int64)
+            np.add.at(cards, (number, card), -(keys[rank] >> 32))
+            slot = turn * workers + deal_cards(cards)[number, card]
+        table[slot] = np.stack([(keys[rank] & 0xFFFFFFFF) * row_tiles + tile % row_tiles, column], 1)
+        return torch.from_numpy(table).int()
+
+
+def sorted_rows(cost):
+    """Keys of rows as the kernel's network of exchanges leaves them."""
+    bits = max(1, (len(cost) - 1).bit_length())
+    keys = np.full(1 << bits, order_kernel.NO_ROW)
+    keys[: len(cost)] = -cost << 32 | np.arange(len(cost))
+    for k in range(1, bits + 1):
+        for j in range(k):
+            low, high = order_kernel.pair(np.arange(1 << (bits - 1)), k - 1 - j)
+            swap = (keys[low] > keys[high]) == ((low >> k) & 1 == 0)
+            keys[low], keys[high] = np.where(swap, keys[high], keys[low]), np.where(swap, keys[low], keys[high])
+    assert (np.diff(keys[: len(cost)]) > 0).all()
+    return keys
+
+
+def deal_cards(cards):
+    """The worker of each card, (deals, workers), from the cards' costs."""
+    workers = np.arange(cards.shape[1])
+    loads, taken = workers.copy(), np.zeros_like(cards)
+    for number in range(len(cards)):
+        rank = (loads < loads[:, None]).sum(1)
+        loads = loads + cards[number, rank] * order_kernel.MOST_WORKERS
+        taken[number, rank] = workers
+    return taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("workers", [None, 1, 7, 66, 132, order_kernel.MOST_WORKERS])
+@pytest.mark.parametrize(
+    ("rows", "row_tiles", "tiles_n", "batch", "group"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 2, 3, 2, 8),
+        (64, 1, 43, 1, 8),
+        (63, 2, 9, 3, 4),
+        (512, 1, 32, 1, 4),
+        (1025, 1, 5, 2, 2),
+        (4096, 1, 16, 1, 3),
+        (order_kernel.MOST_ROWS, 1, 2, 1, 1),
+    ],
+)
+def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group, workers, index_dtype):
+    tiles = {"row_tiles": row_tiles, "steps": 2, "tiles_n": tiles_n, "batch": batch, "group": group, "workers": workers}
+    long = torch.randint(0, 300, (rows,)) // torch.randint(1, 30, (rows,))
+    for lengths in (long, torch.full((rows,), 5), torch.zeros(rows, dtype=torch.int64)):
+        crow = crow_of(lengths).to("cuda", index_dtype)
+        assert torch.equal(work_order_on_gpu(crow, **tiles), work_order(crow, **tiles))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "workers"), [(64, 132), (64, order_kernel.MOST_WORKERS + 1), (order_kernel.MOST_ROWS + 1, 9)]
+)
+def test_beyond_the_kernels_limits_torch_orders(rows, workers):
+    mask = cases.power_law(rows, 8)
+    crow, col = (t.cuda() for t in cases.mask_to_indices(mask))
+    W = BsrMatrix(crow, col, torch.zeros(len(col), 16, 16, dtype=torch.bfloat16, device="cuda"), (rows * 16, 128))
+    tiles = {"row_tiles": 1, "steps": 1, "tiles_n": 20, "batch": 1, "group": 4, "workers": workers}
+    assert torch.equal(W.work_order(**tiles).cpu(), work_order(crow.cpu(), **tiles))
+
+
+def test_what_the_kernel_serves():
+    tiles = {"row_tiles": 2, "steps": 1, "tiles_n": 20, "batch": 3, "group": 4, "workers": 132}
+    assert fits(1, **tiles) and fits(order_kernel.MOST_ROWS, **tiles) and fits(64, **{**tiles, "workers": None})
+    assert not fits(order_kernel.MOST_ROWS + 1, **tiles)
+    assert not fits(64, **{**tiles, "workers": order_kernel.MOST_WORKERS + 1})
+    assert not fits(64, **{**tiles, "tiles_n": order_kernel.MOST_ITEMS // 64})
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dealt", "index_dtype"), [(True, "int32"), (True, "int64"), (False, "int32"), (False, "int64")]
+)
+def test_the_order_kernel_compiles(arch, dealt, index_dtype):
+    from cute_kernels.runtime import inspect
+    from cute_kernels.runtime.compile import cubin_of
+
+    with mock.patch.object(order_kernel, "compile_for", wraps=order_kernel.compile_for) as compiling:
+        compiled = order_kernel.compile_order(OrderFacts(arch, index_dtype, dealt), keep_cubin=True)
+    assert compiling.call_args.args[1].smem_bytes <= min(spec.smem for spec in ARCHS.values())
+    found = inspect.resources(cubin_of(compiled), arch)
+    assert found.stack == found.stl == found.ldl == 0
+    assert found.registers * order_kernel.THREADS <= 65536

@@ -182,6 +182,25 @@ def test_bsr_linear(device, backend, checked):
 
 
 @ON
+def test_a_graph_finds_what_was_learnt_of_a_pattern(device, backend, monkeypatch):
+    """Evenness and plans belong to the index tensors, so they outlive the matrix that a graph makes for each call."""
+    from sparse_collective import torch_op
+
+    met, make = [], torch_op._matrix
+    monkeypatch.setattr(torch_op, "_matrix", lambda *args: met.append(make(*args)) or met[-1])
+    W = weights(device, pattern="uniform")
+    W.check_indices()
+    x = normal(8, W.shape[1], device=device)
+    compiled(lambda x: bsr_linear(x, W), backend)(x)
+    found = met[-1]
+    assert W.even and W.listed is not None
+    assert found is not W and (found.even, found.listed) == (True, W.listed) and found.plans is W.plans
+    other = torch_op._matrix(W.crow_indices.clone(), W.col_indices, W.values, W.shape[1], False)
+    assert not other.even and other.listed is None and other.plans is None
+    assert other.derived(("a",), lambda: (W.crow_indices,)) == (W.crow_indices,), "made, and not kept"
+
+
+@ON
 def test_bsr_matmul_with_a_matrix_argument(device, backend):
     """The matrix is an input of the graph: new values are seen, and another pattern does not get the old one's."""
     step = compiled(lambda W, b, res: bsr_matmul(W, b, residual=res, epilogue=lambda x: x * 0.5), backend)

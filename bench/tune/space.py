@@ -41,7 +41,7 @@ class Candidate:
 
     def __str__(self) -> str:
         cfg = self.facts.config
-        ring = f" ring {cfg.ring}" if self.facts.path == "sm_90" else ""
+        ring = f" ring {cfg.ring}x{cfg.store_row}" if self.facts.path == "sm_90" else ""
         return f"{self.facts.path} {cfg}{ring} panels of {self.group} on {self.ctas} CTAs"
 
 
@@ -60,7 +60,7 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
                 ((2, 1, 1, False, 2), (1, 2, 1, False, 2), (1, 1, 2, False, 2)),
             ),
             Gene("cluster", ("cluster_m", "cluster_n"), ((1, 1), (2, 1), (1, 2))),
-            Gene("ring", ("ring",), (1, 2, 3, 4)),
+            Gene("ring", ("ring", "store_row"), ((1, 128), (2, 128), (3, 128), (4, 128), (2, 64), (3, 64))),
             Gene("lag", ("lag",), (0, 1, 2)),
         ]
         stages = (2, 3, 4, 5, 6, 7, 8, 10)
