@@ -113,10 +113,11 @@ def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
 
     Measured at 8192 cubed on an H200, in us, with 256 columns and rings of 2 chunks, 128 and 4, 256 and 4, and the best
     of the other kernels: 16x16 blocks, 12.5 %: 711, 985, 900 and 1242; 32x32, 50 %: 1444, 1242, 1300 and 2395; 64x64,
-    12.5 %: 349, 342, 367 and 286; 64x64, 80 %: 2166, 1434, 1363 and 1758; banded 64x64: 394, 243, 257 and 292.
+    12.5 %: 349, 342, 367 and 286; 64x64, 80 %: 2166, 1434, 1363 and 1758; banded 64x64: 394, 243, 257 and 292. The
+    first with smaller store buffers and so a fifth stage of B: 647 instead of 711.
     """
-    cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, ring=2, sweep=True)
-    deep = replace(cfg, ring=1, chunks=4)
+    cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, ring=1, store_row=64, sweep=True)
+    deep = replace(cfg, store_row=128, chunks=4)
     shapes = [replace(cfg, cluster_m=2), cfg, replace(deep, tile_n=128), replace(deep, tile_n=128, cluster_m=2), deep]
     return [with_stages(shape, spec, shape.ring * CONSUMERS * 64 * shape.store_row) for shape in shapes]
 
@@ -191,7 +192,7 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again for
     each block); or the bytes that arrive, for which a multicast to two CTAs measured 4 % faster, not twice; or what a
     consumer spends on waiting and branching. With rings of 4 chunks that is within 10 % of 12 measured times of 14;
-    shorter ones fill up where chunks do, and three stages of B do not cover L2's latency: both factors are fitted.
+    shorter ones fill up where chunks do, and few stages of B do not cover L2's latency: both factors are fitted.
     """
     if sweep_table_bytes(extents.M, extents.K, cfg.cluster_m) > MOST_TABLE_BYTES:
         return math.inf
@@ -205,7 +206,7 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     arriving = (listed * cfg.tile_n + kept * cfg.tile_m) * cfg.tile_k * ELEMENT
     smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * ELEMENT) / SMEM_BYTES_PER_CLOCK
     issue = listed * SWEEP_CHUNK_CLOCKS + blocks / CONSUMERS * SWEEP_BLOCK_CLOCKS
-    feed = l2_bytes_per_clock * (1 if cfg.cluster_m > 1 else 0.96) * (1 if cfg.stages > 3 else 0.78)
+    feed = l2_bytes_per_clock * (1 if cfg.cluster_m > 1 else 0.96) * {3: 0.78, 4: 1.0, 5: 1.08}.get(cfg.stages, 1.0)
     chunk = max(mma, smem, arriving / feed, issue)
     if cfg.chunks == 2:
         chunk *= 1 + 1.2 * min(1.0, kept / max(1e-9, listed)) ** 1.5

@@ -22,7 +22,7 @@ from bench import timing
 from cute_kernels import explain, gemm
 from cute_kernels.ops import viewed
 from cute_kernels.reference import gemm as reference_gemm
-from cute_kernels.runtime.kernels import function_for
+from cute_kernels.runtime import kernels
 from cute_kernels.runtime.plan import Plan, path
 from cute_kernels.tuned import ENABLED_VARIABLE
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
@@ -164,7 +164,7 @@ class Fitness:
             raise RuntimeError(f"the space of {self.problem.text} lacks the heuristics' pick {self.incumbent}")
         self.launch = launcher(plan, self.data)
         self.right: dict[Candidate, bool] = {}
-        self._functions = {plan.facts: function_for(plan.facts)}
+        self._functions = {plan.facts: kernels.function_for(plan.facts)}
         if reason := self.wrong(self.incumbent, self._functions[plan.facts]):
             raise RuntimeError(f"the heuristics' pick for {self.problem.text} is wrong: {reason}")
 
