@@ -14,6 +14,8 @@ Here with torch, a few hundred small operations that wait for no device. On a GP
 (order_kernel.py); this is what it is held to, and what makes the order of problems beyond its limits.
 """
 
+from typing import NamedTuple
+
 import torch
 
 # On an H200, 8192 cubed, 128x128 blocks, 12.5 %: the power law of bench/patterns.py (skewed) 317 -> 210 us, which is
@@ -23,6 +25,17 @@ ENABLED = True
 LONG = 2  # times the mean cost of a row's tile: rows that come first
 OVERHEAD = 2  # K-tiles that a work tile costs besides its own: its store, and filling the pipeline
 MOST_DEALS = 32  # more rounds than that are dealt several at a time
+
+
+class Tiles(NamedTuple):
+    """The arguments of work_order besides the pattern."""
+
+    row_tiles: int
+    steps: int
+    tiles_n: int
+    batch: int
+    group: int
+    workers: int | None
 
 
 def work_order(

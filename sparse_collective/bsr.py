@@ -287,7 +287,7 @@ class BsrMatrix:
                 return sweep_plan_on_gpu(*pattern, cluster)
         return sweep_plan(*pattern, cluster)
 
-    def work_order(self, **tiles) -> Tensor:
+    def work_order(self, tiles: balance.Tiles) -> Tensor:
         """In which order work tiles come, so that all workers finish together; see balance.work_order.
 
         On a GPU one kernel makes the same table, and torch that of problems beyond its limits (order_kernel.fits).
@@ -297,11 +297,11 @@ class BsrMatrix:
             if self.device.type == "cuda":
                 from .order_kernel import fits, work_order_on_gpu
 
-                if fits(self.n_block_rows, **tiles):
-                    return (work_order_on_gpu(self.crow_indices, **tiles),)
-            return (balance.work_order(self.crow_indices, **tiles),)
+                if fits(self.n_block_rows, **tiles._asdict()):
+                    return (work_order_on_gpu(self.crow_indices, **tiles._asdict()),)
+            return (balance.work_order(self.crow_indices, **tiles._asdict()),)
 
-        return self.derived(("order", *tiles.values()), make)[0]
+        return self.derived(tiles, make)[0]
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.

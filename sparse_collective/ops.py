@@ -120,23 +120,22 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         )
         return out
     if balance.ENABLED and not W.even and W.plans is not None:
-        function, order, ctas = _balanced(plan, W)
-        function(W.crow_indices, col, order, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
+        function, tiles, ctas = plan.ordered or _ordered(plan)
+        function(W.crow_indices, col, W.work_order(tiles), values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
         return out
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
     plan.function(W.crow_indices, col, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
     return out
 
 
-def _balanced(plan: Plan, W: BsrMatrix):
-    """(function, order, CTAs): the plan's kernel with work tiles dealt by length."""
-    if plan.ordered is None:
-        from cute_kernels.runtime.kernels import function_for
+def _ordered(plan: Plan) -> tuple:
+    """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
+    from cute_kernels.runtime.kernels import function_for
 
-        plan.ordered = function_for(replace(plan.facts, ordered=True))
-    workers = plan.tiles["workers"]
-    ctas = 1 if workers is None else workers * plan.facts.config.cluster_m * plan.facts.config.cluster_n
-    return plan.ordered, W.work_order(**plan.tiles), ctas
+    workers, cfg = plan.tiles.workers, plan.facts.config
+    ctas = 1 if workers is None else workers * cfg.cluster_m * cfg.cluster_n
+    plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
+    return plan.ordered
 
 
 def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue):
@@ -249,14 +248,14 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
     # same to a CTA in every panel.
     plan.uneven_ctas = sms // (cfg.cluster_m * cfg.cluster_n) * cfg.cluster_m * cfg.cluster_n
-    plan.tiles = {
-        "row_tiles": -(-bm // cfg.tile_m) // cfg.cluster_m,
-        "steps": steps,
-        "tiles_n": -(-N // (cfg.tile_n * cfg.cluster_n)),
-        "batch": problem.extents.L,
-        "group": plan.group,
-        "workers": sms // (cfg.cluster_m * cfg.cluster_n) if plan.facts.path == "sm_90" else None,
-    }
+    plan.tiles = balance.Tiles(
+        row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
+        steps=steps,
+        tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
+        batch=problem.extents.L,
+        group=plan.group,
+        workers=sms // (cfg.cluster_m * cfg.cluster_n) if plan.facts.path == "sm_90" else None,
+    )
 
     def first_call(*args):
         """Compiles when it is called: an uneven pattern takes `ordered` instead."""

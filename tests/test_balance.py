@@ -16,7 +16,7 @@ import cute_kernels
 from cute_kernels.arch import ARCHS
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, order_kernel
-from sparse_collective.balance import LONG, MOST_DEALS, OVERHEAD, work_order
+from sparse_collective.balance import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
 from sparse_collective.order_kernel import Deal, Divisors, Mark, OrderFacts, fits, work_order_on_gpu
 
 from . import cases
@@ -245,7 +245,7 @@ def test_beyond_the_kernels_limits_torch_orders(rows, workers):
     crow, col = (t.cuda() for t in cases.mask_to_indices(mask))
     W = BsrMatrix(crow, col, torch.zeros(len(col), 16, 16, dtype=torch.bfloat16, device="cuda"), (rows * 16, 128))
     tiles = {"row_tiles": 1, "steps": 1, "tiles_n": 20, "batch": 1, "group": 4, "workers": workers}
-    assert torch.equal(W.work_order(**tiles).cpu(), work_order(crow.cpu(), **tiles))
+    assert torch.equal(W.work_order(Tiles(**tiles)).cpu(), work_order(crow.cpu(), **tiles))
 
 
 def test_what_the_kernel_serves():

@@ -54,8 +54,8 @@ class Plan:
     empty: bool = False
     uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
     swept: int = 0  # for the sweep kernel: CTAs of a cluster
-    tiles: dict = field(default_factory=dict)  # of a sparse product: what balance.work_order asks for
-    ordered: Callable | None = None  # its function with an order of work tiles, once it was needed
+    tiles: tuple = ()  # of a sparse product: balance.Tiles
+    ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
     spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
 
     def __str__(self) -> str:
