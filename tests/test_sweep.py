@@ -181,6 +181,36 @@ def test_the_plan_kernel_compiles(arch, block):
         assert found.stack == found.stl == found.ldl == 0
 
 
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128), (256, 32)])
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_a_check_tells_which_share_of_the_chunks_is_listed(pattern, block):
+    mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
+    W, _ = matrix(mask, block)
+    assert W.listed is None, "not known yet"
+    before = W.key
+    W.check_indices()
+    rows, cols = max(1, 192 // block[0]), max(1, 64 // block[1])
+    groups = [m for part in mask.split(rows) for m in part.any(0).split(cols)]
+    assert W.listed == round(sum(bool(m.any()) for m in groups) / len(groups), 2)
+    assert W.key != before and W.to(torch.float16).listed == W.listed
+
+
+def test_rows_that_share_columns_are_swept():
+    """At 8192 cubed and 12.5 %: 64x64 blocks at random are not, as a band they are; 16x16 blocks always."""
+
+    def pick(block, listed):
+        facts, cube = BlockFacts(block, block, "int32"), heuristics.Extents(8192, 8192, 8192)
+        costs = {
+            c: heuristics.cost(c, cube, facts, 0.125, 132, listed=listed)
+            for c in heuristics.candidates_sm90(facts, ARCHS["sm_90"])
+        }
+        return min(costs, key=costs.get)
+
+    assert not pick(64, None).sweep and not pick(64, 0.33).sweep
+    assert pick(64, 0.15).sweep and pick(64, 0.15).chunks == 4
+    assert pick(16, None).sweep and pick(16, None).stages == 5
+
+
 def test_a_plan_is_kept_until_the_indices_change():
     W, _ = matrix(cases.bernoulli(30, 20, 0.3), (16, 16))
     first = W.sweep_plan(2)
@@ -214,3 +244,14 @@ def test_what_the_predicate_refuses():
     assert config.unsupported(bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
     assert "heights" in config.unsupported(bsr(spec, "sm_90", wide, (128, 128)))
     assert "dense" in config.unsupported(dense(spec, "sm_90", wide))
+
+
+def test_tiles_with_slabs_beyond_the_block_are_refused():
+    """Rows 64 and up of a tile would be stored over those of the block: the tuner found that results are wrong."""
+    from cute_kernels.catalog import bsr
+
+    spec = ARCHS["sm_90"]
+    tall = heuristics.sm90(192, 128, 64, 1, 2, spec=spec)
+    assert "slabs" in config.unsupported(bsr(spec, "sm_90", tall, (64, 64)))
+    assert "slabs" in config.unsupported(bsr(spec, "sm_90", tall, (128, 64)))
+    assert config.unsupported(bsr(spec, "sm_90", tall, (144, 64))) == ""
