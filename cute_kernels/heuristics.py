@@ -126,7 +126,8 @@ def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
 
     Measured on an H200 (compiled for it): dense 4096 cubed 256x128x32 477, 128x128x64 458, 128x128x32 434 TFLOP/s;
-    512x112 blocks 128x128x64 405, 256x128x64 396, 128x128x32 371. K-tiles of 64 take more than sm_8x has for two CTAs.
+    512x112 blocks 128x128x64 405, 256x128x64 396, 128x128x32 371. Later, in one run on a hotter card, dense 4096 cubed:
+    256x128x64 303 us, 128x128x64 314, 256x128x32 330. K-tiles of 64 take more than sm_8x has.
     """
     if block is not None and block.bm < 64:
         tile_m = 16 if block.bm % 32 else 32
@@ -137,7 +138,8 @@ def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
         deep = spec.smem > 200_000
         shapes = [(128, 128, 64 if deep else 32, 2, 2), (128, 64, 32, 2, 2)]
     else:
-        shapes = [(256, 128, 32, 4, 2), (128, 128, 32, 2, 2), (128, 64, 32, 2, 2), (64, 64, 32, 2, 2)]
+        k = 64 if spec.smem > 150_000 else 32
+        shapes = [(256, 128, k, 4, 2), (128, 128, 32, 2, 2), (128, 64, 32, 2, 2), (64, 64, 32, 2, 2)]
     widest = tile_k_of(block)
     return [
         with_stages(GemmConfig(m, n, min(k, widest), 0, wm, wn), spec, 0, most=3 if k == 64 else 4)
@@ -158,8 +160,7 @@ def cost(
     """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
-    `listed`: of the chunks (64 columns) of W, the share in which a group of 192 rows has a block; None for that of
-    blocks at random.
+    `listed`: of W's block columns, the share in which a group of 192 rows has a block; None: as blocks at random have.
     """
     if cfg.sweep:
         return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, listed)
@@ -182,8 +183,8 @@ def cost(
 
 
 def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:
-    """The share of chunks in which `rows` rows of a random pattern have a block."""
-    return 1 - (1 - kept) ** (max(1, CHUNK // block.bk) * max(1, rows // block.bm))
+    """The share of block columns in which `rows` rows of a random pattern have a block."""
+    return 1 - (1 - kept) ** max(1, rows // block.bm)
 
 
 def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known) -> float:

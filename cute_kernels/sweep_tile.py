@@ -9,7 +9,7 @@ MOST_TABLE_BYTES = 256 << 20  # of a plan's table: groups x chunks
 
 
 def sweep_table_bytes(M: int, K: int, cluster: int) -> int:
-    """Size of the table of a plan (sparse_collective.sweep) for W (M, K), for clusters of so many CTAs."""
+    """Size of the words of a plan (sparse_collective.sweep) for W (M, K), for clusters of so many CTAs."""
     groups, chunks = -(-M // (ROWS * CONSUMERS * cluster)), -(-K // CHUNK)
     return groups * chunks * (4 if cluster == 1 else 8) * 4
 
@@ -18,8 +18,8 @@ def sweep_table_bytes(M: int, K: int, cluster: int) -> int:
 class Geometry:
     """How blocks of one shape lie in segments (the rows of one consumer) and chunks.
 
-    `rows` block rows a segment; `steps` block columns a chunk, each `width` wide; or, where blocks are wider than a
-    chunk, `parts` chunks a block.
+    `rows` block rows a segment; `steps` slices a chunk, each `width` wide: block columns, or where those are wider than
+    a chunk `parts` slices a block.
     """
 
     rows: int

@@ -64,7 +64,7 @@ class BsrMatrix:
     check: bool
     checked: bool  # whether check_indices has passed
     even: bool  # whether all block rows are known to hold equally many blocks
-    listed: float | None  # share of chunks that a group of rows needs, where known: heuristics.sweep_cost
+    listed: float | None  # share of block columns that a group of rows needs, where known: heuristics.sweep_cost
     key: tuple  # what an op's plan depends on, hashable
     plans: dict | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
     __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even", "listed")
@@ -333,12 +333,11 @@ class BsrMatrix:
         ]
         lengths = crow.diff()
         flags.append((lengths == lengths[:1]).all())
-        *wrong, even, listed = torch.stack([*(flag.long() for flag in flags), self._chunks_listed()]).tolist()
+        *wrong, even, listed = torch.stack([*(flag.long() for flag in flags), self._columns_listed()]).tolist()
         if any(wrong):
             raise ValueError(self._first_index_error())
         self._set(checked=True, even=bool(even))
-        groups, chunks = self._chunk_grid()
-        self._set_listed(round(listed / max(1, groups * chunks), 2))
+        self._set_listed(round(listed / max(1, self._row_groups() * self.n_block_cols), 2))
         self._remember()
 
     def _remember(self) -> None:
@@ -356,23 +355,21 @@ class BsrMatrix:
         self._set(even=even, plans=plans)
         self._set_listed(listed)
 
-    def _chunk_grid(self) -> tuple[int, int]:
-        """How many groups of rows and chunks of columns the sweep kernel has without a cluster."""
-        (bm, bk), (M, K) = self.blocksize, self.shape
-        return -(-M // max(bm, ROWS * CONSUMERS)), -(-K // max(bk, CHUNK))
+    def _row_groups(self) -> int:
+        """How many groups of rows the sweep kernel has without a cluster; each needs some of the block columns."""
+        return -(-self.shape[0] // max(self.blocksize[0], ROWS * CONSUMERS))
 
-    def _chunks_listed(self) -> Tensor:
-        """How many pairs of group and chunk hold a block, on the device; of wrong indices any number."""
-        (bm, bk), (groups, chunks) = self.blocksize, self._chunk_grid()
+    def _columns_listed(self) -> Tensor:
+        """How many pairs of group and block column hold a block, on the device; of wrong indices any number."""
+        bm, groups, cols = self.blocksize[0], self._row_groups(), self.n_block_cols
         if self.nnz == 0:
             return torch.zeros((), dtype=torch.int64, device=self.device)
         crow = self.crow_indices.clamp(0, self.nnz).contiguous()
         numbers = torch.arange(self.nnz, dtype=crow.dtype, device=crow.device)
         row = (torch.searchsorted(crow, numbers, right=True) - 1).clamp(0, self.n_block_rows - 1)
-        col = self.col_indices.long().clamp(0, self.n_block_cols - 1)
-        group, chunk = row * bm // max(bm, ROWS * CONSUMERS), col * bk // max(bk, CHUNK)
-        needed = torch.zeros(groups * chunks, dtype=torch.bool, device=crow.device)
-        return needed.index_fill_(0, group * chunks + chunk, True).sum()
+        group = row * bm // max(bm, ROWS * CONSUMERS)
+        needed = torch.zeros(groups * cols, dtype=torch.bool, device=crow.device)
+        return needed.index_fill_(0, group * cols + self.col_indices.long().clamp(0, cols - 1), True).sum()
 
     def _first_index_error(self) -> str:
         """What is wrong first, crow_indices before col_indices. Copies the indices to the host."""

@@ -18,17 +18,24 @@ from .sweep_sm90 import SweepSm90
 
 @dataclass(frozen=True)
 class SweptChunks:
-    """The chunks that one CTA's group of rows sweeps over; see sweep.SweepPlan."""
+    """The chunks that one CTA's group of rows sweeps over, and the slices of B they consist of; see sweep.SweepPlan."""
 
-    entries: cute.Tensor  # (chunks, 4 or 8)
-    count: Int32
+    slices: cute.Tensor  # (slices of a row,)
+    words: cute.Tensor  # (chunks of a row, 4 or 8)
+    needed: Int32  # slices
     rank: Int32  # of the CTA in its cluster
+    steps: cutlass.Constexpr[int]  # slices a chunk
 
-    def chunk(self, i) -> Int32:
-        return self.entries[cutlass.min(i, self.count - 1), 0]
+    @property
+    def count(self) -> Int32:
+        return (self.needed + (self.steps - 1)) // self.steps
+
+    def slice(self, i) -> Int32:
+        """Past the last slice, that one again: it fills a chunk, and no bit asks for it."""
+        return self.slices[cutlass.min(i, self.needed - 1)]
 
     def word(self, i, consumer) -> Int32:
-        return self.entries[cutlass.min(i, self.count - 1), 1 + self.rank * CONSUMERS + consumer]
+        return self.words[cutlass.min(i, self.count - 1), self.rank * CONSUMERS + consumer]
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,15 @@ class SweepSource:
 
     crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64
     counts: cute.Tensor  # (groups,)
-    entries: cute.Tensor  # (groups, chunks, 4 or 8)
+    slices: cute.Tensor  # (groups, slices of a row)
+    words: cute.Tensor  # (groups, chunks of a row, 4 or 8)
     order: cute.Tensor  # (max(nnz, 1),)
     cluster: cutlass.Constexpr[int]
     rows: cutlass.Constexpr[int]  # block rows of a consumer
+    steps: cutlass.Constexpr[int]
 
     def for_tile(self, m, rank) -> SweptChunks:
-        return SweptChunks(self.entries[m, None, None], self.counts[m], rank)
+        return SweptChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.steps)
 
     def first_block(self, m, rank, consumer) -> Int32:
         """Where in `order` a consumer's blocks begin."""
@@ -66,7 +75,8 @@ class SweepCollective(SparseCollective):
         self,
         crow_indices: cute.Tensor,  # (M / bm + 1,)
         counts: cute.Tensor,
-        entries: cute.Tensor,
+        slices: cute.Tensor,
+        words: cute.Tensor,
         order: cute.Tensor,
         values: cute.Tensor,  # (nnz, bm, bk)
         b: cute.Tensor,
@@ -89,8 +99,8 @@ class SweepCollective(SparseCollective):
             residual = self.swapped_output(residual)
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
-        rows = const_expr(self.kernel.geometry.rows)
-        source = SweepSource(crow_indices, counts, entries, order, facts.config.cluster_m, rows)
+        g = self.kernel.geometry
+        source = SweepSource(crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.steps)
         self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
 
     def swapped_output(self, d: cute.Tensor) -> cute.Tensor:

@@ -2,10 +2,11 @@
 
 A block 16 high fills a quarter of WGMMA's 64 rows, and every block row that loads its own copy of B uses it for 16 rows
 only: then L2 is the limit. So the operands are swapped, with 64 dense columns as WGMMA's M and one block's height as
-its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It sweeps over K in
-chunks of 64, leaving out those in which no row of its cluster has a block:
+its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It sweeps over the block
+columns in which a row of its cluster has a block, in chunks of 64 columns of W, which need not be neighbours:
 
-    warp 0             B: the chunk, multicast to the CTAs of a cluster, which own other rows of the same columns
+    warp 0             B: the chunk, multicast to the CTAs of a cluster, which own other rows of the same columns; each
+                       of its block columns (a slice) by one TMA
     warps 1..3         A: the blocks of consumer 0..2 that lie in the chunk, each by one TMA, packed
     warpgroups 1..3    consumers; each owns 64 of the rows and all 256 columns. For each of its block rows and each
                        K-step of the chunk: if the block is there, multiply
@@ -14,8 +15,8 @@ chunks of 64, leaving out those in which no row of its cluster has a block:
     chunk      4 threads + the bytes of B and of A         1 thread of each of the 12 warps of every CTA in the cluster
 
 A's blocks lie in one ring for each consumer, without stages: a chunk takes as many slots as it has blocks, and gives
-them back with the chunk. What is there says a word of bits a consumer and chunk: bit r * steps + s for K-step s of row
-r. The list of chunks with their words, and the blocks in the order in which they are met, are made once per pattern
+them back with the chunk. What is there says a word of bits a consumer and chunk: bit r * steps + s for slice s of row
+r. The list of slices, the words, and the blocks in the order in which they are met, are made once per pattern
 (sweep.py).
 """
 
@@ -67,7 +68,8 @@ class SweepSm90:
         """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
         store = self.store
         sA = smem_layout(self.dtype, self.facts.block.bm, self.geometry.width, self.slots * CONSUMERS, True)
-        sB = smem_layout(self.dtype, self.columns, CHUNK, self.cfg.stages, not self.b_n_major)
+        slices = self.cfg.stages * self.geometry.steps
+        sB = smem_layout(self.dtype, self.columns, self.geometry.width, slices, not self.b_n_major)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * CONSUMERS, store.n_major)
         return sA, sB, sD
 
@@ -116,7 +118,7 @@ class SweepSm90:
             cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp(),
             mB,
             cute.slice_(sB_layout, (None, None, 0)),
-            (self.columns, CHUNK),
+            (self.columns, self.geometry.width),
             num_multicast=cfg.cluster_m,
         )
         tma_d, tD = None, mD
@@ -179,7 +181,7 @@ class SweepSm90:
         sA_layout, sB_layout, sD_layout = self.layouts()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (bm, width, CONSUMERS x slots)
-        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, CHUNK, PIPE)
+        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, width, PIPE x steps)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         if warp == 0:
@@ -246,8 +248,9 @@ class SweepSm90:
     @cute.jit
     def load_b(self, tma_b, mB, sB, source, scheduler, full, empty, first, step, rank):
         """Every chunk of every work tile; a CTA of a cluster loads its share and multicasts it."""
-        cluster = const_expr(self.cfg.cluster_m)
-        gB = cute.local_tile(mB, (self.columns, CHUNK), (None, None, None))  # (columns, CHUNK, rest_n, rest_k, L)
+        cluster, steps = const_expr(self.cfg.cluster_m), const_expr(self.geometry.steps)
+        # (columns, width, rest_n, slices, L)
+        gB = cute.local_tile(mB, (self.columns, self.geometry.width), (None, None, None))
         tBsB, tBgB = cpasync.tma_partition(
             tma_b, rank, cute.make_layout(cluster), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
         )
@@ -257,21 +260,22 @@ class SweepSm90:
         for index in cutlass.range(first, scheduler.count, step, unroll=1):
             m, n, l = scheduler.decode(index)
             chunks = source.for_tile(m, rank)
-            batch = Int32(0)  # lane j: chunk j of the next BATCH
+            batch = Int32(0)  # lane j: slice j of the next BATCH
             for i in cutlass.range(chunks.count, unroll=1):
-                if i % BATCH == 0:
-                    batch = chunks.chunk(i + lane)
-                chunk = cute.arch.shuffle_sync(batch, i % BATCH)
+                if i * steps % BATCH == 0:
+                    batch = chunks.slice(i * steps + lane)
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * CHUNK * 2)
-                cute.copy(
-                    tma_b,
-                    tBgB[None, n, chunk, l],
-                    tBsB[None, stage],
-                    tma_bar_ptr=full + stage,
-                    mcast_mask=mask if const_expr(cluster > 1) else None,
-                )
+                for s in range_constexpr(steps):
+                    number = cute.arch.shuffle_sync(batch, i * steps % BATCH + s)
+                    cute.copy(
+                        tma_b,
+                        tBgB[None, n, number, l],
+                        tBsB[None, stage * steps + s],
+                        tma_bar_ptr=full + stage,
+                        mcast_mask=mask if const_expr(cluster > 1) else None,
+                    )
                 stage, phase = self.advance(stage, phase)
 
     @cute.jit
@@ -296,7 +300,7 @@ class SweepSm90:
                 if i % BATCH == 0:
                     words = chunks.word(i + lane, consumer)
                     if const_expr(parts > 1):
-                        places = chunks.chunk(i + lane)
+                        places = chunks.slice(i + lane)
                 count = cute.arch.popc(cute.arch.shuffle_sync(words, i % BATCH))
                 part = Int32(0)
                 if const_expr(parts > 1):
@@ -330,7 +334,8 @@ class SweepSm90:
     def mma(self, chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer):
         """Sum over all chunks; returns the pipeline's state and the ring's head, in units of 16 bytes."""
         steps, width = const_expr(self.geometry.steps), const_expr(self.geometry.width)
-        b_step = const_expr(SLAB * 2 * 16 >> 4 if self.b_n_major else 16 * 2 >> 4)  # a K-step of a chunk
+        b_step = const_expr(SLAB * 2 * 16 >> 4 if self.b_n_major else 16 * 2 >> 4)  # 16 rows of B
+        b_slice = const_expr(self.columns * width * 2 >> 4)
         lane = cute.arch.lane_idx()
         before, words = Int32(0), Int32(0)
         for i in cutlass.range(chunks.count, unroll=1):
@@ -346,7 +351,7 @@ class SweepSm90:
                         if word & const_expr(signed(1 << (r * steps + s))) != 0:
                             slot = ring + (head & ((self.ring_bytes >> 4) - 1))
                             for k in range_constexpr(width // 16):
-                                step = const_expr((s * (width // 16) + k) * b_step)
+                                step = const_expr(s * b_slice + k * b_step)
                                 self.multiply(acc, r, chunk + step, slot + k * 2)
                             head += self.slot_bytes >> 4
             warpgroup.commit_group()
@@ -372,7 +377,7 @@ class SweepSm90:
 
     def multiply(self, acc: cute.Tensor, r: int, chunk: Int32, slot: Int32):
         """Add one K-step of a block, for all columns, to the accumulators of block row r."""
-        bm = self.facts.block.bm
+        bm, row_bytes = self.facts.block.bm, self.geometry.width * 2
         slabs = range(self.columns // SLAB)
         at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in range(bm // 2)]
         result = wgmma.multiply(
@@ -380,11 +385,11 @@ class SweepSm90:
             bm,
             self.facts.dtype,
             chunk,
-            wgmma.descriptor_high(128),
-            SLAB * CHUNK * 2 >> 4,
+            wgmma.descriptor_high(128 if self.b_n_major else row_bytes),
+            SLAB * row_bytes >> 4,
             self.b_n_major,
             slot,
-            wgmma.descriptor_high(self.geometry.width * 2),
+            wgmma.descriptor_high(row_bytes),
         )
         for i, value in zip(at, result):
             acc[i] = value

@@ -19,7 +19,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.config import unsupported
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import kernels
-from cute_kernels.sweep_tile import CHUNK, CONSUMERS, Geometry
+from cute_kernels.sweep_tile import CONSUMERS, Geometry
 
 
 class Emulated:
@@ -96,28 +96,30 @@ class Emulated:
                 out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
         return out.mT if facts.transposed else out
 
-    def swept(self, crow, counts, entries, order, values, b):
+    def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
         facts, (bm, bk) = self.facts, values.shape[1:]
         g, cluster = Geometry.of_block(bm, bk), facts.config.cluster_m
         assert crow.dtype == getattr(torch, facts.block.index_dtype)
-        assert counts.dtype == entries.dtype == order.dtype == torch.int32
+        assert counts.dtype == slices.dtype == words.dtype == order.dtype == torch.int32
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
         rows = (len(crow) - 1) * bm
         out = b.new_zeros(*b.shape[:-2], rows, b.shape[-1])
         for group, segment in itertools.product(range(len(counts)), range(CONSUMERS * cluster)):
             first = (group * CONSUMERS * cluster + segment) * g.rows
             at = int(crow[min(first, len(crow) - 1)])
-            for chunk, *words in entries[group, : int(counts[group])].tolist():
-                bits = [bit for bit in range(g.rows * g.steps) if words[segment] >> bit & 1]
+            needed = slices[group, : int(counts[group])].tolist()
+            for i in range(0, len(needed), g.steps):
+                word = int(words[group, i // g.steps, segment])
+                bits = [bit for bit in range(g.rows * g.steps) if word >> bit & 1]
                 for j, bit in enumerate(bits):
                     r, s = divmod(bit, g.steps)
-                    part = slice(chunk % g.parts * g.width, (chunk % g.parts + 1) * g.width)
-                    k = chunk * CHUNK + s * g.width
-                    row = (first + r) * bm
+                    number = needed[i + s]
+                    part = slice(number % g.parts * g.width, (number % g.parts + 1) * g.width)
+                    k, row = number * g.width, (first + r) * bm
                     block = values[int(order[at + j])][:, part].float()
                     out[..., row : row + bm, :] += block @ b[..., k : k + g.width, :]
-                if chunk % g.parts == g.parts - 1:
+                if needed[i] % g.parts == g.parts - 1:
                     at += len(bits)
         return out.mT if facts.transposed else out
 

@@ -13,7 +13,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
 from cute_kernels.sweep_tile import CONSUMERS, ROWS, Geometry
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
-from sparse_collective.sweep import sweep_plan, table_shape
+from sparse_collective.sweep import sweep_plan, table_shapes
 
 from . import cases
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
@@ -129,22 +129,22 @@ def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cl
     g, segments = Geometry.of_block(*block), CONSUMERS * cluster
     found = torch.zeros(rows, cols, g.parts, dtype=torch.int)
     for group in range(len(plan.counts)):
-        listed = plan.entries[group, : int(plan.counts[group])]
-        assert listed[:, 0].tolist() == sorted(set(listed[:, 0].tolist())), "chunks ascend"
-        assert bool((listed[:, 1:] != 0).any(1).all()), "no chunk that nobody needs"
+        needed = plan.slices[group, : int(plan.counts[group])].tolist()
+        of_group = mask[group * segments * g.rows : (group + 1) * segments * g.rows].any(0)
+        assert needed == of_group.repeat_interleave(g.parts).nonzero().flatten().tolist(), "ascending, and no other"
         for segment in range(segments):
             first = (group * segments + segment) * g.rows
             at = int(crow[min(first, rows)])
-            for chunk, *words in listed.tolist():
-                bits = [bit for bit in range(32) if words[segment] >> bit & 1]
+            for i in range(0, len(needed), g.steps):
+                word = int(plan.words[group, i // g.steps, segment])
+                bits = [bit for bit in range(32) if word >> bit & 1]
                 assert len(bits) <= g.rows * g.steps <= ROWS // 4
                 for j, bit in enumerate(bits):
-                    r, s = first + bit // g.steps, bit % g.steps
-                    column = chunk // g.parts if g.parts > 1 else chunk * g.steps + s
+                    r, slice_ = first + bit // g.steps, needed[i + bit % g.steps]
                     p = int(plan.order[at + j])
-                    assert int(crow[r]) <= p < int(crow[r + 1]) and int(col[p]) == column
-                    found[r, column, chunk % g.parts] += 1
-                if chunk % g.parts == g.parts - 1:
+                    assert int(crow[r]) <= p < int(crow[r + 1]) and int(col[p]) == slice_ // g.parts
+                    found[r, slice_ // g.parts, slice_ % g.parts] += 1
+                if needed[i] % g.parts == g.parts - 1:
                     at += len(bits)
     assert torch.equal(found, mask[..., None].int().expand_as(found))
 
@@ -161,9 +161,11 @@ def test_the_kernel_plans_as_torch_does(pattern, block, cluster, index_dtype):
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
     ours, by_torch = (plan(crow, col, shape, block, cluster) for plan in (sweep_plan_on_gpu, sweep_plan))
     assert torch.equal(ours.counts, by_torch.counts)
-    fields = 1 + CONSUMERS * cluster
+    segments, steps = CONSUMERS * cluster, Geometry.of_block(*block).steps
     for group, count in enumerate(ours.counts.tolist()):
-        assert torch.equal(ours.entries[group, :count, :fields], by_torch.entries[group, :count, :fields])
+        assert torch.equal(ours.slices[group, :count], by_torch.slices[group, :count])
+        words = slice(-(-count // steps)), slice(segments)
+        assert torch.equal(ours.words[group][words], by_torch.words[group][words])
     if len(col):
         assert torch.equal(ours.order, by_torch.order)
 
@@ -183,15 +185,14 @@ def test_the_plan_kernel_compiles(arch, block):
 
 @pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128), (256, 32)])
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
-def test_a_check_tells_which_share_of_the_chunks_is_listed(pattern, block):
+def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
     W, _ = matrix(mask, block)
     assert W.listed is None, "not known yet"
     before = W.key
     W.check_indices()
-    rows, cols = max(1, 192 // block[0]), max(1, 64 // block[1])
-    groups = [m for part in mask.split(rows) for m in part.any(0).split(cols)]
-    assert W.listed == round(sum(bool(m.any()) for m in groups) / len(groups), 2)
+    groups = [part.any(0) for part in mask.split(max(1, 192 // block[0]))]
+    assert W.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
     assert W.key != before and W.to(torch.float16).listed == W.listed
 
 
@@ -229,7 +230,7 @@ def test_blocks_that_are_refused(block):
 def test_a_table_too_large_is_refused():
     crow, col = torch.zeros(2**16 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     shape = 2**20, 2**22
-    for refused in (lambda: table_shape(shape, 2), lambda: sweep_plan(crow, col, shape, (16, 16), 2)):
+    for refused in (lambda: table_shapes(shape, (16, 16), 2), lambda: sweep_plan(crow, col, shape, (16, 16), 2)):
         with pytest.raises(ValueError, match="table of"):
             refused()
 

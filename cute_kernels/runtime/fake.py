@@ -69,7 +69,7 @@ def sparse_args(facts: GemmFacts) -> tuple:
     values = fake_tensor(facts.dtype, 3, 2, 8, (cute.sym_int32(), block.bm, block.bk))
     if facts.config.sweep:
         counts, order = (fake_tensor("int32", 1, 0, 1) for _ in range(2))
-        tables = counts, fake_tensor("int32", 3, 2, 4), order
+        tables = counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
         return crow, *tables, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
     order = fake_tensor("int32", 2, 1, 2) if facts.ordered else None
     return crow, col, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
