@@ -18,14 +18,20 @@ def sweep_table_bytes(M: int, K: int, cluster: int) -> int:
 class Geometry:
     """How blocks of one shape lie in segments (the rows of one consumer) and chunks.
 
-    `rows` block rows a segment; `steps` slices a chunk, each `width` wide: block columns, or where those are wider than
-    a chunk `parts` slices a block.
+    `rows` block rows a segment; `steps` blocks of one row a chunk, each `width` wide; or, where blocks are wider than a
+    chunk, `parts` chunks a block. B comes in slices of `gather` blocks' width.
     """
 
     rows: int
     steps: int
     width: int
     parts: int
+    gather: int
+
+    @property
+    def slices(self) -> int:
+        """Slices a chunk."""
+        return self.steps // self.gather
 
     @staticmethod
     def refuse(bm: int, bk: int) -> str:
@@ -37,9 +43,13 @@ class Geometry:
         return ""
 
     @staticmethod
-    def of_block(bm: int, bk: int) -> "Geometry":
-        """Raises ValueError with the reason of `refuse`."""
+    def of_block(bm: int, bk: int, b_k_major: bool = False) -> "Geometry":
+        """Raises ValueError with the reason of `refuse`.
+
+        A K-major B has one row of a TMA box for each of D's columns: 32 bytes of blocks 16 wide, which took twice as
+        long as the 64 of two of them.
+        """
         if reason := Geometry.refuse(bm, bk):
             raise ValueError(reason)
         width = min(bk, CHUNK)
-        return Geometry(ROWS // bm, CHUNK // width, width, bk // width)
+        return Geometry(ROWS // bm, CHUNK // width, width, bk // width, 2 if b_k_major and bk == 16 else 1)

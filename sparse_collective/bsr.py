@@ -274,18 +274,21 @@ class BsrMatrix:
             self.plans[key] = (made, versions, stream.cuda_stream, stream.record_event())
         return made
 
-    def sweep_plan(self, cluster: int) -> SweepPlan:
-        """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs."""
-        return self.derived(("sweep", cluster), lambda: self._make_sweep_plan(cluster))
+    def sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
+        """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs.
 
-    def _make_sweep_plan(self, cluster: int) -> SweepPlan:
+        `b_k_major`: whether the dense operand is contiguous along K.
+        """
+        return self.derived(("sweep", cluster, b_k_major), lambda: self._make_sweep_plan(cluster, b_k_major))
+
+    def _make_sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
         pattern = self.crow_indices, self.col_indices, self.shape, self.blocksize
         if self.device.type == "cuda":
             from .sweep_plan import MOST_CHUNKS, sweep_plan_on_gpu
 
             if -(-self.shape[1] // CHUNK) <= MOST_CHUNKS:
-                return sweep_plan_on_gpu(*pattern, cluster)
-        return sweep_plan(*pattern, cluster)
+                return sweep_plan_on_gpu(*pattern, cluster, b_k_major)
+        return sweep_plan(*pattern, cluster, b_k_major)
 
     def work_order(self, tiles: balance.Tiles) -> Tensor:
         """In which order work tiles come, so that all workers finish together; see balance.work_order.

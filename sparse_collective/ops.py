@@ -116,7 +116,17 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         col, values = col.new_zeros(1), values.new_zeros(1, *W.blocksize)
     if plan.swept:
         plan.function(
-            W.crow_indices, *W.sweep_plan(plan.swept), values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas
+            W.crow_indices,
+            *W.sweep_plan(*plan.swept),
+            values,
+            b,
+            d,
+            bias,
+            residual,
+            1.0,
+            1.0,
+            plan.group,
+            plan.max_ctas,
         )
         return out
     if balance.ENABLED and not W.even and W.plans is not None:
@@ -244,7 +254,7 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
-    plan.swept = cfg.cluster_m if cfg.sweep else 0
+    plan.swept = (cfg.cluster_m, plan.facts.majors[1] == "k") if cfg.sweep else ()
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
     # same to a CTA in every panel.
     plan.uneven_ctas = sms // (cfg.cluster_m * cfg.cluster_n) * cfg.cluster_m * cfg.cluster_n

@@ -3,10 +3,10 @@ order it meets their blocks. Made once per pattern, on its device, without waiti
 
     segment   the rows of one consumer warpgroup: 64 rows of W, 64 / bm block rows
     group     the segments of one cluster: 3 for each CTA
-    slice     a block column, or 64 columns of a wider one: what a group needs of B, or leaves out
+    slice     a block column, or 64 columns of a wider one, or two neighbours: what a group needs of B, or leaves out
     chunk     as many of the needed slices as make 64 columns, neighbours or not
 
-For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, slice s of the chunk.
+For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, column s of the chunk.
 """
 
 from typing import NamedTuple
@@ -33,29 +33,29 @@ class SweepPlan(NamedTuple):
     order: torch.Tensor
 
 
-def table_shapes(shape: tuple[int, int], block: tuple[int, int], cluster: int) -> tuple[tuple, tuple]:
+def table_shapes(shape: tuple[int, int], g: Geometry, cluster: int) -> tuple[tuple, tuple]:
     """Shapes of a plan's slices and words, for W of this shape and clusters of so many CTAs.
 
-    Raises ValueError for blocks that Geometry refuses, and for words above MOST_TABLE_BYTES.
+    Raises ValueError for words above MOST_TABLE_BYTES.
     """
-    g = Geometry.of_block(*block)
-    groups, slices = -(-shape[0] // (ROWS * CONSUMERS * cluster)), shape[1] // g.width
+    groups, slices = -(-shape[0] // (ROWS * CONSUMERS * cluster)), -(-shape[1] // (g.width * g.gather))
     if (size := sweep_table_bytes(*shape, cluster)) > MOST_TABLE_BYTES:
         raise ValueError(
             f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_TABLE_BYTES}"
         )
-    return (groups, slices), (groups, -(-slices // g.steps), 4 if cluster == 1 else 8)
+    return (groups, slices), (groups, -(-slices // g.slices), 4 if cluster == 1 else 8)
 
 
 def sweep_plan(
-    crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int
+    crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int, b_k_major: bool
 ) -> SweepPlan:
     """The plan of a checked pattern: crow (M / bm + 1,), col (nnz,), W of `shape` (M, K) in blocks (bm, bk).
 
-    `cluster`: CTAs of a cluster, 1 or 2. Raises as `table_shapes` does.
+    `cluster`: CTAs of a cluster, 1 or 2; `b_k_major`: whether the dense operand is contiguous along K. Raises as
+    Geometry.of_block and `table_shapes` do.
     """
-    g, segments = Geometry.of_block(*block), CONSUMERS * cluster
-    (groups, slices), words_shape = table_shapes(shape, block, cluster)
+    g, segments = Geometry.of_block(*block, b_k_major), CONSUMERS * cluster
+    (groups, slices), words_shape = table_shapes(shape, g, cluster)
     nnz, device = col.numel(), col.device
     words = torch.zeros(words_shape, dtype=torch.int32, device=device)
     if nnz == 0:
@@ -63,15 +63,15 @@ def sweep_plan(
         return SweepPlan(counts, torch.zeros(groups, slices, dtype=torch.int32, device=device), words, order)
     numbers = torch.arange(nnz, dtype=crow.dtype, device=device)
     row = torch.searchsorted(crow, numbers, right=True) - 1
-    segment, first = row // g.rows, col.long() * g.parts
+    segment, first = row // g.rows, col.long() * g.parts // g.gather
     group = segment // segments
     needed = torch.zeros(groups, slices, dtype=torch.bool, device=device)
     for part in range(g.parts):
         needed.view(-1).index_fill_(0, group * slices + first + part, True)
     ranks = needed.cumsum(1)
     rank = ranks.view(-1)[group * slices + first] - 1
-    chunk = rank // g.steps
-    bit = row % g.rows * g.steps + rank % g.steps
+    chunk = rank // g.slices
+    bit = row % g.rows * g.steps + rank % g.slices * g.gather + col % g.gather
     place = (group * words.shape[1] + chunk) * words.shape[2] + segment % segments
     one = torch.ones_like(bit, dtype=torch.int32) << bit.int()
     for part in range(g.parts):

@@ -24,11 +24,11 @@ class SweptChunks:
     words: cute.Tensor  # (chunks of a row, 4 or 8)
     needed: Int32  # slices
     rank: Int32  # of the CTA in its cluster
-    steps: cutlass.Constexpr[int]  # slices a chunk
+    per_chunk: cutlass.Constexpr[int]  # slices
 
     @property
     def count(self) -> Int32:
-        return (self.needed + (self.steps - 1)) // self.steps
+        return (self.needed + (self.per_chunk - 1)) // self.per_chunk
 
     def slice(self, i) -> Int32:
         """Past the last slice, that one again: it fills a chunk, and no bit asks for it."""
@@ -49,10 +49,10 @@ class SweepSource:
     order: cute.Tensor  # (max(nnz, 1),)
     cluster: cutlass.Constexpr[int]
     rows: cutlass.Constexpr[int]  # block rows of a consumer
-    steps: cutlass.Constexpr[int]
+    per_chunk: cutlass.Constexpr[int]  # slices
 
     def for_tile(self, m, rank) -> SweptChunks:
-        return SweptChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.steps)
+        return SweptChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.per_chunk)
 
     def first_block(self, m, rank, consumer) -> Int32:
         """Where in `order` a consumer's blocks begin."""
@@ -100,7 +100,7 @@ class SweepCollective(SparseCollective):
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         g = self.kernel.geometry
-        source = SweepSource(crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.steps)
+        source = SweepSource(crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices)
         self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
 
     def swapped_output(self, d: cute.Tensor) -> cute.Tensor:

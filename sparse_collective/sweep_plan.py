@@ -45,13 +45,14 @@ class PlanFacts:
     bk: int
     index_dtype: str
     cluster: int
+    b_k_major: bool = False
 
 
 class SweepPlanner:
     """Compiles to one kernel per `PlanFacts`."""
 
     def __init__(self, facts: PlanFacts):
-        self.g = Geometry.of_block(facts.bm, facts.bk)
+        self.g = Geometry.of_block(facts.bm, facts.bk, facts.b_k_major)
         self.segments = CONSUMERS * facts.cluster
         self.rows = self.segments * self.g.rows  # block rows of a group
 
@@ -115,7 +116,7 @@ class SweepPlanner:
         begin, end = sStarts[0], sStarts[rows]
         for p in cutlass.range(begin + tidx, end, THREADS):
             for part in range_constexpr(parts):
-                slice_ = Int32(col_indices[p]) * parts + part
+                slice_ = Int32(col_indices[p]) * parts // self.g.gather + part
                 cute.arch.atomic_or(storage.needed.data_ptr() + slice_ // WARP, Int32(1) << slice_ % WARP)
         cute.arch.sync_threads()
 
@@ -144,7 +145,7 @@ class SweepPlanner:
         cute.arch.sync_threads()
 
         last = bunches - 1
-        chunks = cute.ceil_div(sRanks[last] + cute.arch.popc(sNeeded[last]), self.g.steps)
+        chunks = cute.ceil_div(sRanks[last] + cute.arch.popc(sNeeded[last]), self.g.slices)
         if warp < segments:
             total = Int32(0)
             for first in cutlass.range(0, chunks, WARP):
@@ -190,8 +191,10 @@ class SweepPlanner:
         for i in range_constexpr(1, self.rows):
             if sStarts[i] <= p:
                 row += 1
-        rank = self.rank(Int32(col_indices[p]) * self.g.parts, sNeeded, sRanks)
-        return row // self.g.rows, rank // self.g.steps, row % self.g.rows * self.g.steps + rank % self.g.steps
+        g, col = self.g, Int32(col_indices[p])
+        rank = self.rank(col * g.parts // g.gather, sNeeded, sRanks)
+        bit = row % g.rows * g.steps + rank % g.slices * g.gather + col % g.gather
+        return row // g.rows, rank // g.slices, bit
 
 
 def compile_planner(facts: PlanFacts, *, keep_cubin: bool = False):
@@ -203,16 +206,16 @@ def compile_planner(facts: PlanFacts, *, keep_cubin: bool = False):
 
 
 def sweep_plan_on_gpu(
-    crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int
+    crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int, b_k_major: bool
 ) -> SweepPlan:
     """sweep.sweep_plan of a checked pattern on a GPU, for matrices of at most MOST_CHUNKS chunks; raises as it does.
 
     Places of `slices` and `words` past a group's count hold anything.
     """
-    slices_shape, words_shape = table_shapes(shape, block, cluster)
+    slices_shape, words_shape = table_shapes(shape, Geometry.of_block(*block, b_k_major), cluster)
     sizes = slices_shape[0], slices_shape, words_shape, max(1, len(col))
     counts, slices, words, order = (torch.empty(size, dtype=torch.int32, device=col.device) for size in sizes)
-    facts = PlanFacts(device_arch(col.get_device())[0].target, *block, NAMES_OF_INDEX[col.dtype], cluster)
+    facts = PlanFacts(device_arch(col.get_device())[0].target, *block, NAMES_OF_INDEX[col.dtype], cluster, b_k_major)
     planner = default_cache().get(facts, lambda: compile_planner(facts))
     planner(crow, col if len(col) else col.new_zeros(1), counts, slices, words, order)
     return SweepPlan(counts, slices, words, order)

@@ -50,7 +50,8 @@ class SweepSm90:
     def __init__(self, facts: GemmFacts):
         cfg = facts.config
         self.facts, self.cfg = facts, cfg
-        self.geometry = Geometry.of_block(facts.block.bm, facts.block.bk)
+        self.geometry = Geometry.of_block(facts.block.bm, facts.block.bk, facts.majors[1] == "k")
+        self.slice = self.geometry.width * self.geometry.gather  # rows of B
         self.dtype = cutlass_dtype(facts.dtype)
         self.out_dtype = cutlass_dtype(facts.out_dtype)
         self.b_n_major = facts.majors[1] != "k"
@@ -68,8 +69,8 @@ class SweepSm90:
         """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
         store = self.store
         sA = smem_layout(self.dtype, self.facts.block.bm, self.geometry.width, self.slots * CONSUMERS, True)
-        slices = self.cfg.stages * self.geometry.steps
-        sB = smem_layout(self.dtype, self.columns, self.geometry.width, slices, not self.b_n_major)
+        slices = self.cfg.stages * self.geometry.slices
+        sB = smem_layout(self.dtype, self.columns, self.slice, slices, not self.b_n_major)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * CONSUMERS, store.n_major)
         return sA, sB, sD
 
@@ -118,7 +119,7 @@ class SweepSm90:
             cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp(),
             mB,
             cute.slice_(sB_layout, (None, None, 0)),
-            (self.columns, self.geometry.width),
+            (self.columns, self.slice),
             num_multicast=cfg.cluster_m,
         )
         tma_d, tD = None, mD
@@ -181,7 +182,7 @@ class SweepSm90:
         sA_layout, sB_layout, sD_layout = self.layouts()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (bm, width, CONSUMERS x slots)
-        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, width, PIPE x steps)
+        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, slice, PIPE x slices)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         if warp == 0:
@@ -248,9 +249,8 @@ class SweepSm90:
     @cute.jit
     def load_b(self, tma_b, mB, sB, source, scheduler, full, empty, first, step, rank):
         """Every chunk of every work tile; a CTA of a cluster loads its share and multicasts it."""
-        cluster, steps = const_expr(self.cfg.cluster_m), const_expr(self.geometry.steps)
-        # (columns, width, rest_n, slices, L)
-        gB = cute.local_tile(mB, (self.columns, self.geometry.width), (None, None, None))
+        cluster, slices = const_expr(self.cfg.cluster_m), const_expr(self.geometry.slices)
+        gB = cute.local_tile(mB, (self.columns, self.slice), (None, None, None))  # (columns, slice, rest_n, rest_k, L)
         tBsB, tBgB = cpasync.tma_partition(
             tma_b, rank, cute.make_layout(cluster), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
         )
@@ -262,17 +262,17 @@ class SweepSm90:
             chunks = source.for_tile(m, rank)
             batch = Int32(0)  # lane j: slice j of the next BATCH
             for i in cutlass.range(chunks.count, unroll=1):
-                if i * steps % BATCH == 0:
-                    batch = chunks.slice(i * steps + lane)
+                if i * slices % BATCH == 0:
+                    batch = chunks.slice(i * slices + lane)
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * CHUNK * 2)
-                for s in range_constexpr(steps):
-                    number = cute.arch.shuffle_sync(batch, i * steps % BATCH + s)
+                for s in range_constexpr(slices):
+                    number = cute.arch.shuffle_sync(batch, i * slices % BATCH + s)
                     cute.copy(
                         tma_b,
                         tBgB[None, n, number, l],
-                        tBsB[None, stage * steps + s],
+                        tBsB[None, stage * slices + s],
                         tma_bar_ptr=full + stage,
                         mcast_mask=mask if const_expr(cluster > 1) else None,
                     )
@@ -295,7 +295,9 @@ class SweepSm90:
             chunks = source.for_tile(m, rank)
             at = source.first_block(m, rank, consumer)
             words, places = Int32(0), Int32(0)
-            numbers = source.block(at + lane)  # lane j: the next chunk's block j
+            # Lane j: number j of the blocks from `at` on, and of the 32 after those, so that none is waited for.
+            numbers, later = source.block(at + lane), source.block(at + BATCH + lane)
+            done = Int32(0)  # of `numbers`
             for i in cutlass.range(chunks.count, unroll=1):
                 if i % BATCH == 0:
                     words = chunks.word(i + lane, consumer)
@@ -305,10 +307,11 @@ class SweepSm90:
                 part = Int32(0)
                 if const_expr(parts > 1):
                     part = cute.arch.shuffle_sync(places, i % BATCH) % parts
-                now = numbers
-                if part == parts - 1:
-                    at += count
-                    numbers = source.block(at + lane)
+                if done >= BATCH:
+                    done -= BATCH
+                    at += BATCH
+                    numbers = later
+                    later = source.block(at + BATCH + lane)
                 # A chunk is given back when the next one's products have been issued: at least two fit into the ring.
                 while flying == stages or used + count > self.slots:
                     cute.arch.mbarrier_wait(empty + oldest, phase)
@@ -322,9 +325,14 @@ class SweepSm90:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, count * self.slot_bytes)
                 for j in cutlass.range(count, unroll=4):
-                    number = cute.arch.shuffle_sync(now, j)
+                    at_hand = numbers
+                    if done + j >= BATCH:
+                        at_hand = later
+                    number = cute.arch.shuffle_sync(at_hand, (done + j) % BATCH)
                     slot = consumer * self.slots + ((head + j) & (self.slots - 1))
                     cute.copy(tma_a, tAgA[None, 0, part, number], tAsA[None, slot], tma_bar_ptr=full + stage)
+                if part == parts - 1:
+                    done += count
                 head = (head + count) & (self.slots - 1)
                 stage, _ = self.advance(stage, Int32(0))
 
@@ -335,7 +343,7 @@ class SweepSm90:
         """Sum over all chunks; returns the pipeline's state and the ring's head, in units of 16 bytes."""
         steps, width = const_expr(self.geometry.steps), const_expr(self.geometry.width)
         b_step = const_expr(SLAB * 2 * 16 >> 4 if self.b_n_major else 16 * 2 >> 4)  # 16 rows of B
-        b_slice = const_expr(self.columns * width * 2 >> 4)
+        b_slice, gather = const_expr(self.columns * self.slice * 2 >> 4), const_expr(self.geometry.gather)
         lane = cute.arch.lane_idx()
         before, words = Int32(0), Int32(0)
         for i in cutlass.range(chunks.count, unroll=1):
@@ -351,7 +359,7 @@ class SweepSm90:
                         if word & const_expr(signed(1 << (r * steps + s))) != 0:
                             slot = ring + (head & ((self.ring_bytes >> 4) - 1))
                             for k in range_constexpr(width // 16):
-                                step = const_expr(s * b_slice + k * b_step)
+                                step = const_expr(s // gather * b_slice + (s % gather * (width // 16) + k) * b_step)
                                 self.multiply(acc, r, chunk + step, slot + k * 2)
                             head += self.slot_bytes >> 4
             warpgroup.commit_group()
@@ -377,7 +385,7 @@ class SweepSm90:
 
     def multiply(self, acc: cute.Tensor, r: int, chunk: Int32, slot: Int32):
         """Add one K-step of a block, for all columns, to the accumulators of block row r."""
-        bm, row_bytes = self.facts.block.bm, self.geometry.width * 2
+        bm, row_bytes = self.facts.block.bm, self.slice * 2
         slabs = range(self.columns // SLAB)
         at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in range(bm // 2)]
         result = wgmma.multiply(
@@ -389,7 +397,7 @@ class SweepSm90:
             SLAB * row_bytes >> 4,
             self.b_n_major,
             slot,
-            wgmma.descriptor_high(row_bytes),
+            wgmma.descriptor_high(self.geometry.width * 2),
         )
         for i, value in zip(at, result):
             acc[i] = value

@@ -99,7 +99,7 @@ class Emulated:
     def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
         facts, (bm, bk) = self.facts, values.shape[1:]
-        g, cluster = Geometry.of_block(bm, bk), facts.config.cluster_m
+        g, cluster = Geometry.of_block(bm, bk, facts.majors[1] == "k"), facts.config.cluster_m
         assert crow.dtype == getattr(torch, facts.block.index_dtype)
         assert counts.dtype == slices.dtype == words.dtype == order.dtype == torch.int32
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
@@ -109,12 +109,12 @@ class Emulated:
             first = (group * CONSUMERS * cluster + segment) * g.rows
             at = int(crow[min(first, len(crow) - 1)])
             needed = slices[group, : int(counts[group])].tolist()
-            for i in range(0, len(needed), g.steps):
-                word = int(words[group, i // g.steps, segment])
+            for i in range(0, len(needed), g.slices):
+                word = int(words[group, i // g.slices, segment])
                 bits = [bit for bit in range(g.rows * g.steps) if word >> bit & 1]
                 for j, bit in enumerate(bits):
                     r, s = divmod(bit, g.steps)
-                    number = needed[i + s]
+                    number = needed[i + s // g.gather] * g.gather + s % g.gather  # in units of g.width
                     part = slice(number % g.parts * g.width, (number % g.parts + 1) * g.width)
                     k, row = number * g.width, (first + r) * bm
                     block = values[int(order[at + j])][:, part].float()

@@ -120,51 +120,54 @@ def test_the_same_bits_each_time(swept, device):
     cols=st.integers(1, 20),
     density=st.floats(0, 1),
     cluster=st.sampled_from((1, 2)),
+    k_major=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cluster, seed):
+def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cluster, k_major, seed):
     mask = cases.bernoulli(rows, cols, density, seed)
     crow, col = cases.mask_to_indices(mask)
-    plan = sweep_plan(crow, col, (rows * block[0], cols * block[1]), block, cluster)
-    g, segments = Geometry.of_block(*block), CONSUMERS * cluster
+    plan = sweep_plan(crow, col, (rows * block[0], cols * block[1]), block, cluster, k_major)
+    g, segments = Geometry.of_block(*block, k_major), CONSUMERS * cluster
     found = torch.zeros(rows, cols, g.parts, dtype=torch.int)
     for group in range(len(plan.counts)):
         needed = plan.slices[group, : int(plan.counts[group])].tolist()
         of_group = mask[group * segments * g.rows : (group + 1) * segments * g.rows].any(0)
-        assert needed == of_group.repeat_interleave(g.parts).nonzero().flatten().tolist(), "ascending, and no other"
+        slices = [bool(part.any()) for part in of_group.repeat_interleave(g.parts).split(g.gather)]
+        assert needed == [i for i, any_ in enumerate(slices) if any_], "ascending, and no other"
         for segment in range(segments):
             first = (group * segments + segment) * g.rows
             at = int(crow[min(first, rows)])
-            for i in range(0, len(needed), g.steps):
-                word = int(plan.words[group, i // g.steps, segment])
+            for i in range(0, len(needed), g.slices):
+                word = int(plan.words[group, i // g.slices, segment])
                 bits = [bit for bit in range(32) if word >> bit & 1]
                 assert len(bits) <= g.rows * g.steps <= ROWS // 4
                 for j, bit in enumerate(bits):
-                    r, slice_ = first + bit // g.steps, needed[i + bit % g.steps]
+                    r, s = first + bit // g.steps, bit % g.steps
+                    part = needed[i + s // g.gather] * g.gather + s % g.gather
                     p = int(plan.order[at + j])
-                    assert int(crow[r]) <= p < int(crow[r + 1]) and int(col[p]) == slice_ // g.parts
-                    found[r, slice_ // g.parts, slice_ % g.parts] += 1
+                    assert int(crow[r]) <= p < int(crow[r + 1]) and int(col[p]) == part // g.parts
+                    found[r, part // g.parts, part % g.parts] += 1
                 if needed[i] % g.parts == g.parts - 1:
                     at += len(bits)
     assert torch.equal(found, mask[..., None].int().expand_as(found))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cluster", "index_dtype"), [(1, torch.int64), (2, torch.int32)])
+@pytest.mark.parametrize(("cluster", "k_major", "index_dtype"), [(1, True, torch.int64), (2, False, torch.int32)])
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 16), (16, 128)], ids=lambda b: f"{b[0]}x{b[1]}")
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
-def test_the_kernel_plans_as_torch_does(pattern, block, cluster, index_dtype):
+def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_dtype):
     from sparse_collective.sweep_plan import sweep_plan_on_gpu
 
     mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
     crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
-    ours, by_torch = (plan(crow, col, shape, block, cluster) for plan in (sweep_plan_on_gpu, sweep_plan))
+    ours, by_torch = (plan(crow, col, shape, block, cluster, k_major) for plan in (sweep_plan_on_gpu, sweep_plan))
     assert torch.equal(ours.counts, by_torch.counts)
-    segments, steps = CONSUMERS * cluster, Geometry.of_block(*block).steps
+    segments, per_chunk = CONSUMERS * cluster, Geometry.of_block(*block, k_major).slices
     for group, count in enumerate(ours.counts.tolist()):
         assert torch.equal(ours.slices[group, :count], by_torch.slices[group, :count])
-        words = slice(-(-count // steps)), slice(segments)
+        words = slice(-(-count // per_chunk)), slice(segments)
         assert torch.equal(ours.words[group][words], by_torch.words[group][words])
     if len(col):
         assert torch.equal(ours.order, by_torch.order)
@@ -177,8 +180,8 @@ def test_the_plan_kernel_compiles(arch, block):
     from cute_kernels.runtime.compile import cubin_of
     from sparse_collective.sweep_plan import PlanFacts, compile_planner
 
-    for cluster, index_dtype in ((1, "int64"), (2, "int32")):
-        compiled = compile_planner(PlanFacts(arch, *block, index_dtype, cluster), keep_cubin=True)
+    for cluster, index_dtype, k_major in ((1, "int64", True), (2, "int32", False)):
+        compiled = compile_planner(PlanFacts(arch, *block, index_dtype, cluster, k_major), keep_cubin=True)
         found = inspect.resources(cubin_of(compiled), arch)
         assert found.stack == found.stl == found.ldl == 0
 
@@ -214,10 +217,10 @@ def test_rows_that_share_columns_are_swept():
 
 def test_a_plan_is_kept_until_the_indices_change():
     W, _ = matrix(cases.bernoulli(30, 20, 0.3), (16, 16))
-    first = W.sweep_plan(2)
-    assert W.sweep_plan(2) is first and W.sweep_plan(1) is not first
+    first = W.sweep_plan(2, False)
+    assert W.sweep_plan(2, False) is first and W.sweep_plan(1, False) is not first
     W.col_indices.copy_(W.col_indices.clone())
-    assert W.sweep_plan(2) is not first
+    assert W.sweep_plan(2, False) is not first
 
 
 @pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])
@@ -229,8 +232,8 @@ def test_blocks_that_are_refused(block):
 
 def test_a_table_too_large_is_refused():
     crow, col = torch.zeros(2**16 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    shape = 2**20, 2**22
-    for refused in (lambda: table_shapes(shape, (16, 16), 2), lambda: sweep_plan(crow, col, shape, (16, 16), 2)):
+    shape, g = (2**20, 2**22), Geometry.of_block(16, 16)
+    for refused in (lambda: table_shapes(shape, g, 2), lambda: sweep_plan(crow, col, shape, (16, 16), 2, False)):
         with pytest.raises(ValueError, match="table of"):
             refused()
 

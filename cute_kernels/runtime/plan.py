@@ -53,7 +53,7 @@ class Plan:
     views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
     empty: bool = False
     uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
-    swept: int = 0  # for the sweep kernel: CTAs of a cluster
+    swept: tuple = ()  # for the sweep kernel: arguments of BsrMatrix.sweep_plan
     tiles: tuple = ()  # of a sparse product: balance.Tiles
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
     spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
