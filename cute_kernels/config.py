@@ -250,8 +250,8 @@ def _sweep(facts: GemmFacts) -> str:
     tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag)
     if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
-    if cfg.stages not in range(3, 8) or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
-        return f"{cfg}: a sweep has 3 to 7 stages, by the count its producers keep, and its rings wrap at powers of two"
+    if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
+        return f"{cfg}: a chunk is released when the next one has been issued, and rings wrap at powers of two"
     heavy = facts.epilogue.residual or facts.epilogue.function or not facts.tma_store
     if cfg.tile_n > 128 and heavy:  # compiled: 32 to 456 bytes of stack with a residual
         return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room for it"

@@ -29,6 +29,16 @@ class Geometry:
     gather: int
 
     @property
+    def fold(self) -> int:
+        """Rows of a block that TMA copies as one, since its time goes by rows and not by bytes where those are short.
+
+        Swizzled as twice as wide, what was copied is a tile with its own swizzle in which odd groups of 8 rows have
+        neighbours swapped: the wider swizzle flips one more bit of the address, the lowest of the row's number, by
+        the bit that tells such groups.
+        """
+        return 2 if self.width < CHUNK else 1
+
+    @property
     def slices(self) -> int:
         """Slices a chunk."""
         return self.steps // self.gather

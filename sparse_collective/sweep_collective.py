@@ -91,7 +91,8 @@ class SweepCollective(SparseCollective):
     ):
         facts = self.facts
         bm, bk = facts.block.bm, facts.block.bk
-        mA = view(values, (bm, bk, values.shape[0]), (bk, 1, bm * bk))
+        fold = const_expr(self.kernel.geometry.fold)
+        mA = view(values, (bm // fold, bk * fold, values.shape[0]), (bk * fold, 1, bm * bk))
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, K, L), (sN, sK, sL))
         mD = self.swapped_output(d)

@@ -7,12 +7,12 @@ columns in which a row of its cluster has a block, in chunks of 64 columns of W,
 
     warp 0             B: the chunk, multicast to the CTAs of a cluster, which own other rows of the same columns; each
                        of its block columns (a slice) by one TMA
-    warps 1..3         A: the blocks that lie in the chunk, each by one TMA; they take turns
+    warps 1..3         A: the blocks of consumer 0..2 that lie in the chunk, each by one TMA, packed
     warpgroups 1..3    consumers; each owns 64 of the rows and all 256 columns. For each of its block rows and each
                        K-step of the chunk: if the block is there, multiply
 
     pipeline   producers arrive                            consumers arrive (per stage)
-    chunk      2 threads + the bytes of B and of A         1 thread of each of the 12 warps of every CTA in the cluster
+    chunk      4 threads + the bytes of B and of A         1 thread of each of the 12 warps of every CTA in the cluster
 
 A's blocks lie in one ring for each consumer, without stages: a chunk takes as many slots as it has blocks, and gives
 them back with the chunk. What is there says a word of bits a consumer and chunk: bit r * steps + s for slice s of row
@@ -40,7 +40,6 @@ from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 from . import wgmma
 from .sweep import BATCH
 
-FLYING = 10  # chunks that a warp can keep count of, 3 lanes each: those of all stages, and of two turns of others
 REGISTERS = (32, 160)  # a thread of producers, of consumers: 65,536 over 128 and 384
 SLAB = wgmma.MMA_M
 
@@ -52,6 +51,8 @@ class SweepSm90:
         cfg = facts.config
         self.facts, self.cfg = facts, cfg
         self.geometry = Geometry.of_block(facts.block.bm, facts.block.bk, facts.majors[1] == "k")
+        fold = self.geometry.fold
+        self.block_tile = facts.block.bm // fold, self.geometry.width * fold  # of A, as TMA sees it
         self.slice = self.geometry.width * self.geometry.gather  # rows of B
         self.dtype = cutlass_dtype(facts.dtype)
         self.out_dtype = cutlass_dtype(facts.out_dtype)
@@ -69,7 +70,7 @@ class SweepSm90:
     def layouts(self) -> tuple:
         """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
         store = self.store
-        sA = smem_layout(self.dtype, self.facts.block.bm, self.geometry.width, self.slots * CONSUMERS, True)
+        sA = smem_layout(self.dtype, *self.block_tile, self.slots * CONSUMERS, True)
         slices = self.cfg.stages * self.geometry.slices
         sB = smem_layout(self.dtype, self.columns, self.slice, slices, not self.b_n_major)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * CONSUMERS, store.n_major)
@@ -97,7 +98,7 @@ class SweepSm90:
     @cute.jit
     def __call__(
         self,
-        mA: cute.Tensor,  # (bm, bk, nnz)
+        mA: cute.Tensor,  # (bm / fold, bk fold, nnz)
         mB: cute.Tensor,  # (N, K, L)
         mD: cute.Tensor,  # (N, M, 1, L)
         source,
@@ -113,7 +114,7 @@ class SweepSm90:
             cpasync.CopyBulkTensorTileG2SOp(),
             mA,
             cute.slice_(sA_layout, (None, None, 0)),
-            (self.facts.block.bm, self.geometry.width),
+            self.block_tile,
         )
         multicast = const_expr(cfg.cluster_m > 1)
         tma_b, tB = cpasync.make_tiled_tma_atom(
@@ -182,14 +183,14 @@ class SweepSm90:
                 cpasync.prefetch_descriptor(tma_d)
         sA_layout, sB_layout, sD_layout = self.layouts()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (bm, width, CONSUMERS x slots)
+        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (*block_tile, CONSUMERS x slots)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, slice, PIPE x slices)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         if warp == 0:
             with cute.arch.elect_one():
                 for s in range_constexpr(cfg.stages):
-                    cute.arch.mbarrier_init(full + s, 2)
+                    cute.arch.mbarrier_init(full + s, 1 + CONSUMERS)
                     cute.arch.mbarrier_init(empty + s, 4 * CONSUMERS * cfg.cluster_m)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.store.anchored):
@@ -280,108 +281,54 @@ class SweepSm90:
                 stage, phase = self.advance(stage, phase)
 
     @cute.jit
-    def load_a(self, tma_a, mA, sA, source, scheduler, full, empty, first, step, rank, warp):
-        """The blocks of all consumers in every third chunk, into the consumers' rings of slots.
-
-        Every lane keeps the numbers of one consumer's ring, lane % 3. The other chunks are only counted.
-        """
-        stages, parts = const_expr(self.cfg.stages), const_expr(self.geometry.parts)
-        gA = cute.local_tile(mA, (self.facts.block.bm, self.geometry.width), (None, None, None))
+    def load_a(self, tma_a, mA, sA, source, scheduler, full, empty, first, step, rank, consumer):
+        """One consumer's blocks, chunk by chunk, into its ring of slots."""
+        stages = const_expr(self.cfg.stages)
+        parts = const_expr(self.geometry.parts)
+        gA = cute.local_tile(mA, self.block_tile, (None, None, None))
         tAsA, tAgA = cpasync.tma_partition(  # (TMA, CONSUMERS x slots), (TMA, 1, parts, nnz)
             tma_a, 0, cute.make_layout(1), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
         )
         lane = cute.arch.lane_idx()
-        entry, shift = lane // CONSUMERS, lane % CONSUMERS * 8
-        stage, oldest, phase = Int32(0), Int32(0), Int32(0)  # of this chunk, and of the oldest one not yet given back
-        newest, last, flying = Int32(0), Int32(0), Int32(0)  # entries of both in `taken`; how many chunks that is
-        taken, used, head = Int32(0), Int32(0), Int32(0)  # slots: lane 3 e + c, those of entry e; all; the next one
-        turn = Int32(0)  # whose chunk this is
+        stage, oldest, phase, flying = Int32(0), Int32(0), Int32(0), Int32(0)  # stages filled and not yet given back
+        taken, used, head = Int32(0), Int32(0), Int32(0)  # slots: lane s, those of stage s; all of them; the next one
         for index in cutlass.range(first, scheduler.count, step, unroll=1):
             m, n, l = scheduler.decode(index)
             chunks = source.for_tile(m, rank)
-            at = source.first_block(m, rank, lane % CONSUMERS)
-            batch, following = self.counts(chunks, lane), self.counts(chunks, lane + BATCH)
-            # Where the blocks of this warp's first chunk are, and where they go.
-            mine_first = (warp - turn + CONSUMERS) % CONSUMERS
-            before, steps = Int32(0), Int32(0)
-            for k in range_constexpr(CONSUMERS - 1):
-                if k < mine_first:
-                    mine = (cute.arch.shuffle_sync(batch, k) >> shift) & 255
-                    before += mine
-                    steps += mine * int(k % parts == parts - 1)
-            counts = cute.arch.shuffle_sync(batch, mine_first)
-            numbers, places = self.find(source, at + steps, head + before, counts, lane)
+            at = source.first_block(m, rank, consumer)
+            words, places = Int32(0), Int32(0)
+            numbers = source.block(at + lane)  # lane j: the next chunk's block j
             for i in cutlass.range(chunks.count, unroll=1):
-                if i % BATCH == 0 and i > 0:
-                    batch, following = following, self.counts(chunks, i + lane + BATCH)
-                counts = cute.arch.shuffle_sync(batch, i % BATCH)
-                mine = (counts >> shift) & 255
-                used += mine
+                if i % BATCH == 0:
+                    words = chunks.word(i + lane, consumer)
+                    if const_expr(parts > 1):
+                        places = chunks.slice(i + lane)
+                count = cute.arch.popc(cute.arch.shuffle_sync(words, i % BATCH))
+                part = Int32(0)
+                if const_expr(parts > 1):
+                    part = cute.arch.shuffle_sync(places, i % BATCH) % parts
+                now = numbers
+                if part == parts - 1:
+                    at += count
+                    numbers = source.block(at + lane)
+                # A chunk is given back when the next one's products have been issued: at least two fit into the ring.
+                while flying == stages or used + count > self.slots:
+                    cute.arch.mbarrier_wait(empty + oldest, phase)
+                    used -= cute.arch.shuffle_sync(taken, oldest)
+                    flying -= 1
+                    oldest, phase = self.advance(oldest, phase)
+                used += count
                 flying += 1
-                if entry == newest:
-                    taken = mine
-                newest = (newest + 1) % FLYING
-                if turn == warp:
-                    # A chunk is given back when the next one's products have been issued: a ring has room for two.
-                    # Those older than the first that is waited for have been, and their barriers may be phases further.
-                    while flying > stages or cute.arch.vote_ballot_sync(used > self.slots) != 0:
-                        if flying <= stages + 1:
-                            cute.arch.mbarrier_wait(empty + oldest, phase)
-                        used -= cute.arch.shuffle_sync(taken, last * CONSUMERS + lane % CONSUMERS)
-                        flying -= 1
-                        last = (last + 1) % FLYING
-                        oldest, phase = self.advance(oldest, phase)
-                    total = (counts & 255) + ((counts >> 8) & 255) + (counts >> 16)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, total * self.slot_bytes)
-                    for r in range_constexpr(len(numbers)):
-                        for j in cutlass.range(cutlass.min(total - r * BATCH, BATCH), unroll=4):
-                            number, place = (cute.arch.shuffle_sync(x[r], j) for x in (numbers, places))
-                            cute.copy(
-                                tma_a, tAgA[None, 0, i % parts, number], tAsA[None, place], tma_bar_ptr=full + stage
-                            )
-                    # The same for the next one, which has two of others before it.
-                    before, steps = mine, mine * Int32(i % parts == parts - 1)
-                    for k in range_constexpr(1, CONSUMERS):
-                        mine_k = (self.count_at(batch, following, i % BATCH + k) >> shift) & 255
-                        before += mine_k
-                        steps += mine_k * Int32((i + k) % parts == parts - 1)
-                    ahead = self.count_at(batch, following, i % BATCH + CONSUMERS)
-                    numbers, places = self.find(source, at + steps, head + before, ahead, lane)
-                if i % parts == parts - 1:
-                    at += mine
-                head += mine
-                turn = (turn + 1) % CONSUMERS
+                if lane == stage:
+                    taken = count
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, count * self.slot_bytes)
+                for j in cutlass.range(count, unroll=4):
+                    number = cute.arch.shuffle_sync(now, j)
+                    slot = consumer * self.slots + ((head + j) & (self.slots - 1))
+                    cute.copy(tma_a, tAgA[None, 0, part, number], tAsA[None, slot], tma_bar_ptr=full + stage)
+                head = (head + count) & (self.slots - 1)
                 stage, _ = self.advance(stage, Int32(0))
-
-    def counts(self, chunks, i) -> Int32:
-        """Blocks of chunk i, a byte for each consumer; past the last one, none."""
-        counts = Int32(0)
-        for c in range(CONSUMERS):
-            counts = counts | (cute.arch.popc(chunks.word(i, c)) << (8 * c))
-        return counts * Int32(i < chunks.count)
-
-    def count_at(self, batch: Int32, following: Int32, j: Int32) -> Int32:
-        """`counts` of number j of two batches."""
-        low, high = cute.arch.shuffle_sync(batch, j % BATCH), cute.arch.shuffle_sync(following, j % BATCH)
-        return cutlass.select_(j < BATCH, low, high)
-
-    def find(self, source, at: Int32, head: Int32, counts: Int32, lane: Int32) -> tuple[list, list]:
-        """Of the blocks of a chunk, one consumer's after another's: their numbers and slots, one a lane.
-
-        `at` and `head`: in lane c, where those of consumer c begin in `order` and in its ring.
-        """
-        second = counts & 255
-        third = second + ((counts >> 8) & 255)
-        numbers, places = [], []
-        for r in range(-(-CONSUMERS * self.geometry.rows * self.geometry.steps // BATCH)):
-            j = lane + r * BATCH
-            consumer = Int32(j >= second) + Int32(j >= third)
-            j = j - cutlass.select_(consumer == 0, Int32(0), cutlass.select_(consumer == 1, second, third))
-            numbers.append(source.block(cute.arch.shuffle_sync(at, consumer) + j))
-            slot = (cute.arch.shuffle_sync(head, consumer) + j) & (self.slots - 1)
-            places.append(consumer * self.slots + slot)
-        return numbers, places
 
     # ------------------------------------------------------------------ consumers
 
@@ -431,10 +378,15 @@ class SweepSm90:
                 cute.arch.mbarrier_arrive(barrier)
 
     def multiply(self, acc: cute.Tensor, r: int, chunk: Int32, slot: Int32):
-        """Add one K-step of a block, for all columns, to the accumulators of block row r."""
+        """Add one K-step of a block, for all columns, to the accumulators of block row r.
+
+        Of two rows that TMA copied as one, odd groups of 8 have come with neighbours swapped: so have the products'
+        columns, and of four accumulators of such a group the first and second, and the third and fourth.
+        """
         bm, row_bytes = self.facts.block.bm, self.slice * 2
         slabs = range(self.columns // SLAB)
-        at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in range(bm // 2)]
+        order = [v ^ (v // 4 % 2 if self.geometry.fold > 1 else 0) for v in range(bm // 2)]
+        at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in order]
         result = wgmma.multiply(
             [acc[i] for i in at],
             bm,

@@ -10,7 +10,6 @@ from collections import deque
 import pytest
 
 CONSUMERS = 3
-FLYING = 10
 
 
 class Barrier:
@@ -43,7 +42,7 @@ class Barrier:
 
 class Cta:
     def __init__(self, cluster: int, stages: int, slots: int):
-        self.full = [Barrier(2) for _ in range(stages)]
+        self.full = [Barrier(1 + CONSUMERS) for _ in range(stages)]
         self.empty = [Barrier(4 * CONSUMERS * cluster) for _ in range(stages)]
         self.b = [None] * stages  # which chunk lies in a stage; parts of it that have landed
         self.a = [[None] * slots for _ in range(CONSUMERS)]  # which block lies in a slot
@@ -66,25 +65,23 @@ def load_b(ctas, rank, chunks, stages, flights):
 
 
 def load_a(ctas, rank, w, chunks, stages, slots, flights):
-    """Warp w: every third chunk, into the rings of all consumers."""
-    cta, stage, oldest, phase, flying = ctas[rank], 0, 0, 0, deque()
-    used, head = [0] * CONSUMERS, [0] * CONSUMERS
+    cta, stage, oldest, phase, flying, used, head = ctas[rank], 0, 0, 0, 0, 0, 0
+    taken = [0] * stages
     for i, chunk in enumerate(chunks):
-        counts = chunk[rank]
-        used = [a + b for a, b in zip(used, counts, strict=True)]
-        flying.append(counts)
-        assert len(flying) <= FLYING
-        if i % CONSUMERS == w:
-            while len(flying) > stages or max(used) > slots:
-                while len(flying) <= stages + 1 and not cta.empty[oldest].done(phase):
-                    yield
-                used = [a - b for a, b in zip(used, flying.popleft(), strict=True)]
-                oldest, phase = advance(oldest, phase, stages)
-            cta.full[stage].arrive(announced=sum(counts))
-            for c, count in enumerate(counts):
-                for j in range(count):
-                    flights.append(("a", cta, stage, (c, (head[c] + j) % slots, (i, j))))
-        head = [a + b for a, b in zip(head, counts, strict=True)]
+        count = chunk[rank][w]
+        while flying == stages or used + count > slots:
+            while not cta.empty[oldest].done(phase):
+                yield
+            used -= taken[oldest]
+            flying -= 1
+            oldest, phase = advance(oldest, phase, stages)
+        used += count
+        flying += 1
+        taken[stage] = count
+        cta.full[stage].arrive(announced=count)
+        for j in range(count):
+            flights.append(("a", cta, stage, (w, (head + j) % slots, (i, j))))
+        head = (head + count) % slots
         stage, _ = advance(stage, 0, stages)
         yield
 
@@ -168,7 +165,7 @@ def land(flights, draw):
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("stages", [3, 4, 7])
+@pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("most", [1, 4, 16])
 @pytest.mark.parametrize("kind", ["dense", "mixed", "sparse", "uneven"])
 def test_the_pipeline(cluster, stages, most, kind):
@@ -192,11 +189,3 @@ def test_a_ring_of_less_than_two_chunks_hangs():
     chunks = [[[4] * CONSUMERS] for _ in range(8)]
     with pytest.raises(AssertionError, match="hung"):
         play(chunks, 1, 4, 7, seed=0)
-
-
-def test_two_stages_fail():
-    """Why it is three: a warp that comes every third chunk would look at a barrier two phases away."""
-    chunks = [[[1] * CONSUMERS] for _ in range(24)]
-    with pytest.raises(AssertionError):
-        for seed in range(20):
-            play(chunks, 1, 2, 8, seed)
