@@ -82,6 +82,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     if spec.path != "sm_80":
         found += _lagging(spec)
         found += _swept(spec)
+        found += _paired(spec)
         found += _older_path(spec)
     return _buildable(found)
 
@@ -198,6 +199,24 @@ def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, narrow, (32, 32), **change)
 
 
+def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
+    """Pairs of block rows: each configuration as a layer and with what its epilogue bears; operands of every kind."""
+    col, layer, full = (replace(epilogue, residual=None) for epilogue in (COL, LINEAR, FULL))
+    for config in heuristics.pairs(spec):
+        yield linear(spec, spec.path, config, (64, 64))
+        yield linear(spec, spec.path, config, (64, 128), epilogue=layer)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=col)
+        yield bsr(spec, spec.path, config, (64, 64), ordered=True, epilogue=col)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=full)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=replace(col, bias="row"))
+        yield bsr(spec, spec.path, config, (64, 64), aligns=(8, 8, 1))
+        yield bsr(spec, spec.path, replace(config, cluster_n=1), (64, 64))
+    config = heuristics.pairs(spec)[0]
+    changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
+    for change in (*changes, {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"majors": ("k", "k", "n")}):
+        yield bsr(spec, spec.path, config, (64, 64), **change)
+
+
 def _older_path(spec: ArchSpec) -> list[GemmFacts]:
     """The sm_80 kernels compiled for a newer GPU, which takes them when told to."""
     found = main(dense, spec, "sm_80", None) + main(dense, spec, "sm_80", None, epilogue=COL)
@@ -263,6 +282,7 @@ def config_text(config: GemmConfig) -> str:
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
     text += f" lag {config.lag}" if config.lag else ""
+    text += " pairs" if config.pairs else ""
     return text + (" pp" if config.teams == 2 else " sweep" if config.sweep else "")
 
 

@@ -8,6 +8,7 @@ from .arch import MMA_K, ArchSpec, arch_named
 from .sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
+PAIRED_ROWS = 64  # height of the blocks of which two rows are one tile
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
@@ -26,6 +27,8 @@ class GemmConfig:
     `lag` (cooperative sm_90 kernels): by how many stages the second warpgroup starts after the first, and stays behind:
     one then stores while the other still multiplies. `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
     sparse_collective.sweep_sm90. Its rings of A hold `chunks` full chunks; the more, the earlier blocks are loaded.
+    `pairs` (sm_90, blocks 64 high only): a tile of 128 rows is two block rows, which share the blocks of B that both
+    need: mainloop_pairs_sm90.
     """
 
     tile_m: int
@@ -42,13 +45,15 @@ class GemmConfig:
     lag: int = 0
     sweep: bool = False
     chunks: int = 2
+    pairs: bool = False
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         kind = " ping-pong" if self.teams == 2 else f" sweep of {self.chunks} chunks" if self.sweep else ""
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
         lag = f" lag {self.lag}" if self.lag else ""
-        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{lag}{cluster}"
+        pairs = " pairs" if self.pairs else ""
+        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{pairs}{lag}{cluster}"
 
 
 @dataclass(frozen=True)
@@ -187,15 +192,15 @@ def unsupported(facts: GemmFacts) -> str:
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
     if block and (block.bm % MMA_K or block.bk % MMA_K):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
-    if any(n < 1 for n in astuple(replace(cfg, lag=1, sweep=True))) or cfg.lag < 0:
+    if any(n < 1 for n in astuple(replace(cfg, lag=1, sweep=True, pairs=True))) or cfg.lag < 0:
         return f"{cfg}: every count must be at least 1"
     return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
 
 
 def _unsupported_sm80(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.spec
-    if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1 or cfg.lag:
-        return "clusters, ping-pong teams and lags exist on the sm_90 path only"
+    if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1 or cfg.lag or cfg.pairs:
+        return "clusters, ping-pong teams, lags and pairs of block rows exist on the sm_90 path only"
     if cfg.stages < 3:
         return f"{cfg.stages} stages; the cp.async pipeline needs 3"
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
@@ -237,7 +242,32 @@ def _unsupported_sm90(facts: GemmFacts) -> str:
         return "an operand has no contiguous mode, which TMA needs"
     if facts.config.store_row not in (64, 128):
         return f"store buffers of {facts.config.store_row} bytes a row: 64 and 128 are swizzled"
+    if facts.config.pairs and (reason := _pairs(facts)):
+        return reason
     return _sweep(facts) if facts.config.sweep else _tile_sm90(facts) or _schedule_sm90(facts)
+
+
+def _pairs(facts: GemmFacts) -> str:
+    """What a tile of two block rows asks."""
+    cfg, block = facts.config, facts.block
+    if block is None:
+        return "a dense product: only rows of blocks are paired"
+    if block.bm != PAIRED_ROWS:
+        return f"blocks {block.bm} high: a pair is of blocks {PAIRED_ROWS} high, each the rows of a WGMMA"
+    if block.bk % 64:
+        return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
+    if (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep) != (128, 64, 1, 1, 0, False):
+        return (
+            f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without a lag; other rows "
+            "have other K-tiles, so a cluster shares A alone"
+        )
+    if facts.epilogue.residual:  # compiled: 8 to 120 bytes of stack
+        return "the loops of a pair leave no registers for a residual; the kernels with a block row a tile have them"
+    if (
+        facts.epilogue.bias == "row" and facts.majors[2] == "n" and cfg.tile_n // cfg.warps_n > 128
+    ):  # as well, with GELU
+        return "more than 128 accumulators a thread leave no registers for a bias that each row has its own of"
+    return ""
 
 
 def _sweep(facts: GemmFacts) -> str:
@@ -266,7 +296,7 @@ def _smem_sm90(facts: GemmFacts) -> str:
 def _tile_sm90(facts: GemmFacts) -> str:
     """What WGMMA, the swizzles and the store ask of a tile."""
     cfg = facts.config
-    if facts.block and cfg.tile_m >= facts.block.bm + 64:
+    if facts.block and cfg.tile_m >= facts.block.bm * (2 if cfg.pairs else 1) + 64:
         return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: slabs of 64 rows would hold none of the block"
     if cfg.tile_m % (64 * cfg.warps_m):
         return f"{cfg.tile_m} rows among {cfg.warps_m} warpgroups: each takes a multiple of WGMMA's 64"

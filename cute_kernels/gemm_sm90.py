@@ -31,6 +31,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from .config import GemmFacts
 from .dtypes import cutlass_dtype
 from .epilogue import EpilogueArgs
+from .mainloop_pairs_sm90 import HALVES, PairedMainloopSm90
 from .mainloop_sm90 import MainloopSm90
 from .scheduler import TileScheduler
 from .store_sm90 import WARPGROUP, StoreSm90
@@ -63,7 +64,11 @@ class GemmSm90:
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster_m * cfg.cluster_n
-        self.mainloop = MainloopSm90(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.parts = HALVES if cfg.pairs else 1  # boxes of A that TMA loads for a tile, one under the other
+        # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
+        self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
+        mainloop = PairedMainloopSm90 if cfg.pairs else MainloopSm90
+        self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.store = StoreSm90(facts, self.group_n, self.out_dtype)
         self.smem_bytes = None  # known once traced
 
@@ -77,6 +82,11 @@ class GemmSm90:
         sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, cfg.stages, b_k)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * self.consumers, store.n_major)
         return sA, sB, sD
+
+    def boxes_of_a(self):
+        """sA as TMA writes it, (tile_m / parts, tile_k, parts x PIPE): a stage's parts lie one behind the other."""
+        cfg, parts = self.cfg, self.parts
+        return smem_layout(self.dtype, cfg.tile_m // parts, cfg.tile_k, cfg.stages * parts, self.facts.majors[0] == "k")
 
     def make_storage(self, sA_layout, sB_layout, sD_layout):
         sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
@@ -109,10 +119,10 @@ class GemmSm90:
             tiler_mn=(64, self.group_n),
         )
 
-    def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: int):
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast > 1 else cpasync.CopyBulkTensorTileG2SOp()
+    def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
         smem = cute.slice_(layout, (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, tensor, smem, (rows, self.cfg.tile_k), num_multicast=multicast)
+        return cpasync.make_tiled_tma_atom(op, tensor, smem, (rows, self.cfg.tile_k), num_multicast=sharers)
 
     # ------------------------------------------------------------------ launch
 
@@ -133,8 +143,8 @@ class GemmSm90:
         sA_layout, sB_layout, sD_layout = self.layouts()
         self.make_storage(sA_layout, sB_layout, sD_layout)
         tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n)
-        tma_a, tA = self.make_load(mA, sA_layout, cfg.tile_m, cfg.cluster_n)
-        tma_b, tB = self.make_load(mB, sB_layout, cfg.tile_n, cfg.cluster_m)
+        tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
+        tma_b, tB = self.make_load(mB, sB_layout, cfg.tile_n, cfg.cluster_m > 1, cfg.cluster_m)
         tma_d, tD = None, mD
         if const_expr(self.store.tma):
             tma_d, tD = cpasync.make_tiled_tma_atom(
@@ -209,14 +219,16 @@ class GemmSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
-                # (tile_m, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
-                gA = cute.local_tile(mA, (cfg.tile_m, cfg.tile_k), (None, None, None))
+                boxes = self.boxes_of_a()
+                sA_boxes = storage.sA.get_tensor(boxes.outer, swizzle=boxes.inner)
+                # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
+                gA = cute.local_tile(mA, (cfg.tile_m // self.parts, cfg.tile_k), (None, None, None))
                 gB = cute.local_tile(mB, (cfg.tile_n, cfg.tile_k), (None, None, None, None))
                 tAsA, tAgA = cpasync.tma_partition(
                     tma_a,
-                    rank_n,
-                    cute.make_layout(cfg.cluster_n),
-                    cute.group_modes(sA, 0, 2),
+                    rank_n % self.sharers_a,
+                    cute.make_layout(self.sharers_a),
+                    cute.group_modes(sA_boxes, 0, 2),
                     cute.group_modes(gA, 0, 2),
                 )
                 tBsB, tBgB = cpasync.tma_partition(

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .arch import ArchSpec
-from .config import BARRIER_BYTES, ELEMENT, BlockFacts, GemmConfig
+from .config import BARRIER_BYTES, ELEMENT, PAIRED_ROWS, BlockFacts, GemmConfig
 from .sweep_tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, ROWS, sweep_table_bytes
 
 MACS_PER_CLOCK = 2048
@@ -78,6 +78,7 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
             sm90(64, 128, k, 1, 1, teams=2, spec=spec),
             *skinny,
             *swept,
+            *(pairs(spec) if block.bm == PAIRED_ROWS and block.bk % 64 == 0 else []),
         ]
     wide = [sm90(128, 128, k, 2, 1, spec=spec), sm90(128, 64, k, 2, 1, ring=1, spec=spec)]
     if block is None:
@@ -122,6 +123,16 @@ def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
     return [with_stages(shape, spec, shape.ring * CONSUMERS * 64 * shape.store_row) for shape in shapes]
 
 
+def pairs(spec: ArchSpec) -> list[GemmConfig]:
+    """Configurations whose tiles are two block rows (mainloop_pairs_sm90); two column tiles share A."""
+    shapes = [
+        sm90(128, 192, 64, 1, 1, 1, 2, teams=2, ring=1, spec=spec),
+        sm90(128, 128, 64, 1, 1, 1, 2, teams=2, spec=spec),  # for epilogues that take more registers
+        sm90(128, 256, 64, 1, 2, 1, 2, spec=spec),
+    ]
+    return [replace(shape, pairs=True) for shape in shapes]
+
+
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
     """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
 
@@ -156,17 +167,17 @@ def cost(
     light: bool = True,
     l2_bytes_per_clock: float = L2_BYTES_PER_CLOCK,
     listed: float | None = None,
+    paired: float | None = None,
 ) -> float:
     """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
-    `listed`: of W's block columns, the share in which a group of 192 rows has a block; None: as blocks at random have.
+    `listed`: of W's block columns, the share in which a group of 192 rows has a block; `paired`: in which a pair of
+    block rows has one; None: as blocks at random have.
     """
     if cfg.sweep:
         return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, listed)
-    rows = block.bm if block else extents.M
-    tiles_m = -(-rows // cfg.tile_m) * (extents.M // block.bm if block else 1)
-    clusters_m = -(-tiles_m // cfg.cluster_m)
+    clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
     clusters_n = -(-extents.N // (cfg.tile_n * cfg.cluster_n))
     slots = max(1, sms // (cfg.cluster_m * cfg.cluster_n))
     waves = -(-clusters_m * clusters_n * extents.L // slots)
@@ -174,12 +185,23 @@ def cost(
     k_tiles = max(1.0, kept * extents.K / width)
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
+    loop = k_tiles * max(mma, load)
+    if cfg.pairs:  # columns that both rows have, and those of one: half the products and half of A
+        paired = min(1.0, 2 * kept, max(kept, 1 - (1 - kept) ** 2 if paired is None else paired))
+        half = load - cfg.tile_m / cfg.cluster_n * cfg.tile_k / l2_bytes_per_clock  # ELEMENT / 2 bytes less
+        loop = extents.K / width * ((2 * kept - paired) * max(mma, load) + 2 * (paired - kept) * max(mma / 2, half))
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
     store = accumulators * STORE_CLOCKS["light" if light else "loaded"]
-    loop = k_tiles * max(mma, load)
     alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
     tile = loop + store if alone else max(loop, (loop + store) / 2)
     return waves * tile + PIPELINE_FILL
+
+
+def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> int:
+    """How many row tiles a product has."""
+    if block is None or cfg.pairs:
+        return -(-extents.M // cfg.tile_m)
+    return -(-block.bm // cfg.tile_m) * (extents.M // block.bm)
 
 
 def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:
@@ -227,7 +249,7 @@ def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, grou
     if block is None or cfg.sweep:
         return sms
     slots = sms // (cfg.cluster_m * cfg.cluster_n)
-    panel = -(-block.bm // cfg.tile_m) * (extents.M // block.bm) // cfg.cluster_m * group
+    panel = row_tiles(cfg, extents, block) // cfg.cluster_m * group
     for fewer in range(slots, int(0.94 * slots), -1):
         if panel % fewer == 0 or fewer % panel == 0:
             return fewer * cfg.cluster_m * cfg.cluster_n

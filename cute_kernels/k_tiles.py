@@ -35,7 +35,7 @@ from cutlass import Int32
 class KTile(NamedTuple):
     """Coordinates of one K-tile: the first ones in units of tiles, the last one an outer index."""
 
-    a: tuple  # (rest_m, rest_k, outer_a)
+    a: tuple  # (rest_m, rest_k, outer_a); of a pair of block rows two of these
     b: tuple  # (rest_k, outer_k)
 
 

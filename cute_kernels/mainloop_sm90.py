@@ -50,13 +50,7 @@ class MainloopSm90:
             tile = k_tiles.at(i)
             pipeline.producer_acquire(state)
             barrier = pipeline.producer_get_barrier(state)
-            cute.copy(
-                tma_a,
-                tAgA[(None, *tile.a)],
-                tAsA[None, state.index],
-                tma_bar_ptr=barrier,
-                mcast_mask=mask_a if const_expr(self.multicast_a) else None,
-            )
+            self.load_a(tile, tma_a, tAgA, tAsA, mask_a, barrier, state.index)
             cute.copy(
                 tma_b,
                 tBgB[(None, *tile.b)],
@@ -66,6 +60,26 @@ class MainloopSm90:
             )
             state.advance()
         return state
+
+    @cute.jit
+    def load_a(
+        self,
+        tile,
+        tma_a: cute.CopyAtom,
+        tAgA: cute.Tensor,  # (TMA, rest_m, rest_k, outer_a)
+        tAsA: cute.Tensor,  # (TMA, PIPE)
+        mask_a: cutlass.Int16,
+        barrier: cute.Pointer,
+        stage: cutlass.Int32,
+    ):
+        """Issue the TMA loads of A's part of a K-tile."""
+        cute.copy(
+            tma_a,
+            tAgA[(None, *tile.a)],
+            tAsA[None, stage],
+            tma_bar_ptr=barrier,
+            mcast_mask=mask_a if const_expr(self.multicast_a) else None,
+        )
 
     @cute.jit
     def mma(

@@ -51,6 +51,7 @@ SOURCES = {
     path: (*_SHARED, *(f"cute_kernels.{part}_{path.replace('_', '')}" for part in ("gemm", "mainloop", "store")))
     for path in PATHS
 }
+SOURCES["sm_90"] += ("cute_kernels.mainloop_pairs_sm90", "sparse_collective.pairs_collective")
 SOURCES["sm_90"] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in (
     "sweep", "sweep_collective", "sweep_plan", "sweep_sm90", "wgmma",
 )))  # fmt: skip
@@ -277,9 +278,14 @@ def read(file: Path) -> Table:
 def _pick(entry: Mapping[str, Any]) -> TunedPick:
     pick = TunedPick(**{**entry, "config": GemmConfig(**entry["config"])})
     config = pick.config
-    if type(config.sweep) is not bool or type(config.lag) is not int or config.lag < 0:
-        raise ValueError(f"sweep or lag in {entry} is not what it should be")
-    counts = [*dataclasses.astuple(dataclasses.replace(config, lag=1, sweep=1)), pick.group, pick.ctas]
+    if (
+        type(config.sweep) is not bool
+        or type(config.pairs) is not bool
+        or type(config.lag) is not int
+        or config.lag < 0
+    ):
+        raise ValueError(f"sweep, pairs or lag in {entry} is not what it should be")
+    counts = [*dataclasses.astuple(dataclasses.replace(config, lag=1, sweep=1, pairs=1)), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):
         raise ValueError(f"a count in {entry} is no positive integer")
     if pick.path not in PATHS or not pick.us > 0 or not pick.heuristic_us > 0:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cute_kernels.config import PAIRED_ROWS
 from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS
 
 from . import balance
+from .pairs import PairPlan, pair_plan, starts_of
 from .sweep import SweepPlan, sweep_plan
 
 __all__ = ["BsrMatrix", "random_bsr"]
@@ -65,10 +67,11 @@ class BsrMatrix:
     checked: bool  # whether check_indices has passed
     even: bool  # whether all block rows are known to hold equally many blocks
     listed: float | None  # share of block columns that a group of rows needs, where known: heuristics.sweep_cost
+    paired: float | None  # share of block columns that a pair of block rows needs, where known: heuristics.cost
     key: tuple  # what an op's plan depends on, hashable
     plans: dict | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
     __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even", "listed")
-    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "key", "__weakref__")
+    __slots__ += ("paired", "n_block_rows", "n_block_cols", "check", "checked", "key", "__weakref__")
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class BsrMatrix:
         self._set(blocksize=tuple(blocksize), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
         self._set(check=bool(check), checked=False, even=False, plans={})
         self._set_listed(None)
+        self._set_paired(None)
 
     def _set(self, **attributes: object) -> None:
         for name, value in attributes.items():
@@ -104,6 +108,10 @@ class BsrMatrix:
         dtypes = self.values.dtype, self.crow_indices.dtype
         self._set(listed=listed, key=(self.shape, self.blocksize, self.nnz, *dtypes, self.device, listed))
 
+    def _set_paired(self, paired: float | None) -> None:
+        """After _set_listed, whose key it extends."""
+        self._set(paired=paired, key=(*self.key, paired))
+
     def _refuse(self, name: str, *_: object) -> None:
         raise AttributeError(f"BsrMatrix.{name} is read-only; build a new matrix, which copies no tensor")
 
@@ -111,12 +119,23 @@ class BsrMatrix:
 
     @classmethod
     def _make(
-        cls, crow, col, values, shape, *, check: bool = True, checked: bool = True, even: bool = False, listed=None
+        cls,
+        crow,
+        col,
+        values,
+        shape,
+        *,
+        check: bool = True,
+        checked: bool = True,
+        even: bool = False,
+        listed: float | None = None,
+        paired: float | None = None,
     ) -> BsrMatrix:
         """An instance whose indices are, or with checked=False may be, right by construction."""
         matrix = cls(crow, col, values, shape, check=check)
         matrix._set(checked=checked, even=even)
         matrix._set_listed(listed)
+        matrix._set_paired(paired)
         if even or listed is not None:
             matrix._remember()
         return matrix
@@ -244,6 +263,7 @@ class BsrMatrix:
         if crow is self.crow_indices and col is self.col_indices and values is self.values:
             return self
         state = {"check": self.check, "checked": self.checked, "even": self.even, "listed": self.listed}
+        state["paired"] = self.paired
         return self._make(crow, col, values, self.shape, **state)
 
     def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
@@ -290,21 +310,37 @@ class BsrMatrix:
                 return sweep_plan_on_gpu(*pattern, cluster, b_k_major)
         return sweep_plan(*pattern, cluster, b_k_major)
 
-    def work_order(self, tiles: balance.Tiles) -> Tensor:
+    def pair_plan(self) -> PairPlan:
+        """What the kernel over pairs of block rows must know of the pattern (see pairs.py)."""
+        return self.derived(("pairs",), self._make_pair_plan)
+
+    def _make_pair_plan(self) -> PairPlan:
+        pattern = self.crow_indices, self.col_indices, self.n_block_cols
+        if self.device.type == "cuda":
+            from .pairs_plan import MOST_COLUMNS, pair_plan_on_gpu
+
+            if self.n_block_cols <= MOST_COLUMNS:
+                return pair_plan_on_gpu(*pattern)
+        return pair_plan(*pattern)
+
+    def work_order(self, tiles: balance.Tiles, paired: bool = False) -> Tensor:
         """In which order work tiles come, so that all workers finish together; see balance.work_order.
+
+        With `paired` rows are pairs of block rows, as long as their lists of columns.
 
         On a GPU one kernel makes the same table, and torch that of problems beyond its limits (order_kernel.fits).
         """
 
         def make() -> tuple[Tensor]:
+            starts = starts_of(self.pair_plan()) if paired else self.crow_indices
             if self.device.type == "cuda":
                 from .order_kernel import fits, work_order_on_gpu
 
-                if fits(self.n_block_rows, **tiles._asdict()):
-                    return (work_order_on_gpu(self.crow_indices, **tiles._asdict()),)
-            return (balance.work_order(self.crow_indices, **tiles._asdict()),)
+                if fits(len(starts) - 1, **tiles._asdict()):
+                    return (work_order_on_gpu(starts, **tiles._asdict()),)
+            return (balance.work_order(starts, **tiles._asdict()),)
 
-        return self.derived(tiles, make)[0]
+        return self.derived((*tiles, "pairs") if paired else tiles, make)[0]
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.
@@ -336,15 +372,18 @@ class BsrMatrix:
         ]
         lengths = crow.diff()
         flags.append((lengths == lengths[:1]).all())
-        *wrong, even, listed = torch.stack([*(flag.long() for flag in flags), self._columns_listed()]).tolist()
+        shares = self._columns_listed(), self._columns_paired()
+        *wrong, even, listed, paired = torch.stack([*(flag.long() for flag in flags), *shares]).tolist()
         if any(wrong):
             raise ValueError(self._first_index_error())
         self._set(checked=True, even=bool(even))
         self._set_listed(round(listed / max(1, self._row_groups() * self.n_block_cols), 2))
+        cells = -(-self.n_block_rows // 2) * self.n_block_cols
+        self._set_paired(round(paired / max(1, cells), 3) if self.blocksize[0] == PAIRED_ROWS else None)
         self._remember()
 
     def _remember(self) -> None:
-        known = weakref.ref(self.col_indices), self.blocksize, self.even, self.listed, self.plans
+        known = weakref.ref(self.col_indices), self.blocksize, self.even, (self.listed, self.paired), self.plans
         _LEARNT[self.crow_indices] = known
 
     def recall(self) -> None:
@@ -352,25 +391,41 @@ class BsrMatrix:
 
         Otherwise nothing is known of the pattern, and no plan is kept.
         """
-        col, blocksize, even, listed, plans = _LEARNT.get(self.crow_indices) or (lambda: None, None, False, None, None)
+        nothing = False, (None, None), None
+        col, blocksize, *learnt = _LEARNT.get(self.crow_indices) or (lambda: None, None, *nothing)
         if col() is not self.col_indices or blocksize != self.blocksize:
-            even, listed, plans = False, None, None
+            learnt = nothing
+        even, (listed, paired), plans = learnt
         self._set(even=even, plans=plans)
         self._set_listed(listed)
+        self._set_paired(paired)
 
     def _row_groups(self) -> int:
         """How many groups of rows the sweep kernel has without a cluster; each needs some of the block columns."""
         return -(-self.shape[0] // max(self.blocksize[0], ROWS * CONSUMERS))
 
     def _columns_listed(self) -> Tensor:
-        """How many pairs of group and block column hold a block, on the device; of wrong indices any number."""
-        bm, groups, cols = self.blocksize[0], self._row_groups(), self.n_block_cols
+        """How many pairs of such a group and a block column hold a block, on the device; of wrong indices any number."""
+        return self._cells(self._row_groups(), max(self.blocksize[0], ROWS * CONSUMERS))
+
+    def _columns_paired(self) -> Tensor:
+        """The same of pairs of block rows, where there is a kernel for them."""
+        paired = self.blocksize[0] == PAIRED_ROWS
+        return (
+            self._cells(-(-self.n_block_rows // 2), 2 * PAIRED_ROWS)
+            if paired
+            else self.col_indices.new_zeros(()).long()
+        )
+
+    def _cells(self, groups: int, rows: int) -> Tensor:
+        """How many pairs of a group of so many rows and a block column hold a block."""
+        cols = self.n_block_cols
         if self.nnz == 0:
             return torch.zeros((), dtype=torch.int64, device=self.device)
         crow = self.crow_indices.clamp(0, self.nnz).contiguous()
         numbers = torch.arange(self.nnz, dtype=crow.dtype, device=crow.device)
         row = (torch.searchsorted(crow, numbers, right=True) - 1).clamp(0, self.n_block_rows - 1)
-        group = row * bm // max(bm, ROWS * CONSUMERS)
+        group = row * self.blocksize[0] // rows
         needed = torch.zeros(groups * cols, dtype=torch.bool, device=crow.device)
         return needed.index_fill_(0, group * cols + self.col_indices.long().clamp(0, cols - 1), True).sum()
 

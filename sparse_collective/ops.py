@@ -115,26 +115,17 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at these
         col, values = col.new_zeros(1), values.new_zeros(1, *W.blocksize)
     if plan.swept:
-        plan.function(
-            W.crow_indices,
-            *W.sweep_plan(*plan.swept),
-            values,
-            b,
-            d,
-            bias,
-            residual,
-            1.0,
-            1.0,
-            plan.group,
-            plan.max_ctas,
-        )
+        tables = W.sweep_plan(*plan.swept)
+        plan.function(W.crow_indices, *tables, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
         return out
+    pattern = W.pair_plan() if plan.paired else (col,)
     if balance.ENABLED and not W.even and W.plans is not None:
         function, tiles, ctas = plan.ordered or _ordered(plan)
-        function(W.crow_indices, col, W.work_order(tiles), values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
+        order = W.work_order(tiles, plan.paired)
+        function(W.crow_indices, *pattern, order, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
         return out
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    plan.function(W.crow_indices, col, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
+    plan.function(W.crow_indices, *pattern, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
     return out
 
 
@@ -249,12 +240,14 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         linear,
         W.density,
         W.listed,
+        W.paired,
     )
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
     plan.swept = (cfg.cluster_m, plan.facts.majors[1] == "k") if cfg.sweep else ()
+    plan.paired = cfg.pairs
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
     # same to a CTA in every panel.
     plan.uneven_ctas = sms // (cfg.cluster_m * cfg.cluster_n) * cfg.cluster_m * cfg.cluster_n

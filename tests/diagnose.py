@@ -77,7 +77,8 @@ class Where:
     def __init__(self, plan, shape):
         self.facts, self.cfg = plan.facts, plan.facts.config
         self.batch, self.rows, self.cols = shape
-        self.block_rows = self.facts.block.bm if self.facts.block else self.rows
+        # a pair's tile is two block rows, and so one of all rows
+        self.block_rows = self.facts.block.bm if self.facts.block and not self.cfg.pairs else self.rows
         self.tiles_m = -(-self.block_rows // self.cfg.tile_m)  # row tiles of a block row, or of all
         self.tiles_n = -(-self.cols // self.cfg.tile_n)
         self.tiles = self.tiles_m * (self.rows // self.block_rows) * self.tiles_n * self.batch
@@ -100,7 +101,11 @@ class Where:
         l, row, col = tile
         text = f"tile row {row} of {self.tiles_m * (self.rows // self.block_rows)}, column {col} of {self.tiles_n}"
         if self.facts.block:
-            text += f" (block row {row // self.tiles_m})"
+            text += (
+                f" (block rows {2 * row} and {2 * row + 1})"
+                if self.cfg.pairs
+                else f" (block row {row // self.tiles_m})"
+            )
         return text + (f", batch {l}" if self.batch > 1 else "")
 
     def owner(self, place) -> str:

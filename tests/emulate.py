@@ -20,6 +20,7 @@ from cute_kernels.config import unsupported
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import kernels
 from cute_kernels.sweep_tile import CONSUMERS, Geometry
+from sparse_collective.pairs_collective import PairedSource
 
 
 class Emulated:
@@ -42,7 +43,8 @@ class Emulated:
             acc = a.float() @ b.float()
         else:
             *parts, b, d = operands
-            acc = (self.swept if self.facts.config.sweep else self.sparse)(*parts, b)
+            cfg = self.facts.config
+            acc = (self.swept if cfg.sweep else self.paired if cfg.pairs else self.sparse)(*parts, b)
         self.insist("b", b, 1)
         self.insist("d", d, 2)
         assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
@@ -78,13 +80,7 @@ class Emulated:
     def sparse(self, crow, col, order, values, b):
         """W @ b from the stored blocks alone, or its transpose."""
         facts, (bm, bk) = self.facts, values.shape[1:]
-        assert (order is not None) == facts.ordered
-        if order is not None:
-            tiles = order[order[:, 0] >= 0]
-            m, n = (tiles.max(0).values + 1).tolist()
-            assert order.dtype == torch.int32 and torch.equal(
-                (tiles[:, 1] * m + tiles[:, 0]).sort().values, torch.arange(m * n).int()
-            )
+        self.insist_on_order(order)
         assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
         assert crow.dtype == col.dtype == getattr(torch, facts.block.index_dtype)
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
@@ -94,6 +90,48 @@ class Emulated:
             for p in range(bounds[r], bounds[r + 1]):
                 rows = b[..., columns[p] * bk : (columns[p] + 1) * bk, :]
                 out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
+        return out.mT if facts.transposed else out
+
+    def insist_on_order(self, order):
+        """Every work tile comes once, or there is no order."""
+        assert (order is not None) == self.facts.ordered
+        if order is not None:
+            tiles = order[order[:, 0] >= 0]
+            m, n = (tiles.max(0).values + 1).tolist()
+            assert order.dtype == torch.int32 and torch.equal(
+                (tiles[:, 1] * m + tiles[:, 0]).sort().values, torch.arange(m * n).int()
+            )
+
+    def paired(self, crow, ends, entries, order, values, b):
+        """The same, as the source of pairs walks: columns that both rows have, the upper alone, the lower alone."""
+        facts, (bm, bk) = self.facts, values.shape[1:]
+        self.insist_on_order(order)
+        assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
+        assert crow.dtype == getattr(torch, facts.block.index_dtype) and ends.dtype == entries.dtype == torch.int32
+        b = (b.mT if facts.transposed else b).float()  # (..., K, N)
+        rows, tile_k = (len(crow) - 1) * bm, facts.config.tile_k
+        out = b.new_zeros(*b.shape[:-2], len(ends) * 2 * bm, b.shape[-1])
+        tables = (table.numpy().astype(object) for table in (ends, entries))  # of Python's numbers
+        source = PairedSource(crow.tolist(), *tables, facts.k_tiles_per_block)
+        for m in range(len(ends)):
+            k_tiles = source.for_tile(m, 0, source.bounds(m))
+            assert [plain(x) for x in k_tiles.out] == [m, 0]
+            first = 0
+            for halves, end in zip(((0, 1), (0,), (1,)), k_tiles.ends(), strict=True):
+                for i in range(first, plain(end)):
+                    tile = k_tiles.at(i)
+                    k, column = (plain(x) for x in tile.b)
+                    part = b[..., column * bk + k * tile_k :, :][..., :tile_k, :]
+                    for half in range(2):
+                        number = plain(tile.a[half][2])
+                        assert (number < len(values)) == (half in halves), "absent blocks lie past the last one"
+                        if half in halves:
+                            row = (2 * m + half) * bm
+                            block = values[number][:, k * tile_k : (k + 1) * tile_k]
+                            out[..., row : row + bm, :] += block.float() @ part
+                first = plain(end)
+            assert first == plain(k_tiles.count)
+        out = out[..., :rows, :]
         return out.mT if facts.transposed else out
 
     def swept(self, crow, counts, slices, words, order, values, b):
@@ -122,6 +160,11 @@ class Emulated:
                 if needed[i] % g.parts == g.parts - 1:
                     at += len(bits)
         return out.mT if facts.transposed else out
+
+
+def plain(x) -> int:
+    """The number in an Int32 outside of a kernel."""
+    return int(getattr(x, "value", x))
 
 
 def fill_in(plan_kernel, **known) -> None:

@@ -75,6 +75,14 @@ def test_a_warpgroup_on_sm90():
     assert "consumer warpgroup 1, 64-row slab 0 of the tile: 8192 wrong" in text
 
 
+def test_a_tile_of_two_block_rows():
+    pairs = GemmConfig(128, 128, 64, 4, 1, 1, teams=2, pairs=True)
+    out, exact = wrong_at((slice(256 + 64, 320 + 64), slice(128, 256)), shape=(448, 512))
+    text = diagnose(out, exact, plan_of(pairs, "sm_90", (448, 512), block=BlockFacts(64, 64, "int32")))
+    assert "tile row 2 of 4, column 1 of 4 (block rows 4 and 5): 8192 of 16384 wrong" in text
+    assert "64-row slab 1 of the tile: 8192 wrong" in text
+
+
 def test_slabs_alternate_between_warpgroups():
     tall = GemmConfig(256, 128, 64, 4, 2, 1)
     out, exact = wrong_at((slice(128, 192), slice(0, 128)))

@@ -102,6 +102,16 @@ def test_a_sweep_is_launched_with_the_plan_of_its_pattern(cluster, emulated):
     assert (data.out.double() - data.truth).abs().max() <= data.bound
 
 
+def test_pairs_are_launched_with_the_plan_of_their_pattern(emulated):
+    problem = parse("bsr_matmul 320x384x512 64x64 30% bias+relu")
+    data = fitness.operands(problem, "cpu")
+    plan = explain(data.op, *data.args, **data.kwargs)
+    facts = dataclasses.replace(plan.facts, config=heuristics.pairs(SPEC)[0])
+    data.out.fill_(float("nan"))
+    fitness.launcher(plan, data)(emulate.Emulated(facts), Candidate(facts, 2, SMS))
+    assert (data.out.double() - data.truth).abs().max() <= data.bound
+
+
 # -- genomes ----------------------------------------------------------------------------------------------------
 
 

@@ -136,6 +136,8 @@ def launcher(plan: Plan, problem: Operands) -> Callable[[Callable, Candidate], o
         if candidate.facts.config.sweep:
             facts = candidate.facts
             tables = W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k")
+        elif candidate.facts.config.pairs:
+            tables = (*W.pair_plan(), None)
         return function(W.crow_indices, *tables, W.values, *rest, 1.0, 1.0, candidate.group, candidate.ctas)
 
     return launch

@@ -56,8 +56,8 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
             # two consumer warpgroups: cooperative along M or N, or two ping-pong teams; a sweep has its own three
             Gene(
                 "consumers",
-                ("warps_m", "warps_n", "teams", "sweep", "chunks"),
-                ((2, 1, 1, False, 2), (1, 2, 1, False, 2), (1, 1, 2, False, 2)),
+                ("warps_m", "warps_n", "teams", "sweep", "chunks", "pairs"),
+                ((2, 1, 1, False, 2, False), (1, 2, 1, False, 2, False), (1, 1, 2, False, 2, False)),
             ),
             Gene("cluster", ("cluster_m", "cluster_n"), ((1, 1), (2, 1), (1, 2))),
             Gene("ring", ("ring", "store_row"), ((1, 128), (2, 128), (3, 128), (4, 128), (2, 64), (3, 64))),
@@ -188,7 +188,9 @@ class Space:
         if rates.get("l2_tbs") and rates.get("tensor_tflops"):
             clock = rates["tensor_tflops"] / (2 * TENSOR_MACS * self.sms)  # THz that the tensor cores' rate amounts to
             feed = rates["l2_tbs"] / (self.sms * clock)
-        return heuristics.cost(config, p.extents, p.block, p.kept, self.sms, p.epilogue.is_light, feed, p.listed)
+        return heuristics.cost(
+            config, p.extents, p.block, p.kept, self.sms, p.epilogue.is_light, feed, p.listed, p.paired
+        )
 
     # -- what a search does -----------------------------------------------------------------------------------
 

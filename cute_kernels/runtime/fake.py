@@ -61,7 +61,7 @@ def dense_args(facts: GemmFacts) -> tuple:
 
 
 def sparse_args(facts: GemmFacts) -> tuple:
-    """Fakes of all arguments of sparse_collective's SparseCollective, or SweepCollective."""
+    """Fakes of all arguments of sparse_collective's SparseCollective, PairedCollective or SweepCollective."""
     import cutlass.cute as cute
 
     block = facts.block
@@ -72,4 +72,7 @@ def sparse_args(facts: GemmFacts) -> tuple:
         tables = counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
         return crow, *tables, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
     order = fake_tensor("int32", 2, 1, 2) if facts.ordered else None
+    if facts.config.pairs:
+        tables = (fake_tensor("int32", 2, 1, 1) for _ in range(2))
+        return crow, *tables, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
     return crow, col, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()

@@ -15,6 +15,8 @@ def compile_kernel(facts: GemmFacts, *, keep_cubin: bool = False) -> Built:
     else:
         if facts.config.sweep:
             from sparse_collective.sweep_collective import SweepCollective as Collective
+        elif facts.config.pairs:
+            from sparse_collective.pairs_collective import PairedCollective as Collective
         else:
             from sparse_collective.collective import SparseCollective as Collective
 

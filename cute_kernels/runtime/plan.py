@@ -54,6 +54,7 @@ class Plan:
     empty: bool = False
     uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
     swept: tuple = ()  # for the sweep kernel: arguments of BsrMatrix.sweep_plan
+    paired: bool = False  # for the kernel over pairs of block rows
     tiles: tuple = ()  # of a sparse product: balance.Tiles
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
     spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
@@ -89,6 +90,7 @@ class Problem:
     transposed: bool = False
     kept: float = 1.0
     listed: float | None = None  # of a sparse operand; see heuristics.cost
+    paired: float | None = None  # as well
 
 
 @functools.cache
@@ -117,7 +119,8 @@ def choose(
                 continue
             light = problem.epilogue.is_light
             shape = problem.extents, problem.block, problem.kept
-            clocks = heuristics.cost(config, *shape, sms, light, listed=problem.listed)
+            known = {"listed": problem.listed, "paired": problem.paired}
+            clocks = heuristics.cost(config, *shape, sms, light, **known)
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
