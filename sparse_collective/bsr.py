@@ -405,20 +405,17 @@ class BsrMatrix:
         return -(-self.shape[0] // max(self.blocksize[0], ROWS * CONSUMERS))
 
     def _columns_listed(self) -> Tensor:
-        """How many pairs of such a group and a block column hold a block, on the device; of wrong indices any number."""
-        return self._cells(self._row_groups(), max(self.blocksize[0], ROWS * CONSUMERS))
+        """In how many block columns all such groups have a block, on the device; of wrong indices any number."""
+        return self._columns_of(self._row_groups(), max(self.blocksize[0], ROWS * CONSUMERS))
 
     def _columns_paired(self) -> Tensor:
         """The same of pairs of block rows, where there is a kernel for them."""
-        paired = self.blocksize[0] == PAIRED_ROWS
-        return (
-            self._cells(-(-self.n_block_rows // 2), 2 * PAIRED_ROWS)
-            if paired
-            else self.col_indices.new_zeros(()).long()
-        )
+        if self.blocksize[0] != PAIRED_ROWS:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        return self._columns_of(-(-self.n_block_rows // 2), 2 * PAIRED_ROWS)
 
-    def _cells(self, groups: int, rows: int) -> Tensor:
-        """How many pairs of a group of so many rows and a block column hold a block."""
+    def _columns_of(self, groups: int, rows: int) -> Tensor:
+        """In how many block columns groups of so many rows have a block, summed over groups."""
         cols = self.n_block_cols
         if self.nnz == 0:
             return torch.zeros((), dtype=torch.int64, device=self.device)
