@@ -19,8 +19,10 @@ PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estim
 # A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: the 25
 # instructions of bias and GELU more, another estimate.
 STORE_CLOCKS = {"light": 16, "loaded": 40}
-SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS = 400, 110  # of a consumer: 16x16 blocks and 128 columns, 989 us
-SMEM_BYTES_PER_CLOCK = 128  # that TMA writes and WGMMA reads, together
+# Fitted to 90 measured times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as
+# much: so shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
+SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 457, 83, 146
+SWEEP_FEED = {3: 0.92, 4: 1.05, 5: 1.27, 6: 1.13, 7: 1.13}  # times L2's rate, by stages of B
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -112,10 +114,9 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
 def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
     """Configurations of the sweep kernel (sparse_collective.sweep_sm90), each the best for some pattern.
 
-    Measured at 8192 cubed on an H200, in us, with 256 columns and rings of 2 chunks, 128 and 4, 256 and 4, and the best
-    of the other kernels: 16x16 blocks, 12.5 %: 711, 985, 900 and 1242; 32x32, 50 %: 1444, 1242, 1300 and 2395; 64x64,
-    12.5 %: 349, 342, 367 and 286; 64x64, 80 %: 2166, 1434, 1363 and 1758; banded 64x64: 394, 243, 257 and 292. The
-    first with smaller store buffers and so a fifth stage of B: 647 instead of 711.
+    Measured at 8192 cubed on an H200, in us, in this order: 16x16, 12.5 %: 664, 612, 883, 1043, 783; 100 %: 4860,
+    4817, 3720, 3930, 3233; 32x32, 3 %: 204, 156, 182, 284, 198; 50 %: 1720, 1490, 1312, 1383, 1334; 64x64, 50 %: 1707,
+    1431, 1057, 1166, 1096. A cluster is worth it where B is K-major and blocks are 16 wide: 656 instead of 767.
     """
     cfg = GemmConfig(ROWS * CONSUMERS, 256, CHUNK, 0, CONSUMERS, 1, ring=1, store_row=64, sweep=True)
     deep = replace(cfg, store_row=128, chunks=4)
@@ -213,9 +214,10 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     """`cost` of the sweep kernel; `known` is its `listed`.
 
     A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again for
-    each block); or the bytes that arrive, for which a multicast to two CTAs measured 4 % faster, not twice; or what a
-    consumer spends on waiting and branching. With rings of 4 chunks that is within 10 % of 12 measured times of 14;
-    shorter ones fill up where chunks do, and few stages of B do not cover L2's latency: both factors are fitted.
+    each block); or the bytes that arrive, for which a multicast to two CTAs is 10 % faster, not twice; or what a
+    consumer spends on waiting and branching. Rings of 2 chunks fill up where chunks do, the more so with high blocks,
+    and few stages of B do not cover L2's latency. Against 90 times measured at 8192 cubed (blocks of 16 to 64, 3 to
+    100 %, the five configurations of `sweeps`) that errs by 7 % (root mean square).
     """
     if sweep_table_bytes(extents.M, extents.K, cfg.cluster_m) > MOST_TABLE_BYTES:
         return math.inf
@@ -229,10 +231,10 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     arriving = (listed * cfg.tile_n + kept * cfg.tile_m) * cfg.tile_k * ELEMENT
     smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * ELEMENT) / SMEM_BYTES_PER_CLOCK
     issue = listed * SWEEP_CHUNK_CLOCKS + blocks / CONSUMERS * SWEEP_BLOCK_CLOCKS
-    feed = l2_bytes_per_clock * (1 if cfg.cluster_m > 1 else 0.96) * {3: 0.78, 4: 1.0, 5: 1.08}.get(cfg.stages, 1.0)
+    feed = l2_bytes_per_clock * (1 if cfg.cluster_m > 1 else 0.9) * SWEEP_FEED.get(cfg.stages, 0.9)
     chunk = max(mma, smem, arriving / feed, issue)
     if cfg.chunks == 2:
-        chunk *= 1 + 1.2 * min(1.0, kept / max(1e-9, listed)) ** 1.5
+        chunk *= 1 + 1.1 * block.bm / 64 * min(1.0, kept / max(1e-9, listed))
     tiles = -(-extents.M // (cfg.tile_m * cfg.cluster_m)) * -(-extents.N // cfg.tile_n) * extents.L
     waves = -(-tiles // max(1, sms // cfg.cluster_m))
     store = cfg.tile_n // 2 * STORE_CLOCKS["light" if light else "loaded"]
