@@ -38,9 +38,9 @@ SQUARED_RELU = UserFunction(function_key(squared_relu), squared_relu)
 FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=SQUARED_RELU)
 
 
-def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec) -> list[GemmConfig]:
-    """What the heuristics choose from, for a dense product or a block shape."""
-    facts = None if block is None else BlockFacts(*block, "int32")
+def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec, **more) -> list[GemmConfig]:
+    """What the heuristics choose from, for a dense product or a block shape and `more` of BlockFacts."""
+    facts = None if block is None else BlockFacts(*block, "int32", **more)
     if path == "sm_90":
         return heuristics.candidates_sm90(facts, ARCHS["sm_90"])
     return heuristics.candidates_sm80(facts, spec)
@@ -53,7 +53,8 @@ def dense(spec: ArchSpec, path: str, config: GemmConfig, **changes) -> GemmFacts
 
 def bsr(spec: ArchSpec, path: str, config: GemmConfig, block: tuple[int, int], **changes) -> GemmFacts:
     """bsr_matmul(W, b) of a contiguous b."""
-    index = BlockFacts(*block, changes.pop("index_dtype", "int32"))
+    more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
+    index = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more)
     return dense(spec, path, config, **{"block": index, "ranks": (3, 2, 2)} | changes)
 
 
@@ -79,6 +80,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += dense_variations(spec, spec.path)
     found += sparse_variations(spec, spec.path)
     found += unaligned(spec)
+    found += batches(spec, spec.path)
     if spec.path != "sm_80":
         found += _lagging(spec)
         found += _swept(spec)
@@ -160,6 +162,30 @@ def sparse_variations(spec: ArchSpec, path: str) -> list[GemmFacts]:
     return found + main(linear, spec, path, (32, 32), epilogue=LINEAR)
 
 
+def batches(spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """Batches of block-sparse matrices in both forms, and grouped products."""
+    values, patterns = {"batch": "values", "ranks": (4, 3, 3)}, {"batch": "patterns", "ranks": (3, 3, 3)}
+    layer = replace(LINEAR, residual=None, bias_items=True)
+    found = []
+    for form in (values, patterns):
+        found += main(bsr, spec, path, (128, 128), **form)
+        found += main(linear, spec, path, (128, 128), **form, epilogue=replace(LINEAR, bias_items=True))
+        for block in ((128, 128), (64, 64)):
+            grouped = form | {"ranks": (form["ranks"][0], 2, 2), "run": 128}
+            found += main(linear, spec, path, block, **grouped, epilogue=layer)
+    found += main(bsr, spec, path, (128, 128), batch="values", ranks=(4, 2, 3), ordered=True)
+    found += main(bsr, spec, path, (128, 128), batch="patterns", ranks=(3, 2, 3), index_dtype="int64")
+    found += main(bsr, spec, path, (128, 128), **values, epilogue=replace(ROW, bias_items=True))
+    found += main(bsr, spec, path, (128, 128), **patterns, epilogue=FULL)
+    for block in ((32, 32), (512, 112)):
+        found += main(bsr, spec, path, block, batch="patterns", ranks=(3, 2, 3))
+    for block in ((128, 128), (64, 64), (256, 64), (32, 32)):
+        for config in configurations(path, block, spec, run=256):
+            found.append(linear(spec, path, config, block, batch="patterns", run=256, epilogue=layer))
+    found += main(linear, spec, path, (128, 128), batch="values", ranks=(4, 2, 2), run=256, ordered=True)
+    return _buildable(found)
+
+
 def unaligned(spec: ArchSpec) -> list[GemmFacts]:
     """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
     narrow = [{"aligns": (align,) * 3} for align in (1, 2, 4)]
@@ -222,7 +248,7 @@ def _older_path(spec: ArchSpec) -> list[GemmFacts]:
     found = main(dense, spec, "sm_80", None) + main(dense, spec, "sm_80", None, epilogue=COL)
     for block in ((128, 128), (512, 112), (32, 32)):
         found += main(bsr, spec, "sm_80", block)
-    return found
+    return found + batches(spec, "sm_80")[:6]
 
 
 def bundle_facts(
@@ -237,7 +263,7 @@ def bundle_facts(
     Shapes decide between the configurations, so all of them are here; sparse ones with and without an order of work
     tiles. gemm's b may also be the transpose of a contiguous weight. The bias has the operands' dtype, one value for
     each output feature. Not here, and compiled on their first call: batches that do not fold into rows, residuals, fp32
-    outputs, alpha, and functions of one's own.
+    outputs, alpha, functions of one's own, and batches of block-sparse matrices.
     """
     spec = arch_named(arch)
     blocks, index_dtypes, ops = list(blocks), list(index_dtypes), list(ops)
@@ -301,13 +327,15 @@ def operands_text(facts: GemmFacts) -> str:
         text += " rank " + ",".join(map(str, facts.ranks))
     if facts.block and facts.block.index_dtype != "int32":
         text += f" {facts.block.index_dtype}"
+    if facts.block and facts.block.batch:
+        text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 
 
 def epilogue_text(spec: EpilogueSpec) -> str:
     """The terms in their order; "" for none."""
     terms = ["alpha"] if spec.scale else []
-    terms += [f"{spec.bias}({SHORT[spec.bias_dtype]})"] if spec.bias else []
+    terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias else []
     terms += [f"residual({spec.residual})"] if spec.residual else []
     terms += [spec.activation] if spec.activation else []
     terms += [spec.function.fn.__name__] if spec.function else []

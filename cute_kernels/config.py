@@ -58,11 +58,18 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Block shape and index width of a BSR operand A."""
+    """Block shape and index width of a BSR operand A.
+
+    `batch` says how a batch of items is stored: "values", one pattern and values for each item, or "patterns", a
+    pattern for each; None for a single matrix. `run` is for a grouped product: so many columns of B in a row multiply
+    one item, and the next run another; 0 for a product that is not grouped.
+    """
 
     bm: int
     bk: int
     index_dtype: str
+    batch: str | None = None
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class EpilogueSpec:
     """Which terms an epilogue has. The order they apply in is fixed:
 
     x = alpha * acc                 scale
-    x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col"
+    x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col";
+                                    with `bias_items` each item of a batch of A has its own
     x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
     x = activation(x)               a name in functions.ACTIVATIONS
     x = function(x)                 the user's own
@@ -90,6 +98,7 @@ class EpilogueSpec:
     scale: bool = False
     bias: str | None = None
     bias_dtype: str | None = None
+    bias_items: bool = False
     residual: str | None = None
     activation: str | None = None
     function: UserFunction | None = None
@@ -194,6 +203,11 @@ def unsupported(facts: GemmFacts) -> str:
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
     if any(n < 1 for n in astuple(replace(cfg, lag=1, sweep=True, pairs=True))) or cfg.lag < 0:
         return f"{cfg}: every count must be at least 1"
+    if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
+        return (
+            f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
+            f"{block.run} long: the columns must divide it"
+        )
     return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
 
 
@@ -254,6 +268,8 @@ def _pairs(facts: GemmFacts) -> str:
         return "a dense product: only rows of blocks are paired"
     if block.bm != PAIRED_ROWS:
         return f"blocks {block.bm} high: a pair is of blocks {PAIRED_ROWS} high, each the rows of a WGMMA"
+    if block.batch:
+        return "a batch of block-sparse matrices: pairs of block rows are made of one pattern"
     if block.bk % 64:
         return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
     if (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep) != (128, 64, 1, 1, 0, False):
@@ -275,6 +291,8 @@ def _sweep(facts: GemmFacts) -> str:
     cfg = facts.config
     if facts.block is None:
         return "a dense product: only block-sparse ones are swept"
+    if facts.block.batch:
+        return "a batch of block-sparse matrices: a sweep's plan is that of one matrix"
     if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
         return reason
     tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag)

@@ -17,7 +17,8 @@ from . import functions
 
 @dataclass(frozen=True)
 class EpilogueArgs:
-    """Tensors and scalars of the terms: bias (bias extent, outer), residual (M, N, outer_m, L) like mD."""
+    """Tensors and scalars of the terms: bias (bias extent, outer_m) or (bias extent, outer_m, items of A), residual
+    (M, N, outer_m, L) like mD."""
 
     bias: cute.Tensor | None
     residual: cute.Tensor | None
@@ -37,7 +38,7 @@ def apply(
     rD: cute.Tensor,  # (2 * 2 * J,) fp32 fragment, updated in place
     cD: list,  # (2 * 2 * J,) coordinates (m, n) of its values inside (M, N)
     extent: tuple,  # (M, N), at least 1: nothing outside is read from the residual or the bias
-    outer: tuple,  # (outer_m, l)
+    outer: tuple,  # (outer_m, l) and, where the bias has one for each, the item of A
     one: Float32 | None = None,  # a 1.0 that the bias is multiplied by: see StoreSm90.anchored
 ):
     """Run the epilogue on one chunk of accumulators, in registers."""
@@ -54,7 +55,10 @@ def apply(
             if const_expr(v == first):
                 # Clamped rather than guarded: what lies outside is not stored, and loads without branches overlap.
                 at = cutlass.min(cD[v][mode], extent[mode] - 1)
-                rBias[v] = args.bias[at, outer[0]].to(Float32)
+                if const_expr(spec.bias_items):
+                    rBias[v] = args.bias[at, outer[0], outer[2]].to(Float32)
+                else:
+                    rBias[v] = args.bias[at, outer[0]].to(Float32)
                 if const_expr(one is not None):
                     rBias[v] = rBias[v] * one
             else:

@@ -184,7 +184,7 @@ class GemmSm80:
         smem = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
 
         m, n, l = scheduler.decode(cute.arch.block_idx()[0])
-        k_tiles = source.for_tile(m, l, source.bounds(m))
+        k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
         main = self.mainloop
         # (MMA, MMA_M, MMA_N)
         acc = cute.make_rmem_tensor((4, main.mmas_m, main.mmas_n), Float32)
@@ -196,4 +196,4 @@ class GemmSm80:
         cute.arch.sync_threads()
         out_m, outer_m = k_tiles.out
         extent = (mD.shape[0], mD.shape[1])
-        self.store.store(acc, args, mD, smem, extent, (out_m, n, outer_m, l), index_warp, warp)
+        self.store.store(acc, args, mD, smem, extent, (out_m, n, outer_m, l, k_tiles.l), index_warp, warp)

@@ -302,15 +302,15 @@ class GemmSm90:
                 out_m, outer_m = k_tiles.out
                 self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
-                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l), group, storage.one.data_ptr(),
+                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l, k_tiles.l), group, storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
 
     @cute.jit
     def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:
         """The source's bounds for a work tile; past the last tile, those of the last, for nobody to use."""
-        m, _, _ = scheduler.decode(cutlass.min(index, scheduler.count - 1))
-        return source.bounds(m * self.cfg.cluster_m + rank_m)
+        m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
+        return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
 
     @cute.jit
     def skip(self, index, end, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):

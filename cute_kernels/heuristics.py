@@ -99,13 +99,14 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
             sm90(64, 64, k, 1, 2, 2, 1, ring=2, spec=spec),
         ]
     if -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64:  # 192 rows are three tiles of 64, not two of 128
-        return candidates_sm90(BlockFacts(64, block.bk, block.index_dtype), spec)
+        return candidates_sm90(replace(block, bm=64), spec)
     pair = (2, 1) if block.bm % 256 == 0 else (1, 2)  # two row tiles of one block share B, two column tiles A
     return [
         sm90(128, 192, k, 1, 1, *pair, teams=2, ring=1, spec=spec),
         sm90(128, 256, k, 2, 1, *pair, spec=spec),
         sm90(128, 256, k, 2, 1, spec=spec),
         sm90(128, 128, k, 1, 1, *pair, teams=2, spec=spec),
+        *([sm90(128, 128, k, 1, 1, teams=2, spec=spec)] if block.run else []),  # no pair fits into a run of 128
         *wide,
         *skinny,
     ]

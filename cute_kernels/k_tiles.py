@@ -3,10 +3,11 @@
 A mainloop never computes where its operands lie. It asks a *source*, once per work tile, for a *K-tiles* value,
 and that value, once per step, for a *KTile*:
 
-    bounds = source.bounds(m)           # what must be read from memory; asked for one work tile ahead
+    bounds = source.bounds(m, n, l)     # what must be read from memory; asked for one work tile ahead
     k_tiles = source.for_tile(m, l, bounds)     # cheap, and the same value in every role of the kernel
     k_tiles.count                       # how many K-tiles; 0 is legal and means "the sum over nothing"
     k_tiles.out                         # (rest_m, outer_m): which rows of D the work tile writes
+    k_tiles.l                           # which item of a batch of A it multiplies
     k_tiles.at(i)                       # KTile(a, b); pure
     source.order                        # None, or in which order work tiles come (scheduler.py)
 
@@ -67,7 +68,7 @@ class DenseSource:
         """Work tiles of one length need no order of their own."""
         return None
 
-    def bounds(self, m) -> tuple:
+    def bounds(self, m, n, l) -> tuple:
         return Int32(0), self.count
 
     def for_tile(self, m, l, bounds) -> DenseKTiles:

@@ -57,7 +57,7 @@ class StoreSm80:
         mD: cute.Tensor,  # (M, N, outer_m, L)
         smem: Int32,  # address of this CTA's buffers
         extent: tuple,  # (M, N)
-        tile: tuple,  # (m, n, outer_m, l)
+        tile: tuple,  # (m, n, outer_m, l) and the item of A
         index_warp: tuple,  # (warp_m, warp_n)
         warp: Int32,
     ):

@@ -80,7 +80,7 @@ class StoreSm90:
         thr_mma,  # this thread's slice of a one-warpgroup tiled MMA
         tiled_mma_group: cute.TiledMma,
         extent: tuple,  # (M, N)
-        tile: tuple,  # (m, n, outer_m, l)
+        tile: tuple,  # (m, n, outer_m, l) and the item of A, if a bias has one for each
         group: cutlass.Int32,  # which consumer warpgroup
         anchor: cute.Pointer,  # 1.0 in shared memory
     ):
@@ -117,7 +117,7 @@ class StoreSm90:
                             rD[v] = rD[v] * one
                     cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
                     factor = one if const_expr(self.by_bias) else None
-                    epilogue.apply(self.spec, args, rD, cD, extent, (tile[2], tile[3]), factor)
+                    epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], factor)
                     if const_expr(self.tma):
                         part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
                         part.store(rD.load().to(self.dtype))

@@ -95,9 +95,9 @@ def problem_class(problem: Problem, path: str) -> str:
     """The class that a problem belongs to on a path; problems of one class share an entry.
 
     A text such as "bsr_matmul 128x128 8192x8192x8192 12.5% k,n,n bfloat16 out 2B light tma". It says: the operation
-    with its block shape; M x N x K, each rounded to an eighth of an octave; the batch, if there is one; the kept
-    density of a sparse operand, rounded to a quarter of an octave, and whether its rows are known to share columns
-    more than random ones; the contiguous modes of A, B and D; the operands'
+    with its block shape; M x N x K, each rounded to an eighth of an octave; the batch, if there is one, and how one of
+    sparse operands is stored and grouped; the kept density of a sparse operand, rounded to a quarter of an octave, and
+    whether its rows are known to share columns more than random ones; the contiguous modes of A, B and D; the operands'
     type and the bytes of an output element; whether the epilogue is light (EpilogueSpec.is_light) or loaded; and how
     the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80 how many elements one copy of each holds.
     """
@@ -108,6 +108,8 @@ def problem_class(problem: Problem, path: str) -> str:
     words.append("x".join(str(round(octave(extent, 8))) for extent in (e.M, e.N, e.K)))
     if e.L > 1:
         words.append(f"batch {round(octave(e.L, 8))}")
+    if problem.block and problem.block.batch:
+        words.append(f"of {problem.block.batch}" + (f" in runs of {problem.block.run}" if problem.block.run else ""))
     if problem.block:
         words.append(f"{100 * octave(problem.kept, 4):.3g}%")
         random = listed_at_random(problem.kept, problem.block, CONSUMERS * ROWS)

@@ -3,9 +3,10 @@
 BsrMatrix                 the format; shares its tensors with torch.sparse_bsr
 bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)
 bsr_linear(x, W, ...)     x (..., K) @ W.T
+bsr_grouped_linear(...)   the same with an item of a batch W for each run of x's rows: a mixture of experts
 """
 
 from .bsr import BsrMatrix, random_bsr
-from .ops import bsr_linear, bsr_matmul
+from .ops import bsr_grouped_linear, bsr_linear, bsr_matmul
 
-__all__ = ["BsrMatrix", "bsr_linear", "bsr_matmul", "random_bsr"]
+__all__ = ["BsrMatrix", "bsr_grouped_linear", "bsr_linear", "bsr_matmul", "random_bsr"]

@@ -3,6 +3,11 @@
 A BSR matrix of shape (M, K) with (bm, bk) blocks is three tensors. Block-row r owns the blocks p in
 [crow_indices[r], crow_indices[r + 1]). Block p starts at row r * bm and column col_indices[p] * bk; values[p]
 holds its elements, row-major. Names and layout are those of `torch.sparse_bsr`.
+
+A batch of L items of one shape is stored in one of two forms. Of one pattern: crow_indices and col_indices are those
+of a single matrix, and values[l] are the blocks of item l. Of a pattern for each item: crow_indices[l] is that of item
+l and counts the blocks of all items, so that item l begins where item l - 1 ends, and items may hold different numbers
+of blocks.
 """
 
 from __future__ import annotations
@@ -35,16 +40,18 @@ _LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns, with what
 
 
 class BsrMatrix:
-    """An (M, K) matrix of which only some (bm, bk) blocks are stored.
+    """An (M, K) matrix, or a batch (L, M, K) of them, of which only some (bm, bk) blocks are stored.
 
     Shares the three tensors with the caller and never copies them. The attributes are read-only, the indices
     must not be written to, the values may be updated in place. Gradients flow through `values`.
 
     Args:
-        crow_indices: (M / bm + 1,) int32 or int64; where each block-row begins in `col_indices`, then nnz.
+        crow_indices: (M / bm + 1,) int32 or int64; where each block-row begins in `col_indices`, then nnz. Of a batch
+            with a pattern for each item (L, M / bm + 1), the numbers counting the blocks of all items.
         col_indices: (nnz,) of the same dtype; each block's column, strictly increasing inside a block-row.
-        values: (nnz, bm, bk) bfloat16, float16 or float32; bm and bk are multiples of 16.
-        shape: (M, K), with M % bm == 0 and K % bk == 0.
+        values: (nnz, bm, bk) bfloat16, float16 or float32; bm and bk are multiples of 16. Of a batch with one
+            pattern (L, nnz, bm, bk).
+        shape: (M, K), with M % bm == 0 and K % bk == 0; or (L, M, K).
         check: whether operations call `check_indices` before they first read this matrix. With False, indices
             out of range make a kernel read memory that is not the matrix's.
 
@@ -55,12 +62,13 @@ class BsrMatrix:
         ValueError: a device, dimension, stride, length, extent or address is wrong.
     """
 
-    crow_indices: Tensor  # (M / bm + 1,)
+    crow_indices: Tensor  # (M / bm + 1,) or (L, M / bm + 1)
     col_indices: Tensor  # (nnz,)
-    values: Tensor  # (nnz, bm, bk)
-    shape: tuple[int, int]  # (M, K)
+    values: Tensor  # (nnz, bm, bk) or (L, nnz, bm, bk)
+    shape: tuple[int, ...]  # (M, K) or (L, M, K)
     blocksize: tuple[int, int]  # (bm, bk)
-    nnz: int  # stored blocks
+    batch: str | None  # "values": one pattern, values for each item; "patterns": a pattern for each; None: no batch
+    nnz: int  # stored blocks: of all items, or of the pattern that they share
     n_block_rows: int  # M / bm
     n_block_cols: int  # K / bk
     check: bool
@@ -70,8 +78,8 @@ class BsrMatrix:
     paired: float | None  # share of block columns that a pair of block rows needs, where known: heuristics.cost
     key: tuple  # what an op's plan depends on, hashable
     plans: dict | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
-    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "nnz", "plans", "even", "listed")
-    __slots__ += ("paired", "n_block_rows", "n_block_cols", "check", "checked", "key", "__weakref__")
+    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "batch", "nnz", "plans", "even")
+    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "listed", "paired", "key", "__weakref__")
 
     def __init__(
         self,
@@ -82,20 +90,26 @@ class BsrMatrix:
         *,
         check: bool = True,
     ) -> None:
-        _check_tensors(crow_indices, col_indices, values)
-        shape = _pair(shape, "shape")
-        nnz, *blocksize = values.shape
-        rows, cols = _block_grid(shape, blocksize)
-        if len(crow_indices) != rows + 1:
-            raise ValueError(f"crow_indices has {len(crow_indices)} entries; {rows} rows need {rows + 1}")
+        batch = _check_tensors(crow_indices, col_indices, values)
+        shape = _extents(shape, batch)
+        *_, nnz, bm, bk = values.shape
+        rows, cols = _block_grid(shape[-2:], (bm, bk))
+        if crow_indices.shape[-1] != rows + 1:
+            raise ValueError(f"crow_indices has {crow_indices.shape[-1]} entries; {rows} rows need {rows + 1}")
         if len(col_indices) != nnz:
             raise ValueError(f"col_indices has {len(col_indices)} entries; the {nnz} blocks need {nnz}")
-        if nnz > INT32_MAX:
-            raise ValueError(f"{nnz} blocks do not fit in int32, at most {INT32_MAX}; use larger blocks")
-        if nnz > rows * cols:
-            raise ValueError(f"values has {nnz} blocks, but shape {shape} has only {rows * cols}")
-        self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape)
-        self._set(blocksize=tuple(blocksize), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
+        items = 1 if batch is None else shape[0]
+        stored = 1 if batch is None else len(values if batch == "values" else crow_indices)
+        if stored != items:
+            name = "values" if batch == "values" else "crow_indices"
+            raise ValueError(f"{name} holds {stored} items, but shape {shape} has {items}")
+        total = items * nnz if batch == "values" else nnz
+        if total > INT32_MAX:
+            raise ValueError(f"{total} blocks do not fit in int32, at most {INT32_MAX}; use larger blocks")
+        if total > items * rows * cols:
+            raise ValueError(f"values has {total} blocks, but shape {shape} has only {items * rows * cols}")
+        self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape, batch=batch)
+        self._set(blocksize=(bm, bk), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
         self._set(check=bool(check), checked=False, even=False, plans={})
         self._set_listed(None)
         self._set_paired(None)
@@ -106,7 +120,8 @@ class BsrMatrix:
 
     def _set_listed(self, listed: float | None) -> None:
         dtypes = self.values.dtype, self.crow_indices.dtype
-        self._set(listed=listed, key=(self.shape, self.blocksize, self.nnz, *dtypes, self.device, listed))
+        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, listed
+        self._set(listed=listed, key=key)
 
     def _set_paired(self, paired: float | None) -> None:
         """After _set_listed, whose key it extends."""
@@ -144,20 +159,81 @@ class BsrMatrix:
     def from_torch(cls, t: Tensor, *, check: bool = True) -> BsrMatrix:
         """The matrix in a 2-D `torch.sparse_bsr` tensor, sharing its tensors. Differentiable.
 
+        Of a 3-D one, a batch with a pattern for each item: shares values and col_indices, and makes crow_indices anew,
+        because torch counts the blocks of each item from 0.
+
         Raises:
             TypeError: `t` is no tensor or has another layout.
-            ValueError: `t` is batched, has dense dimensions, or is refused by the constructor.
+            ValueError: `t` has several batch dimensions or dense ones, or is refused by the constructor.
         """
         if not isinstance(t, Tensor):
             raise TypeError(f"from_torch needs a torch.sparse_bsr tensor, got {type(t).__name__}")
         if t.layout is not torch.sparse_bsr:
             also = ", or use BsrMatrix.from_dense" if t.layout is torch.strided else ""
             raise TypeError(f"t must be sparse_bsr, not {t.layout}; pass t.to_sparse_bsr((bm, bk)){also}")
-        if t.crow_indices().dim() != 1:
-            raise ValueError(f"from_torch needs one matrix, got a batch of shape {tuple(t.shape)}; pass t[i]")
+        crow, col, values = t.crow_indices(), t.col_indices(), t.values()
+        if crow.dim() > 2:
+            raise ValueError(f"from_torch needs a matrix or one batch dimension, got shape {tuple(t.shape)}")
         if t.dense_dim():
             raise ValueError(f"from_torch needs no dense dimensions, got {t.dense_dim()} in {tuple(t.shape)}")
-        return cls(t.crow_indices(), t.col_indices(), t.values(), t.shape, check=check)
+        if crow.dim() == 2:
+            items, nnz = col.shape
+            crow = crow + torch.arange(items, dtype=crow.dtype, device=crow.device)[:, None] * nnz
+            col, values = col.flatten(), values.flatten(0, 1)
+        return cls(crow, col, values, t.shape, check=check)
+
+    @classmethod
+    def stack(cls, matrices: Sequence[BsrMatrix]) -> BsrMatrix:
+        """A batch of these matrices, of one shape and block shape, each with its own pattern; copies. Differentiable.
+
+        Raises:
+            TypeError: an element is no BsrMatrix, or dtypes differ.
+            ValueError: there are none, one is a batch, or shapes, block shapes or devices differ.
+        """
+        matrices = list(matrices)
+        if not matrices:
+            raise ValueError("stack needs at least one matrix, got none")
+        for i, m in enumerate(matrices):
+            if not isinstance(m, BsrMatrix):
+                raise TypeError(f"stack needs BsrMatrix, got {_describe(m)} at {i}")
+            if m.batch is not None:
+                raise ValueError(f"stack needs single matrices, got a batch of shape {m.shape} at {i}; see unbind")
+            for name in ("shape", "blocksize", "device", "dtype"):
+                mine, first = getattr(m, name), getattr(matrices[0], name)
+                if mine != first:
+                    kind = TypeError if name == "dtype" else ValueError
+                    raise kind(f"stack needs matrices of one {name}, got {first} at 0 and {mine} at {i}")
+            if m.crow_indices.dtype is not matrices[0].crow_indices.dtype:
+                raise TypeError(f"stack needs indices of one dtype, got another one at {i}")
+        first, begin, crow = matrices[0], 0, []
+        for m in matrices:
+            crow.append(m.crow_indices + begin)
+            begin += m.nnz
+        parts = torch.stack(crow), torch.cat([m.col_indices for m in matrices]), torch.cat([m.values for m in matrices])
+        state = {"check": any(m.check for m in matrices), "checked": all(m.checked for m in matrices)}
+        even = all(m.even and m.nnz == first.nnz for m in matrices)
+        return cls._make(*parts, (len(matrices), *first.shape), even=even, **state)
+
+    def unbind(self) -> list[BsrMatrix]:
+        """The items of a batch, each a matrix that shares col_indices and values. Differentiable.
+
+        With a pattern for each item this synchronises, to learn where items begin.
+
+        Raises:
+            ValueError: this is no batch, or the indices are wrong (see `check_indices`).
+        """
+        if self.batch is None:
+            raise ValueError(f"unbind needs a batch, got one matrix of shape {self.shape}")
+        if self.check:
+            self.check_indices()
+        shape, state = self.shape[1:], {"check": self.check, "checked": self.checked, "even": self.even}
+        if self.batch == "values":
+            return [self._make(self.crow_indices, self.col_indices, v, shape, **state) for v in self.values]
+        found = []
+        for crow, begin, end in zip(self.crow_indices, *self.crow_indices[:, [0, -1]].t().tolist(), strict=True):
+            parts = crow - begin, self.col_indices[begin:end], self.values[begin:end]
+            found.append(self._make(*parts, shape, **state))
+        return found
 
     @classmethod
     def from_dense(
@@ -188,7 +264,8 @@ class BsrMatrix:
         if not _is_strided(dense):
             raise TypeError(f"dense must be a strided tensor, got {_describe(dense)}")
         if dense.dim() != 2:
-            raise ValueError(f"dense must have 2 dimensions (M, K), got shape {tuple(dense.shape)}")
+            several = "; convert the items of a batch one by one, and stack them" if dense.dim() == 3 else ""
+            raise ValueError(f"dense must have 2 dimensions (M, K), got shape {tuple(dense.shape)}{several}")
         _check_dtypes(dense.dtype, index_dtype)
         if mask is not None and density is not None:
             raise ValueError("mask and density are both given; pass at most one of them")
@@ -214,12 +291,31 @@ class BsrMatrix:
         return cls._make(_row_starts(row, rows, index_dtype), col.to(index_dtype), values, dense.shape)
 
     def to_torch(self) -> Tensor:
-        """The same matrix as a `torch.sparse_bsr` tensor sharing the three tensors. Differentiable."""
-        parts = self.crow_indices, self.col_indices, self.values
-        return torch.sparse_bsr_tensor(*parts, self.shape, check_invariants=False)
+        """The same matrix as a `torch.sparse_bsr` tensor sharing the three tensors. Differentiable.
+
+        torch's batches hold equally many blocks in each item, and a pattern for each: of a batch with one pattern the
+        indices are copied; of one with a pattern for each item crow_indices is made anew, which synchronises.
+
+        Raises:
+            ValueError: the items of a batch hold different numbers of blocks.
+        """
+        crow, col, values = self.crow_indices, self.col_indices, self.values
+        if self.batch == "values":
+            crow, col = (t.expand(self.shape[0], -1).contiguous() for t in (crow, col))
+        elif self.batch == "patterns":
+            items = self.shape[0]
+            each = self.nnz // max(items, 1)
+            begins = torch.arange(items, dtype=crow.dtype, device=crow.device) * each
+            if each * items != self.nnz or bool(((crow[:, 0] != begins) | (crow[:, -1] != begins + each)).any()):
+                raise ValueError(
+                    "a torch.sparse_bsr batch holds equally many blocks in each item, and this one does not; "
+                    "convert the matrices of unbind() one by one"
+                )
+            crow, col, values = crow - begins[:, None], col.view(items, each), values.unflatten(0, (items, each))
+        return torch.sparse_bsr_tensor(crow, col, values, self.shape, check_invariants=False)
 
     def to_dense(self) -> Tensor:
-        """A new (M, K) tensor of the dtype of `values`, zero outside the blocks. Differentiable.
+        """A new (M, K) or (L, M, K) tensor of the dtype of `values`, zero outside the blocks. Differentiable.
 
         Raises:
             ValueError: the indices are wrong (see `check_indices`).
@@ -227,24 +323,35 @@ class BsrMatrix:
         if self.check:
             self.check_indices()
         dense = self.values.new_zeros(self.shape)
-        blocks = _block_view(dense, self.blocksize)  # (rows, cols, bm, bk)
-        blocks[self.row_of_block().long(), self.col_indices.long()] = self.values
+        row, col = self.row_of_block().long(), self.col_indices.long()
+        if self.batch == "values":
+            _block_view(dense, self.blocksize)[:, row, col] = self.values
+        else:  # items below each other are one matrix
+            _block_view(dense.flatten(0, -2), self.blocksize)[row, col] = self.values
         return dense
 
     def transpose(self) -> BsrMatrix:
-        """A new (K, M) matrix with (bk, bm) blocks; copies indices and values. Differentiable.
+        """A new (K, M) matrix, or batch of them, with (bk, bm) blocks; copies indices and values. Differentiable.
 
         Raises:
             ValueError: the indices are wrong (see `check_indices`).
         """
         if self.check:
             self.check_indices()
+        row, col, dtype = self.row_of_block(), self.col_indices, self.col_indices.dtype
+        items, rows, cols = 1, self.n_block_rows, self.n_block_cols
+        if self.batch == "patterns":  # one matrix in which each item has rows and columns of its own
+            items = self.shape[0]
+            col = row.long() // max(rows, 1) * cols + col
+            row = row % max(rows, 1)
         # Blocks lie in row order, so a stable sort by column leaves the rows of each column increasing.
-        col, order = self.col_indices.sort(stable=True)
-        crow = _row_starts(col, self.n_block_cols, col.dtype)
-        values = self.values[order].transpose(1, 2).contiguous()  # (nnz, bk, bm)
+        col, order = col.sort(stable=True)
+        crow, row = _row_starts(col, items * cols, dtype), row[order]
+        if self.batch == "patterns":  # an item's last number is the next one's first
+            crow = crow.as_strided((items, cols + 1), (cols, 1)).contiguous()
+        values = self.values.index_select(-3, order).transpose(-1, -2).contiguous()  # (..., nnz, bk, bm)
         state = {"check": self.check, "checked": self.checked}
-        return self._make(crow, self.row_of_block()[order], values, self.shape[::-1], **state)
+        return self._make(crow, row, values, (*self.shape[:-2], *self.shape[:-3:-1]), **state)
 
     def to(self, target: torch.device | torch.dtype | str | int) -> BsrMatrix:
         """This matrix on another device, or with values of another dtype and the same index tensors.
@@ -359,14 +466,14 @@ class BsrMatrix:
                 "this BsrMatrix has unchecked indices, and a CUDA graph cannot capture the check, which "
                 "synchronises; call check_indices() before the capture, or build the matrix with check=False"
             )
-        crow, col, nnz = self.crow_indices, self.col_indices, self.nnz
+        crow, col, nnz = self._rows_of_all_items(), self.col_indices, self.nnz
         # (nnz + 1,); clamped so that a wrong crow ends in a flag and not in a write out of bounds.
         starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=col.device)
         starts_row.index_fill_(0, crow.clamp(0, nnz).long(), True)
         flags = [
             crow[0] != 0,
             crow[-1] != nnz,
-            (crow[1:] < crow[:-1]).any(),
+            (crow[1:] < crow[:-1]).any() | self._items_apart().any(),
             ((col < 0) | (col >= self.n_block_cols)).any(),
             ((col[1:] <= col[:-1]) & ~starts_row[1:nnz]).any(),
         ]
@@ -377,10 +484,24 @@ class BsrMatrix:
         if any(wrong):
             raise ValueError(self._first_index_error())
         self._set(checked=True, even=bool(even))
-        self._set_listed(round(listed / max(1, self._row_groups() * self.n_block_cols), 2))
-        cells = -(-self.n_block_rows // 2) * self.n_block_cols
-        self._set_paired(round(paired / max(1, cells), 3) if self.blocksize[0] == PAIRED_ROWS else None)
+        shares = (None, None)
+        if self.batch is None:
+            paired = paired / max(1, -(-self.n_block_rows // 2) * self.n_block_cols)
+            listed = listed / max(1, self._row_groups() * self.n_block_cols)
+            shares = round(listed, 2), round(paired, 3) if self.blocksize[0] == PAIRED_ROWS else None
+        self._set_listed(shares[0])
+        self._set_paired(shares[1])
         self._remember()
+
+    def _rows_of_all_items(self) -> Tensor:
+        """crow_indices (rows + 1,), of a batch with a pattern for each item as if they lay below each other."""
+        crow = self.crow_indices
+        return crow if crow.dim() == 1 else torch.cat([crow[0, :1], crow[:, 1:].flatten()])
+
+    def _items_apart(self) -> Tensor:
+        """For each item after the first, whether it does not begin where the one before ends."""
+        crow = self.crow_indices[None] if self.crow_indices.dim() == 1 else self.crow_indices
+        return crow[1:, 0] != crow[:-1, -1]
 
     def _remember(self) -> None:
         known = weakref.ref(self.col_indices), self.blocksize, self.even, (self.listed, self.paired), self.plans
@@ -402,7 +523,7 @@ class BsrMatrix:
 
     def _row_groups(self) -> int:
         """How many groups of rows the sweep kernel has without a cluster; each needs some of the block columns."""
-        return -(-self.shape[0] // max(self.blocksize[0], ROWS * CONSUMERS))
+        return -(-self.shape[-2] // max(self.blocksize[0], ROWS * CONSUMERS))
 
     def _columns_listed(self) -> Tensor:
         """In how many block columns all such groups have a block, on the device; of wrong indices any number."""
@@ -411,14 +532,14 @@ class BsrMatrix:
     def _columns_paired(self) -> Tensor:
         """The same of pairs of block rows, where there is a kernel for them."""
         if self.blocksize[0] != PAIRED_ROWS:
-            return torch.zeros((), dtype=torch.int64, device=self.device)
+            return torch.zeros((), dtype=torch.int64, device=self.col_indices.device)
         return self._columns_of(-(-self.n_block_rows // 2), 2 * PAIRED_ROWS)
 
     def _columns_of(self, groups: int, rows: int) -> Tensor:
         """In how many block columns groups of so many rows have a block, summed over groups."""
         cols = self.n_block_cols
-        if self.nnz == 0:
-            return torch.zeros((), dtype=torch.int64, device=self.device)
+        if self.nnz == 0 or self.batch:
+            return torch.zeros((), dtype=torch.int64, device=self.col_indices.device)
         crow = self.crow_indices.clamp(0, self.nnz).contiguous()
         numbers = torch.arange(self.nnz, dtype=crow.dtype, device=crow.device)
         row = (torch.searchsorted(crow, numbers, right=True) - 1).clamp(0, self.n_block_rows - 1)
@@ -428,30 +549,48 @@ class BsrMatrix:
 
     def _first_index_error(self) -> str:
         """What is wrong first, crow_indices before col_indices. Copies the indices to the host."""
-        crow, col, nnz, cols = self.crow_indices.cpu(), self.col_indices.cpu(), self.nnz, self.n_block_cols
+        crow, col, nnz, cols = self._rows_of_all_items().cpu(), self.col_indices.cpu(), self.nnz, self.n_block_cols
+        patterns, rows = self.batch == "patterns", max(self.n_block_rows, 1)
+
+        def entry(r: int, item: int) -> str:
+            return f"crow_indices[{item}, {r - item * rows}]" if patterns else f"crow_indices[{r}]"
+
+        def place(r: int) -> str:
+            return f"block-row {r % rows} of item {r // rows}" if patterns else f"block-row {r}"
+
         if crow[0] != 0:
-            return f"crow_indices[0] is {crow[0]}; it must be 0"
+            return f"{entry(0, 0)} is {crow[0]}; it must be 0"
+        for i in self._items_apart().nonzero().flatten()[:1].tolist():
+            begin, end = self.crow_indices[i + 1, 0], self.crow_indices[i, -1]
+            return f"crow_indices[{i + 1}, 0] is {begin}; it must be where item {i} ends, {end}"
         for r in (crow[1:] < crow[:-1]).nonzero().flatten()[:1].tolist():
-            return f"crow_indices[{r + 1}] is {crow[r + 1]}, less than crow_indices[{r}] = {crow[r]}"
+            item = r // rows
+            return f"{entry(r + 1, item)} is {crow[r + 1]}, less than {entry(r, item)} = {crow[r]}"
         if crow[-1] != nnz:
-            return f"crow_indices[{len(crow) - 1}], the last, is {crow[-1]}; it must be nnz = {nnz}"
+            last = len(crow) - 1
+            return f"{entry(last, max(last - 1, 0) // rows)}, the last, is {crow[-1]}; it must be nnz = {nnz}"
         row = torch.repeat_interleave(crow.diff())  # (nnz,)
         for p in ((col < 0) | (col >= cols)).nonzero().flatten()[:1].tolist():
-            return f"col_indices[{p}] is {col[p]}, in block-row {row[p]}; it must be in [0, {cols})"
+            return f"col_indices[{p}] is {col[p]}, in {place(int(row[p]))}; it must be in [0, {cols})"
         for p in ((col[1:] <= col[:-1]) & (row[1:] == row[:-1])).nonzero().flatten()[:1].tolist():
-            found = f"col_indices[{p + 1}] is {col[p + 1]} after {col[p]}, both in block-row {row[p]}"
+            found = f"col_indices[{p + 1}] is {col[p + 1]} after {col[p]}, both in {place(int(row[p]))}"
             return f"{found}; the columns of a block-row must be sorted and without duplicates"
         return "the indices were wrong when checked but have been written to since; they must not change"
 
     def row_of_block(self) -> Tensor:
-        """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise."""
-        rows = torch.arange(self.n_block_rows, dtype=self.crow_indices.dtype, device=self.device)
-        return torch.repeat_interleave(rows, self.crow_indices.diff(), output_size=self.nnz)
+        """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.
+
+        Of a batch with a pattern for each item, block-row r of item l is number l * n_block_rows + r.
+        """
+        lengths = self.crow_indices.diff().flatten()
+        rows = torch.arange(len(lengths), dtype=lengths.dtype, device=self.device)
+        return torch.repeat_interleave(rows, lengths, output_size=self.nnz)
 
     @property
     def density(self) -> float:
         """Stored blocks over all blocks; 0.0 for a matrix without elements."""
-        return self.nnz / max(self.n_block_rows * self.n_block_cols, 1)
+        items = self.shape[0] if self.batch == "patterns" else 1
+        return self.nnz / max(items * self.n_block_rows * self.n_block_cols, 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -470,6 +609,7 @@ class BsrMatrix:
 
     def __repr__(self) -> str:
         facts = f"shape={self.shape}, blocksize={self.blocksize}, nnz={self.nnz}, density={self.density:.4g}"
+        facts += "" if self.batch is None else f", batch of {self.batch}"
         types = f"dtype={self.dtype}, device='{self.device}', index_dtype={self.crow_indices.dtype}"
         return f"{type(self).__name__}({facts}, {types})"
 
@@ -527,9 +667,9 @@ def random_bsr(
 
 
 def _block_view(dense: Tensor, blocksize: Sequence[int]) -> Tensor:
-    """A view (M / bm, K / bk, bm, bk) of an (M, K) tensor of any strides."""
-    (m, k), (bm, bk) = dense.shape, blocksize
-    return dense.unflatten(1, (k // bk, bk)).unflatten(0, (m // bm, bm)).transpose(1, 2)
+    """A view (..., M / bm, K / bk, bm, bk) of an (..., M, K) tensor of any strides."""
+    (*_, m, k), (bm, bk) = dense.shape, blocksize
+    return dense.unflatten(-1, (k // bk, bk)).unflatten(-3, (m // bm, bm)).transpose(-3, -2)
 
 
 def _row_starts(row: Tensor, n_rows: int, index_dtype: torch.dtype) -> Tensor:
@@ -544,6 +684,22 @@ def _is_strided(x: object) -> bool:
 
 def _describe(x: object) -> str:
     return f"a {x.layout} tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _extents(shape: Sequence[int], batch: str | None) -> tuple[int, ...]:
+    """`shape` as two integers, or three of a batch."""
+    if batch is None:
+        return _pair(shape, "shape")
+    try:
+        shape = tuple(map(operator.index, shape))
+    except TypeError:
+        shape = (shape,)
+    if len(shape) != 3 or shape[0] < 1:
+        raise ValueError(
+            f"shape must be (L, M, K) with L at least 1, because {'values' if batch == 'values' else 'crow_indices'} "
+            f"has a dimension for the items of a batch; got {shape}"
+        )
+    return shape
 
 
 def _pair(x: Sequence[int], name: str) -> tuple[int, int]:
@@ -577,9 +733,9 @@ def _check_density(density: float) -> None:
         raise ValueError(f"density is {density}; it must be in [0, 1]")
 
 
-def _check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> None:
-    """What the constructor asks of each tensor by itself, and of the three together."""
-    tensors = {"crow_indices": (crow_indices, 1), "col_indices": (col_indices, 1), "values": (values, 3)}
+def _check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> str | None:
+    """What the constructor asks of each tensor by itself, and of the three together; returns BsrMatrix.batch."""
+    tensors = {"crow_indices": (crow_indices, (1, 2)), "col_indices": (col_indices, (1,)), "values": (values, (3, 4))}
     for name, (t, _) in tensors.items():
         if not _is_strided(t):
             raise TypeError(f"{name} must be a strided tensor, got {_describe(t)}")
@@ -588,11 +744,18 @@ def _check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) ->
         got = f"{crow_indices.dtype} and {col_indices.dtype}"
         raise TypeError(f"crow_indices and col_indices must have the same dtype, got {got}; convert one")
     for name, (t, dim) in tensors.items():
-        if t.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimension(s), got shape {tuple(t.shape)}")
+        if t.dim() not in dim:
+            several = f", or {dim[1]} of a batch" if len(dim) > 1 else ""
+            raise ValueError(f"{name} must have {dim[0]} dimension(s){several}, got shape {tuple(t.shape)}")
         if t.device != values.device:
             raise ValueError(f"{name} is on {t.device}, values on {values.device}; move them to one device")
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
     if offset := values.data_ptr() % ALIGNMENT:
         raise ValueError(f"values is {offset} bytes off {ALIGNMENT}-byte alignment; pass values.clone()")
+    if crow_indices.dim() == 2 and values.dim() == 4:
+        raise ValueError(
+            "crow_indices (L, rows + 1) and values (L, nnz, bm, bk) are two ways to store a batch: give one pattern "
+            "with values for each item, or a pattern for each item with all values as (total, bm, bk)"
+        )
+    return "patterns" if crow_indices.dim() == 2 else "values" if values.dim() == 4 else None

@@ -16,7 +16,10 @@ from .k_tiles import BsrSource
 
 
 class SparseCollective:
-    """(M, K) BSR times b (K, N) or (L, K, N) into d; with `facts.transposed`, b is (N, K) and d (N, M)."""
+    """(M, K) or (L, M, K) BSR times b (K, N) or (L, K, N) into d; with `facts.transposed`, b is (N, K) and d (N, M).
+
+    A grouped product takes the item of W for each run of b's columns from `groups`, and has d of one matrix.
+    """
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
@@ -25,10 +28,11 @@ class SparseCollective:
     @cute.jit
     def __call__(
         self,
-        crow_indices: cute.Tensor,  # (M / bm + 1,)
+        crow_indices: cute.Tensor,  # (M / bm + 1,), or (L, M / bm + 1) of a pattern an item
         col_indices: cute.Tensor,  # (nnz,)
         order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
-        values: cute.Tensor,  # (nnz, bm, bk)
+        groups: cute.Tensor | None,  # (N / run,) int32, of a grouped product
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk) of one pattern
         b: cute.Tensor,
         d: cute.Tensor,
         bias: cute.Tensor | None,
@@ -41,8 +45,14 @@ class SparseCollective:
     ):
         facts, cfg = self.facts, self.facts.config
         bm, bk = facts.block.bm, facts.block.bk
+        batch, items, blocks = facts.block.batch, None, values.shape[0]
+        if const_expr(batch == "values"):
+            items, blocks = values.shape[0], values.shape[0] * values.shape[1]
+        if const_expr(batch == "patterns"):
+            items, length = crow_indices.shape
+            crow_indices = view(crow_indices, (length, items), (1, length))
         rows = crow_indices.shape[0] - 1
-        mA = view(values, (bm, bk, values.shape[0]), (bk, 1, bm * bk))
+        mA = view(values, (bm, bk, blocks), (bk, 1, bm * bk))
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, bk, K // bk, L), (sN, sK, sK * bk, sL))
         mD = self.output(d, rows)
@@ -51,12 +61,16 @@ class SparseCollective:
         if const_expr(bias is not None):
             # (bias extent, outer_m): a row bias continues with every block row, a column bias is the same for all
             stride = bias.stride[0]
-            if const_expr(facts.epilogue.bias == "row"):
+            if const_expr(facts.epilogue.bias_items):
+                bias = view(bias, (bm, rows, bias.shape[0]), (1, bm, stride))
+            elif const_expr(facts.epilogue.bias == "row"):
                 bias = view(bias, (bm, rows), (stride, stride * bm))
             else:
                 bias = view(bias, (bias.shape[0], rows), (stride, 0))
-        tiles_m = -(-bm // cfg.tile_m)
-        source = BsrSource(crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order)
+        tiles_m, tiles_run = -(-bm // cfg.tile_m), max(1, facts.block.run // cfg.tile_n)
+        source = BsrSource(
+            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run
+        )
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 

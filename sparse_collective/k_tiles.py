@@ -4,6 +4,10 @@ A is BSR with blocks (bm, bk): `crow_indices` (M / bm + 1) says where a block ro
 ones, `col_indices` (nnz) in which block column each lies. Stored block p is matrix p of mA (bm, bk, nnz), and
 multiplies matrix col_indices[p] of mB (N, bk, K / bk, L). A block taller than tile_m is several row tiles that
 walk the same list; a block wider than tile_k is several K-tiles.
+
+A may be a batch of items. Either all have one pattern: then block p of item l is matrix p + l * nnz of mA. Or each has
+its own: then crow_indices has a second mode, and its numbers count the blocks of all items. Which item a work tile
+takes is its l; or, for a grouped product, `groups` says so for every run of columns.
 """
 
 from dataclasses import dataclass
@@ -22,8 +26,10 @@ class BsrKTiles:
     col_indices: cute.Tensor
     count: Int32
     begin: Int32  # number of the row's first stored block
+    first: Int32  # where that block's values lie: the same number, but in a batch of one pattern
     row: Int32  # block row
     rest_m: Int32  # row tile inside the block
+    l: Int32  # item of A
     steps: cutlass.Constexpr[int]  # K-tiles a block; static, or at() would divide
 
     @property
@@ -31,27 +37,44 @@ class BsrKTiles:
         return self.rest_m, self.row
 
     def at(self, i) -> KTile:
-        p = self.begin + i // self.steps
+        p = i // self.steps
         k = i % self.steps
-        return KTile(a=(self.rest_m, k, p), b=(k, Int32(self.col_indices[p])))
+        return KTile(a=(self.rest_m, k, self.first + p), b=(k, Int32(self.col_indices[self.begin + p])))
 
 
 @dataclass(frozen=True)
 class BsrSource:
     """The sparse source: row tile m lies in block row m // tiles_m and sums over that row's stored blocks."""
 
-    crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64
+    crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64; with batch "patterns" (M / bm + 1, L)
     col_indices: cute.Tensor  # (nnz,)
     tiles_m: cutlass.Constexpr[int]  # row tiles a block
     steps: cutlass.Constexpr[int]  # K-tiles a block
     order: cute.Tensor | None = None  # (tiles, 2), of the work tiles, where rows differ in length (balance.py)
+    batch: cutlass.Constexpr[str | None] = None  # BlockFacts.batch
+    items: Int32 | None = None  # L, of a batch
+    groups: cute.Tensor | None = None  # (runs,) int32: the item of each run of columns
+    tiles_run: cutlass.Constexpr[int] = 1  # column tiles in a run
 
-    def bounds(self, m) -> tuple:
-        """(begin, end) of the block row's stored blocks."""
+    def bounds(self, m, n, l) -> tuple:
+        """(begin, end) of the block row's stored blocks; of a grouped product (begin, end, item)."""
         row = m // self.tiles_m
+        if self.groups is None:
+            return self.stored(row, l)
+        # No number leads outside of A: a run with one that is out of range sums over nothing.
+        number = Int32(self.groups[n // self.tiles_run])
+        item = cutlass.max(cutlass.min(number, self.items - 1), 0)
+        begin, end = self.stored(row, item)
+        return begin, begin + (end - begin) * Int32(number == item), item
+
+    def stored(self, row, item) -> tuple:
+        if self.batch == "patterns":
+            return Int32(self.crow_indices[row, item]), Int32(self.crow_indices[row + 1, item])
         return Int32(self.crow_indices[row]), Int32(self.crow_indices[row + 1])
 
     def for_tile(self, m, l, bounds) -> BsrKTiles:
-        begin, end = bounds
+        begin, end, *item = bounds
+        item = item[0] if item else l
+        first = begin + item * Int32(self.col_indices.shape[0]) if self.batch == "values" else begin
         count = (end - begin) * self.steps
-        return BsrKTiles(self.col_indices, count, begin, m // self.tiles_m, m % self.tiles_m, self.steps)
+        return BsrKTiles(self.col_indices, count, begin, first, m // self.tiles_m, m % self.tiles_m, item, self.steps)

@@ -1,7 +1,8 @@
-"""bsr_matmul and bsr_linear: what a torch user calls with a block-sparse weight.
+"""bsr_matmul, bsr_linear and bsr_grouped_linear: what a torch user calls with a block-sparse weight.
 
 Both run the sparse collective with W as the kernel's A operand. bsr_matmul's b (K, N) is its B as it stands;
 bsr_linear's x (tokens, K) is B given as (N, K), and the output (tokens, M) is D given transposed. Nothing is copied.
+W may be a batch of items; bsr_grouped_linear is told for each run of tokens which item they multiply.
 """
 
 import math
@@ -25,6 +26,7 @@ from .bsr import BsrMatrix
 
 _PLANS: dict[tuple, Plan] = {}
 _MOST_PLANS = 8192
+RUN_MULTIPLE = 64  # rows; the widest tile that every kind of block has a kernel for
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
@@ -33,16 +35,16 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
 
     Args:
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, with blocks whose sides are multiples of
-            16; any pattern, empty block rows included.
-        b: (..., K, N) of W's dtype, of any strides.
-        bias: (N,), one value a column, or (M, 1), one value a row.
+            16; any pattern, empty block rows included. Or a batch (L, M, K) of them.
+        b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
+        bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
         out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
         epilogue: a Python function of the fp32 accumulators (see cute_kernels.functions).
 
     Returns:
-        (..., M, N), `out` if it was given.
+        (..., M, N), of a batch (L, M, N); `out` if it was given.
 
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
     Every output row is written by one thread block: the bits are the same on every run. CPU tensors run a torch
@@ -55,22 +57,81 @@ def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
-        x: (..., K) bfloat16 or float16, of any strides.
-        W: (M, K) BsrMatrix or torch.sparse_bsr tensor; see bsr_matmul.
-        bias: (M,).
+        x: (..., K) bfloat16 or float16, of any strides; with a batch (L, N, K), or (N, K) for all items.
+        W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
+        bias: (M,), with a batch also (L, M).
         activation, out, epilogue: see bsr_matmul.
 
     Returns:
-        (..., M), `out` if it was given.
+        (..., M), of a batch (L, N, M); `out` if it was given.
     """
     return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
 
 
-def _call(op, W, b, bias, activation, residual, out, epilogue):
+def bsr_grouped_linear(
+    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None
+):
+    """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
+
+    The tokens are sorted by expert, and each expert's share is padded to whole runs of `group_rows` tokens:
+    y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])) with e = groups[i // group_rows].
+
+    Args:
+        x: (T, K) bfloat16 or float16, of any strides; T a multiple of group_rows.
+        W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form.
+        groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
+        bias: (E, M), or (M,) for all items.
+        activation, out, epilogue: see bsr_matmul.
+        offsets: in place of groups, (E,) int32 on x's device: where each expert's tokens end, ascending, each a
+            multiple of group_rows, as torch._grouped_mm takes them. Two small kernels make groups of it.
+        group_rows: tokens in a run, a multiple of 64; needed with offsets, else T / len(groups). With 256, tiles
+            are as large as those of bsr_linear; with 128 and 64 they are smaller, and slower.
+
+    Returns:
+        (T, M), `out` if it was given.
+
+    Nothing of the routing is read on the host, so it may change with every call and between the replays of a CUDA
+    graph. No number is wrong: a run whose number is not in [0, E), and tokens past the last offset, are padding. They
+    multiply nothing, and what they get is epilogue(activation(bias)) with the bias of the nearest item. W's indices
+    are checked as in bsr_matmul.
+
+    Raises as bsr_matmul does.
+    """
+    op = "bsr_grouped_linear"
+    groups = _groups(op, x, groups, offsets, group_rows)
+    return _call(op, W, x, bias, activation, None, out, epilogue, groups)
+
+
+def _groups(op, x, groups, offsets, group_rows):
+    """groups as given; of offsets, for each run of x's rows, how many experts end at or before its first one."""
+    checks.check_tensor(f"{op}: x", x)
+    if (groups is None) == (offsets is None):
+        raise ValueError(f"{op}: give either groups or offsets")
+    if offsets is None:
+        checks.check_tensor(f"{op}: groups", groups)
+        if group_rows is not None and groups.numel() * group_rows != x.shape[0]:
+            raise ValueError(
+                f"{op}: x has {x.shape[0]} rows, but {groups.numel()} groups of group_rows={group_rows} are "
+                f"{groups.numel() * group_rows}; leave group_rows out, or pad each expert's rows to it"
+            )
+        return groups
+    checks.check_tensor(f"{op}: offsets", offsets)
+    if offsets.dim() != 1 or offsets.dtype != torch.int32:
+        raise ValueError(f"{op}: offsets must be (E,) torch.int32, got {tuple(offsets.shape)} {offsets.dtype}")
+    if not isinstance(group_rows, int) or group_rows < 1:
+        raise ValueError(f"{op}: offsets need group_rows, the multiple that they are of; got {group_rows!r}")
+    if x.dim() != 2 or x.shape[0] % group_rows:
+        raise ValueError(f"{op}: x must be (T, K) with T a multiple of group_rows={group_rows}, got {tuple(x.shape)}")
+    checks.check_device(op, x.device, offsets=offsets)
+    first = torch.arange(0, x.shape[0], group_rows, dtype=torch.int32, device=x.device)
+    return torch.searchsorted(offsets, first, right=True, out_int32=True)
+
+
+def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr
 
-        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue)
+        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
     if W.check and not W.checked:
@@ -83,13 +144,14 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
             None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
+            None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
             activation, epilogue and function_key(epilogue), forced_path(),
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None
     if plan is None:
-        plan = _plan(op, W, b, bias, activation, residual, out, epilogue)
+        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         if key is not None:
@@ -106,26 +168,28 @@ def _call(op, W, b, bias, activation, residual, out, epilogue):
         ):  # fmt: skip
             checks.check_out(op, out, b, values)
     if plan.function is None:
-        return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue)
+        return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue, groups)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
     d, col = out, W.col_indices
     if plan.views:
         b, d, bias, residual = viewed(plan.views, b, out, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at these
-        col, values = col.new_zeros(1), values.new_zeros(1, *W.blocksize)
+        col, values = col.new_zeros(1), values.new_zeros(*values.shape[:-3], 1, *W.blocksize)
     if plan.swept:
         tables = W.sweep_plan(*plan.swept)
         plan.function(W.crow_indices, *tables, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
         return out
     pattern = W.pair_plan() if plan.paired else (col,)
-    if balance.ENABLED and not W.even and W.plans is not None:
+    more = () if plan.paired else (groups,)
+    # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
+    if balance.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order = W.work_order(tiles, plan.paired)
-        function(W.crow_indices, *pattern, order, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
+        function(W.crow_indices, *pattern, order, *more, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
         return out
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    plan.function(W.crow_indices, *pattern, None, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
+    plan.function(W.crow_indices, *pattern, None, *more, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
     return out
 
 
@@ -139,14 +203,30 @@ def _ordered(plan: Plan) -> tuple:
     return plan.ordered
 
 
-def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue):
+def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue, groups):
     """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
     if plan.empty:
         return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
     a = W.to_dense()
+    if groups is not None:
+        return _grouped_reference(plan, a, b, groups, bias, activation, out, epilogue)
     if plan.op == "bsr_linear":
-        a, b = b, a.t()
+        a, b = b, a.mT
+        bias = bias[:, None] if bias is not None and bias.dim() == 2 else bias
     return reference.gemm(a, b, bias, activation, residual, 1.0, 1.0, out, plan.out_dtype, epilogue)
+
+
+def _grouped_reference(plan: Plan, weights, x, groups, bias, activation, out, epilogue):
+    """weights (E, M, K) dense, x (T, K), groups (runs,)."""
+    acc = x.new_zeros(plan.out_shape, dtype=torch.float32).unflatten(0, (len(groups), -1))  # (runs, rows, M)
+    runs = x.float().unflatten(0, (len(groups), -1))
+    for item, weight in enumerate(weights):
+        acc[groups == item] = runs[groups == item] @ weight.float().t()
+    if bias is not None and bias.dim() == 2:
+        bias = bias[groups.clamp(0, len(weights) - 1).long(), None]
+    result = reference.apply_epilogue(acc, bias, activation, None, 1.0, 1.0, epilogue)
+    result = result.flatten(0, 1).to(plan.out_dtype)
+    return result if out is None else out.copy_(result)
 
 
 def as_bsr(op: str, W) -> BsrMatrix:
@@ -165,55 +245,108 @@ def as_bsr(op: str, W) -> BsrMatrix:
     return matrix
 
 
-def _plan(op, W, b, bias, activation, residual, out, epilogue) -> Plan:
+def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
-    linear = op == "bsr_linear"
+    linear = op != "bsr_matmul"
     name = "x" if linear else "b"
     checks.check_tensor(f"{op}: {name}", b)
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
     checks.check_operands(op, W=W.values, **{name: b})
-    M, K = W.shape
+    M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
     if inner != K:
         raise ValueError(f"{op}: W is {M}x{K} and {name} {tuple(b.shape)}: {K} columns of W meet {inner}")
-    shape = (*b.shape[:-1], M) if linear else (*b.shape[:-2], M, b.shape[-1])
+    if op == "bsr_grouped_linear":
+        _check_groups(op, W, b, groups)
+        batch = ()
+    else:
+        batch = _batch(op, W, name, b)
+    shape = (*batch, *b.shape[-2:-1], M) if linear else (*batch, M, b.shape[-1])
     out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", residual, shape, out_dtype)
-    if bias is not None:
-        checks.check_tensor(f"{op}: bias", bias)
-    if linear and bias is not None and tuple(bias.shape) != (M,):
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, must be ({M},), one value an output feature")
-    kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
-    if linear and kind:
-        kind = "row"  # the kernel's rows are W's
-    checks.check_device(op, W.device, out=out, bias=bias, residual=residual)
-    spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
+    spec = _epilogue(op, W, b, bias, activation, residual, epilogue)
+    checks.check_device(op, W.device, out=out, bias=bias, residual=residual, groups=groups)
     plan = Plan(op, shape, out_dtype, W.device)
     if out is not None:
         plan.spans = tuple(checks.dense_bytes(t) for t in (b, W.values, out))
     if math.prod(shape) == 0:
         plan.empty = True
     elif W.device.type == "cuda":
-        _plan_kernel(plan, W, b, bias, residual, out, spec, linear)
+        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups)
     return plan
 
 
-def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> None:
+def _batch(op: str, W, name: str, b) -> tuple:
+    """The result's batch dimensions: b's, or the items of W, which b then has too or has none."""
+    if W.batch is None:
+        return tuple(b.shape[:-2])
+    items = W.shape[0]
+    if b.dim() != 2 and tuple(b.shape[:-2]) != (items,):
+        raise ValueError(
+            f"{op}: W is a batch of {items} items, so {name} needs 2 dimensions, for all of them, or 3 with {items} "
+            f"matrices; it has shape {tuple(b.shape)}"
+        )
+    return (items,)
+
+
+def _check_groups(op: str, W, x, groups) -> None:
+    """Which item of W multiplies each run of x's rows; the numbers themselves are not looked at."""
+    if W.batch is None:
+        raise ValueError(f"{op}: W is one matrix of shape {W.shape}; pass a batch (E, M, K), or use bsr_linear")
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
+    checks.check_tensor(f"{op}: groups", groups)
+    if groups.dtype != torch.int32:
+        raise TypeError(f"{op}: groups are {groups.dtype}; the kernels read torch.int32 (cast with .int())")
+    if groups.dim() != 1 or not groups.is_contiguous():
+        found = f"shape {tuple(groups.shape)}, strides {groups.stride()}"
+        raise ValueError(f"{op}: groups must be one contiguous dimension, one number a run of rows; got {found}")
+    runs, rows = len(groups), x.shape[0]
+    if (rows % runs if runs else rows) or rows and rows // runs % RUN_MULTIPLE:
+        raise ValueError(
+            f"{op}: {rows} rows of x in {runs} groups: each must have the same number of rows, a multiple of "
+            f"{RUN_MULTIPLE}; pad each expert's rows with zeros"
+        )
+
+
+def _epilogue(op, W, b, bias, activation, residual, epilogue):
+    """The epilogue's facts, after the checks of its terms."""
+    linear, M = op != "bsr_matmul", W.shape[-2]
+    if bias is not None:
+        checks.check_tensor(f"{op}: bias", bias)
+    items = W.batch is not None and bias is not None and tuple(bias.shape) == (W.shape[0], M, 1)[: 2 if linear else 3]
+    if linear and bias is not None and not items and tuple(bias.shape) != (M,):
+        several = "" if W.batch is None else f" or ({W.shape[0]}, {M})"
+        found = f"bias has shape {tuple(bias.shape)}, must be ({M},){several}"
+        raise ValueError(f"{op}: {found}, one value an output feature")
+    if items:
+        checks.bias_kind(op, bias[0], -1 if linear else M, M if linear else b.shape[-1])
+        kind = "row"
+    else:
+        kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
+    if linear and kind:
+        kind = "row"  # the kernel's rows are W's
+    spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
+    return replace(spec, bias_items=True) if items else spec
+
+
+def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups=None) -> None:
     from cute_kernels.runtime.kernels import function_for
 
+    fold = W.batch is None
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
     views = (
-        _view_of("x" if linear else "b", b, linear, plan),
-        _view_of("out", d, linear, plan),
-        None if bias is None else bias_view(bias),
-        None if residual is None else _view_of("residual", residual, linear, plan),
+        _view_of("x" if linear else "b", b, linear, plan) if fold else None,
+        _view_of("out", d, linear, plan) if fold else None,
+        None if bias is None else _bias_of_items(bias, W) if spec.bias_items else bias_view(bias),
+        None if residual is None or not fold else _view_of("residual", residual, linear, plan),
     )
-    if W.shape[1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
+    if W.shape[-1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
         plan.notes.append("K is 0: the kernel sums over nothing")
         columns = W.blocksize[1]
-        rows = b.numel() if b.dim() == 1 else math.prod(b.shape[:-1])
+        rows = b.numel() if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
         zeros = (rows if linear else columns, columns if linear else b.shape[-1])
         views = (lambda t: t.new_zeros(zeros), *views[1:])
     if any(view is not None for view in views):
@@ -226,7 +359,8 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
     if residual is not None:
         vr = residual if views[3] is None else views[3](residual)
         spec = replace(spec, residual=major(layout_of_tensor(vr), names[1]))
-    (M, K), (bm, bk) = W.shape, W.blocksize
+    (M, K), (bm, bk) = W.shape[-2:], W.blocksize
+    run = 0 if groups is None else b.shape[0] // len(groups)
     N = vb.shape[-2] if linear else vb.shape[-1]
     problem = Problem(
         Extents(M, N, K, vd.shape[0] if vd.dim() == 3 else 1),
@@ -234,9 +368,9 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         NAMES[plan.out_dtype],
         (Layout("row", 8, 8), *layouts),
         ("k", *majors),
-        (3, vb.dim(), vd.dim()),
+        (W.values.dim(), vb.dim(), vd.dim()),
         spec,
-        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype]),
+        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run),
         linear,
         W.density,
         W.listed,
@@ -266,6 +400,12 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool) -> N
         plan.function(*args)
 
     plan.function = first_call
+
+
+def _bias_of_items(bias, W):
+    """A bias (L, M) or (L, M, 1) as the kernel takes it: (L, M), contiguous."""
+    shape = W.shape[:2]
+    return None if bias.dim() == 2 and bias.is_contiguous() else lambda t: t.reshape(shape).contiguous()
 
 
 def _view_of(name: str, t, linear: bool, plan: Plan):
@@ -311,5 +451,15 @@ def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None
     return _plan("bsr_linear", _known("bsr_linear", W), x, bias, activation, None, out, epilogue)
 
 
+def plan_bsr_grouped_linear(
+    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None
+) -> Plan:
+    """The plan of the same call of bsr_grouped_linear."""
+    op = "bsr_grouped_linear"
+    groups = _groups(op, x, groups, offsets, group_rows)
+    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups)
+
+
 explains(bsr_matmul, plan_bsr_matmul)
 explains(bsr_linear, plan_bsr_linear)
+explains(bsr_grouped_linear, plan_bsr_grouped_linear)

@@ -55,7 +55,7 @@ class PairedSource:
     steps: cutlass.Constexpr[int]
     order: cute.Tensor | None = None  # (tiles, 2), of the work tiles (balance.py)
 
-    def bounds(self, m) -> tuple:
+    def bounds(self, m, n, l) -> tuple:
         """(begin, count) of the pair's entries."""
         return Int32(self.crow_indices[2 * m]), Int32(self.ends[m, 2])
 

@@ -22,13 +22,14 @@ def bsr_op(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     epilogue: str | None = None,
+    groups: Tensor | None = None,
 ) -> Tensor:
     from .ops import _call
 
     W = _matrix(crow_indices, col_indices, values, columns, check)
     shape = _shape(op, crow_indices, values, b)
     out = b.new_empty(shape, dtype=out_dtype or b.dtype)
-    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue))
+    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
 
 
 @bsr_op.register_fake
@@ -45,8 +46,9 @@ def _(
     residual=None,
     out_dtype=None,
     epilogue=None,
+    groups=None,
 ):
-    inner = b.shape[-1] if op == "bsr_linear" else b.shape[-2]
+    inner = b.shape[-2] if op == "bsr_matmul" else b.shape[-1]
     torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
     return b.new_empty(_shape(op, crow_indices, values, b), dtype=out_dtype or b.dtype)
 
@@ -65,11 +67,12 @@ def bsr_out_op(
     activation: str | None = None,
     residual: Tensor | None = None,
     epilogue: str | None = None,
+    groups: Tensor | None = None,
 ) -> None:
     from .ops import _call
 
     W = _matrix(crow_indices, col_indices, values, columns, check)
-    _call(op, W, b, bias, activation, residual, out, function_named(epilogue))
+    _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
 
 
 @bsr_out_op.register_fake
@@ -86,25 +89,39 @@ def _(
     activation=None,
     residual=None,
     epilogue=None,
+    groups=None,
 ):
     return None
 
 
 def _matrix(crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
     """A matrix for one call. What was learnt of these very index tensors, and their plans, it takes over."""
-    rows = (crow_indices.shape[0] - 1) * values.shape[1]
-    W = BsrMatrix(crow_indices, col_indices, values, (rows, columns), check=check)
+    shape = (*_items(crow_indices, values), _rows(crow_indices, values), columns)
+    W = BsrMatrix(crow_indices, col_indices, values, shape, check=check)
     W.recall()
     return W
 
 
+def _rows(crow_indices, values) -> int:
+    return (crow_indices.shape[-1] - 1) * values.shape[-2]
+
+
+def _items(crow_indices, values) -> tuple:
+    """(L,) of a batch in either form, () of one matrix."""
+    return tuple(values.shape[:1] if values.dim() == 4 else crow_indices.shape[:-1])
+
+
 def _shape(op: str, crow_indices, values, b) -> tuple:
-    rows = (crow_indices.shape[0] - 1) * values.shape[1]
-    return (*b.shape[:-1], rows) if op == "bsr_linear" else (*b.shape[:-2], rows, b.shape[-1])
+    rows, items = _rows(crow_indices, values), _items(crow_indices, values)
+    if op == "bsr_matmul":
+        return (*(items or b.shape[:-2]), rows, b.shape[-1])
+    if items and op == "bsr_linear":
+        return (*items, b.shape[-2], rows)
+    return (*b.shape[:-1], rows)
 
 
-def traced_bsr(op, W, b, bias, activation, residual, out, epilogue):
-    """bsr_matmul or bsr_linear inside a torch.compile trace.
+def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None):
+    """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
     any other is checked in each call, with a synchronisation.
@@ -112,9 +129,9 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue):
     if not isinstance(W, BsrMatrix):
         raise TypeError(f"{op}: under torch.compile W must be a BsrMatrix; make it outside with BsrMatrix.from_torch")
     name = register_function(epilogue) if epilogue is not None else None
-    matrix = (W.crow_indices, W.col_indices, W.values, W.shape[1], W.check and not W.checked)
+    matrix = (W.crow_indices, W.col_indices, W.values, W.shape[-1], W.check and not W.checked)
     ops = torch.ops.sparse_collective
     if out is None:
-        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name)
-    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name)
+        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name, groups)
+    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name, groups)
     return out

@@ -50,7 +50,14 @@ class Emulated:
         assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
         spec = self.facts.epilogue
         assert (bias is not None) == bool(spec.bias) and (residual is not None) == bool(spec.residual)
-        if spec.bias:
+        if spec.bias_items:
+            assert self.facts.block.batch and spec.bias == "row" and bias.is_contiguous() and bias.dim() == 2
+            assert bias.shape[1] == d.shape[-1 if self.facts.transposed else -2], "bias length"
+            if self.facts.block.run:
+                bias = bias[operands[3].clamp(0, len(bias) - 1).long()].repeat_interleave(self.facts.block.run, 0)
+            else:
+                bias = bias[:, None] if self.facts.transposed else bias[:, :, None]
+        elif spec.bias:
             assert bias.dim() == 1 and bias.dtype == TORCH[spec.bias_dtype]
             assert bias.stride(0) == 1 or len(bias) == 1, "a bias is compiled as one mode of stride 1"
             rows = spec.bias == "row"
@@ -77,19 +84,42 @@ class Emulated:
                 right = stride == 1 if mode == contiguous else stride % align == 0
                 assert right, f"{name}: stride {stride} of mode {mode}, {major}-major, aligned to {align}"
 
-    def sparse(self, crow, col, order, values, b):
-        """W @ b from the stored blocks alone, or its transpose."""
-        facts, (bm, bk) = self.facts, values.shape[1:]
+    def sparse(self, crow, col, order, groups, values, b):
+        """W @ b from the stored blocks alone, or its transpose; of a batch item by item, or run by run of columns."""
+        facts, (bm, bk) = self.facts, values.shape[-2:]
+        batch, run = facts.block.batch, facts.block.run
+        assert (crow.dim(), values.dim()) == {None: (1, 3), "values": (1, 4), "patterns": (2, 3)}[batch]
+        assert values.dim() == facts.ranks[0]
         self.insist_on_order(order)
         assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
         assert crow.dtype == col.dtype == getattr(torch, facts.block.index_dtype)
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
-        out = b.new_zeros(*b.shape[:-2], (len(crow) - 1) * bm, b.shape[-1])
-        bounds, columns = crow.tolist(), col.tolist()
-        for r in range(len(crow) - 1):
-            for p in range(bounds[r], bounds[r + 1]):
-                rows = b[..., columns[p] * bk : (columns[p] + 1) * bk, :]
-                out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
+        columns = col.tolist()
+
+        def product(bounds, values, b):
+            out = b.new_zeros(*b.shape[:-2], (len(bounds) - 1) * bm, b.shape[-1])
+            for r in range(len(bounds) - 1):
+                for p in range(bounds[r], bounds[r + 1]):
+                    rows = b[..., columns[p] * bk : (columns[p] + 1) * bk, :]
+                    out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
+            return out
+
+        assert (groups is not None) == (run > 0)
+        if batch is None:
+            out = product(crow.tolist(), values, b)
+        else:
+            items = len(values if batch == "values" else crow)
+
+            def item(l, b):
+                return product(*((crow.tolist(), values[l]) if batch == "values" else (crow[l].tolist(), values)), b)
+
+            if run:
+                assert groups.dtype == torch.int32 and b.dim() == 2 and b.shape[1] == len(groups) * run
+                clamped = [min(max(e, 0), items - 1) for e in groups.tolist()]
+                out = torch.cat([item(e, c) for e, c in zip(clamped, b.split(run, 1), strict=True)], 1)
+                out.view(-1, len(groups), run)[:, groups != torch.tensor(clamped)] = 0.0
+            else:
+                out = torch.stack([item(l, b[l] if b.dim() == 3 else b) for l in range(items)])
         return out.mT if facts.transposed else out
 
     def insist_on_order(self, order):
@@ -114,7 +144,7 @@ class Emulated:
         tables = (table.numpy().astype(object) for table in (ends, entries))  # of Python's numbers
         source = PairedSource(crow.tolist(), *tables, facts.k_tiles_per_block)
         for m in range(len(ends)):
-            k_tiles = source.for_tile(m, 0, source.bounds(m))
+            k_tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
             assert [plain(x) for x in k_tiles.out] == [m, 0]
             first = 0
             for halves, end in zip(((0, 1), (0,), (1,)), k_tiles.ends(), strict=True):
@@ -187,13 +217,12 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
             fill_in(dense_ops._plan_kernel, plan=plan, **vars(call), **more)
         return plan
 
-    def bsr_planner(op, W, b, bias, activation, residual, out, epilogue):
-        plan = plan_bsr(op, W, b, bias, activation, residual, out, epilogue)
+    def bsr_planner(op, W, b, bias, activation, residual, out, epilogue, groups=None):
+        plan = plan_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
         if not plan.empty:
-            linear = op == "bsr_linear"
-            kind = None if bias is None else "row" if linear else checks.bias_kind(op, bias, W.shape[0], b.shape[-1])
-            spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
-            terms = {"bias": bias, "residual": residual, "out": out, "spec": spec, "linear": linear}
+            spec = sparse_ops._epilogue(op, W, b, bias, activation, residual, epilogue)
+            linear = op != "bsr_matmul"
+            terms = {"bias": bias, "residual": residual, "out": out, "spec": spec, "linear": linear, "groups": groups}
             fill_in(sparse_ops._plan_kernel, plan=plan, W=W, b=b, **terms)
         return plan
 

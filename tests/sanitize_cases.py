@@ -11,9 +11,9 @@ import torch
 
 import cute_kernels
 from cute_kernels import explain, gemm
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
-from .cases import empty_rows, mask_to_indices, power_law
+from .cases import empty_rows, mask_to_indices, no_blocks, power_law
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, operand, poisoned, seed
 
 
@@ -49,6 +49,33 @@ def sparse(mask, block, n, *, linear=False, activation=None):
     check(op, args, poisoned(*exact.shape), exact, by_torch, k, terms)
 
 
+def batch(one_pattern: bool, block=(64, 64)) -> BsrMatrix:
+    """Three items, the second empty if each has its own pattern."""
+    masks = power_law(4, 3), no_blocks(4, 3), empty_rows(4, 3)
+    parts = [mask_to_indices(mask) for mask in (masks[:1] * 3 if one_pattern else masks)]
+    shape = 4 * block[0], 3 * block[1]
+    items = [BsrMatrix(crow, col, normal(len(col), *block, k=shape[1]), shape) for crow, col in parts]
+    if not one_pattern:
+        return BsrMatrix.stack(items)
+    return BsrMatrix(*parts[0], torch.stack([item.values for item in items]), (3, *shape))
+
+
+def batched(one_pattern: bool, n: int):
+    W = batch(one_pattern)
+    b, terms = normal(3, W.shape[2], n), {"bias": normal(3, W.shape[1], 1)}
+    exact, by_torch = exact_and_torch(W.to_dense(), b, torch.bfloat16, **terms)
+    check(bsr_matmul, (W, b), poisoned(*exact.shape), exact, by_torch, W.shape[2], terms)
+
+
+def grouped(one_pattern: bool):
+    W, groups = batch(one_pattern), torch.tensor([2, 0, 3, 1, -1], dtype=torch.int32)
+    x = normal(64 * len(groups), W.shape[2])
+    weights = torch.cat([W.to_dense(), torch.zeros_like(W.to_dense()[:1])])[groups.clamp(-1, 3).long()]
+    found = exact_and_torch(x.unflatten(0, (len(groups), -1)), weights.mT, torch.bfloat16)
+    exact, by_torch = (t.flatten(0, 1) for t in found)
+    check(bsr_grouped_linear, (x, W, groups), poisoned(*exact.shape), exact, by_torch, W.shape[2], {})
+
+
 FP16, FP32 = torch.float16, torch.float32
 CASES: dict[str, Callable[[], None]] = {
     "dense ragged": lambda: dense(200, 136, 72),
@@ -59,6 +86,10 @@ CASES: dict[str, Callable[[], None]] = {
     "bsr 48x112": lambda: sparse(power_law(4, 3), (48, 112), 136, activation="relu"),
     "bsr linear 128x64": lambda: sparse(power_law(4, 3), (128, 64), 40, linear=True),
     "bsr linear 16x16": lambda: sparse(power_law(6, 5), (16, 16), 40, linear=True),
+    "bsr batch of one pattern": lambda: batched(True, 136),
+    "bsr batch of patterns": lambda: batched(False, 136),
+    "bsr grouped, one pattern": lambda: grouped(True),
+    "bsr grouped, patterns": lambda: grouped(False),
 }
 ODD = {
     "dense by element": lambda: dense(67, 45, 33, "tn"),

@@ -130,7 +130,7 @@ REFUSED = {
         "crow_indices",
         lambda t: t[None],
         ValueError,
-        "crow_indices must have 1 .* got shape \\(1, 5\\)",
+        "shape must be .L, M, K. .* because crow_indices has a dimension for the items",
     ),
     "col 2-D": ("col_indices", lambda t: t[None], ValueError, "col_indices must have 1 dimension"),
     "values 2-D": ("values", lambda t: t.flatten(1), ValueError, "values must have 3 dimension"),

@@ -189,7 +189,9 @@ def test_explain_on_the_cpu():
 def test_explain_refuses_what_the_call_refuses():
     with pytest.raises(ValueError, match="16 columns meet 8 rows"):
         explain(gemm, normal(8, 16), normal(8, 8))
-    with pytest.raises(ValueError, match="cannot explain 'matmul'; known are bsr_linear, bsr_matmul, gemm"):
+    with pytest.raises(
+        ValueError, match="cannot explain 'matmul'; known are bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
+    ):
         explain(torch.matmul, normal(8, 8), normal(8, 8))
 
 

@@ -78,7 +78,7 @@ def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
     source = BsrSource(crow, col, tiles_m, steps)
     for m in range(7 * tiles_m):
         row, rest = divmod(m, tiles_m)
-        k_tiles = source.for_tile(m, 0, source.bounds(m))
+        k_tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
         assert numbers(k_tiles.out) == (rest, row)
         count = numbers([k_tiles.count])[0]
         found = [k_tiles.at(i) for i in range(count)]
@@ -88,10 +88,70 @@ def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
         assert sorted({tile[1][1] for tile in expected}) == mask[row].nonzero().flatten().tolist()
 
 
+class Indices:
+    """What a kernel's index tensor looks like to a source: [row, item], and a shape."""
+
+    def __init__(self, t):
+        self.t, self.shape = t, tuple(t.shape)
+
+    def __getitem__(self, at):
+        return self.t[tuple(numbers(at)) if isinstance(at, tuple) else numbers([at])[0]].item()
+
+
+BATCH = ("power_law", "no_blocks", "bernoulli", "all_blocks")
+
+
+def batch_source(form, groups=None, tiles_run=1):
+    """A source of two row tiles and two K-tiles a block; which blocks item l stores: {row: [(number, column), ...]}."""
+    parts = [mask_to_indices(PATTERNS[name if form == "patterns" else BATCH[0]](4, 5)) for name in BATCH]
+    groups = None if groups is None else Indices(torch.tensor(groups, dtype=torch.int32))
+    stored, begin = [], 0
+    for crow, col in parts:
+        bounds = crow.tolist()
+        stored.append({r: [(begin + p, int(col[p])) for p in range(bounds[r], bounds[r + 1])] for r in range(4)})
+        begin += len(col)
+    if form == "values":
+        crow, col = parts[0]
+    else:
+        starts = torch.tensor([0, *(len(col) for _, col in parts)]).cumsum(0)
+        crow = torch.stack([crow + s for (crow, _), s in zip(parts, starts, strict=False)], 1)  # (rows + 1, L)
+        col = torch.cat([col for _, col in parts])
+    return BsrSource(Indices(crow), Indices(col), 2, 2, None, form, 4, groups, tiles_run), stored
+
+
+def walked(source, m, n, l) -> list:
+    """What a work tile multiplies: [(number of the stored block, its column), ...]; and the item it says it takes."""
+    k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
+    assert numbers(k_tiles.out) == (m % 2, m // 2)
+    found = [k_tiles.at(i) for i in range(numbers([k_tiles.count])[0])]
+    blocks = [(numbers(tile.a)[2], numbers(tile.b)[1]) for tile in found]
+    assert [numbers(tile.a)[:2] for tile in found] == [(m % 2, i % 2) for i in range(len(found))]
+    assert blocks[::2] == blocks[1::2], "both K-tiles of a block"
+    return blocks[::2], numbers([k_tiles.l])[0]
+
+
+@pytest.mark.parametrize("form", ["values", "patterns"])
+def test_each_item_of_a_batch_walks_its_own_blocks(form):
+    source, stored = batch_source(form)
+    for m, l in itertools.product(range(8), range(4)):
+        assert walked(source, m, 0, l) == (stored[l][m // 2], l)
+
+
+@pytest.mark.parametrize("form", ["values", "patterns"])
+def test_each_run_of_columns_walks_the_blocks_of_its_item(form):
+    """And none, where its number is out of range: the item it then takes is one that exists."""
+    groups = [2, 0, 4, 3, -1, 2**31 - 1, -(2**31), 1]
+    source, stored = batch_source(form, groups, tiles_run=3)
+    for m, n in itertools.product(range(8), range(3 * len(groups))):
+        number = groups[n // 3]
+        item = min(max(number, 0), 3)
+        assert walked(source, m, n, 0) == (stored[item][m // 2] if item == number else [], item)
+
+
 def test_a_dense_tile_walks_all_of_k():
     source = DenseSource(5, 3)
     for m, l in itertools.product(range(4), range(3)):
-        k_tiles = source.for_tile(m, l, source.bounds(m))
+        k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
         assert numbers(k_tiles.out) == (m, 0) and k_tiles.count == 5
         assert [numbers(k_tiles.at(i).a) for i in range(5)] == [(m, i, l) for i in range(5)]
         assert [numbers(k_tiles.at(i).b) for i in range(5)] == [(i, 0) for i in range(5)]
@@ -99,7 +159,7 @@ def test_a_dense_tile_walks_all_of_k():
 
 def test_one_a_serves_a_whole_batch():
     source = DenseSource(2, 1)
-    assert [numbers(source.for_tile(3, l, source.bounds(3)).at(1).a) for l in range(4)] == [(3, 1, 0)] * 4
+    assert [numbers(source.for_tile(3, l, source.bounds(3, 0, l)).at(1).a) for l in range(4)] == [(3, 1, 0)] * 4
 
 
 def test_the_sum_over_all_tiles_is_the_product():
@@ -111,7 +171,7 @@ def test_the_sum_over_all_tiles_is_the_product():
     source = BsrSource(crow.tolist(), col.tolist(), -(-bm // tile_m), f.k_tiles_per_block)
     out = torch.full((5 * bm, n), float("nan"), dtype=torch.float64)
     for m in range(5 * source.tiles_m):
-        k_tiles = source.for_tile(m, 0, source.bounds(m))
+        k_tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
         rest, row = numbers(k_tiles.out)
         rows = slice(rest * tile_m, min((rest + 1) * tile_m, bm))
         acc = torch.zeros(rows.stop - rows.start, n, dtype=torch.float64)

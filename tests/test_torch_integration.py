@@ -6,7 +6,7 @@ import torch
 from cute_kernels import functions as F
 from cute_kernels import gemm
 from cute_kernels.runtime import torch_op
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 from sparse_collective import torch_op as sparse_torch_op
 
 from .cases import PATTERNS, mask_to_indices
@@ -236,6 +236,63 @@ def test_bsr_of_changing_shapes(device, backend):
         x = normal(tokens, W.shape[1], device=device)
         assert_as_good_as_torch(step(x), *exact_and_torch(x, dense(W).t(), BF16), k=W.shape[1])
     assert graphs.frame_count <= 2
+
+
+def batches(device):
+    """A batch of either form."""
+    items = [weights(device, pattern=name) for name in ("power_law", "no_blocks", "banded")]
+    yield BsrMatrix.stack(items)
+    one = items[0]
+    values = torch.stack([normal(*one.values.shape, device=device, k=one.shape[1]) for _ in items])
+    yield BsrMatrix(one.crow_indices, one.col_indices, values, (3, *one.shape))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_batches(device):
+    for W in batches(device):
+        matrix = W.crow_indices, W.col_indices, W.values, W.shape[-1], True
+        x, groups = normal(3, 128, W.shape[-1], device=device), torch.tensor([2, 0], dtype=torch.int32, device=device)
+        op = torch.ops.sparse_collective
+        bias, out = normal(3, W.shape[1], device=device), torch.zeros(3, 128, W.shape[1], dtype=BF16, device=device)
+        torch.library.opcheck(op.bsr.default, ("bsr_matmul", *matrix, x.mT), {"activation": "relu"})
+        torch.library.opcheck(op.bsr.default, ("bsr_matmul", *matrix, x[0].t()), {})
+        torch.library.opcheck(op.bsr.default, ("bsr_linear", *matrix, x), {"bias": bias})
+        torch.library.opcheck(op.bsr_out.default, ("bsr_linear", *matrix, x[0], out), {})
+        grouped = "bsr_grouped_linear", *matrix, x[0]
+        torch.library.opcheck(op.bsr.default, grouped, {"bias": bias, "groups": groups})
+        torch.library.opcheck(op.bsr_out.default, (*grouped, out[0]), {"groups": groups})
+
+
+@ON
+def test_batches_of_bsr(device, backend):
+    step = compiled(lambda W, b: bsr_matmul(W, b, activation="relu") * 1.0, backend)
+    layer = compiled(lambda W, x, bias: bsr_linear(x, W, bias), backend)
+    for W in batches(device):
+        a, (_, M, K) = W.to_dense(), W.shape
+        for b in (normal(3, K, 24, device=device), normal(K, 24, device=device)):
+            assert_as_good_as_torch(step(W, b), *exact_and_torch(a, b, BF16, activation="relu"), k=K)
+        x, bias = normal(24, K, device=device), normal(3, M, device=device)
+        exact, by_torch = exact_and_torch(x, a.mT, BF16, bias=bias[:, None])
+        assert_as_good_as_torch(layer(W, x, bias), exact, by_torch, k=K)
+
+
+@ON
+def test_grouped_linear(device, backend):
+    """Another routing, and another number of tokens, is no other graph."""
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    for W in batches(device):
+        torch._dynamo.reset()
+        graphs.frame_count, K = 0, W.shape[-1]
+        step = torch.compile(lambda x, groups: bsr_grouped_linear(x, W, groups), fullgraph=True, backend=graphs)  # noqa: B023
+        ends_step = compiled(lambda x, ends: bsr_grouped_linear(x, W, offsets=ends, group_rows=64), backend)  # noqa: B023
+        for routing, ends in (([1, 0], [64, 128, 128]), ([2, 2], [0, 0, 128]), ([0, 1, 2, 2], [64, 128, 256])):
+            groups, ends = (torch.tensor(t, dtype=torch.int32, device=device) for t in (routing, ends))
+            x = normal(64 * len(routing), K, device=device)
+            a = W.to_dense()[groups.long()]
+            exact, by_torch = (t.flatten(0, 1) for t in exact_and_torch(x.view(-1, 64, K), a.mT, BF16))
+            assert_as_good_as_torch(step(x, groups), exact, by_torch, k=K)
+            assert torch.equal(ends_step(x, ends), bsr_grouped_linear(x, W, offsets=ends, group_rows=64))
+        assert graphs.frame_count <= 2
 
 
 @ON

@@ -132,7 +132,7 @@ def launcher(plan: Plan, problem: Operands) -> Callable[[Callable, Candidate], o
     rest = viewed(plan.views, b, out, bias, residual) if plan.views else (b, out, bias, residual)
 
     def launch(function: Callable, candidate: Candidate) -> object:
-        tables = (W.col_indices, None)
+        tables = (W.col_indices, None, None)  # neither an order of work tiles nor groups
         if candidate.facts.config.sweep:
             facts = candidate.facts
             tables = W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k")

@@ -39,7 +39,9 @@ def epilogue_args(facts: GemmFacts) -> tuple:
     from cutlass import Float32
 
     spec = facts.epilogue
-    bias = fake_tensor(spec.bias_dtype, 1, 0, 1) if spec.bias else None
+    bias = None
+    if spec.bias:
+        bias = fake_tensor(spec.bias_dtype, 2, 1, 1) if spec.bias_items else fake_tensor(spec.bias_dtype, 1, 0, 1)
     residual = None
     if spec.residual:
         residual = fake_tensor(facts.out_dtype, facts.ranks[2], contiguous_mode(facts, 2, spec.residual), 1)
@@ -65,8 +67,10 @@ def sparse_args(facts: GemmFacts) -> tuple:
     import cutlass.cute as cute
 
     block = facts.block
-    crow, col = (fake_tensor(block.index_dtype, 1, 0, 1) for _ in range(2))
-    values = fake_tensor(facts.dtype, 3, 2, 8, (cute.sym_int32(), block.bm, block.bk))
+    rank = 2 if block.batch == "patterns" else 1
+    crow, col = fake_tensor(block.index_dtype, rank, rank - 1, 1), fake_tensor(block.index_dtype, 1, 0, 1)
+    outer = [cute.sym_int32() for _ in range(2 if block.batch == "values" else 1)]
+    values = fake_tensor(facts.dtype, len(outer) + 2, len(outer) + 1, 8, (*outer, block.bm, block.bk))
     if facts.config.sweep:
         counts, order = (fake_tensor("int32", 1, 0, 1) for _ in range(2))
         tables = counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
@@ -75,4 +79,5 @@ def sparse_args(facts: GemmFacts) -> tuple:
     if facts.config.pairs:
         tables = (fake_tensor("int32", 2, 1, 1) for _ in range(2))
         return crow, *tables, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
-    return crow, col, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
+    groups = fake_tensor("int32", 1, 0, 1) if block.run else None
+    return crow, col, order, groups, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()

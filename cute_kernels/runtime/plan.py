@@ -72,6 +72,9 @@ class Plan:
             lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
             if f.block:
                 lines.append(f"blocks: {f.block.bm}x{f.block.bk}, MMA steps a K-tile {f.k_blocks}")
+                if f.block.batch:
+                    runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
+                    lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
         return "\n  ".join(lines + self.notes)
 
 
