@@ -83,6 +83,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += batches(spec, spec.path)
     if spec.path != "sm_80":
         found += _lagging(spec)
+        found += _shared(spec)
         found += _swept(spec)
         found += _paired(spec)
         found += _older_path(spec)
@@ -209,6 +210,19 @@ def _lagging(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield make(spec, "sm_90", replace(config, lag=2), *shape)
 
 
+def _shared(spec: ArchSpec) -> Iterator[GemmFacts]:
+    """A K shared among the CTAs of a cluster: what its store and exchange meet besides plain and loaded products."""
+    high, _ = heuristics.split_sm90(64, ARCHS["sm_90"])
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    for config in high:
+        for change in ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": FULL}):
+            yield dense(spec, spec.path, config, **change)
+        yield dense(spec, spec.path, config, aligns=(8, 8, 1), epilogue=COL)
+        yield dense(spec, spec.path, config, ranks=(3, 3, 3))
+        yield linear(spec, spec.path, config, (512, 112), epilogue=LINEAR)
+        yield bsr(spec, spec.path, config, (128, 128), ordered=True, index_dtype="int64")
+
+
 def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
     """The sweep kernel: each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
     loaded_layer = replace(LINEAR, residual=None)
@@ -303,8 +317,9 @@ def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
 
 
 def config_text(config: GemmConfig) -> str:
-    """As str(config), in half the width: tile/stages, split, and what is not 1."""
+    """As str(config), in half the width: tile/stages, warpgroups, and what is not 1; "k/4" is K among 4 CTAs."""
     text = f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
+    text += f" k/{config.split}" if config.split > 1 else ""
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
     text += f" lag {config.lag}" if config.lag else ""

@@ -1,7 +1,7 @@
 """What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from .arch import MMA_K, ArchSpec, arch_named
@@ -29,6 +29,8 @@ class GemmConfig:
     sparse_collective.sweep_sm90. Its rings of A hold `chunks` full chunks; the more, the earlier blocks are loaded.
     `pairs` (sm_90, blocks 64 high only): a tile of 128 rows is two block rows, which share the blocks of B that both
     need: mainloop_pairs_sm90.
+    `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
+    their sums through each other's shared memory (exchange_sm90).
     """
 
     tile_m: int
@@ -46,6 +48,17 @@ class GemmConfig:
     sweep: bool = False
     chunks: int = 2
     pairs: bool = False
+    split: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n * self.split
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory for the sums (fp32) that the other CTAs of a split send."""
+        return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
@@ -53,7 +66,8 @@ class GemmConfig:
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
         lag = f" lag {self.lag}" if self.lag else ""
         pairs = " pairs" if self.pairs else ""
-        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{pairs}{lag}{cluster}"
+        shared = f" K among {self.split} CTAs" if self.split > 1 else ""
+        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{pairs}{lag}{cluster}{shared}"
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,7 @@ def unsupported(facts: GemmFacts) -> str:
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
     if block and (block.bm % MMA_K or block.bk % MMA_K):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
-    if any(n < 1 for n in astuple(replace(cfg, lag=1, sweep=True, pairs=True))) or cfg.lag < 0:
+    if any(n < 1 for name, n in vars(cfg).items() if name not in ("lag", "sweep", "pairs")) or cfg.lag < 0:
         return f"{cfg}: every count must be at least 1"
     if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
         return (
@@ -213,8 +227,8 @@ def unsupported(facts: GemmFacts) -> str:
 
 def _unsupported_sm80(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.spec
-    if cfg.cluster_m * cfg.cluster_n * cfg.teams > 1 or cfg.lag or cfg.pairs:
-        return "clusters, ping-pong teams, lags and pairs of block rows exist on the sm_90 path only"
+    if cfg.cluster * cfg.teams > 1 or cfg.lag or cfg.pairs:
+        return "clusters, ping-pong teams, lags, a split K and pairs of block rows exist on the sm_90 path only"
     if cfg.stages < 3:
         return f"{cfg.stages} stages; the cp.async pipeline needs 3"
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
@@ -254,8 +268,8 @@ def _unsupported_sm90(facts: GemmFacts) -> str:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
-    if facts.config.store_row not in (64, 128):
-        return f"store buffers of {facts.config.store_row} bytes a row: 64 and 128 are swizzled"
+    if facts.config.store_row not in (32, 64, 128) or facts.config.store_row < 16 * facts.out_bytes:
+        return f"store buffers of {facts.config.store_row} bytes a row: 128, 64 and 32, of at least 16 elements"
     if facts.config.pairs and (reason := _pairs(facts)):
         return reason
     return _sweep(facts) if facts.config.sweep else _tile_sm90(facts) or _schedule_sm90(facts)
@@ -272,10 +286,11 @@ def _pairs(facts: GemmFacts) -> str:
         return "a batch of block-sparse matrices: pairs of block rows are made of one pattern"
     if block.bk % 64:
         return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
-    if (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep) != (128, 64, 1, 1, 0, False):
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep, cfg.split)
+    if tile != (128, 64, 1, 1, 0, False, 1):
         return (
-            f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without a lag; other rows "
-            "have other K-tiles, so a cluster shares A alone"
+            f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without lag and split; "
+            "other rows have other K-tiles, so a cluster shares A alone"
         )
     if facts.epilogue.residual:  # compiled: 8 to 120 bytes of stack
         return "the loops of a pair leave no registers for a residual; the kernels with a block row a tile have them"
@@ -295,8 +310,8 @@ def _sweep(facts: GemmFacts) -> str:
         return "a batch of block-sparse matrices: a sweep's plan is that of one matrix"
     if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
         return reason
-    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag)
-    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag, cfg.split)
+    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
     if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
         return f"{cfg}: a chunk is released when the next one has been issued, and rings wrap at powers of two"
@@ -307,7 +322,8 @@ def _sweep(facts: GemmFacts) -> str:
 
 
 def _smem_sm90(facts: GemmFacts) -> str:
-    needed, spec = facts.operand_bytes + facts.store_bytes + 2 * BARRIER_BYTES, facts.spec
+    needed = facts.operand_bytes + facts.store_bytes + facts.config.exchange_bytes + 2 * BARRIER_BYTES
+    spec = facts.spec
     return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block" if needed > spec.smem else ""
 
 
@@ -356,6 +372,8 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return "one stage: a K-tile is released when the next one has been issued"
     if cfg.lag and (cfg.teams > 1 or cfg.lag > cfg.stages - 2):
         return f"a lag of {cfg.lag}: it is for cooperative kernels, and leaves at least two stages to load ahead"
+    if reason := _split(facts):
+        return reason
     if 16 * cfg.stages + 8 > BARRIER_BYTES:
         return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
     if cfg.cluster_m * cfg.cluster_n > 2:
@@ -366,4 +384,22 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return reason
     if facts.block and cfg.cluster_m > 1 and -(-facts.block.bm // cfg.tile_m) % cfg.cluster_m:
         return f"a cluster of {cfg.cluster_m} row tiles would span two block rows of {facts.block.bm}"
+    return ""
+
+
+def _split(facts: GemmFacts) -> str:
+    """What sharing K among the CTAs of a cluster asks."""
+    cfg = facts.config
+    if cfg.split == 1:
+        return ""
+    if cfg.split not in (2, 4):
+        return f"K among {cfg.split} CTAs: 1, 2 or 4 of them share it"
+    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1 or cfg.lag:
+        return f"{cfg}: K is split in cooperative kernels, without a lag or a cluster that shares operands"
+    group_n = cfg.tile_n // cfg.warps_n
+    chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))
+    if chunks % cfg.split:
+        return f"{chunks} chunks of a warpgroup's store among {cfg.split} CTAs: each stores as many (see store_row)"
+    if cfg.split == 2 and cfg.tile_m * cfg.tile_n >= 128 * 256 and facts.epilogue.residual:  # 8 to 128 bytes of stack
+        return "64 sums of 128 accumulators a thread leave no registers for a residual"
     return ""

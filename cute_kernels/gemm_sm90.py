@@ -18,6 +18,11 @@ warpgroup of a cooperative kernel stays some K-tiles behind the first:
                   group 0   |  mma 0  | store 0 |  mma 1  | store 1 | ...
                   group 1     |  mma 0  | store 0 |  mma 1  | store 1 | ...
 
+With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (exchange_sm90), and each stores a part:
+
+    CTA 0             team 0    |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
+    CTA 1             team 0    |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
+
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
 """
 
@@ -31,6 +36,8 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from .config import GemmFacts
 from .dtypes import cutlass_dtype
 from .epilogue import EpilogueArgs
+from .exchange_sm90 import ExchangeSm90
+from .k_tiles import split_k_tiles
 from .mainloop_pairs_sm90 import HALVES, PairedMainloopSm90
 from .mainloop_sm90 import MainloopSm90
 from .scheduler import TileScheduler
@@ -63,13 +70,17 @@ class GemmSm90:
         self.consumers = self.team * cfg.teams
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
-        self.cluster = cfg.cluster_m * cfg.cluster_n
+        self.cluster = cfg.cluster
         self.parts = HALVES if cfg.pairs else 1  # boxes of A that TMA loads for a tile, one under the other
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
         mainloop = PairedMainloopSm90 if cfg.pairs else MainloopSm90
         self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.store = StoreSm90(facts, self.group_n, self.out_dtype)
+        self.exchange = None
+        if cfg.split > 1:
+            accumulators = cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP)
+            self.exchange = ExchangeSm90(cfg.split, self.team, accumulators)
         self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ storage
@@ -92,6 +103,8 @@ class GemmSm90:
         sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
         if not self.store.tma:
             sizes[2] = 8
+        exchange = self.exchange
+        sums = cute.cosize(exchange.layout()) if exchange else 0
 
         @cute.struct
         class SharedStorage:
@@ -100,6 +113,8 @@ class GemmSm90:
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sD: cute.struct.Align[cute.struct.MemRange[self.out_dtype, sizes[2]], ALIGN]
+            sX: cute.struct.Align[cute.struct.MemRange[Float32, sums], 16]  # nothing without a split
+            exchange_barriers: cute.struct.MemRange[cutlass.Int64, exchange.barriers if exchange else 0]
 
         self.storage = SharedStorage
         self.smem_bytes = SharedStorage.size_in_bytes()
@@ -197,6 +212,9 @@ class GemmSm90:
         block = cute.arch.block_idx()[0]
         ctas = cute.arch.grid_dim()[0]
         rank = block % self.cluster
+        rank_k = Int32(0)
+        if const_expr(cfg.split > 1):
+            rank, rank_k = Int32(0), rank
         rank_m, rank_n = rank % cfg.cluster_m, rank // cfg.cluster_m
 
         if warp == 0:
@@ -214,6 +232,11 @@ class GemmSm90:
             if tidx == 0:
                 cute.make_tensor(storage.one.data_ptr(), cute.make_layout(1))[0] = Float32(1.0)
             cute.arch.sync_threads()
+        sX = None
+        if const_expr(cfg.split > 1):
+            sX = storage.sX.get_tensor(self.exchange.layout())
+            if tidx == 0:
+                self.exchange.init(storage.exchange_barriers.data_ptr())
         ring, cta_layout = self.make_pipeline(storage.barriers.data_ptr())
 
         if warp < 4:
@@ -248,7 +271,7 @@ class GemmSm90:
                 for index in cutlass.range(first, end, step, unroll=1):
                     m, n, l = scheduler.decode(index)
                     n = n * cfg.cluster_n + rank_n
-                    k_tiles = source.for_tile(m * cfg.cluster_m + rank_m, l, bounds)
+                    k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
                     bounds = self.bounds(index + step, scheduler, source, rank_m)
                     state = self.mainloop.load(
                         k_tiles,
@@ -278,6 +301,7 @@ class GemmSm90:
                     ahead.advance()
             end = scheduler.end(first, step)
             team = group // self.team
+            phase = Int32(0)  # of the exchange
             bounds = self.bounds(first, scheduler, source, rank_m)
             if const_expr(cfg.teams > 1):
                 if team == 1:
@@ -287,7 +311,7 @@ class GemmSm90:
                 first = first + team * step
             for index in cutlass.range(first, end, step * cfg.teams, unroll=1):
                 m, n, l = scheduler.decode(index)
-                k_tiles = source.for_tile(m * cfg.cluster_m + rank_m, l, bounds)
+                k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
                 other = bounds
                 if const_expr(cfg.teams > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
@@ -299,18 +323,29 @@ class GemmSm90:
                 read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
                 if const_expr(cfg.teams > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
+                if const_expr(cfg.split > 1):
+                    self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), group, rank_k, phase)
+                    phase = phase ^ 1
                 out_m, outer_m = k_tiles.out
                 self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
-                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l, k_tiles.l), group, storage.one.data_ptr(),
+                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l, k_tiles.l), group, storage.one.data_ptr(), rank_k,
                 )  # fmt: skip
             self.store.drain()
+            if const_expr(cfg.split > 1):
+                self.exchange.drain(storage.exchange_barriers.data_ptr(), group, phase)
 
     @cute.jit
     def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:
         """The source's bounds for a work tile; past the last tile, those of the last, for nobody to use."""
         m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
         return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
+
+    def share(self, k_tiles, rank_k: Int32):
+        """This CTA's part of a work tile's K-tiles."""
+        if self.cfg.split == 1:
+            return k_tiles
+        return split_k_tiles(k_tiles, rank_k, self.cfg.split, len(self.facts.k_blocks))
 
     @cute.jit
     def skip(self, index, end, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):
@@ -334,9 +369,10 @@ class GemmSm90:
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.team * 4),
             tx_count=(cfg.tile_m + cfg.tile_n) * cfg.tile_k * self.dtype.width // 8,
-            cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, 1)),
+            # CTAs that differ in the last mode, K, share no operands: each arrives at its own barriers.
+            cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, cfg.split)),
             defer_sync=True,
         )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster_m, cfg.cluster_n), is_relaxed=True)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(cfg.cluster_m, cfg.cluster_n))
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
         return ring, cta_layout

@@ -3,7 +3,8 @@
 The model of one work tile, in clocks of an SM: its tensor-core time (2048 multiply-adds a clock) or the time its
 operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card), whichever is
 longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none of its store;
-of two ping-pong teams one stores while the other multiplies.
+of two ping-pong teams one stores while the other multiplies. Where K is split among the CTAs of a cluster, each takes
+its share of the loop and of the store, and the exchange comes between them.
 """
 
 import math
@@ -19,6 +20,10 @@ PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estim
 # A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: the 25
 # instructions of bias and GELU more, another estimate.
 STORE_CLOCKS = {"light": 16, "loaded": 40}
+# Of a split K: an estimate of what an exchange costs by itself, what is published of stores to another SM of a cluster
+# (2.7 to 3.3 TB/s in all), and what DRAM delivers to all SMs (4.27 TB/s), which no split exceeds.
+EXCHANGE_CLOCKS, EXCHANGE_BYTES_PER_CLOCK = 1500, 12
+DRAM_BYTES_PER_CLOCK = 2750
 # Fitted to 90 measured times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as
 # much: so shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 457, 83, 146
@@ -47,14 +52,16 @@ def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8
     if cfg.sweep:  # B alone has stages
         stage = cfg.tile_n * cfg.tile_k * ELEMENT
         store_bytes += cfg.chunks * cfg.tile_m * cfg.tile_k * ELEMENT
-    return replace(cfg, stages=min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes) // stage))
+    return replace(cfg, stages=min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes - cfg.exchange_bytes) // stage))
 
 
 def sm90(
-    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, spec
+    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, split=1, spec
 ) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit."""
-    cfg = GemmConfig(tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row)
+    cfg = GemmConfig(
+        tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row, split=split
+    )
     return with_stages(cfg, spec, ring * warps_m * warps_n * teams * 64 * store_row)
 
 
@@ -73,12 +80,14 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
             *skinny,
             *swept,
         ]
+    shared_high, shared_low = split_sm90(k, spec)
     if block is not None and block.bm <= 64:
         return [
             sm90(64, 256, k, 1, 1, 1, 2, teams=2, ring=1, spec=spec),
             sm90(64, 256, k, 1, 1, teams=2, ring=1, spec=spec),
             sm90(64, 128, k, 1, 1, teams=2, spec=spec),
             *skinny,
+            *shared_low,
             *swept,
             *(pairs(spec) if block.bm == PAIRED_ROWS and block.bk % 64 == 0 else []),
         ]
@@ -97,6 +106,8 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
             sm90(64, 64, 2 * k, 1, 2, ring=1, spec=spec),
             sm90(64, 32, 2 * k, 1, 2, ring=1, spec=spec),
             sm90(64, 64, k, 1, 2, 2, 1, ring=2, spec=spec),
+            *shared_high,
+            *shared_low,
         ]
     if -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64:  # 192 rows are three tiles of 64, not two of 128
         return candidates_sm90(replace(block, bm=64), spec)
@@ -109,7 +120,25 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
         *([sm90(128, 128, k, 1, 1, teams=2, spec=spec)] if block.run else []),  # no pair fits into a run of 128
         *wide,
         *skinny,
+        *shared_high,
     ]
+
+
+def split_sm90(k: int, spec: ArchSpec) -> tuple[list[GemmConfig], list[GemmConfig]]:
+    """Configurations for few tiles, 128 and 64 rows high: several CTAs share the K-tiles of one.
+
+    Their stores' chunks are so narrow that each CTA has one. By the model, others (256 columns) gain less than 10 %.
+    """
+    high = [
+        sm90(128, 128, k, 2, 1, ring=1, split=2, spec=spec),
+        sm90(128, 128, k, 2, 1, ring=1, store_row=64, split=4, spec=spec),
+        sm90(128, 64, k, 2, 1, ring=1, store_row=32, split=4, spec=spec),
+    ]
+    low = [
+        sm90(64, 128, k, 1, 2, ring=1, store_row=64, split=2, spec=spec),
+        sm90(64, 128, k, 1, 2, ring=1, store_row=32, split=4, spec=spec),
+    ]
+    return high, low
 
 
 def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
@@ -181,10 +210,9 @@ def cost(
         return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, listed)
     clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
     clusters_n = -(-extents.N // (cfg.tile_n * cfg.cluster_n))
-    slots = max(1, sms // (cfg.cluster_m * cfg.cluster_n))
-    waves = -(-clusters_m * clusters_n * extents.L // slots)
+    waves = -(-clusters_m * clusters_n * extents.L // resident_clusters(cfg, sms))
     width = min(cfg.tile_k, block.bk) if block else cfg.tile_k
-    k_tiles = max(1.0, kept * extents.K / width)
+    k_tiles = max(1.0, kept * extents.K / width / cfg.split)
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
     loop = k_tiles * max(mma, load)
@@ -193,7 +221,11 @@ def cost(
         half = load - cfg.tile_m / cfg.cluster_n * cfg.tile_k / l2_bytes_per_clock  # ELEMENT / 2 bytes less
         loop = extents.K / width * ((2 * kept - paired) * max(mma, load) + 2 * (paired - kept) * max(mma / 2, half))
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
-    store = accumulators * STORE_CLOCKS["light" if light else "loaded"]
+    store = accumulators // cfg.split * STORE_CLOCKS["light" if light else "loaded"]
+    if cfg.split > 1:
+        store += EXCHANGE_CLOCKS + cfg.exchange_bytes / EXCHANGE_BYTES_PER_CLOCK
+        operands = (kept * extents.M + extents.N) * extents.K * extents.L * ELEMENT
+        loop = max(loop, operands / DRAM_BYTES_PER_CLOCK / waves)
     alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
     tile = loop + store if alone else max(loop, (loop + store) / 2)
     return waves * tile + PIPELINE_FILL
@@ -204,6 +236,11 @@ def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> in
     if block is None or cfg.pairs:
         return -(-extents.M // cfg.tile_m)
     return -(-block.bm // cfg.tile_m) * (extents.M // block.bm)
+
+
+def resident_clusters(cfg: GemmConfig, sms: int) -> int:
+    """How many clusters run at once. Those of four fill 16 SMs of a GPC, which has 16 or 18."""
+    return max(1, (sms // 16 * 16 if cfg.cluster > 2 else sms) // cfg.cluster)
 
 
 def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:
@@ -249,13 +286,15 @@ def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, grou
     shared through L2 while they are there. With a CTA count that divides a panel (or is a multiple of it) they go on
     starting together, or so we explain that at 8192, 12.5 %, 128 CTAs are 1.4 to 3.3 % faster than 132.
     """
+    slots = resident_clusters(cfg, sms)
+    if cfg.split > 1:
+        sms = slots * cfg.cluster
     if block is None or cfg.sweep:
         return sms
-    slots = sms // (cfg.cluster_m * cfg.cluster_n)
     panel = row_tiles(cfg, extents, block) // cfg.cluster_m * group
     for fewer in range(slots, int(0.94 * slots), -1):
         if panel % fewer == 0 or fewer % panel == 0:
-            return fewer * cfg.cluster_m * cfg.cluster_n
+            return fewer * cfg.cluster
     return sms
 
 

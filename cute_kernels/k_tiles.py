@@ -73,3 +73,28 @@ class DenseSource:
 
     def for_tile(self, m, l, bounds) -> DenseKTiles:
         return DenseKTiles(self.count, m, cutlass.min(l, self.a_batch - 1))
+
+
+@dataclass(frozen=True)
+class SplitKTiles:
+    """One rank's share of another K-tiles value: `count` of its K-tiles from `first` on."""
+
+    whole: object
+    first: Int32
+    count: Int32
+    l: Int32
+
+    @property
+    def out(self) -> tuple:
+        return self.whole.out
+
+    def at(self, i) -> KTile:
+        return self.whole.at(self.first + i)
+
+
+def split_k_tiles(whole, rank, split: int, period: int) -> SplitKTiles:
+    """The share of `rank` among `split` CTAs: whole periods, ascending with the rank; none where there are fewer."""
+    periods = whole.count // period
+    first = periods * rank // split
+    end = periods * (rank + 1) // split
+    return SplitKTiles(whole, first * period, (end - first) * period, whole.l)

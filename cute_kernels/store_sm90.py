@@ -8,6 +8,8 @@ its own, so warpgroups never wait for each other:
     all 128 threads    stmatrix -> fence
     warp 0             TMA store of the chunk, commit
 
+Of a tile whose K was split, a CTA stores its share of the chunks.
+
 Where D's strides do not meet TMA's rule (multiples of 16 bytes), `store_direct` writes element by element.
 """
 
@@ -62,7 +64,8 @@ class StoreSm90:
         # spilled.
         self.anchored = not facts.epilogue.is_light
         self.by_bias = self.anchored and facts.epilogue.bias is not None and not cfg.sweep
-        self.chunks = group_n // self.epi_n
+        self.chunks = group_n // self.epi_n  # of a slab
+        self.split = cfg.split
         self.buffers = cfg.ring
 
     @property
@@ -72,7 +75,7 @@ class StoreSm90:
     @cute.jit
     def store(
         self,
-        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup
+        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup; of a split tile, this CTA's share of it
         args: epilogue.EpilogueArgs,
         tma_d: cute.CopyAtom,
         gD: cute.Tensor,  # (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
@@ -83,6 +86,7 @@ class StoreSm90:
         tile: tuple,  # (m, n, outer_m, l) and the item of A, if a bias has one for each
         group: cutlass.Int32,  # which consumer warpgroup
         anchor: cute.Pointer,  # 1.0 in shared memory
+        rank=None,  # of the CTAs that share a split tile, which
     ):
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(tidx // 32)
@@ -103,38 +107,42 @@ class StoreSm90:
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
         piece = const_expr(min(values, PIECE) if self.anchored else values)
         rD = cute.make_rmem_tensor(piece, Float32)
-        for s in range_constexpr(self.slabs):
+        share = const_expr(self.slabs * self.chunks // self.split)
+        for i in range_constexpr(share):
+            chunk = i if const_expr(self.split == 1) else rank * share + i
+            s, e = chunk // self.chunks, chunk % self.chunks
             slab = tile[0] * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
-            for e in range_constexpr(self.chunks):
-                chunk = const_expr(s * self.chunks + e)
-                if const_expr(self.tma):
-                    rOut = cute.make_rmem_tensor(shape, self.dtype)
-                for first in range_constexpr(0, values, piece):
-                    one = load_one(anchor) if const_expr(self.anchored) else None
-                    for v in range_constexpr(piece):
-                        rD[v] = acc[chunk * values + first + v]
-                        if const_expr(self.anchored and not self.by_bias):
-                            rD[v] = rD[v] * one
+            if const_expr(self.tma):
+                rOut = cute.make_rmem_tensor(shape, self.dtype)
+            for first in range_constexpr(0, values, piece):
+                one = load_one(anchor) if const_expr(self.anchored) else None
+                for v in range_constexpr(piece):
+                    rD[v] = acc[i * values + first + v]
+                    if const_expr(self.anchored and not self.by_bias):
+                        rD[v] = rD[v] * one
+                if const_expr(self.split == 1):
                     cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
-                    factor = one if const_expr(self.by_bias) else None
-                    epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], factor)
-                    if const_expr(self.tma):
-                        part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
-                        part.store(rD.load().to(self.dtype))
-                    else:
-                        self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
+                else:  # the accumulators of a chunk begin `values` after those of the chunk before
+                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
+                factor = one if const_expr(self.by_bias) else None
+                epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], factor)
                 if const_expr(self.tma):
-                    buffer = group * self.buffers + chunk % self.buffers
-                    if warp == 0:
-                        cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-                    self.sync(group)
-                    cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    self.sync(group)
-                    if warp == 0:
-                        n = col0 // self.epi_n + e
-                        cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, tile[2], tile[3]])
-                        cute.arch.cp_async_bulk_commit_group()
+                    part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
+                    part.store(rD.load().to(self.dtype))
+                else:
+                    self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
+            if const_expr(self.tma):
+                buffer = group * self.buffers + i % self.buffers
+                if warp == 0:
+                    cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+                self.sync(group)
+                cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.sync(group)
+                if warp == 0:
+                    n = col0 // self.epi_n + e
+                    cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, tile[2], tile[3]])
+                    cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):

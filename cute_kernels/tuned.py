@@ -51,7 +51,11 @@ SOURCES = {
     path: (*_SHARED, *(f"cute_kernels.{part}_{path.replace('_', '')}" for part in ("gemm", "mainloop", "store")))
     for path in PATHS
 }
-SOURCES["sm_90"] += ("cute_kernels.mainloop_pairs_sm90", "sparse_collective.pairs_collective")
+SOURCES["sm_90"] += (
+    "cute_kernels.exchange_sm90",
+    "cute_kernels.mainloop_pairs_sm90",
+    "sparse_collective.pairs_collective",
+)
 SOURCES["sm_90"] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in (
     "sweep", "sweep_collective", "sweep_plan", "sweep_sm90", "wgmma",
 )))  # fmt: skip

@@ -15,7 +15,7 @@ from cute_kernels import checks, reference
 from cute_kernels.config import BlockFacts
 from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
-from cute_kernels.heuristics import Extents
+from cute_kernels.heuristics import Extents, resident_clusters
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.ops import bias_view, viewed
 from cute_kernels.runtime.function_key import function_key
@@ -47,8 +47,8 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
         (..., M, N), of a batch (L, M, N); `out` if it was given.
 
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
-    Every output row is written by one thread block: the bits are the same on every run. CPU tensors run a torch
-    reference on the dense matrix. Raises as cute_kernels.gemm does.
+    Every element is summed in one order and written by one thread block: the bits are the same on every run. CPU
+    tensors run a torch reference on the dense matrix. Raises as cute_kernels.gemm does.
     """
     return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
 
@@ -198,7 +198,7 @@ def _ordered(plan: Plan) -> tuple:
     from cute_kernels.runtime.kernels import function_for
 
     workers, cfg = plan.tiles.workers, plan.facts.config
-    ctas = 1 if workers is None else workers * cfg.cluster_m * cfg.cluster_n
+    ctas = 1 if workers is None else workers * cfg.cluster
     plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
     return plan.ordered
 
@@ -384,14 +384,14 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
     plan.paired = cfg.pairs
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
     # same to a CTA in every panel.
-    plan.uneven_ctas = sms // (cfg.cluster_m * cfg.cluster_n) * cfg.cluster_m * cfg.cluster_n
+    plan.uneven_ctas = resident_clusters(cfg, sms) * cfg.cluster
     plan.tiles = balance.Tiles(
         row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
         steps=steps,
         tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
         batch=problem.extents.L,
         group=plan.group,
-        workers=sms // (cfg.cluster_m * cfg.cluster_n) if plan.facts.path == "sm_90" else None,
+        workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
     )
 
     def first_call(*args):

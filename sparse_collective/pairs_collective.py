@@ -25,6 +25,7 @@ class PairedKTiles:
     count: Int32
     begin: Int32  # the pair's first entry
     m: Int32
+    l: Int32
     steps: cutlass.Constexpr[int]  # K-tiles a block
 
     @property
@@ -61,7 +62,7 @@ class PairedSource:
 
     def for_tile(self, m, l, bounds) -> PairedKTiles:
         begin, count = bounds
-        return PairedKTiles(self.ends, self.entries, count * self.steps, begin, m, self.steps)
+        return PairedKTiles(self.ends, self.entries, count * self.steps, begin, m, l, self.steps)
 
 
 class PairedCollective(SparseCollective):

@@ -131,5 +131,5 @@ class Where:
         panel = n // self.group
         width = min(self.group, cols - panel * self.group)
         index = l * rows * cols + panel * rows * self.group + m * width + n - panel * self.group
-        clusters = min(rows * cols * self.batch, self.ctas // (self.cfg.cluster_m * self.cfg.cluster_n))
+        clusters = min(rows * cols * self.batch, self.ctas // self.cfg.cluster)
         return index // clusters % self.cfg.teams

@@ -59,7 +59,11 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
                 ("warps_m", "warps_n", "teams", "sweep", "chunks", "pairs"),
                 ((2, 1, 1, False, 2, False), (1, 2, 1, False, 2, False), (1, 1, 2, False, 2, False)),
             ),
-            Gene("cluster", ("cluster_m", "cluster_n"), ((1, 1), (2, 1), (1, 2))),
+            Gene(
+                "cluster",
+                ("cluster_m", "cluster_n", "split"),
+                ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4)),
+            ),
             Gene("ring", ("ring", "store_row"), ((1, 128), (2, 128), (3, 128), (4, 128), (2, 64), (3, 64))),
             Gene("lag", ("lag",), (0, 1, 2)),
         ]

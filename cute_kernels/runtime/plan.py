@@ -145,7 +145,7 @@ def tuned_pick(
     """The pick of a tuned table that this device can run; `notes` say what was found, used or not."""
 
     def refuse(pick: tuned.TunedPick) -> str:
-        cluster = pick.config.cluster_m * pick.config.cluster_n
+        cluster = pick.config.cluster
         if not cluster <= pick.ctas <= sms:
             return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
         return cfg.unsupported(facts_for(problem, name, spec, pick.config))

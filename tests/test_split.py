@@ -1,0 +1,289 @@
+"""A K that the CTAs of a cluster share: which K-tiles each takes, the exchange of their sums, and products through it.
+
+The exchange's protocol is played on the host, as that of the sweep is. The products also run on the CPU, with torch in
+the kernels' place.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels import explain, gemm, heuristics
+from cute_kernels.arch import ARCHS
+from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts, unsupported
+from cute_kernels.exchange_sm90 import swaps
+from cute_kernels.k_tiles import DenseSource, split_k_tiles
+from sparse_collective import bsr_linear, bsr_matmul
+from sparse_collective.k_tiles import BsrSource
+
+from .reference import exact_and_torch, normal, poisoned
+from .test_bsr_ops import bsr, width
+from .test_bsr_ops import check as check_bsr
+from .test_gemm import check, matrices
+from .test_k_tiles import numbers
+from .test_sweep_protocol import Barrier
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HIGH, LOW = heuristics.split_sm90(64, ARCHS["sm_90"])
+
+# Which K-tiles
+
+
+@pytest.mark.parametrize("split", [2, 4])
+@pytest.mark.parametrize("period", [1, 2, 7])
+def test_every_k_tile_is_summed_once(split, period):
+    """Ascending with the ranks, in whole periods, as evenly as those allow; of few of them some ranks get none."""
+    for periods in range(3 * split + 2):
+        whole = DenseSource(periods * period, 1).for_tile(5, 0, None)
+        shares = [split_k_tiles(whole, rank, split, period) for rank in range(split)]
+        found = [share.at(i) for share in shares for i in range(share.count)]
+        assert found == [whole.at(i) for i in range(whole.count)]
+        counts = [share.count for share in shares]
+        assert all(count % period == 0 for count in counts)
+        assert max(counts) - min(counts) <= period
+        assert all(share.out == whole.out for share in shares)
+
+
+def test_blocks_whose_width_is_no_multiple_of_a_k_tile():
+    """A share begins with a block where the block's K-tiles differ in width."""
+    source = BsrSource([0, 0, 5], list(range(5)), 1, 2)  # 112 wide: K-tiles of 64 and 48
+    for row, blocks in ((0, 0), (1, 5)):
+        whole = source.for_tile(row, 0, source.bounds(row, 0, 0))
+        whole = replace(whole, count=2 * blocks, begin=0, first=0, row=row, rest_m=0)
+        shares = [split_k_tiles(whole, rank, 4, 2) for rank in range(4)]
+        assert sum(share.count for share in shares) == 2 * blocks
+        for share in shares:
+            assert share.count == 0 or numbers(share.at(0).a)[1] == 0
+
+
+# The exchange, played on the host
+
+
+@pytest.mark.parametrize("split", [2, 4])
+def test_parts_are_sorted_by_whom_they_go_to(split):
+    for rank in range(split):
+        places = list(range(split))
+        for bit, p, other in swaps(split):
+            if rank >> bit & 1:
+                places[p], places[other] = places[other], places[p]
+        assert places == [p ^ rank for p in range(split)]
+
+
+class Cta:
+    def __init__(self, split: int, groups: int):
+        self.arrived = [Barrier(1) for _ in range(groups)]
+        self.free = [Barrier(4 * (split - 1)) for _ in range(groups)]
+        self.slots = [[None] * (split - 1) for _ in range(groups)]
+        self.running = groups
+
+
+def warpgroup(ctas, rank, w, tiles, flights, sums):
+    """ExchangeSm90.reduce for each work tile, and its drain; a part is (tile, sender, whose part)."""
+    split, cta, phase = len(ctas), ctas[rank], 0
+    for tile in range(tiles):
+        cta.arrived[w].arrive(announced=split - 1)
+        yield
+        while not cta.free[w].done(phase ^ 1):
+            yield
+        for i in range(1, split):
+            flights.append((ctas[rank ^ i], w, i - 1, (tile, rank, rank ^ i)))
+            yield
+        while not cta.arrived[w].done(phase):
+            yield
+        parts = [(tile, r, rank) if r == rank else cta.slots[w][max(rank ^ r, 1) - 1] for r in range(split)]
+        yield
+        sums.append((rank, w, parts))
+        for _ in range(4):  # warps
+            for other in ctas:
+                if other is not cta:
+                    assert other.running, "an arrival at a CTA that has ended"
+                    other.free[w].arrive()
+            yield
+        phase ^= 1
+    while not cta.free[w].done(phase ^ 1):
+        yield
+    cta.running -= 1
+
+
+@pytest.mark.parametrize("split", [2, 4])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 5])
+def test_the_exchange(split, tiles):
+    """Whoever hurries: every part arrives once, is added in the order of ranks, and meets a CTA that still runs."""
+    for seed in range(40):
+        draw, flights, sums, groups = random.Random(seed), [], [], 2
+        ctas = [Cta(split, groups) for _ in range(split)]
+        roles = [warpgroup(ctas, rank, w, tiles, flights, sums) for rank in range(split) for w in range(groups)]
+        pace = [draw.choice((1, 1, 10)) for _ in roles]
+        for _ in range(20_000):
+            if not roles and not flights:
+                break
+            if flights and draw.random() < 0.3:  # stores to other CTAs keep no order
+                cta, w, slot, part = flights.pop(draw.randrange(len(flights)))
+                assert cta.running, "a store into a CTA that has ended"
+                cta.slots[w][slot] = part
+                cta.arrived[w].receive(1)
+            elif roles:
+                at = draw.choices(range(len(roles)), pace)[0]
+                try:
+                    next(roles[at])
+                except StopIteration:
+                    roles.pop(at)
+                    pace.pop(at)
+        assert not roles and not flights, f"hung with {len(roles)} roles waiting"
+        expected = [
+            (rank, w, [(tile, r, rank) for r in range(split)])
+            for rank in range(split)
+            for w in range(groups)
+            for tile in range(tiles)
+        ]
+        assert sorted(sums) == expected
+
+
+# What is refused
+
+
+def test_what_is_refused():
+    def reason(**changes):
+        config = GemmConfig(
+            **{"tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 3, "warps_m": 2, "warps_n": 1} | changes
+        )
+        return unsupported(GemmFacts("sm_90a", "sm_90", config))
+
+    assert reason(split=2) == reason(split=4, store_row=64) == ""
+    assert "1, 2 or 4" in reason(split=3)
+    assert "2 chunks of a warpgroup's store among 4" in reason(split=4)
+    for changes in ({"cluster_m": 2}, {"cluster_n": 2}, {"lag": 1}, {"warps_m": 1, "teams": 2}):
+        assert "cooperative" in reason(split=2, **changes)
+    assert "bytes of shared memory" in reason(split=2, stages=7)
+    facts = GemmFacts("sm_80", "sm_80", GemmConfig(64, 64, 32, 4, 2, 2, split=2))
+    assert "sm_90" in unsupported(facts)
+    narrow = GemmConfig(128, 64, 64, 4, 2, 1, store_row=32, split=4)
+    assert "16 elements" in unsupported(GemmFacts("sm_90a", "sm_90", narrow, out_dtype="float32", aligns=(8, 8, 4)))
+
+
+def test_clusters_that_run_at_once():
+    """Clusters of four leave SMs idle, and the grid does not wait for them."""
+    config = HIGH[1]
+    assert config.split == 4 and heuristics.resident_clusters(config, 132) == 32
+    assert heuristics.resident_clusters(HIGH[0], 132) == 66
+    extents = heuristics.Extents(128, 8192, 4096)
+    assert heuristics.grid_limit(config, extents, None, 8, 132) == 128
+    assert heuristics.grid_limit(config, extents, BlockFacts(128, 128, "int32"), 8, 132) % 4 == 0
+
+
+# Products
+
+
+@pytest.fixture(params=[*HIGH, *LOW], ids=str)
+def shared(request, monkeypatch):
+    """Ops take this configuration; for what it does not bear, fp32 results, the next of as many rows and CTAs."""
+    chosen = request.param
+    others = [c for c in (*HIGH, *LOW) if c.tile_m == chosen.tile_m and c.store_row >= 64]
+    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen])
+    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
+    for module in ("cute_kernels.ops", "sparse_collective.ops"):
+        monkeypatch.setattr(f"{module}._PLANS", {})
+    request.node.wide = others[-1]
+    return chosen
+
+
+@pytest.fixture
+def wide(shared, request, monkeypatch):
+    """The same for fp32 results."""
+    chosen = shared if shared.store_row >= 64 else request.node.wide
+    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen])
+    return chosen
+
+
+pytestmark = pytest.mark.sm_90
+
+
+@pytest.mark.parametrize("k", [8, 64, 72, 136, 200, 264, 1000])
+def test_sums_of_any_length(device, shared, k):
+    """From one K-tile, of which all CTAs but one have none, to several each."""
+    assert check(*matrices(200, 328, k, device)).facts.config == shared
+
+
+@pytest.mark.parametrize("layouts", ["nn", "nt", "tn", "tt"])
+def test_operands(device, shared, layouts):
+    check(*matrices(200, 328, 456, device, layouts, FP16))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_outputs(device, wide, dtype, transposed):
+    """Either major, with a residual and a bias; and a view whose strides TMA does not take."""
+    a, b = matrices(200, 328, 456, device)
+    out, residual = poisoned(200, 328, dtype=dtype, device=device), normal(200, 328, dtype=dtype, device=device)
+    if transposed:
+        out, residual = (torch.empty_like(t.t()).t().copy_(t) for t in (out, residual))
+    check(a, b, out=out)
+    check(a, b, out=out.fill_(float("nan")), bias=normal(328, device=device), residual=residual, activation="gelu")
+    check(a, b, out=out.fill_(float("nan")), bias=normal(200, 1, device=device), alpha=0.5, activation="silu")
+    buffer = poisoned(400, 660, dtype=dtype, device=device)
+    view = buffer[3:331, 1:201].t() if transposed else buffer[3:203, 1:329]
+    assert not check(a, b, out=view, activation="gelu").facts.tma_store
+
+
+def test_batches(device, shared):
+    check(normal(3, 136, 200, device=device), normal(3, 200, 264, device=device, k=200), activation="relu")
+
+
+BLOCKS = ((128, 128), (512, 112), (64, 256), (48, 112))
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["matmul", "linear"])
+@pytest.mark.parametrize("pattern", ["bernoulli", "empty_rows", "one_full_row", "no_blocks"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_block_sparse(device, shared, block, pattern, linear):
+    """Rows without a block, and rows of fewer blocks than CTAs share them."""
+    if shared.tile_m >= block[0] + 64:
+        pytest.skip("the tile is two blocks high")
+    W = bsr(pattern, block, device, grid=(5, 9))
+    plan = check_bsr(W, width(W, 136, device, linear), linear=linear)
+    assert plan.facts.config == shared
+
+
+def test_block_sparse_terms(device, shared):
+    W = bsr("empty_rows", (128, 112), device, grid=(3, 7), index_dtype=torch.int64)
+    M, n = W.shape[0], 72
+    terms = {"bias": normal(M, 1, device=device), "activation": "gelu"}
+    check_bsr(W, width(W, n, device), residual=normal(M, n, device=device), **terms)
+    check_bsr(W, width(W, n, device, True), linear=True, bias=normal(M, device=device), activation="gelu")
+
+
+@pytest.mark.gpu
+class TestCuda:
+    def test_many_tiles_a_cluster(self, shared):
+        """Every cluster does several tiles: phases of the exchange go on, and the next tile is loaded meanwhile."""
+        for n in (4096, 4104):
+            check(*matrices(1536, n, 520, "cuda", "nt"))
+        W = bsr("power_law", (128, 128), "cuda", grid=(48, 24))
+        check_bsr(W, width(W, 1032, "cuda"))
+
+    def test_the_same_bits_on_every_run(self, shared):
+        a, b = matrices(520, 2056, 2056, "cuda", "nt")
+        first = gemm(a, b)
+        for _ in range(50):
+            assert torch.equal(gemm(a, b, out=poisoned(520, 2056, device="cuda")), first)
+        W = bsr("power_law", (128, 128), "cuda", grid=(12, 24))
+        x = width(W, 200, "cuda", True)
+        first = bsr_linear(x, W)
+        assert all(torch.equal(bsr_linear(x, W), first) for _ in range(50))
+
+    def test_a_column_is_the_same_wherever_it_lies(self, shared):
+        """All CTAs add in the order of K, so which of them adds makes no difference."""
+        a, b = matrices(200, 328, 1000, "cuda")
+        places = torch.randperm(328, device="cuda")
+        assert torch.equal(gemm(a, b[:, places].contiguous()), gemm(a, b)[:, places])
+
+    def test_tiny(self, shared):
+        """What to run first: one tile, and exact numbers."""
+        a, b = torch.ones(64, 256, dtype=BF16, device="cuda"), torch.ones(256, 64, dtype=BF16, device="cuda")
+        assert explain(gemm, a, b).facts.config == shared
+        assert (gemm(a, b) == 256).all()
+        W = bsr("all_blocks", (128, 128), "cuda", grid=(1, 5))
+        exact, _ = exact_and_torch(W.to_dense(), torch.eye(640, dtype=BF16, device="cuda"), BF16)
+        assert torch.equal(bsr_matmul(W, torch.eye(640, dtype=BF16, device="cuda")).double(), exact)
