@@ -9,6 +9,7 @@ its share of the loop and of the store, and the exchange comes between them.
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .arch import ArchSpec
 from .config import BARRIER_BYTES, ELEMENT, PAIRED_ROWS, BlockFacts, GemmConfig
@@ -28,6 +29,7 @@ DRAM_BYTES_PER_CLOCK = 2750
 # much: so shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 457, 83, 146
 SWEEP_FEED = {3: 0.92, 4: 1.05, 5: 1.27, 6: 1.13, 7: 1.13}  # times L2's rate, by stages of B
+LONE_COLUMN = 1.3  # of a pair's column that one row has: its time over that of its bytes, with zeros for the other
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -39,6 +41,21 @@ class Extents:
     N: int
     K: int
     L: int = 1
+
+
+class Shares(NamedTuple):
+    """What is known of a sparse operand's pattern, as shares of its block columns. None: as of blocks at random.
+
+    listed: the columns in which a group of 192 rows has a block. paired: in which a pair of block rows has one.
+    longest: that the longest block row has.
+    """
+
+    listed: float | None = None
+    paired: float | None = None
+    longest: float | None = None
+
+
+NOT_KNOWN = Shares()
 
 
 def tile_k_of(block: BlockFacts | None) -> int:
@@ -130,6 +147,7 @@ def split_sm90(k: int, spec: ArchSpec) -> tuple[list[GemmConfig], list[GemmConfi
     Their stores' chunks are so narrow that each CTA has one. By the model, others (256 columns) gain less than 10 %.
     """
     high = [
+        sm90(128, 64, k, 2, 1, ring=1, store_row=64, split=2, spec=spec),
         sm90(128, 128, k, 2, 1, ring=1, split=2, spec=spec),
         sm90(128, 128, k, 2, 1, ring=1, store_row=64, split=4, spec=spec),
         sm90(128, 64, k, 2, 1, ring=1, store_row=32, split=4, spec=spec),
@@ -197,17 +215,14 @@ def cost(
     sms: int,
     light: bool = True,
     l2_bytes_per_clock: float = L2_BYTES_PER_CLOCK,
-    listed: float | None = None,
-    paired: float | None = None,
+    shares: Shares = NOT_KNOWN,
 ) -> float:
     """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
-    `listed`: of W's block columns, the share in which a group of 192 rows has a block; `paired`: in which a pair of
-    block rows has one; None: as blocks at random have.
     """
     if cfg.sweep:
-        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, listed)
+        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed)
     clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
     clusters_n = -(-extents.N // (cfg.tile_n * cfg.cluster_n))
     waves = -(-clusters_m * clusters_n * extents.L // resident_clusters(cfg, sms))
@@ -216,10 +231,10 @@ def cost(
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
     loop = k_tiles * max(mma, load)
-    if cfg.pairs:  # columns that both rows have, and those of one: half the products and half of A
-        paired = min(1.0, 2 * kept, max(kept, 1 - (1 - kept) ** 2 if paired is None else paired))
-        half = load - cfg.tile_m / cfg.cluster_n * cfg.tile_k / l2_bytes_per_clock  # ELEMENT / 2 bytes less
-        loop = extents.K / width * ((2 * kept - paired) * max(mma, load) + 2 * (paired - kept) * max(mma / 2, half))
+    if cfg.pairs:  # columns that both rows have, and those of one
+        paired = 1 - (1 - kept) ** 2 if shares.paired is None else shares.paired
+        paired = min(1.0, 2 * kept, max(kept, paired))
+        loop = extents.K / width * ((2 * kept - paired) * max(mma, load) + 2 * (paired - kept) * LONE_COLUMN * load)
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
     store = accumulators // cfg.split * STORE_CLOCKS["light" if light else "loaded"]
     if cfg.split > 1:
@@ -228,7 +243,8 @@ def cost(
         loop = max(loop, operands / DRAM_BYTES_PER_CLOCK / waves)
     alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
     tile = loop + store if alone else max(loop, (loop + store) / 2)
-    return waves * tile + PIPELINE_FILL
+    longest = 0.0 if shares.longest is None else loop * shares.longest / max(kept, 1e-9) + store
+    return max(waves * tile, longest) + PIPELINE_FILL
 
 
 def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> int:
@@ -239,8 +255,8 @@ def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> in
 
 
 def resident_clusters(cfg: GemmConfig, sms: int) -> int:
-    """How many clusters run at once. Those of four fill 16 SMs of a GPC, which has 16 or 18."""
-    return max(1, (sms // 16 * 16 if cfg.cluster > 2 else sms) // cfg.cluster)
+    """How many clusters run at once. Of four CTAs 32 did not fit into 132 SMs (twice the time): GPCs differ in size."""
+    return max(1, (sms - 12 if cfg.cluster > 2 else sms) // cfg.cluster)
 
 
 def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:

@@ -117,7 +117,7 @@ def problem_class(problem: Problem, path: str) -> str:
     if problem.block:
         words.append(f"{100 * octave(problem.kept, 4):.3g}%")
         random = listed_at_random(problem.kept, problem.block, CONSUMERS * ROWS)
-        if problem.listed is not None and problem.listed < 0.8 * random:
+        if problem.shares.listed is not None and problem.shares.listed < 0.8 * random:
             words.append("shared columns")
     words += [",".join(problem.majors), problem.dtype, f"out {out_bytes}B"]
     words.append("light" if problem.epilogue.is_light else "loaded")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.config import PAIRED_ROWS
+from cute_kernels.heuristics import NOT_KNOWN, Shares
 from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS
 
 from . import balance
@@ -74,12 +75,11 @@ class BsrMatrix:
     check: bool
     checked: bool  # whether check_indices has passed
     even: bool  # whether all block rows are known to hold equally many blocks
-    listed: float | None  # share of block columns that a group of rows needs, where known: heuristics.sweep_cost
-    paired: float | None  # share of block columns that a pair of block rows needs, where known: heuristics.cost
+    shares: Shares  # of block columns that its rows need, where known; what kernels are chosen by
     key: tuple  # what an op's plan depends on, hashable
     plans: dict | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
     __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "batch", "nnz", "plans", "even")
-    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "listed", "paired", "key", "__weakref__")
+    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "shares", "key", "__weakref__")
 
     def __init__(
         self,
@@ -111,21 +111,16 @@ class BsrMatrix:
         self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape, batch=batch)
         self._set(blocksize=(bm, bk), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
         self._set(check=bool(check), checked=False, even=False, plans={})
-        self._set_listed(None)
-        self._set_paired(None)
+        self._set_shares(NOT_KNOWN)
 
     def _set(self, **attributes: object) -> None:
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
-    def _set_listed(self, listed: float | None) -> None:
+    def _set_shares(self, shares: Shares) -> None:
         dtypes = self.values.dtype, self.crow_indices.dtype
-        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, listed
-        self._set(listed=listed, key=key)
-
-    def _set_paired(self, paired: float | None) -> None:
-        """After _set_listed, whose key it extends."""
-        self._set(paired=paired, key=(*self.key, paired))
+        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, shares
+        self._set(shares=shares, key=key)
 
     def _refuse(self, name: str, *_: object) -> None:
         raise AttributeError(f"BsrMatrix.{name} is read-only; build a new matrix, which copies no tensor")
@@ -143,15 +138,13 @@ class BsrMatrix:
         check: bool = True,
         checked: bool = True,
         even: bool = False,
-        listed: float | None = None,
-        paired: float | None = None,
+        shares: Shares = NOT_KNOWN,
     ) -> BsrMatrix:
         """An instance whose indices are, or with checked=False may be, right by construction."""
         matrix = cls(crow, col, values, shape, check=check)
         matrix._set(checked=checked, even=even)
-        matrix._set_listed(listed)
-        matrix._set_paired(paired)
-        if even or listed is not None:
+        matrix._set_shares(shares)
+        if even or shares != NOT_KNOWN:
             matrix._remember()
         return matrix
 
@@ -369,8 +362,7 @@ class BsrMatrix:
         values = self.values.to(target)
         if crow is self.crow_indices and col is self.col_indices and values is self.values:
             return self
-        state = {"check": self.check, "checked": self.checked, "even": self.even, "listed": self.listed}
-        state["paired"] = self.paired
+        state = {"check": self.check, "checked": self.checked, "even": self.even, "shares": self.shares}
         return self._make(crow, col, values, self.shape, **state)
 
     def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
@@ -479,18 +471,17 @@ class BsrMatrix:
         ]
         lengths = crow.diff()
         flags.append((lengths == lengths[:1]).all())
-        shares = self._columns_listed(), self._columns_paired()
-        *wrong, even, listed, paired = torch.stack([*(flag.long() for flag in flags), *shares]).tolist()
+        longest = lengths.max() if len(lengths) else crow[0]
+        columns = self._columns_listed(), self._columns_paired(), longest
+        *wrong, even, listed, paired, longest = torch.stack([x.long() for x in (*flags, *columns)]).tolist()
         if any(wrong):
             raise ValueError(self._first_index_error())
         self._set(checked=True, even=bool(even))
-        shares = (None, None)
         if self.batch is None:
-            paired = paired / max(1, -(-self.n_block_rows // 2) * self.n_block_cols)
-            listed = listed / max(1, self._row_groups() * self.n_block_cols)
-            shares = round(listed, 2), round(paired, 3) if self.blocksize[0] == PAIRED_ROWS else None
-        self._set_listed(shares[0])
-        self._set_paired(shares[1])
+            pairs, cols = -(-self.n_block_rows // 2), self.n_block_cols
+            paired = round(paired / max(1, pairs * cols), 3) if self.blocksize[0] == PAIRED_ROWS else None
+            listed = round(listed / max(1, self._row_groups() * cols), 2)
+            self._set_shares(Shares(listed, paired, round(longest / max(1, cols), 2)))
         self._remember()
 
     def _rows_of_all_items(self) -> Tensor:
@@ -504,7 +495,7 @@ class BsrMatrix:
         return crow[1:, 0] != crow[:-1, -1]
 
     def _remember(self) -> None:
-        known = weakref.ref(self.col_indices), self.blocksize, self.even, (self.listed, self.paired), self.plans
+        known = weakref.ref(self.col_indices), self.blocksize, self.even, self.shares, self.plans
         _LEARNT[self.crow_indices] = known
 
     def recall(self) -> None:
@@ -512,14 +503,13 @@ class BsrMatrix:
 
         Otherwise nothing is known of the pattern, and no plan is kept.
         """
-        nothing = False, (None, None), None
+        nothing = False, NOT_KNOWN, None
         col, blocksize, *learnt = _LEARNT.get(self.crow_indices) or (lambda: None, None, *nothing)
         if col() is not self.col_indices or blocksize != self.blocksize:
             learnt = nothing
-        even, (listed, paired), plans = learnt
+        even, shares, plans = learnt
         self._set(even=even, plans=plans)
-        self._set_listed(listed)
-        self._set_paired(paired)
+        self._set_shares(shares)
 
     def _row_groups(self) -> int:
         """How many groups of rows the sweep kernel has without a cluster; each needs some of the block columns."""

@@ -373,8 +373,7 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
         BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run),
         linear,
         W.density,
-        W.listed,
-        W.paired,
+        W.shares,
     )
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)

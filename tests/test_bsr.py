@@ -301,7 +301,7 @@ def test_check_reads_the_device_once_and_remembers(monkeypatch):
     with Operations() as second:
         a.check_indices()
         a.check_indices()
-    assert reads == [(8,)]
+    assert reads == [(9,)]
     assert not {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"} & set(first.names)
     assert second.names == []
 

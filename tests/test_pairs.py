@@ -241,18 +241,18 @@ def test_the_plan_kernel_compiles(arch):
 def test_a_check_tells_which_share_of_the_columns_a_pair_needs(pattern):
     mask = PATTERNS[pattern](9, 20)
     W, _ = matrix(mask)
-    assert W.paired is None, "not known yet"
+    assert W.shares.paired is None, "not known yet"
     before = W.key
     W.check_indices()
     unions = [rows.any(0) for rows in mask.split(2)]
-    assert W.paired == round(sum(int(u.sum()) for u in unions) / (len(unions) * 20), 3)
-    assert W.key != before and W.to(torch.float16).paired == W.paired
+    assert W.shares.paired == round(sum(int(u.sum()) for u in unions) / (len(unions) * 20), 3)
+    assert W.key != before and W.to(torch.float16).shares == W.shares
     other = BsrMatrix(W.crow_indices, W.col_indices, W.values, W.shape)
     other.recall()
-    assert other.paired == W.paired and other.key == W.key
+    assert other.shares == W.shares and other.key == W.key
     W, _ = matrix(mask, (128, 64))
     W.check_indices()
-    assert W.paired is None
+    assert W.shares.paired is None
 
 
 def test_rows_that_share_columns_are_paired():
@@ -261,7 +261,7 @@ def test_rows_that_share_columns_are_paired():
     def pick(paired):
         facts, cube = BlockFacts(64, 64, "int32"), heuristics.Extents(8192, 8192, 8192)
         costs = {
-            c: heuristics.cost(c, cube, facts, 0.125, 132, paired=paired)
+            c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(paired=paired))
             for c in heuristics.candidates_sm90(facts, SPEC)
         }
         return min(costs, key=costs.get)

@@ -165,11 +165,11 @@ def test_what_is_refused():
 
 def test_clusters_that_run_at_once():
     """Clusters of four leave SMs idle, and the grid does not wait for them."""
-    config = HIGH[1]
-    assert config.split == 4 and heuristics.resident_clusters(config, 132) == 32
+    config = next(c for c in HIGH if c.split == 4)
+    assert heuristics.resident_clusters(config, 132) == 30
     assert heuristics.resident_clusters(HIGH[0], 132) == 66
     extents = heuristics.Extents(128, 8192, 4096)
-    assert heuristics.grid_limit(config, extents, None, 8, 132) == 128
+    assert heuristics.grid_limit(config, extents, None, 8, 132) == 120
     assert heuristics.grid_limit(config, extents, BlockFacts(128, 128, "int32"), 8, 132) % 4 == 0
 
 
@@ -287,3 +287,15 @@ class TestCuda:
         W = bsr("all_blocks", (128, 128), "cuda", grid=(1, 5))
         exact, _ = exact_and_torch(W.to_dense(), torch.eye(640, dtype=BF16, device="cuda"), BF16)
         assert torch.equal(bsr_matmul(W, torch.eye(640, dtype=BF16, device="cuda")).double(), exact)
+
+
+def test_a_long_row_is_split():
+    """Few columns, and one row with all blocks where the others have one in 16: that row's CTA would be the last."""
+    facts, few = BlockFacts(128, 128, "int32"), heuristics.Extents(8192, 128, 8192)
+
+    def pick(longest):
+        shares = heuristics.Shares(longest=longest)
+        configs = heuristics.candidates_sm90(facts, ARCHS["sm_90"])
+        return min(configs, key=lambda c: heuristics.cost(c, few, facts, 1 / 16, 132, shares=shares))
+
+    assert pick(1.0).split > 1 and pick(None).split == pick(0.1).split == 1

@@ -191,12 +191,12 @@ def test_the_plan_kernel_compiles(arch, block):
 def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
     W, _ = matrix(mask, block)
-    assert W.listed is None, "not known yet"
+    assert W.shares.listed is None, "not known yet"
     before = W.key
     W.check_indices()
     groups = [part.any(0) for part in mask.split(max(1, 192 // block[0]))]
-    assert W.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
-    assert W.key != before and W.to(torch.float16).listed == W.listed
+    assert W.shares.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
+    assert W.key != before and W.to(torch.float16).shares == W.shares
 
 
 def test_rows_that_share_columns_are_swept():
@@ -205,7 +205,7 @@ def test_rows_that_share_columns_are_swept():
     def pick(block, listed):
         facts, cube = BlockFacts(block, block, "int32"), heuristics.Extents(8192, 8192, 8192)
         costs = {
-            c: heuristics.cost(c, cube, facts, 0.125, 132, listed=listed)
+            c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(listed))
             for c in heuristics.candidates_sm90(facts, ARCHS["sm_90"])
         }
         return min(costs, key=costs.get)

@@ -92,8 +92,7 @@ class Problem:
     block: BlockFacts | None = None
     transposed: bool = False
     kept: float = 1.0
-    listed: float | None = None  # of a sparse operand; see heuristics.cost
-    paired: float | None = None  # as well
+    shares: heuristics.Shares = heuristics.NOT_KNOWN  # of a sparse operand
 
 
 @functools.cache
@@ -122,8 +121,7 @@ def choose(
                 continue
             light = problem.epilogue.is_light
             shape = problem.extents, problem.block, problem.kept
-            known = {"listed": problem.listed, "paired": problem.paired}
-            clocks = heuristics.cost(config, *shape, sms, light, **known)
+            clocks = heuristics.cost(config, *shape, sms, light, shares=problem.shares)
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
