@@ -19,7 +19,7 @@ COPY = "copy of as many bytes"
 SQUARES = (512, 1024, 2048, 4096, 8192)
 PROJECTIONS = ((4096, 4096), (14336, 4096), (4096, 14336))  # (N, K) of a transformer 4096 wide
 TOKENS = (128, 2048, 8192)
-DENSITIES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
+DENSITIES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 
 
 def randn(*shape: int, dtype=DTYPE) -> torch.Tensor:
