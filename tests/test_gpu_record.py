@@ -132,5 +132,5 @@ def test_the_cases_are_right(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert sanitize_cases.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 * len(sanitize_cases.CASES) + len(sanitize_cases.ODD)
+    assert len(lines) == 2 * len(sanitize_cases.CASES) + len(sanitize_cases.ODD) + len(sanitize_cases.HOPPER)
     assert all(line.endswith(": right") for line in lines)
