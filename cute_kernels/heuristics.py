@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .arch import ArchSpec
 from .config import BARRIER_BYTES, ELEMENT, PAIRED_ROWS, BlockFacts, GemmConfig
-from .sweep_tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, ROWS, sweep_table_bytes
+from .sweep_tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, ROWS, Geometry, sweep_table_bytes
 
 MACS_PER_CLOCK = 2048
 L2_BYTES_PER_CLOCK = 42
@@ -216,13 +216,14 @@ def cost(
     light: bool = True,
     l2_bytes_per_clock: float = L2_BYTES_PER_CLOCK,
     shares: Shares = NOT_KNOWN,
+    b_k_major: bool = False,
 ) -> float:
     """Clocks the product takes under this configuration; `kept` is the share of K-tiles that exist.
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
     """
     if cfg.sweep:
-        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed)
+        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed, b_k_major)
     clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
     clusters_n = -(-extents.N // (cfg.tile_n * cfg.cluster_n))
     waves = -(-clusters_m * clusters_n * extents.L // resident_clusters(cfg, sms))
@@ -264,8 +265,8 @@ def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:
     return 1 - (1 - kept) ** max(1, rows // block.bm)
 
 
-def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known) -> float:
-    """`cost` of the sweep kernel; `known` is its `listed`.
+def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known, b_k_major) -> float:
+    """`cost` of the sweep kernel; `known` is its shares.listed.
 
     A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again for
     each block); or the bytes that arrive, for which a multicast to two CTAs is 10 % faster, not twice; or what a
@@ -280,6 +281,7 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known)
     listed = listed_at_random(kept, block, cfg.tile_m * cfg.cluster_m)
     if known is not None:  # of one CTA; a cluster's is taken to be larger as it is at random
         listed = min(1.0, known * listed / max(1e-9, listed_at_random(kept, block, cfg.tile_m)))
+    listed = 1 - (1 - listed) ** Geometry.of_block(block.bm, block.bk, b_k_major).gather
     slabs, k_steps = cfg.tile_n / 64, min(block.bk, cfg.tile_k) / 16
     mma = blocks * slabs * k_steps * 16 * block.bm * 64 / MACS_PER_CLOCK
     arriving = (listed * cfg.tile_n + kept * cfg.tile_m) * cfg.tile_k * ELEMENT

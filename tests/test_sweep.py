@@ -202,10 +202,10 @@ def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
 def test_rows_that_share_columns_are_swept():
     """At 8192 cubed and 12.5 %: 64x64 blocks at random are not, as a band they are; 16x16 blocks always."""
 
-    def pick(block, listed):
+    def pick(block, listed, **layout):
         facts, cube = BlockFacts(block, block, "int32"), heuristics.Extents(8192, 8192, 8192)
         costs = {
-            c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(listed))
+            c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(listed), **layout)
             for c in heuristics.candidates_sm90(facts, ARCHS["sm_90"])
         }
         return min(costs, key=costs.get)
@@ -213,6 +213,7 @@ def test_rows_that_share_columns_are_swept():
     assert not pick(64, None).sweep and not pick(64, 0.33).sweep
     assert pick(64, 0.15).sweep and pick(64, 0.15).chunks == 4
     assert pick(16, None).sweep and pick(16, None).stages == 5
+    assert pick(16, None).cluster_m == 1 and pick(16, None, b_k_major=True).cluster_m == 2, "slices are wider then"
 
 
 def test_a_plan_is_kept_until_the_indices_change():

@@ -192,7 +192,8 @@ class Space:
         if rates.get("l2_tbs") and rates.get("tensor_tflops"):
             clock = rates["tensor_tflops"] / (2 * TENSOR_MACS * self.sms)  # THz that the tensor cores' rate amounts to
             feed = rates["l2_tbs"] / (self.sms * clock)
-        return heuristics.cost(config, p.extents, p.block, p.kept, self.sms, p.epilogue.is_light, feed, p.shares)
+        shape = p.extents, p.block, p.kept
+        return heuristics.cost(config, *shape, self.sms, p.epilogue.is_light, feed, p.shares, p.majors[1] == "k")
 
     # -- what a search does -----------------------------------------------------------------------------------
 

@@ -121,7 +121,8 @@ def choose(
                 continue
             light = problem.epilogue.is_light
             shape = problem.extents, problem.block, problem.kept
-            clocks = heuristics.cost(config, *shape, sms, light, shares=problem.shares)
+            pattern = {"shares": problem.shares, "b_k_major": problem.majors[1] == "k"}
+            clocks = heuristics.cost(config, *shape, sms, light, **pattern)
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
