@@ -20,20 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cute_kernels.config import PAIRED_ROWS
 from cute_kernels.heuristics import NOT_KNOWN, Shares
-from cute_kernels.sweep_tile import CHUNK, CONSUMERS, ROWS
+from cute_kernels.sweep_tile import CHUNK
 
-from . import balance
+from . import arguments, balance, index_check
 from .pairs import PairPlan, pair_plan, starts_of
 from .sweep import SweepPlan, sweep_plan
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
-VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INDEX_DTYPES = (torch.int32, torch.int64)
-BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
-ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 INT32_MAX = 2**31 - 1
 MOST_PLANS = 64  # kept for one matrix: one for each kernel and width of the other operand
 
@@ -90,10 +85,10 @@ class BsrMatrix:
         *,
         check: bool = True,
     ) -> None:
-        batch = _check_tensors(crow_indices, col_indices, values)
-        shape = _extents(shape, batch)
+        batch = arguments.check_tensors(crow_indices, col_indices, values)
+        shape = arguments.extents(shape, batch)
         *_, nnz, bm, bk = values.shape
-        rows, cols = _block_grid(shape[-2:], (bm, bk))
+        rows, cols = arguments.block_grid(shape[-2:], (bm, bk))
         if crow_indices.shape[-1] != rows + 1:
             raise ValueError(f"crow_indices has {crow_indices.shape[-1]} entries; {rows} rows need {rows + 1}")
         if len(col_indices) != nnz:
@@ -188,7 +183,7 @@ class BsrMatrix:
             raise ValueError("stack needs at least one matrix, got none")
         for i, m in enumerate(matrices):
             if not isinstance(m, BsrMatrix):
-                raise TypeError(f"stack needs BsrMatrix, got {_describe(m)} at {i}")
+                raise TypeError(f"stack needs BsrMatrix, got {arguments.describe(m)} at {i}")
             if m.batch is not None:
                 raise ValueError(f"stack needs single matrices, got a batch of shape {m.shape} at {i}; see unbind")
             for name in ("shape", "blocksize", "device", "dtype"):
@@ -254,19 +249,19 @@ class BsrMatrix:
             TypeError: `dense` or `mask` is no strided tensor, or a dtype is not supported.
             ValueError: both mask and density are given, or an extent, a device or the density is wrong.
         """
-        if not _is_strided(dense):
-            raise TypeError(f"dense must be a strided tensor, got {_describe(dense)}")
+        if not arguments.is_strided(dense):
+            raise TypeError(f"dense must be a strided tensor, got {arguments.describe(dense)}")
         if dense.dim() != 2:
             several = "; convert the items of a batch one by one, and stack them" if dense.dim() == 3 else ""
             raise ValueError(f"dense must have 2 dimensions (M, K), got shape {tuple(dense.shape)}{several}")
-        _check_dtypes(dense.dtype, index_dtype)
+        arguments.check_dtypes(dense.dtype, index_dtype)
         if mask is not None and density is not None:
             raise ValueError("mask and density are both given; pass at most one of them")
-        blocksize = _pair(blocksize, "blocksize")
-        rows, cols = _block_grid(dense.shape, blocksize)
+        blocksize = arguments.pair(blocksize, "blocksize")
+        rows, cols = arguments.block_grid(dense.shape, blocksize)
         blocks = _block_view(dense, blocksize)  # (rows, cols, bm, bk)
         if density is not None:
-            _check_density(density)
+            arguments.check_density(density)
             norms = torch.linalg.vector_norm(blocks.detach(), dim=(2, 3), dtype=torch.float64).flatten()
             order = norms.argsort(descending=True, stable=True)
             kept = order[: round(density * rows * cols)].sort().values
@@ -274,8 +269,8 @@ class BsrMatrix:
         else:
             if mask is None:
                 mask = (blocks.detach() != 0).any(dim=3).any(dim=2)
-            if not _is_strided(mask) or mask.dtype is not torch.bool:
-                raise TypeError(f"mask must be a strided bool tensor, got {_describe(mask)}")
+            if not arguments.is_strided(mask) or mask.dtype is not torch.bool:
+                raise TypeError(f"mask must be a strided bool tensor, got {arguments.describe(mask)}")
             if mask.shape != (rows, cols) or mask.device != dense.device:
                 got = f"{tuple(mask.shape)} on {mask.device}"
                 raise ValueError(f"mask must have shape {(rows, cols)} on {dense.device}, got {got}")
@@ -355,7 +350,7 @@ class BsrMatrix:
             TypeError: `target` is a dtype that values cannot have.
         """
         if isinstance(target, torch.dtype):
-            _check_dtypes(target, self.crow_indices.dtype)
+            arguments.check_dtypes(target, self.crow_indices.dtype)
             crow, col = self.crow_indices, self.col_indices
         else:
             crow, col = self.crow_indices.to(target), self.col_indices.to(target)
@@ -458,41 +453,12 @@ class BsrMatrix:
                 "this BsrMatrix has unchecked indices, and a CUDA graph cannot capture the check, which "
                 "synchronises; call check_indices() before the capture, or build the matrix with check=False"
             )
-        crow, col, nnz = self._rows_of_all_items(), self.col_indices, self.nnz
-        # (nnz + 1,); clamped so that a wrong crow ends in a flag and not in a write out of bounds.
-        starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=col.device)
-        starts_row.index_fill_(0, crow.clamp(0, nnz).long(), True)
-        flags = [
-            crow[0] != 0,
-            crow[-1] != nnz,
-            (crow[1:] < crow[:-1]).any() | self._items_apart().any(),
-            ((col < 0) | (col >= self.n_block_cols)).any(),
-            ((col[1:] <= col[:-1]) & ~starts_row[1:nnz]).any(),
-        ]
-        lengths = crow.diff()
-        flags.append((lengths == lengths[:1]).all())
-        longest = lengths.max() if len(lengths) else crow[0]
-        columns = self._columns_listed(), self._columns_paired(), longest
-        *wrong, even, listed, paired, longest = torch.stack([x.long() for x in (*flags, *columns)]).tolist()
-        if any(wrong):
-            raise ValueError(self._first_index_error())
-        self._set(checked=True, even=bool(even))
-        if self.batch is None:
-            pairs, cols = -(-self.n_block_rows // 2), self.n_block_cols
-            paired = round(paired / max(1, pairs * cols), 3) if self.blocksize[0] == PAIRED_ROWS else None
-            listed = round(listed / max(1, self._row_groups() * cols), 2)
-            self._set_shares(Shares(listed, paired, round(longest / max(1, cols), 2)))
+        error, even, shares = index_check.check(self)
+        if error:
+            raise ValueError(error)
+        self._set(checked=True, even=even)
+        self._set_shares(shares)
         self._remember()
-
-    def _rows_of_all_items(self) -> Tensor:
-        """crow_indices (rows + 1,), of a batch with a pattern for each item as if they lay below each other."""
-        crow = self.crow_indices
-        return crow if crow.dim() == 1 else torch.cat([crow[0, :1], crow[:, 1:].flatten()])
-
-    def _items_apart(self) -> Tensor:
-        """For each item after the first, whether it does not begin where the one before ends."""
-        crow = self.crow_indices[None] if self.crow_indices.dim() == 1 else self.crow_indices
-        return crow[1:, 0] != crow[:-1, -1]
 
     def _remember(self) -> None:
         known = weakref.ref(self.col_indices), self.blocksize, self.even, self.shares, self.plans
@@ -510,62 +476,6 @@ class BsrMatrix:
         even, shares, plans = learnt
         self._set(even=even, plans=plans)
         self._set_shares(shares)
-
-    def _row_groups(self) -> int:
-        """How many groups of rows the sweep kernel has without a cluster; each needs some of the block columns."""
-        return -(-self.shape[-2] // max(self.blocksize[0], ROWS * CONSUMERS))
-
-    def _columns_listed(self) -> Tensor:
-        """In how many block columns all such groups have a block, on the device; of wrong indices any number."""
-        return self._columns_of(self._row_groups(), max(self.blocksize[0], ROWS * CONSUMERS))
-
-    def _columns_paired(self) -> Tensor:
-        """The same of pairs of block rows, where there is a kernel for them."""
-        if self.blocksize[0] != PAIRED_ROWS:
-            return torch.zeros((), dtype=torch.int64, device=self.col_indices.device)
-        return self._columns_of(-(-self.n_block_rows // 2), 2 * PAIRED_ROWS)
-
-    def _columns_of(self, groups: int, rows: int) -> Tensor:
-        """In how many block columns groups of so many rows have a block, summed over groups."""
-        cols = self.n_block_cols
-        if self.nnz == 0 or self.batch:
-            return torch.zeros((), dtype=torch.int64, device=self.col_indices.device)
-        crow = self.crow_indices.clamp(0, self.nnz).contiguous()
-        numbers = torch.arange(self.nnz, dtype=crow.dtype, device=crow.device)
-        row = (torch.searchsorted(crow, numbers, right=True) - 1).clamp(0, self.n_block_rows - 1)
-        group = row * self.blocksize[0] // rows
-        needed = torch.zeros(groups * cols, dtype=torch.bool, device=crow.device)
-        return needed.index_fill_(0, group * cols + self.col_indices.long().clamp(0, cols - 1), True).sum()
-
-    def _first_index_error(self) -> str:
-        """What is wrong first, crow_indices before col_indices. Copies the indices to the host."""
-        crow, col, nnz, cols = self._rows_of_all_items().cpu(), self.col_indices.cpu(), self.nnz, self.n_block_cols
-        patterns, rows = self.batch == "patterns", max(self.n_block_rows, 1)
-
-        def entry(r: int, item: int) -> str:
-            return f"crow_indices[{item}, {r - item * rows}]" if patterns else f"crow_indices[{r}]"
-
-        def place(r: int) -> str:
-            return f"block-row {r % rows} of item {r // rows}" if patterns else f"block-row {r}"
-
-        if crow[0] != 0:
-            return f"{entry(0, 0)} is {crow[0]}; it must be 0"
-        for i in self._items_apart().nonzero().flatten()[:1].tolist():
-            begin, end = self.crow_indices[i + 1, 0], self.crow_indices[i, -1]
-            return f"crow_indices[{i + 1}, 0] is {begin}; it must be where item {i} ends, {end}"
-        for r in (crow[1:] < crow[:-1]).nonzero().flatten()[:1].tolist():
-            item = r // rows
-            return f"{entry(r + 1, item)} is {crow[r + 1]}, less than {entry(r, item)} = {crow[r]}"
-        if crow[-1] != nnz:
-            last = len(crow) - 1
-            return f"{entry(last, max(last - 1, 0) // rows)}, the last, is {crow[-1]}; it must be nnz = {nnz}"
-        row = torch.repeat_interleave(crow.diff())  # (nnz,)
-        for p in ((col < 0) | (col >= cols)).nonzero().flatten()[:1].tolist():
-            return f"col_indices[{p}] is {col[p]}, in {place(int(row[p]))}; it must be in [0, {cols})"
-        for p in ((col[1:] <= col[:-1]) & (row[1:] == row[:-1])).nonzero().flatten()[:1].tolist():
-            found = f"col_indices[{p + 1}] is {col[p + 1]} after {col[p]}, both in {place(int(row[p]))}"
-            return f"{found}; the columns of a block-row must be sorted and without duplicates"
-        return "the indices were wrong when checked but have been written to since; they must not change"
 
     def row_of_block(self) -> Tensor:
         """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.
@@ -637,9 +547,9 @@ def random_bsr(
         TypeError: a dtype is not supported.
         ValueError: extents do not divide, or not exactly one of per_row and density is given and in range.
     """
-    _check_dtypes(dtype, index_dtype)
-    shape, blocksize = _pair(shape, "shape"), _pair(blocksize, "blocksize")
-    rows, cols = _block_grid(shape, blocksize)
+    arguments.check_dtypes(dtype, index_dtype)
+    shape, blocksize = arguments.pair(shape, "shape"), arguments.pair(blocksize, "blocksize")
+    rows, cols = arguments.block_grid(shape, blocksize)
     if (per_row is None) == (density is None):
         raise ValueError(f"give either per_row or density, got per_row={per_row} and density={density}")
     scores = torch.rand(rows, cols, device=device, generator=generator)
@@ -649,7 +559,7 @@ def random_bsr(
         col = scores.argsort(dim=1)[:, :per_row].sort(dim=1).values.flatten()
         crow = torch.arange(rows + 1, dtype=index_dtype, device=scores.device) * per_row
     else:
-        _check_density(density)
+        arguments.check_density(density)
         row, col = (scores < density).nonzero(as_tuple=True)
         crow = _row_starts(row, rows, index_dtype)
     values = torch.randn(len(col), *blocksize, dtype=dtype, device=scores.device, generator=generator)
@@ -666,86 +576,3 @@ def _row_starts(row: Tensor, n_rows: int, index_dtype: torch.dtype) -> Tensor:
     """(n_rows + 1,) where each row begins in the sorted (nnz,) `row`; no synchronisation, unlike bincount."""
     starts = torch.arange(n_rows + 1, dtype=row.dtype, device=row.device)
     return torch.searchsorted(row, starts, out_int32=index_dtype is torch.int32)
-
-
-def _is_strided(x: object) -> bool:
-    return isinstance(x, Tensor) and x.layout is torch.strided
-
-
-def _describe(x: object) -> str:
-    return f"a {x.layout} tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _extents(shape: Sequence[int], batch: str | None) -> tuple[int, ...]:
-    """`shape` as two integers, or three of a batch."""
-    if batch is None:
-        return _pair(shape, "shape")
-    try:
-        shape = tuple(map(operator.index, shape))
-    except TypeError:
-        shape = (shape,)
-    if len(shape) != 3 or shape[0] < 1:
-        raise ValueError(
-            f"shape must be (L, M, K) with L at least 1, because {'values' if batch == 'values' else 'crow_indices'} "
-            f"has a dimension for the items of a batch; got {shape}"
-        )
-    return shape
-
-
-def _pair(x: Sequence[int], name: str) -> tuple[int, int]:
-    try:
-        first, second = map(operator.index, x)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} must be two integers, got {x!r}") from None
-    return first, second
-
-
-def _block_grid(shape: Sequence[int], blocksize: Sequence[int]) -> tuple[int, int]:
-    """(M / bm, K / bk), or a ValueError where such blocks are unsupported or do not tile the matrix."""
-    for name, side in zip(("bm", "bk"), blocksize, strict=True):
-        if side <= 0 or side % BLOCK_MULTIPLE:
-            raise ValueError(f"block side {name} is {side}; use a positive multiple of {BLOCK_MULTIPLE}")
-    for name, extent, side in zip(("M", "K"), shape, blocksize, strict=True):
-        if extent < 0 or extent % side:
-            raise ValueError(f"{name} is {extent}, no multiple of {side}; pad it to {-(-extent // side) * side}")
-    return shape[0] // blocksize[0], shape[1] // blocksize[1]
-
-
-def _check_dtypes(value_dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    if value_dtype not in VALUE_DTYPES:
-        raise TypeError(f"values cannot be {value_dtype}; use one of {', '.join(map(str, VALUE_DTYPES))}")
-    if index_dtype not in INDEX_DTYPES:
-        raise TypeError(f"indices cannot be {index_dtype}; use one of {', '.join(map(str, INDEX_DTYPES))}")
-
-
-def _check_density(density: float) -> None:
-    if not 0 <= density <= 1:
-        raise ValueError(f"density is {density}; it must be in [0, 1]")
-
-
-def _check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> str | None:
-    """What the constructor asks of each tensor by itself, and of the three together; returns BsrMatrix.batch."""
-    tensors = {"crow_indices": (crow_indices, (1, 2)), "col_indices": (col_indices, (1,)), "values": (values, (3, 4))}
-    for name, (t, _) in tensors.items():
-        if not _is_strided(t):
-            raise TypeError(f"{name} must be a strided tensor, got {_describe(t)}")
-    _check_dtypes(values.dtype, crow_indices.dtype)
-    if col_indices.dtype is not crow_indices.dtype:
-        got = f"{crow_indices.dtype} and {col_indices.dtype}"
-        raise TypeError(f"crow_indices and col_indices must have the same dtype, got {got}; convert one")
-    for name, (t, dim) in tensors.items():
-        if t.dim() not in dim:
-            several = f", or {dim[1]} of a batch" if len(dim) > 1 else ""
-            raise ValueError(f"{name} must have {dim[0]} dimension(s){several}, got shape {tuple(t.shape)}")
-        if t.device != values.device:
-            raise ValueError(f"{name} is on {t.device}, values on {values.device}; move them to one device")
-        if not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
-    if offset := values.data_ptr() % ALIGNMENT:
-        raise ValueError(f"values is {offset} bytes off {ALIGNMENT}-byte alignment; pass values.clone()")
-    if crow_indices.dim() == 2 and values.dim() == 4:
-        raise ValueError(
-            "crow_indices (L, rows + 1) and values (L, nnz, bm, bk) are two ways to store a batch: give one pattern "
-            "with values for each item, or a pattern for each item with all values as (total, bm, bk)"
-        )
-    return "patterns" if crow_indices.dim() == 2 else "values" if values.dim() == 4 else None

@@ -1,0 +1,95 @@
+"""What BSR's constructors ask of their arguments, before anything is read from a GPU."""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
+ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
+
+
+def is_strided(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+def describe(x: object) -> str:
+    return f"a {x.layout} tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def extents(shape: Sequence[int], batch: str | None) -> tuple[int, ...]:
+    """`shape` as two integers, or three of a batch."""
+    if batch is None:
+        return pair(shape, "shape")
+    try:
+        shape = tuple(map(operator.index, shape))
+    except TypeError:
+        shape = (shape,)
+    if len(shape) != 3 or shape[0] < 1:
+        raise ValueError(
+            f"shape must be (L, M, K) with L at least 1, because {'values' if batch == 'values' else 'crow_indices'} "
+            f"has a dimension for the items of a batch; got {shape}"
+        )
+    return shape
+
+
+def pair(x: Sequence[int], name: str) -> tuple[int, int]:
+    try:
+        first, second = map(operator.index, x)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be two integers, got {x!r}") from None
+    return first, second
+
+
+def block_grid(shape: Sequence[int], blocksize: Sequence[int]) -> tuple[int, int]:
+    """(M / bm, K / bk), or a ValueError where such blocks are unsupported or do not tile the matrix."""
+    for name, side in zip(("bm", "bk"), blocksize, strict=True):
+        if side <= 0 or side % BLOCK_MULTIPLE:
+            raise ValueError(f"block side {name} is {side}; use a positive multiple of {BLOCK_MULTIPLE}")
+    for name, extent, side in zip(("M", "K"), shape, blocksize, strict=True):
+        if extent < 0 or extent % side:
+            raise ValueError(f"{name} is {extent}, no multiple of {side}; pad it to {-(-extent // side) * side}")
+    return shape[0] // blocksize[0], shape[1] // blocksize[1]
+
+
+def check_dtypes(value_dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    if value_dtype not in VALUE_DTYPES:
+        raise TypeError(f"values cannot be {value_dtype}; use one of {', '.join(map(str, VALUE_DTYPES))}")
+    if index_dtype not in INDEX_DTYPES:
+        raise TypeError(f"indices cannot be {index_dtype}; use one of {', '.join(map(str, INDEX_DTYPES))}")
+
+
+def check_density(density: float) -> None:
+    if not 0 <= density <= 1:
+        raise ValueError(f"density is {density}; it must be in [0, 1]")
+
+
+def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> str | None:
+    """What the constructor asks of each tensor by itself, and of the three together; returns BsrMatrix.batch."""
+    tensors = {"crow_indices": (crow_indices, (1, 2)), "col_indices": (col_indices, (1,)), "values": (values, (3, 4))}
+    for name, (t, _) in tensors.items():
+        if not is_strided(t):
+            raise TypeError(f"{name} must be a strided tensor, got {describe(t)}")
+    check_dtypes(values.dtype, crow_indices.dtype)
+    if col_indices.dtype is not crow_indices.dtype:
+        got = f"{crow_indices.dtype} and {col_indices.dtype}"
+        raise TypeError(f"crow_indices and col_indices must have the same dtype, got {got}; convert one")
+    for name, (t, dim) in tensors.items():
+        if t.dim() not in dim:
+            several = f", or {dim[1]} of a batch" if len(dim) > 1 else ""
+            raise ValueError(f"{name} must have {dim[0]} dimension(s){several}, got shape {tuple(t.shape)}")
+        if t.device != values.device:
+            raise ValueError(f"{name} is on {t.device}, values on {values.device}; move them to one device")
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
+    if offset := values.data_ptr() % ALIGNMENT:
+        raise ValueError(f"values is {offset} bytes off {ALIGNMENT}-byte alignment; pass values.clone()")
+    if crow_indices.dim() == 2 and values.dim() == 4:
+        raise ValueError(
+            "crow_indices (L, rows + 1) and values (L, nnz, bm, bk) are two ways to store a batch: give one pattern "
+            "with values for each item, or a pattern for each item with all values as (total, bm, bk)"
+        )
+    return "patterns" if crow_indices.dim() == 2 else "values" if values.dim() == 4 else None
