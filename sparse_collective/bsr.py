@@ -355,10 +355,28 @@ class BsrMatrix:
         else:
             crow, col = self.crow_indices.to(target), self.col_indices.to(target)
         values = self.values.to(target)
-        if crow is self.crow_indices and col is self.col_indices and values is self.values:
-            return self
+        if crow is self.crow_indices and col is self.col_indices:
+            return self if values is self.values else self.with_values(values)
         state = {"check": self.check, "checked": self.checked, "even": self.even, "shares": self.shares}
         return self._make(crow, col, values, self.shape, **state)
+
+    def with_values(self, values: Tensor) -> BsrMatrix:
+        """The same pattern with other values, for a step that makes them anew: nothing is checked or planned again.
+
+        Shares the index tensors, and what has been learnt and made of them. Differentiable.
+
+        Args:
+            values: of self.values' shape and device, of any dtype that values can have; contiguous and aligned.
+
+        Raises:
+            TypeError, ValueError: as the constructor does, and for another shape.
+        """
+        if isinstance(values, Tensor) and values.shape != self.values.shape:
+            raise ValueError(f"values must be of shape {tuple(self.values.shape)}, got {tuple(values.shape)}")
+        matrix = BsrMatrix(self.crow_indices, self.col_indices, values, self.shape, check=self.check)
+        matrix._set(checked=self.checked, even=self.even, plans=self.plans)
+        matrix._set_shares(self.shares)
+        return matrix
 
     def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
         """`make()`, a tuple of tensors made of the indices alone, on their device; kept under `key`.

@@ -318,3 +318,22 @@ def test_random_refuses():
     ):
         with pytest.raises(error, match=message):
             random_bsr((64, 64), (16, 16), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_values_of_one_pattern(device):
+    """A training step makes values anew: what is known of the pattern, and what was made of it, stays."""
+    crow, col, values, shape = (x.to(device) if isinstance(x, torch.Tensor) else x for x in parts(blocksize=(16, 16)))
+    a = BsrMatrix(crow, col, values, shape)
+    a.check_indices()
+    plan = a.sweep_plan(1, False)
+    b = a.with_values(2 * values)
+    assert torch.equal(b.to_dense(), 2 * a.to_dense()) and pointers(b.crow_indices) == pointers(crow)
+    assert (b.checked, b.even, b.shares, b.key) == (True, a.even, a.shares, a.key)
+    assert b.sweep_plan(1, False) is plan and a.to(torch.bfloat16).sweep_plan(1, False) is plan
+    with pytest.raises(ValueError, match="must be of shape"):
+        a.with_values(values[1:])
+    with pytest.raises(TypeError, match="values cannot be"):
+        a.with_values(values.double())
+    unchecked = BsrMatrix(crow, col, values, shape).with_values(values.clone())
+    assert not unchecked.checked and unchecked.plans is not None
