@@ -157,7 +157,7 @@ def _epilogue(word: str, text: str) -> dict:
     return found
 
 
-# The rows of the README, and layers of transformers: 8192 tokens, Llama 3 8B and 70B, and one decoding step of 64.
+# The rows of the README, and layers of transformers: 8192 tokens, Llama 3 8B and 70B, and decoding steps of 64 and 128.
 STANDARD = (
     "gemm 4096x4096x4096 NN bf16",
     "gemm 4096x4096x4096 NT bf16",
@@ -176,6 +176,9 @@ STANDARD = (
     "gemm 8192x4096x14336 NT bf16",
     "gemm 8192x8192x8192 NT bf16 bias+gelu",
     "gemm 64x4096x4096 NT bf16",
+    "gemm 128x4096x4096 NT bf16",
+    "gemm 128x14336x4096 NT bf16",
+    "gemm 128x4096x14336 NT bf16",
     "bsr_linear 14336x8192x4096 128x128 25%",
     "bsr_linear 4096x8192x14336 128x128 25% bias+gelu",
 )
