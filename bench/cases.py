@@ -1,11 +1,12 @@
 """What is measured against what: each case is one product, its peers, and the ratio that is asked of it."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from cute_kernels import explain, gemm, path
-from sparse_collective import bsr_linear, bsr_matmul, random_bsr
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 
 from . import patterns, peers
 from .peers import CUBLAS, CUBLASLT, Call, Operands, verified
@@ -16,6 +17,7 @@ CUBE = 8192
 DENSE_CUBE = f"cuBLAS {CUBE} cubed"
 EQUAL = "cuBLAS, equal work"
 COPY = "copy of as many bytes"
+LOOP = "a loop over the experts"
 SQUARES = (512, 1024, 2048, 4096, 8192)
 PROJECTIONS = ((4096, 4096), (14336, 4096), (4096, 14336))  # (N, K) of a transformer 4096 wide
 TOKENS = (128, 2048, 8192)
@@ -183,6 +185,55 @@ def skinny(tokens: int, size: int, bm: int, bk: int, density: float, asked: floa
     return Case("block-sparse", name, problem, ours, [Candidate(COPY, problem.flops, copy)], COPY, asked)
 
 
+def grouped(
+    tokens: int, K: int, M: int, block: tuple[int, int], density: float, experts: int = 8, run: int = 128,
+    device: str = "cuda",
+) -> Case:  # fmt: skip
+    """bsr_grouped_linear of equal shares of tokens, beside a loop over the experts and torch's dense grouped product."""
+    per_row, share = round(density * K / block[1]), tokens // experts
+    problem = Problem("bsr_grouped_linear", M, tokens, K, block, per_row * block[1] / K)
+
+    @functools.cache
+    def operands() -> tuple:
+        """(W of each expert, x, rows of the result to compare, what they must be)"""
+        items = [random_bsr((M, K), block, per_row=per_row, device=device, dtype=DTYPE) for _ in range(experts)]
+        x = torch.randn(tokens, K, device=device, dtype=DTYPE)
+        rows = torch.linspace(0, tokens - 1, min(tokens, 8 * experts), dtype=torch.float64).long()
+        must = [x[row].float() @ items[row // share].to_dense().float().t() for row in rows.tolist()]
+        return items, x, rows.to(device), torch.stack(must)
+
+    def ours():
+        items, x, rows, must = operands()
+        W, out = BsrMatrix.stack(items), x.new_empty(tokens, M)
+        groups = torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(share // run)
+        call = Call(lambda: bsr_grouped_linear(x, W, groups, out=out))
+        return verified(call, lambda: (rows, must)), explain(bsr_grouped_linear, x, W, groups, out=out)
+
+    def loop():
+        items, x, rows, must = operands()
+        out = x.new_empty(tokens, M)
+        parts = list(zip(x.split(share), items, out.split(share), strict=True))
+
+        def call():
+            for of_expert, W, to in parts:
+                bsr_linear(of_expert, W, out=to)
+            return out
+
+        return verified(Call(call), lambda: (rows, must))
+
+    def dense():
+        items, x, rows, must = operands()
+        weights = torch.stack([W.to_dense() for W in items])
+        ends = torch.arange(share, tokens + 1, share, dtype=torch.int32, device=device)
+        return verified(Call(lambda: torch._grouped_mm(x, weights.mT, offs=ends)), lambda: (rows, must))
+
+    others = [Candidate(LOOP, problem.flops, loop), Candidate("torch grouped_mm, dense", 2.0 * tokens * K * M, dense)]
+    name = (
+        f"bsr_grouped_linear {block[0]}x{block[1]}, {problem.density:.3g}, {experts} experts, {tokens} tokens in {run}s"
+    )
+    return Case("block-sparse", name, problem, ours, others, LOOP)
+
+
 def sparse_cases(mode: str) -> Iterator[Case]:
     """Block-sparse rows: M = N = 8192."""
     full = mode == "full"
@@ -212,6 +263,8 @@ def sparse_cases(mode: str) -> Iterator[Case]:
         for block in ((64, 64), (128, 128)):
             yield skinny(tokens, 16384, *block, 1 / 4)
     yield skinny(1, 8192, 128, 128, eighth)
+    yield grouped(8192, 4096, 14336, (128, 128), eighth)
+    yield grouped(8192, 4096, 14336, (128, 128), eighth, run=256)
     for block in ((128, 128), (64, 64), (32, 32), (16, 16)):
         for density in DENSITIES:
             if density != eighth:

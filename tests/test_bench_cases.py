@@ -56,3 +56,13 @@ def test_a_matrix_has_the_mask_s_blocks():
     assert W.shape == (80, 224) and W.nnz == int(mask.sum()) and W.checked
     found = W.to_dense().view(5, 16, 7, 32).abs().sum((1, 3)) > 0
     assert torch.equal(found, mask)
+
+
+def test_a_grouped_row_is_what_its_peers_compute():
+    """On the CPU, through the ops' reference; set-ups compare with the truth."""
+    case = cases.grouped(512, 256, 384, (128, 128), 0.5, experts=4, run=64, device="cpu")
+    call, plan = case.ours()
+    truth = call().float()
+    for peer in case.peers:
+        assert (peer.setup()().float() - truth).norm() < 0.01 * truth.norm()
+    assert case.problem.flops == 2 * 512 * 256 * 384 / 2 and case.against in [peer.name for peer in case.peers]
