@@ -189,9 +189,9 @@ def grouped(
     tokens: int, K: int, M: int, block: tuple[int, int], density: float, experts: int = 8, run: int = 128,
     device: str = "cuda",
 ) -> Case:  # fmt: skip
-    """bsr_grouped_linear of equal shares of tokens, beside a loop over the experts and torch's dense grouped product."""
+    """bsr_grouped_linear, tokens shared equally, beside a loop over the experts and torch's dense grouped product."""
     per_row, share = round(density * K / block[1]), tokens // experts
-    problem = Problem("bsr_grouped_linear", M, tokens, K, block, per_row * block[1] / K)
+    problem = Problem("bsr_grouped_linear", M, tokens, K, block, per_row * block[1] / K, items=experts)
 
     @functools.cache
     def operands() -> tuple:
@@ -228,9 +228,7 @@ def grouped(
         return verified(Call(lambda: torch._grouped_mm(x, weights.mT, offs=ends)), lambda: (rows, must))
 
     others = [Candidate(LOOP, problem.flops, loop), Candidate("torch grouped_mm, dense", 2.0 * tokens * K * M, dense)]
-    name = (
-        f"bsr_grouped_linear {block[0]}x{block[1]}, {problem.density:.3g}, {experts} experts, {tokens} tokens in {run}s"
-    )
+    name = f"bsr_grouped_linear {block[0]}x{block[1]}, {problem.density:.3g}, {experts} experts, runs of {run}"
     return Case("block-sparse", name, problem, ours, others, LOOP)
 
 

@@ -16,7 +16,7 @@ OURS = "ours"
 class Problem:
     """What is computed, as result files name it. `block` is None and `density` 1 for a dense product."""
 
-    op: str  # gemm, bsr_matmul, bsr_linear
+    op: str  # gemm, bsr_matmul, bsr_linear, bsr_grouped_linear
     M: int
     N: int
     K: int
@@ -26,6 +26,7 @@ class Problem:
     dtype: str = "bfloat16"
     path: str | None = None  # "sm_80" where that family of kernels was forced
     epilogue: str = ""  # "bias+gelu_tanh"; "" for none
+    items: int = 1  # of W, among which each run of columns has one
     pattern: str = "uniform"  # of the kept blocks: equally many in each row, at random; or one of patterns.PATTERNS
 
     @property
@@ -35,8 +36,8 @@ class Problem:
 
     @property
     def bytes(self) -> float:
-        """The least that passes through device memory: stored elements of A, all of B and D, once."""
-        return 2.0 * (self.M * self.K * self.density + self.K * self.N + self.M * self.N)
+        """The least that passes through device memory: stored elements of every A, all of B and D, once."""
+        return 2.0 * (self.items * self.M * self.K * self.density + self.K * self.N + self.M * self.N)
 
 
 @dataclass
