@@ -253,6 +253,8 @@ def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, replace(config, cluster_n=1), (64, 64))
     config = heuristics.pairs(spec)[0]
     changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
+    yield from main(bsr, spec, spec.path, (512, 112), ranks=(3, 3, 3))
+    yield from main(linear, spec, spec.path, (512, 112), ranks=(3, 3, 3))
     for change in (*changes, {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"majors": ("k", "k", "n")}):
         yield bsr(spec, spec.path, config, (64, 64), **change)
 

@@ -251,6 +251,17 @@ def _unsupported_sm80(facts: GemmFacts) -> str:
     registers = min(255, 65_536 // threads)
     if accumulators + fragments + SM80_OTHER_REGISTERS > registers:
         return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+    block, steps = facts.block, facts.k_blocks
+    if (
+        block
+        and accumulators > 64
+        and block.bm > cfg.tile_m
+        and len(steps) > 2
+        and sum(steps) % 2
+        and facts.ranks[1] > 2
+    ):
+        # compiled: 8 and 24 bytes of stack
+        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
     pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
     store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n
     needed = max(facts.operand_bytes, store)
