@@ -25,8 +25,8 @@ STORE_CLOCKS = {"light": 16, "loaded": 40}
 # (2.7 to 3.3 TB/s in all), and what DRAM delivers to all SMs (4.27 TB/s), which no split exceeds.
 EXCHANGE_CLOCKS, EXCHANGE_BYTES_PER_CLOCK = 1500, 12
 DRAM_BYTES_PER_CLOCK = 2750
-# Fitted to 90 measured times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as
-# much: so shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
+# Fitted to 90 times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as much: so
+# shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 392, 90, 165
 SWEEP_FEED = {3: 1.03, 4: 1.1, 5: 1.37, 6: 1.15, 7: 1.15}  # times L2's rate, by stages of B
 LONE_COLUMN = 1.3  # of a pair's column that one row has: its time over that of its bytes, with zeros for the other
@@ -270,8 +270,9 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known,
     A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again for
     each block); or the bytes that arrive, for which a multicast to two CTAs is 10 % faster, not twice; or what a
     consumer spends on waiting and branching. Rings of 2 chunks fill up where chunks do, the more so with high blocks,
-    and few stages of B do not cover L2's latency. Against 90 times measured at 8192 cubed (blocks of 16 to 64, 3 to
-    100 %, the five configurations of `sweeps`) that errs by 6 % (root mean square).
+    and few stages of B do not cover L2's latency. Against 90 times at 8192 cubed (blocks of 16 to 64, 3 to 100 %, the
+    five configurations of `sweeps`) that errs by 6 % (root mean square). Of the 90, 75 are as measured, some of them
+    before TMA copied two rows as one (Geometry.fold); the 15 others were too, and were lowered by 1 to 5 % by guess.
     """
     if sweep_table_bytes(extents.M, extents.K, cfg.cluster_m) > MOST_TABLE_BYTES:
         return math.inf
