@@ -124,6 +124,9 @@ class Fragment:
     def __add__(self, other):
         return Fragment(self.x + getattr(other, "x", other))
 
+    def __rsub__(self, other):
+        return Fragment(other - self.x)
+
     __rmul__, __radd__ = __mul__, __add__
 
 
@@ -131,6 +134,7 @@ def test_gelu_as_kernels_compute_it(monkeypatch):
     """No further from the truth than torch's own fp32 formula is at its worst, and right in the limits."""
     intrinsics = {"exp2": torch.exp2, "rcp": torch.reciprocal}
     monkeypatch.setattr(F, "_approximate", lambda name, x: Fragment(intrinsics[name](x.x)))
+    monkeypatch.setattr(F, "absolute", lambda x: Fragment(x.x.abs()))
 
     def gelu(x):
         return F.gelu(Fragment(x)).x
@@ -138,7 +142,7 @@ def test_gelu_as_kernels_compute_it(monkeypatch):
     x = torch.linspace(-30, 30, 600_001)
     exact = nnf.gelu(x.double())
     mine, by_torch = ((y.double() - exact).abs().max() for y in (gelu(x), nnf.gelu(x)))
-    assert mine <= 6e-7 < by_torch
+    assert mine <= 0.7 * by_torch  # here without fused multiply-adds, which a kernel has
     limits = torch.tensor([-1e30, -1e4, 1e4, 1e30, math.inf, 0.0])
     assert torch.equal(gelu(limits), limits.clamp_min(0))
     assert gelu(torch.tensor([math.nan, -math.inf])).isnan().all(), "as torch has it"
