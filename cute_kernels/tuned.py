@@ -56,9 +56,11 @@ SOURCES["sm_90"] += (
     "cute_kernels.mainloop_pairs_sm90",
     "sparse_collective.pairs_collective",
 )
-SOURCES["sm_90"] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in (
-    "sweep", "sweep_collective", "sweep_plan", "sweep_sm90", "wgmma",
-)))  # fmt: skip
+for path in PATHS:
+    sweep = ("sweep", "sweep_collective", "sweep_plan", f"sweep_{path.replace('_', '')}")
+    SOURCES[path] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in sweep))
+SOURCES["sm_80"] += ("sparse_collective.sweep_blocks", "sparse_collective.sweep_collective_sm80")
+SOURCES["sm_90"] += ("sparse_collective.wgmma",)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ class Emulated:
     def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
         facts, (bm, bk) = self.facts, values.shape[1:]
-        g, cluster = Geometry.of_block(bm, bk, facts.majors[1] == "k"), facts.config.cluster_m
+        cluster, k_major = facts.sweep_plan
+        g = Geometry.of_block(bm, bk, k_major)
         assert crow.dtype == getattr(torch, facts.block.index_dtype)
         assert counts.dtype == slices.dtype == words.dtype == order.dtype == torch.int32
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)

@@ -13,7 +13,9 @@ def compile_kernel(facts: GemmFacts, *, keep_cubin: bool = False) -> Built:
 
         entry, args = DenseGemm(facts), dense_args(facts)
     else:
-        if facts.config.sweep:
+        if facts.config.swept_by_warps:
+            from sparse_collective.sweep_collective_sm80 import SweepCollectiveSm80 as Collective
+        elif facts.config.sweep:
             from sparse_collective.sweep_collective import SweepCollective as Collective
         elif facts.config.pairs:
             from sparse_collective.pairs_collective import PairedCollective as Collective
