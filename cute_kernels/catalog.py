@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from . import functions, heuristics
 from .arch import ARCHS, ArchSpec, arch_named
-from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts, UserFunction, unsupported
+from .config import MOST_ATOMIC, BlockFacts, EpilogueSpec, GemmConfig, GemmFacts, UserFunction, unsupported
 from .runtime.function_key import function_key
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
@@ -85,6 +85,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     if spec.path != "sm_80":
         found += _lagging(spec)
         found += _shared(spec)
+        found += _atomic(spec)
         found += _swept(spec)
         found += _paired(spec)
         found += _older_path(spec)
@@ -224,6 +225,30 @@ def _shared(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, config, (128, 128), ordered=True, index_dtype="int64")
 
 
+def _atomic(spec: ArchSpec) -> Iterator[GemmFacts]:
+    """Atomic splits: each tile plain, and with what its store meets; how many share one is a number in the code."""
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    seen = {}
+    for block in (None, (128, 128), (64, 64)):
+        facts = None if block is None else BlockFacts(*block, "int32")
+        for config in heuristics.atomic_sm90(facts, ARCHS["sm_90"]):
+            seen.setdefault((block is None, config.tile_m, config.tile_n), (config, block))
+    for config, block in seen.values():
+        if block is None:
+            yield dense(spec, spec.path, config)
+            for change in ({"epilogue": COL}, {"epilogue": FULL}, {**fp32, "majors": ("k", "n", "m")}):
+                yield dense(spec, spec.path, config, **change)
+            yield dense(spec, spec.path, config, aligns=(8, 8, 1), epilogue=COL)
+            continue
+        yield linear(spec, spec.path, config, block, epilogue=LINEAR)
+        yield bsr(spec, spec.path, config, block, ordered=True, index_dtype="int64")
+    config, _ = seen[True, 128, 128]
+    yield dense(spec, spec.path, replace(config, split=MOST_ATOMIC), ranks=(3, 3, 3))
+    yield linear(spec, spec.path, config, (512, 112), epilogue=LINEAR)
+    grouped = {"batch": "patterns", "run": 256, "epilogue": replace(LINEAR, residual=None, bias_items=True)}
+    yield linear(spec, spec.path, config, (128, 128), **grouped)
+
+
 def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
     """The sweep kernel: each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
     loaded_layer = replace(LINEAR, residual=None)
@@ -234,6 +259,9 @@ def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
             yield linear(spec, spec.path, config, block, epilogue=loaded_layer)
             yield bsr(spec, spec.path, config, block, epilogue=COL)
     config, _, narrow, *_ = heuristics.sweeps(BlockFacts(32, 32, "int32"), spec)  # 256 columns, and 128
+    yield bsr(spec, spec.path, config, (32, 32), batch="values", ranks=(4, 3, 3))
+    for each, epilogue in ((config, replace(loaded_layer, bias_items=True)), (narrow, LINEAR)):
+        yield linear(spec, spec.path, each, (16, 16), batch="values", ranks=(4, 2, 3), epilogue=epilogue)
     for change in ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"}):
         yield bsr(spec, spec.path, config, (32, 32), **change)
     for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": FULL}):
@@ -265,6 +293,9 @@ def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, config, (64, 64), epilogue=replace(col, bias="row"))
         yield bsr(spec, spec.path, config, (64, 64), aligns=(8, 8, 1))
         yield bsr(spec, spec.path, replace(config, cluster_n=1), (64, 64))
+        rows = replace(layer, bias_items=True)
+        yield linear(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 3, 3), epilogue=rows)
+        yield bsr(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 2, 3), ordered=True)
     config = heuristics.pairs(spec)[0]
     changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
     yield from main(bsr, spec, spec.path, (512, 112), ranks=(3, 3, 3))
@@ -333,9 +364,12 @@ def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
 
 
 def config_text(config: GemmConfig) -> str:
-    """As str(config), in half the width: tile/stages, warpgroups, and what is not 1; "k/4" is K among 4 CTAs."""
+    """As str(config), in half the width: tile/stages, warpgroups, and what is not 1.
+
+    "k/4" is K among 4 CTAs, "k/4a" with atomic additions.
+    """
     text = f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
-    text += f" k/{config.split}" if config.split > 1 else ""
+    text += f" k/{config.split}{'a' if config.atomic else ''}" if config.split > 1 else ""
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
     text += f" lag {config.lag}" if config.lag else ""

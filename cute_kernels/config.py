@@ -9,10 +9,13 @@ from .sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 PAIRED_ROWS = 64  # height of the blocks of which two rows are one tile
+COUNTER_WORDS = 32  # of a warpgroup's slot in an atomic split's workspace: its counter, on a line of its own
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40
+MOST_ATOMIC = 16  # CTAs that an atomic split has
+NO_COUNTS = ("lag", "sweep", "pairs", "atomic")  # fields of GemmConfig that may be 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class GemmConfig:
     `pairs` (sm_90, blocks 64 high only): a tile of 128 rows is two block rows, which share the blocks of B that both
     need: mainloop_pairs_sm90.
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
-    their sums through each other's shared memory (exchange_sm90).
+    their sums through each other's shared memory (exchange_sm90). With `atomic` they are no cluster: each adds its sums
+    to the tile's in memory, in whatever order they come (atomic_sm90).
     """
 
     tile_m: int
@@ -50,10 +54,11 @@ class GemmConfig:
     chunks: int = 2
     pairs: bool = False
     split: int = 1
+    atomic: bool = False
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """CTAs that take work tiles together: those of a cluster, or of an atomic split."""
         return self.cluster_m * self.cluster_n * self.split
 
     @property
@@ -62,9 +67,14 @@ class GemmConfig:
         return self.sweep and self.warps_m != CONSUMERS
 
     @property
+    def slot(self) -> int:
+        """fp32 words of an atomic split's workspace that a tile takes."""
+        return self.tile_m * self.tile_n + self.warps_m * self.warps_n * COUNTER_WORDS
+
+    @property
     def exchange_bytes(self) -> int:
         """Shared memory for the sums (fp32) that the other CTAs of a split send."""
-        return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
+        return 0 if self.atomic else (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
@@ -72,7 +82,7 @@ class GemmConfig:
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
         lag = f" lag {self.lag}" if self.lag else ""
         pairs = " pairs" if self.pairs else ""
-        shared = f" K among {self.split} CTAs" if self.split > 1 else ""
+        shared = f" K among {self.split} CTAs{', atomically' if self.atomic else ''}" if self.split > 1 else ""
         return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{pairs}{lag}{cluster}{shared}"
 
 
@@ -226,8 +236,10 @@ def unsupported(facts: GemmFacts) -> str:
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
     if block and (block.bm % MMA_K or block.bk % MMA_K):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
-    if any(n < 1 for name, n in vars(cfg).items() if name not in ("lag", "sweep", "pairs")) or cfg.lag < 0:
+    if any(n < 1 for name, n in vars(cfg).items() if name not in NO_COUNTS) or cfg.lag < 0:
         return f"{cfg}: every count must be at least 1"
+    if cfg.atomic and cfg.split == 1:
+        return "one CTA a tile has nothing to add atomically"
     if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
         return (
             f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
@@ -288,6 +300,8 @@ def _sweep_sm80(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.spec
     if reason := _swept_matrix(facts):
         return reason
+    if facts.block.batch:
+        return "a batch of block-sparse matrices: sm_80's sweep takes one matrix"
     shapes = [(ROWS * CONSUMERS, columns, CHUNK, 2, columns // 32) for columns in (128, 64)]
     if (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n) not in shapes:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 64 columns, in two rows of warps 32 wide"
@@ -303,8 +317,8 @@ def _swept_matrix(facts: GemmFacts) -> str:
     """What sweeps ask of W."""
     if facts.block is None:
         return "a dense product: only block-sparse ones are swept"
-    if facts.block.batch:
-        return "a batch of block-sparse matrices: a sweep's plan is that of one matrix"
+    if facts.block.batch == "patterns" or facts.block.run:
+        return "a pattern for each item, or runs of columns with an item each: a sweep's plan is that of one pattern"
     return Geometry.refuse(facts.block.bm, facts.block.bk)
 
 
@@ -331,8 +345,8 @@ def _pairs(facts: GemmFacts) -> str:
         return "a dense product: only rows of blocks are paired"
     if block.bm != PAIRED_ROWS:
         return f"blocks {block.bm} high: a pair is of blocks {PAIRED_ROWS} high, each the rows of a WGMMA"
-    if block.batch:
-        return "a batch of block-sparse matrices: pairs of block rows are made of one pattern"
+    if block.batch == "patterns" or block.run:
+        return "a pattern for each item, or runs of columns with an item each: pairs of rows are those of one pattern"
     if block.bk % 64:
         return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
     tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep, cfg.split)
@@ -437,10 +451,14 @@ def _split(facts: GemmFacts) -> str:
     cfg = facts.config
     if cfg.split == 1:
         return ""
-    if cfg.split not in (2, 4):
+    if not cfg.atomic and cfg.split not in (2, 4):
         return f"K among {cfg.split} CTAs: 1, 2 or 4 of them share it"
+    if cfg.split > MOST_ATOMIC:
+        return f"K among {cfg.split} CTAs: at most {MOST_ATOMIC} of them add to a tile"
     if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1 or cfg.lag:
         return f"{cfg}: K is split in cooperative kernels, without a lag or a cluster that shares operands"
+    if cfg.atomic:
+        return ""
     group_n = cfg.tile_n // cfg.warps_n
     chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))
     if chunks % cfg.split:

@@ -53,6 +53,7 @@ class DenseGemm:
         group: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
+        workspace: cute.Tensor | None = None,  # of an atomic split
     ):
         cfg = self.facts.config
         (M, K, La), (sM, sK, sL) = batched(a)
@@ -66,7 +67,8 @@ class DenseGemm:
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         source = DenseSource(cute.ceil_div(K, cfg.tile_k), La)
         args = EpilogueArgs(bias, residual, alpha, beta)
-        self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
+        more = (workspace,) if const_expr(cfg.atomic) else ()
+        self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream, *more)
 
     def output(self, d: cute.Tensor) -> cute.Tensor:
         (M, N, L), (sM, sN, sL) = batched(d)

@@ -4,7 +4,8 @@ The model of one work tile, in clocks of an SM: its tensor-core time (2048 multi
 operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card), whichever is
 longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none of its store;
 of two ping-pong teams one stores while the other multiplies. Where K is split among the CTAs of a cluster, each takes
-its share of the loop and of the store, and the exchange comes between them.
+its share of the loop and of the store, and the exchange comes between them; of an atomic split one CTA reads the sums
+of all and stores the whole tile.
 """
 
 import math
@@ -25,6 +26,10 @@ STORE_CLOCKS = {"light": 16, "loaded": 40}
 # (2.7 to 3.3 TB/s in all), and what DRAM delivers to all SMs (4.27 TB/s), which no split exceeds.
 EXCHANGE_CLOCKS, EXCHANGE_BYTES_PER_CLOCK = 1500, 12
 DRAM_BYTES_PER_CLOCK = 2750
+# Of an atomic split, all guesses: its fences, counter and the sums' way back, what one SM adds of 2.5 TB/s in all; and
+# the most that its workspace may take.
+ATOMIC_CLOCKS, ATOMIC_BYTES_PER_CLOCK = 2500, 12
+MOST_WORKSPACE_BYTES = 64 << 20
 # Fitted to 90 times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as much: so
 # shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 392, 90, 165
@@ -77,12 +82,14 @@ def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8
 
 
 def sm90(
-    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, split=1, spec
+    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, split=1,
+    atomic=False, spec
 ) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit."""
     cfg = GemmConfig(
-        tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row, split=split
-    )
+        tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row, split=split,
+        atomic=atomic,
+    )  # fmt: skip
     return with_stages(cfg, spec, ring * warps_m * warps_n * teams * 64 * store_row)
 
 
@@ -163,6 +170,21 @@ def split_sm90(k: int, spec: ArchSpec) -> tuple[list[GemmConfig], list[GemmConfi
     return high, low
 
 
+def atomic_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
+    """Configurations of atomic splits, for calls that permit any order of summation."""
+    k = tile_k_of(block)
+    if k < 64:
+        return []
+    high = [(128, 256, 2, 1), (128, 128, 2, 1), (128, 64, 2, 1)]
+    low = [(64, 256, 1, 2), (64, 128, 1, 2)]
+    shapes = high + low if block is None else high if block.bm % 128 == 0 else low
+    return [
+        sm90(tile_m, tile_n, k, warps_m, warps_n, ring=1, split=split, atomic=True, spec=spec)
+        for tile_m, tile_n, warps_m, warps_n in shapes
+        for split in (2, 3, 4, 6, 8, 12, 16)
+    ]
+
+
 def sweeps(block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
     """Configurations of the sweep kernel (sparse_collective.sweep_sm90), each the best for some pattern.
 
@@ -241,6 +263,8 @@ def cost(
         return sweep_cost_sm80(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed)
     if cfg.sweep:
         return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed, b_k_major)
+    if workspace_words(cfg, extents, block, sms) * 4 > MOST_WORKSPACE_BYTES:
+        return math.inf
     clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
     clusters_n = -(-extents.N // (cfg.tile_n * cfg.cluster_n))
     waves = -(-clusters_m * clusters_n * extents.L // resident_clusters(cfg, sms))
@@ -254,9 +278,13 @@ def cost(
         paired = min(1.0, 2 * kept, max(kept, paired))
         loop = extents.K / width * ((2 * kept - paired) * max(mma, load) + 2 * (paired - kept) * LONE_COLUMN * load)
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
-    store = accumulators // cfg.split * STORE_CLOCKS["light" if light else "loaded"]
-    if cfg.split > 1:
+    store = accumulators // (1 if cfg.atomic else cfg.split) * STORE_CLOCKS["light" if light else "loaded"]
+    if cfg.atomic:
+        added = (cfg.split + 1) / cfg.split * cfg.tile_m * cfg.tile_n * 4  # by one CTA, and read
+        store += ATOMIC_CLOCKS + added / ATOMIC_BYTES_PER_CLOCK
+    elif cfg.split > 1:
         store += EXCHANGE_CLOCKS + cfg.exchange_bytes / EXCHANGE_BYTES_PER_CLOCK
+    if cfg.split > 1:
         operands = (kept * extents.M + extents.N) * extents.K * extents.L * ELEMENT
         loop = max(loop, operands / DRAM_BYTES_PER_CLOCK / waves)
     alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
@@ -274,7 +302,15 @@ def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> in
 
 def resident_clusters(cfg: GemmConfig, sms: int) -> int:
     """How many clusters run at once. Of four CTAs 32 did not fit into 132 SMs (twice the time): GPCs differ in size."""
-    return max(1, (sms - 12 if cfg.cluster > 2 else sms) // cfg.cluster)
+    return max(1, (sms - 12 if cfg.cluster > 2 and not cfg.atomic else sms) // cfg.cluster)
+
+
+def workspace_words(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, sms: int) -> int:
+    """fp32 words of an atomic split's workspace: a slot for each work tile, and for those that fill a last round."""
+    if not cfg.atomic:
+        return 0
+    tiles = row_tiles(cfg, extents, block) * -(-extents.N // cfg.tile_n) * extents.L
+    return (tiles + sms) * cfg.slot
 
 
 def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arch import PATHS
-from .config import GemmConfig
+from .config import NO_COUNTS, GemmConfig
 from .heuristics import listed_at_random
 from .runtime.cache import cache_directory
 from .runtime.store import write_atomically
@@ -52,6 +52,7 @@ SOURCES = {
     for path in PATHS
 }
 SOURCES["sm_90"] += (
+    "cute_kernels.atomic_sm90",
     "cute_kernels.exchange_sm90",
     "cute_kernels.mainloop_pairs_sm90",
     "sparse_collective.pairs_collective",
@@ -289,11 +290,13 @@ def _pick(entry: Mapping[str, Any]) -> TunedPick:
     if (
         type(config.sweep) is not bool
         or type(config.pairs) is not bool
+        or type(config.atomic) is not bool
         or type(config.lag) is not int
         or config.lag < 0
     ):
-        raise ValueError(f"sweep, pairs or lag in {entry} is not what it should be")
-    counts = [*dataclasses.astuple(dataclasses.replace(config, lag=1, sweep=1, pairs=1)), pick.group, pick.ctas]
+        raise ValueError(f"sweep, pairs, atomic or lag in {entry} is not what it should be")
+    config = dataclasses.replace(config, **dict.fromkeys(NO_COUNTS, 1))
+    counts = [*dataclasses.astuple(config), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):
         raise ValueError(f"a count in {entry} is no positive integer")
     if pick.path not in PATHS or not pick.us > 0 or not pick.heuristic_us > 0:

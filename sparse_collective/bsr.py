@@ -216,7 +216,8 @@ class BsrMatrix:
             self.check_indices()
         shape, state = self.shape[1:], {"check": self.check, "checked": self.checked, "even": self.even}
         if self.batch == "values":
-            return [self._make(self.crow_indices, self.col_indices, v, shape, **state) for v in self.values]
+            pattern = self.crow_indices, self.col_indices
+            return [self._make(*pattern, v, shape, **state, shares=self.shares) for v in self.values]
         found = []
         for crow, begin, end in zip(self.crow_indices, *self.crow_indices[:, [0, -1]].t().tolist(), strict=True):
             parts = crow - begin, self.col_indices[begin:end], self.values[begin:end]
@@ -414,11 +415,11 @@ class BsrMatrix:
         return self.derived(("sweep", cluster, b_k_major), lambda: self._make_sweep_plan(cluster, b_k_major))
 
     def _make_sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
-        pattern = self.crow_indices, self.col_indices, self.shape, self.blocksize
+        pattern = self.crow_indices, self.col_indices, self.shape[-2:], self.blocksize
         if self.device.type == "cuda":
             from .sweep_plan import MOST_CHUNKS, sweep_plan_on_gpu
 
-            if -(-self.shape[1] // CHUNK) <= MOST_CHUNKS:
+            if -(-self.shape[-1] // CHUNK) <= MOST_CHUNKS:
                 return sweep_plan_on_gpu(*pattern, cluster, b_k_major)
         return sweep_plan(*pattern, cluster, b_k_major)
 

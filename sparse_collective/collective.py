@@ -42,6 +42,7 @@ class SparseCollective:
         group: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
+        workspace: cute.Tensor | None = None,  # of an atomic split
     ):
         facts, cfg = self.facts, self.facts.config
         bm, bk = facts.block.bm, facts.block.bk
@@ -72,7 +73,8 @@ class SparseCollective:
             crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run
         )
         args = EpilogueArgs(bias, residual, alpha, beta)
-        self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
+        more = (workspace,) if const_expr(cfg.atomic) else ()
+        self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream, *more)
 
     def oriented(self, tensor: cute.Tensor) -> tuple[tuple, tuple]:
         """((rows, cols, L), strides) with rows along W's own modes, whichever way round the tensor came."""

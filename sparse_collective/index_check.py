@@ -35,7 +35,7 @@ def check(W) -> tuple[str, bool, Shares]:
     *wrong, even, listed, paired, longest = torch.stack([x.long() for x in (*flags, *columns)]).tolist()
     if any(wrong):
         return first_error(W), False, NOT_KNOWN
-    if W.batch is not None:
+    if W.batch == "patterns":
         return "", bool(even), NOT_KNOWN
 
     def share(columns: int, rows: int, digits: int) -> float:
@@ -60,10 +60,10 @@ def items_apart(W) -> Tensor:
 def needed_columns(W, rows: int, only: int | None = None) -> Tensor:
     """In how many block columns groups of so many rows of W have a block, summed over groups.
 
-    Of wrong indices any number; 0 of batches, and of blocks that are not `only` that high.
+    Of wrong indices any number; 0 of batches of patterns, and of blocks that are not `only` that high.
     """
     bm, cols = W.blocksize[0], W.n_block_cols
-    if W.nnz == 0 or W.batch or only not in (None, bm):
+    if W.nnz == 0 or W.batch == "patterns" or only not in (None, bm):
         return torch.zeros((), dtype=torch.int64, device=W.col_indices.device)
     crow = W.crow_indices.clamp(0, W.nnz).contiguous()
     numbers = torch.arange(W.nnz, dtype=crow.dtype, device=crow.device)

@@ -15,7 +15,7 @@ from cute_kernels import checks, reference
 from cute_kernels.config import BlockFacts
 from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
-from cute_kernels.heuristics import Extents, resident_clusters
+from cute_kernels.heuristics import Extents, resident_clusters, workspace_words
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.ops import bias_view, viewed
 from cute_kernels.runtime.function_key import function_key
@@ -30,7 +30,7 @@ RUN_MULTIPLE = 64  # rows; the widest tile that every kind of block has a kernel
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
-def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None):
+def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, deterministic=True):
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
     Args:
@@ -42,34 +42,46 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
         residual: of the result's shape and dtype.
         out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
         epilogue: a Python function of the fp32 accumulators (see cute_kernels.functions).
+        deterministic: False permits sums whose order differs from run to run: faster where few columns meet long block
+            rows of blocks at least 48 wide; see cute_kernels.gemm.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
 
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
-    Every element is summed in one order and written by one thread block: the bits are the same on every run. CPU
-    tensors run a torch reference on the dense matrix. Raises as cute_kernels.gemm does.
+    Every element is summed in one order and written by one thread block: the bits are the same on every run, unless
+    deterministic=False. CPU tensors run a torch reference on the dense matrix. Raises as cute_kernels.gemm does.
     """
-    return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
+    return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, deterministic)
 
 
-def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
+def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None, deterministic=True):
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
         x: (..., K) bfloat16 or float16, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue: see bsr_matmul.
+        activation, out, epilogue, deterministic: see bsr_matmul.
 
     Returns:
         (..., M), of a batch (L, N, M); `out` if it was given.
     """
-    return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
+    return _call("bsr_linear", W, x, bias, activation, None, out, epilogue, None, deterministic)
 
 
 def bsr_grouped_linear(
-    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None
+    x,
+    W,
+    groups=None,
+    bias=None,
+    activation=None,
+    out=None,
+    *,
+    offsets=None,
+    group_rows=None,
+    epilogue=None,
+    deterministic=True,
 ):
     """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
 
@@ -81,7 +93,7 @@ def bsr_grouped_linear(
         W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form.
         groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
         bias: (E, M), or (M,) for all items.
-        activation, out, epilogue: see bsr_matmul.
+        activation, out, epilogue, deterministic: see bsr_matmul.
         offsets: in place of groups, (E,) int32 on x's device: where each expert's tokens end, ascending, each a
             multiple of group_rows, as torch._grouped_mm takes them. Two small kernels make groups of it.
         group_rows: tokens in a run, a multiple of 64; needed with offsets, else T / len(groups). With 256, tiles
@@ -99,7 +111,7 @@ def bsr_grouped_linear(
     """
     op = "bsr_grouped_linear"
     groups = _groups(op, x, groups, offsets, group_rows)
-    return _call(op, W, x, bias, activation, None, out, epilogue, groups)
+    return _call(op, W, x, bias, activation, None, out, epilogue, groups, deterministic)
 
 
 def _groups(op, x, groups, offsets, group_rows):
@@ -127,11 +139,13 @@ def _groups(op, x, groups, offsets, group_rows):
     return torch.searchsorted(offsets, first, right=True, out_int32=True)
 
 
-def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
+def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True):
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr
 
-        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
+        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups, deterministic)
+    if deterministic is not True:
+        checks.check_deterministic(op, deterministic)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
     if W.check and not W.checked:
@@ -145,13 +159,13 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
             None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
             None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
-            activation, epilogue and function_key(epilogue), forced_path(),
+            activation, epilogue and function_key(epilogue), forced_path(), deterministic,
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None
     if plan is None:
-        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
+        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups, deterministic)
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         if key is not None:
@@ -196,10 +210,11 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
 def _ordered(plan: Plan) -> tuple:
     """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
     from cute_kernels.runtime.kernels import function_for
+    from cute_kernels.runtime.workspace import with_workspace
 
     workers, cfg = plan.tiles.workers, plan.facts.config
     ctas = 1 if workers is None else workers * cfg.cluster
-    plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
+    plan.ordered = with_workspace(function_for(replace(plan.facts, ordered=True)), plan), plan.tiles, ctas
     return plan.ordered
 
 
@@ -245,8 +260,9 @@ def as_bsr(op: str, W) -> BsrMatrix:
     return matrix
 
 
-def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Plan:
+def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
+    checks.check_deterministic(op, deterministic)
     linear = op != "bsr_matmul"
     name = "x" if linear else "b"
     checks.check_tensor(f"{op}: {name}", b)
@@ -274,7 +290,7 @@ def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> P
     if math.prod(shape) == 0:
         plan.empty = True
     elif W.device.type == "cuda":
-        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups)
+        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups, deterministic)
     return plan
 
 
@@ -332,8 +348,9 @@ def _epilogue(op, W, b, bias, activation, residual, epilogue):
     return replace(spec, bias_items=True) if items else spec
 
 
-def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups=None) -> None:
+def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups, deterministic: bool) -> None:
     from cute_kernels.runtime.kernels import function_for
+    from cute_kernels.runtime.workspace import with_workspace
 
     fold = W.batch is None
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
@@ -374,11 +391,13 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
         linear,
         W.density,
         W.shares,
+        deterministic,
     )
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
+    plan.workspace = workspace_words(cfg, problem.extents, problem.block, sms)
     plan.swept = plan.facts.sweep_plan if cfg.sweep else ()
     plan.paired = cfg.pairs
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
@@ -395,7 +414,7 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
 
     def first_call(*args):
         """Compiles when it is called: an uneven pattern takes `ordered` instead."""
-        plan.function = function_for(plan.facts)
+        plan.function = with_workspace(function_for(plan.facts), plan)
         plan.function(*args)
 
     plan.function = first_call
@@ -440,23 +459,37 @@ def _known(op: str, W) -> BsrMatrix:
     return W
 
 
-def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
+def plan_bsr_matmul(
+    W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, deterministic=True
+) -> Plan:
     """The plan of the same call of bsr_matmul."""
-    return _plan("bsr_matmul", _known("bsr_matmul", W), b, bias, activation, residual, out, epilogue)
+    W = _known("bsr_matmul", W)
+    return _plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, deterministic)
 
 
-def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
+def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None, deterministic=True) -> Plan:
     """The plan of the same call of bsr_linear."""
-    return _plan("bsr_linear", _known("bsr_linear", W), x, bias, activation, None, out, epilogue)
+    W = _known("bsr_linear", W)
+    return _plan("bsr_linear", W, x, bias, activation, None, out, epilogue, None, deterministic)
 
 
 def plan_bsr_grouped_linear(
-    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None
+    x,
+    W,
+    groups=None,
+    bias=None,
+    activation=None,
+    out=None,
+    *,
+    offsets=None,
+    group_rows=None,
+    epilogue=None,
+    deterministic=True,
 ) -> Plan:
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     groups = _groups(op, x, groups, offsets, group_rows)
-    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups)
+    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups, deterministic)
 
 
 explains(bsr_matmul, plan_bsr_matmul)

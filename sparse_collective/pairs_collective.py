@@ -27,6 +27,8 @@ class PairedKTiles:
     m: Int32
     l: Int32
     steps: cutlass.Constexpr[int]  # K-tiles a block
+    blocks: Int32 | None = None  # of an item, of a batch: block p of item l is matrix p + l * blocks of values
+    items: Int32 | None = None
 
     @property
     def out(self) -> tuple:
@@ -42,8 +44,15 @@ class PairedKTiles:
         """Its `a` is a pair as well: where the upper half lies, and where the lower."""
         p = self.begin + i // self.steps
         k = i % self.steps
-        upper, lower = ((0, k, Int32(self.entries[1 + half, p])) for half in range(2))
+        upper, lower = ((0, k, self.number(Int32(self.entries[1 + half, p]))) for half in range(2))
         return KTile(a=(upper, lower), b=(k, Int32(self.entries[0, p])))
+
+    def number(self, block: Int32) -> Int32:
+        """Where a block's values lie; past those of all items, where TMA reads zeros, if it is absent."""
+        if self.blocks is None:
+            return block
+        present = Int32(block < self.blocks)
+        return block + (present * (self.l - self.items + 1) + self.items - 1) * self.blocks
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class PairedSource:
     entries: cute.Tensor  # (3, nnz)
     steps: cutlass.Constexpr[int]
     order: cute.Tensor | None = None  # (tiles, 2), of the work tiles (balance.py)
+    blocks: Int32 | None = None  # of an item, of a batch
+    items: Int32 | None = None
 
     def bounds(self, m, n, l) -> tuple:
         """(begin, count) of the pair's entries."""
@@ -62,7 +73,8 @@ class PairedSource:
 
     def for_tile(self, m, l, bounds) -> PairedKTiles:
         begin, count = bounds
-        return PairedKTiles(self.ends, self.entries, count * self.steps, begin, m, l, self.steps)
+        steps, batch = self.steps, (self.blocks, self.items)
+        return PairedKTiles(self.ends, self.entries, count * steps, begin, m, l, steps, *batch)
 
 
 class PairedCollective(SparseCollective):
@@ -75,7 +87,7 @@ class PairedCollective(SparseCollective):
         ends: cute.Tensor,  # (pairs, 3)
         entries: cute.Tensor,  # (3, nnz)
         order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
-        values: cute.Tensor,  # (nnz, bm, bk)
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk)
         b: cute.Tensor,
         d: cute.Tensor,
         bias: cute.Tensor | None,
@@ -87,15 +99,24 @@ class PairedCollective(SparseCollective):
         stream: cuda.CUstream,
     ):
         bm, bk = self.facts.block.bm, self.facts.block.bk
-        mA = view(values, (bm, bk, values.shape[0]), (bk, 1, bm * bk))
+        blocks, items, matrices = None, None, values.shape[0]
+        if const_expr(self.facts.block.batch is not None):
+            items, blocks = values.shape[0], values.shape[1]
+            matrices = items * blocks
+        mA = view(values, (bm, bk, matrices), (bk, 1, bm * bk))
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, bk, K // bk, L), (sN, sK, sK * bk, sL))
         mD = self.whole_output(d)
         if const_expr(residual is not None):
             residual = self.whole_output(residual)
         if const_expr(bias is not None):
-            bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
-        source = PairedSource(crow_indices, ends, entries, self.facts.k_tiles_per_block, order)
+            stride = bias.stride[0]
+            if const_expr(self.facts.epilogue.bias_items):
+                bias = view(bias, (bias.shape[1], 1, bias.shape[0]), (1, 0, stride))
+            else:
+                bias = view(bias, (bias.shape[0], 1), (stride, 0))
+        steps = self.facts.k_tiles_per_block
+        source = PairedSource(crow_indices, ends, entries, steps, order, blocks, items)
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, ends.shape[0], group, max_ctas, stream)
 

@@ -50,6 +50,7 @@ class SweepSource:
     cluster: cutlass.Constexpr[int]
     rows: cutlass.Constexpr[int]  # block rows of a consumer
     per_chunk: cutlass.Constexpr[int]  # slices
+    blocks: Int32 | None = None  # of an item, of a batch: block p of item l is matrix p + l * blocks of values
 
     def for_tile(self, m, rank) -> SweptChunks:
         return SweptChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.per_chunk)
@@ -78,7 +79,7 @@ class SweepCollective(SparseCollective):
         slices: cute.Tensor,
         words: cute.Tensor,
         order: cute.Tensor,
-        values: cute.Tensor,  # (nnz, bm, bk)
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk)
         b: cute.Tensor,
         d: cute.Tensor,
         bias: cute.Tensor | None,
@@ -92,16 +93,25 @@ class SweepCollective(SparseCollective):
         facts = self.facts
         bm, bk = facts.block.bm, facts.block.bk
         fold = const_expr(self.kernel.geometry.fold)
-        mA = view(values, (bm // fold, bk * fold, values.shape[0]), (bk * fold, 1, bm * bk))
+        blocks, matrices = None, values.shape[0]
+        if const_expr(facts.block.batch is not None):
+            blocks, matrices = values.shape[1], values.shape[0] * values.shape[1]
+        mA = view(values, (bm // fold, bk * fold, matrices), (bk * fold, 1, bm * bk))
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, K, L), (sN, sK, sL))
         mD = self.swapped_output(d)
         if const_expr(residual is not None):
             residual = self.swapped_output(residual)
         if const_expr(bias is not None):
-            bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
+            stride = bias.stride[0]
+            if const_expr(facts.epilogue.bias_items):
+                bias = view(bias, (bias.shape[1], 1, bias.shape[0]), (1, 0, stride))
+            else:
+                bias = view(bias, (bias.shape[0], 1), (stride, 0))
         g = self.kernel.geometry
-        source = SweepSource(crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices)
+        source = SweepSource(
+            crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices, blocks
+        )
         self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
 
     def swapped_output(self, d: cute.Tensor) -> cute.Tensor:

@@ -98,8 +98,8 @@ class SweepSm90:
     @cute.jit
     def __call__(
         self,
-        mA: cute.Tensor,  # (bm / fold, bk fold, nnz)
-        mB: cute.Tensor,  # (N, K, L)
+        mA: cute.Tensor,  # (bm / fold, bk fold, nnz), of a batch (.., .., L nnz)
+        mB: cute.Tensor,  # (N, K, L), or (N, K, 1) for all items of a batch
         mD: cute.Tensor,  # (N, M, 1, L)
         source,
         args: EpilogueArgs,
@@ -223,7 +223,7 @@ class SweepSm90:
                 acc.fill(0.0)
                 stage, phase, head = self.mma(chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer)
                 self.store.store(
-                    acc, args, tma_d, gD, sD, thr_mma, mma, extent, (n, m * cfg.cluster_m + rank, 0, l), consumer,
+                    acc, args, tma_d, gD, sD, thr_mma, mma, extent, (n, m * cfg.cluster_m + rank, 0, l, l), consumer,
                     storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
@@ -261,6 +261,8 @@ class SweepSm90:
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(first, scheduler.count, step, unroll=1):
             m, n, l = scheduler.decode(index)
+            if const_expr(source.blocks is not None):
+                l = cutlass.min(l, mB.shape[2] - 1)
             chunks = source.for_tile(m, rank)
             batch = Int32(0)  # lane j: slice j of the next BATCH
             for i in cutlass.range(chunks.count, unroll=1):
@@ -296,6 +298,9 @@ class SweepSm90:
             m, n, l = scheduler.decode(index)
             chunks = source.for_tile(m, rank)
             at = source.first_block(m, rank, consumer)
+            item = Int32(0)  # its first block
+            if const_expr(source.blocks is not None):
+                item = l * source.blocks
             words, places = Int32(0), Int32(0)
             numbers = source.block(at + lane)  # lane j: the next chunk's block j
             for i in cutlass.range(chunks.count, unroll=1):
@@ -324,7 +329,7 @@ class SweepSm90:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, count * self.slot_bytes)
                 for j in cutlass.range(count, unroll=4):
-                    number = cute.arch.shuffle_sync(now, j)
+                    number = item + cute.arch.shuffle_sync(now, j)
                     slot = consumer * self.slots + ((head + j) & (self.slots - 1))
                     cute.copy(tma_a, tAgA[None, 0, part, number], tAsA[None, slot], tma_bar_ptr=full + stage)
                 head = (head + count) & (self.slots - 1)

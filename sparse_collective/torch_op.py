@@ -23,13 +23,14 @@ def bsr_op(
     out_dtype: torch.dtype | None = None,
     epilogue: str | None = None,
     groups: Tensor | None = None,
+    deterministic: bool = True,
 ) -> Tensor:
     from .ops import _call
 
     W = _matrix(crow_indices, col_indices, values, columns, check)
     shape = _shape(op, crow_indices, values, b)
     out = b.new_empty(shape, dtype=out_dtype or b.dtype)
-    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
+    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups, deterministic)
 
 
 @bsr_op.register_fake
@@ -47,6 +48,7 @@ def _(
     out_dtype=None,
     epilogue=None,
     groups=None,
+    deterministic=True,
 ):
     inner = b.shape[-2] if op == "bsr_matmul" else b.shape[-1]
     torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
@@ -68,11 +70,12 @@ def bsr_out_op(
     residual: Tensor | None = None,
     epilogue: str | None = None,
     groups: Tensor | None = None,
+    deterministic: bool = True,
 ) -> None:
     from .ops import _call
 
     W = _matrix(crow_indices, col_indices, values, columns, check)
-    _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
+    _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups, deterministic)
 
 
 @bsr_out_op.register_fake
@@ -90,6 +93,7 @@ def _(
     residual=None,
     epilogue=None,
     groups=None,
+    deterministic=True,
 ):
     return None
 
@@ -120,7 +124,7 @@ def _shape(op: str, crow_indices, values, b) -> tuple:
     return (*b.shape[:-1], rows)
 
 
-def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None):
+def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True):
     """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
@@ -132,6 +136,6 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None)
     matrix = (W.crow_indices, W.col_indices, W.values, W.shape[-1], W.check and not W.checked)
     ops = torch.ops.sparse_collective
     if out is None:
-        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name, groups)
-    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name, groups)
+        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name, groups, deterministic)
+    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name, groups, deterministic)
     return out

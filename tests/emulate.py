@@ -8,6 +8,7 @@ same views, and uses of the epilogue what its facts say, no more.
 import importlib
 import inspect
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -34,6 +35,9 @@ class Emulated:
         self.built.add(facts.key())
 
     def __call__(self, *args):
+        if self.facts.config.atomic:
+            *args, workspace = args
+            assert workspace.dtype == torch.float32 and not workspace.count_nonzero() and len(workspace) > 0
         *operands, bias, residual, alpha, beta, group, max_ctas = args
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert group >= 1 and max_ctas >= 1
@@ -134,17 +138,24 @@ class Emulated:
 
     def paired(self, crow, ends, entries, order, values, b):
         """The same, as the source of pairs walks: columns that both rows have, the upper alone, the lower alone."""
-        facts, (bm, bk) = self.facts, values.shape[1:]
+        facts, (bm, bk) = self.facts, values.shape[-2:]
         self.insist_on_order(order)
+        if batch := facts.block.batch:
+            assert batch == "values" and facts.block.run == 0 and values.dim() == facts.ranks[0] == 4
         assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
         assert crow.dtype == getattr(torch, facts.block.index_dtype) and ends.dtype == entries.dtype == torch.int32
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
         rows, tile_k = (len(crow) - 1) * bm, facts.config.tile_k
+        items, blocks = (len(values), values.shape[1]) if batch else (1, None)
+        b = b.expand(items, *b.shape[-2:]) if batch else b
         out = b.new_zeros(*b.shape[:-2], len(ends) * 2 * bm, b.shape[-1])
+        values = values.flatten(0, 1) if batch else values
         tables = (table.numpy().astype(object) for table in (ends, entries))  # of Python's numbers
-        source = PairedSource(crow.tolist(), *tables, facts.k_tiles_per_block)
-        for m in range(len(ends)):
-            k_tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
+        source = PairedSource(crow.tolist(), *tables, facts.k_tiles_per_block, None, blocks, items if batch else None)
+        wholes = out, b
+        for l, m in itertools.product(range(items), range(len(ends))):
+            out, b = (t[l] if batch else t for t in wholes)
+            k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
             assert [plain(x) for x in k_tiles.out] == [m, 0]
             first = 0
             for halves, end in zip(((0, 1), (0,), (1,)), k_tiles.ends(), strict=True):
@@ -161,12 +172,18 @@ class Emulated:
                             out[..., row : row + bm, :] += block.float() @ part
                 first = plain(end)
             assert first == plain(k_tiles.count)
-        out = out[..., :rows, :]
+        out = wholes[0][..., :rows, :]
         return out.mT if facts.transposed else out
 
     def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
-        facts, (bm, bk) = self.facts, values.shape[1:]
+        facts, (bm, bk) = self.facts, values.shape[-2:]
+        if facts.block.batch:  # one item after the other; of a single b each takes the same
+            assert facts.block.batch == "values" and facts.block.run == 0 and values.dim() == facts.ranks[0] == 4
+            single = Emulated(replace(facts, block=replace(facts.block, batch=None)))
+            items = b if b.dim() == 3 else [b] * len(values)
+            tables = crow, counts, slices, words, order
+            return torch.stack([single.swept(*tables, v, x) for v, x in zip(values, items, strict=True)])
         cluster, k_major = facts.sweep_plan
         g = Geometry.of_block(bm, bk, k_major)
         assert crow.dtype == getattr(torch, facts.block.index_dtype)
@@ -218,13 +235,13 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
             fill_in(dense_ops._plan_kernel, plan=plan, **vars(call), **more)
         return plan
 
-    def bsr_planner(op, W, b, bias, activation, residual, out, epilogue, groups=None):
-        plan = plan_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
+    def bsr_planner(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True):
+        plan = plan_bsr(op, W, b, bias, activation, residual, out, epilogue, groups, deterministic)
         if not plan.empty:
             spec = sparse_ops._epilogue(op, W, b, bias, activation, residual, epilogue)
             linear = op != "bsr_matmul"
             terms = {"bias": bias, "residual": residual, "out": out, "spec": spec, "linear": linear, "groups": groups}
-            fill_in(sparse_ops._plan_kernel, plan=plan, W=W, b=b, **terms)
+            fill_in(sparse_ops._plan_kernel, plan=plan, W=W, b=b, **terms, deterministic=deterministic)
         return plan
 
     planners = importlib.import_module("cute_kernels.explain")._PLANNERS

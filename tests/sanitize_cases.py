@@ -39,7 +39,7 @@ def only(gene: str, case: Callable[[], None]) -> None:
         return lambda *args: [c for c in find(*args) if getattr(c, gene) > GemmConfig.__dict__[gene]]
 
     for name, find in finds.items():
-        setattr(heuristics, name, filtered(find))
+        setattr(heuristics, name, filtered(heuristics.atomic_sm90 if gene == "atomic" else find))
     try:
         case()
     finally:
@@ -47,12 +47,12 @@ def only(gene: str, case: Callable[[], None]) -> None:
             setattr(heuristics, name, find)
 
 
-def dense(m, n, k, layouts="nn", *, batch=(), dtype=torch.bfloat16, out_dtype=None, m_major=False, full=False):
+def dense(m, n, k, layouts="nn", *, batch=(), dtype=torch.bfloat16, out_dtype=None, m_major=False, full=False, **more):
     a, b = operand(m, k, layouts[0], batch=batch, dtype=dtype), operand(k, n, layouts[1], batch=batch, dtype=dtype, k=k)
     terms = {"bias": normal(n), "activation": "gelu", "residual": normal(*batch, m, n, dtype=dtype)} if full else {}
     exact, by_torch = exact_and_torch(a, b, out_dtype or dtype, **terms)
     out = poisoned(n, m, dtype=by_torch.dtype).t() if m_major else poisoned(*exact.shape, dtype=by_torch.dtype)
-    check(gemm, (a, b), out, exact, by_torch, k, terms)
+    check(gemm, (a, b), out, exact, by_torch, k, terms | more)
 
 
 def sparse(mask, block, n, *, linear=False, activation=None):
@@ -113,6 +113,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 HOPPER = {
     "dense with K among CTAs": lambda: only("split", lambda: dense(136, 200, 520)),
+    "dense, added up in any order": lambda: only("atomic", lambda: dense(136, 200, 520, deterministic=False)),
     "bsr pairs of rows": lambda: only("pairs", lambda: sparse(banded(5, 8), (64, 64), 264)),
 }
 ODD = {

@@ -6,11 +6,11 @@ As in test_bsr_ops, each test also runs on the CPU, with torch in the kernels' p
 import pytest
 import torch
 
-from cute_kernels import explain
+from cute_kernels import explain, heuristics
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.catalog import configurations, linear
-from cute_kernels.config import unsupported
+from cute_kernels.config import BlockFacts, unsupported
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
 from .cases import PATTERNS, mask_to_indices
@@ -83,7 +83,106 @@ def test_block_shapes(device, path, block, form, linear):
     W = batch(form, block, device)
     plan = check(W, operand(W, 264, linear), linear=linear)
     assert (plan.facts.path, plan.facts.block.batch) == (path, form)
-    assert not plan.facts.config.sweep
+    assert not plan.facts.config.sweep or form == "values", "a sweep's plan is that of one pattern"
+
+
+SWEEPS = heuristics.sweeps(BlockFacts(16, 16, "int32"), ARCHS["sm_90"])
+
+
+@pytest.fixture(params=range(len(SWEEPS)), ids=lambda i: f"{SWEEPS[i]}")
+def swept(request, monkeypatch):
+    """Ops take this configuration of the sweep kernel; for what it does not bear, its narrower neighbour."""
+    chosen = SWEEPS[request.param]
+    narrow = next(c for c in SWEEPS if c.tile_n == 128 and c.cluster_m == chosen.cluster_m)
+    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen, narrow])
+    monkeypatch.setattr("sparse_collective.ops._PLANS", {})
+    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
+    return chosen
+
+
+@pytest.mark.sm_90
+@LINEAR
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 64), (16, 128)], ids=str)
+@pytest.mark.parametrize("names", [("power_law",), ("empty_rows",), ("no_blocks",)], ids=str)
+def test_sweeps_of_one_pattern(swept, device, block, names, linear):
+    """Items differ in their values alone: one plan, and the blocks of item l lie l * nnz further on."""
+    W = batch("values", block, device, grid=(500 // block[0] + 1, 600 // block[1] + 2), items=3, names=names)
+    items, M, _ = W.shape
+    assert check(W, operand(W, 264, linear), linear=linear).facts.config.sweep
+    check(W, operand(W, 264, linear, shared=True), linear=linear)
+    own = normal(*((items, M) if linear else (items, M, 1)), device=device)
+    plan = check(W, operand(W, 136, linear), linear=linear, bias=own, activation="gelu")
+    assert plan.facts.config.sweep and plan.facts.epilogue.bias_items
+    if not linear:
+        residual = normal(items, M, 264, device=device)
+        plan = check(W, operand(W, 264), bias=normal(264, device=device), activation="relu", residual=residual)
+        assert plan.facts.config.sweep
+
+
+@pytest.mark.sm_90
+@pytest.mark.gpu
+def test_a_sweep_over_many_tiles(swept):
+    """Clusters go from one item to the next, and rings and phases with them."""
+    W = batch("values", (16, 16), "cuda", grid=(60, 40), items=7, names=("power_law",))
+    check(W, operand(W, 3000))
+    check(W, operand(W, 3000, True, shared=True), linear=True)
+
+
+PAIRS = heuristics.pairs(ARCHS["sm_90"])
+
+
+@pytest.fixture(params=range(len(PAIRS)), ids=lambda i: f"{PAIRS[i]}")
+def paired(request, monkeypatch):
+    """Ops take this configuration of pairs of block rows; for what it does not bear, the second."""
+    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [PAIRS[request.param], PAIRS[1]])
+    monkeypatch.setattr("sparse_collective.ops._PLANS", {})
+    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
+
+
+@pytest.mark.sm_90
+@LINEAR
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("names", [("power_law",), ("uniform",), ("empty_rows",), ("no_blocks",)], ids=str)
+def test_pairs_of_one_pattern(paired, device, rows, names, linear):
+    """A block that is absent is so in every item, and not the next item's first."""
+    W = batch("values", (64, 128), device, grid=(rows, 7), items=3, names=names)
+    items, M, _ = W.shape
+    assert check(W, operand(W, 264, linear), linear=linear).facts.config.pairs
+    check(W, operand(W, 264, linear, shared=True), linear=linear)
+    own = normal(*((items, M) if linear else (items, M, 1)), device=device)
+    plan = check(W, operand(W, 136, linear), linear=linear, bias=own, activation="gelu")
+    assert plan.facts.config.pairs and plan.facts.epilogue.bias_items
+
+
+@pytest.mark.sm_90
+@pytest.mark.gpu
+def test_pairs_over_many_tiles(paired):
+    W = batch("values", (64, 64), "cuda", grid=(41, 30), items=5, names=("power_law",))
+    check(W, operand(W, 3000))
+    check(W, operand(W, 3000, True, shared=True), linear=True)
+
+
+def test_sweeps_and_pairs_that_are_refused():
+    spec = ARCHS["sm_90"]
+    one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))
+    assert unsupported(linear(spec, "sm_90", SWEEPS[0], (16, 16), **one)) == ""
+    assert "one pattern" in unsupported(linear(spec, "sm_90", SWEEPS[0], (16, 16), **several))
+    assert "one pattern" in unsupported(linear(spec, "sm_90", SWEEPS[0], (16, 16), **one, run=256))
+    assert unsupported(linear(spec, "sm_90", PAIRS[0], (64, 64), **one)) == ""
+    assert "one pattern" in unsupported(linear(spec, "sm_90", PAIRS[0], (64, 64), **several))
+    assert "one pattern" in unsupported(linear(spec, "sm_90", PAIRS[1], (64, 64), **one, run=256))
+
+
+def test_what_is_known_of_a_batch():
+    """Of one pattern as much as of one matrix, of several nothing."""
+    for form in ("values", "patterns"):
+        W = batch(form, (64, 64), "cpu", items=3)
+        W.check_indices()
+        assert (W.shares == heuristics.NOT_KNOWN) == (form == "patterns")
+        if form == "values":
+            single = BsrMatrix(W.crow_indices, W.col_indices, W.values[0], W.shape[1:])
+            single.check_indices()
+            assert W.shares == single.shares
 
 
 @LINEAR
@@ -401,12 +500,6 @@ def test_tiles_that_span_two_runs_are_unsupported():
             assert (run % columns != 0) == ("columns of a tile or cluster multiply one item of W" in reason)
             found |= {columns} if not reason else set()
         assert max(found) <= widest and len(found) >= 2
-
-
-def test_sweeps_are_refused():
-    config = next(c for c in configurations("sm_90", (16, 16), ARCHS["sm_90"]) if c.sweep)
-    facts = linear(ARCHS["sm_90"], "sm_90", config, (16, 16), batch="values")
-    assert "a batch of block-sparse matrices" in unsupported(facts)
 
 
 # On a GPU

@@ -61,8 +61,8 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
             ),
             Gene(
                 "cluster",
-                ("cluster_m", "cluster_n", "split"),
-                ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4)),
+                ("cluster_m", "cluster_n", "split", "atomic"),
+                tuple((*shape, False) for shape in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))),
             ),
             Gene("ring", ("ring", "store_row"), ((1, 128), (2, 128), (3, 128), (4, 128), (2, 64), (3, 64))),
             Gene("lag", ("lag",), (0, 1, 2)),

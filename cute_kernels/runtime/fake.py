@@ -56,10 +56,15 @@ def launch_args() -> tuple:
     return Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
+def workspace_args(facts: GemmFacts) -> tuple:
+    """A fake of the workspace, which only an atomic split has."""
+    return (fake_tensor("float32", 1, 0, 4),) if facts.config.atomic else ()
+
+
 def dense_args(facts: GemmFacts) -> tuple:
     """Fakes of all arguments of dense.DenseGemm."""
     operands = (matrix(facts, i) for i in range(3))
-    return *operands, *epilogue_args(facts), *launch_args()
+    return *operands, *epilogue_args(facts), *launch_args(), *workspace_args(facts)
 
 
 def sparse_args(facts: GemmFacts) -> tuple:
@@ -80,4 +85,5 @@ def sparse_args(facts: GemmFacts) -> tuple:
         tables = (fake_tensor("int32", 2, 1, 1) for _ in range(2))
         return crow, *tables, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
     groups = fake_tensor("int32", 1, 0, 1) if block.run else None
-    return crow, col, order, groups, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
+    tensors = crow, col, order, groups, values, matrix(facts, 1), matrix(facts, 2)
+    return *tensors, *epilogue_args(facts), *launch_args(), *workspace_args(facts)

@@ -57,6 +57,7 @@ class Plan:
     paired: bool = False  # for the kernel over pairs of block rows
     tiles: tuple = ()  # of a sparse product: balance.Tiles
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
+    workspace: int = 0  # fp32 words in which an atomic split adds up its sums
     spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
 
     def __str__(self) -> str:
@@ -93,6 +94,7 @@ class Problem:
     transposed: bool = False
     kept: float = 1.0
     shares: heuristics.Shares = heuristics.NOT_KNOWN  # of a sparse operand
+    deterministic: bool = True  # False: sums may be added in an order that differs from run to run
 
 
 @functools.cache
@@ -127,9 +129,11 @@ def choose(
                 best = (clocks, facts)
         if best:
             facts = best[1]
+            if facts.config.atomic:
+                notes.append(f"{facts.config.split} thread blocks add up each tile in any order (deterministic=False)")
             if facts.path == "sm_90" and not facts.tma_store:
                 notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
-            if pick := tuned_pick(card, name, problem, spec, sms, notes):
+            if not facts.config.atomic and (pick := tuned_pick(card, name, problem, spec, sms, notes)):
                 return facts_for(problem, name, spec, pick.config), pick.group, pick.ctas, notes
             group = heuristics.raster_group(facts.config, problem.extents, problem.block)
             ctas = heuristics.grid_limit(facts.config, problem.extents, problem.block, group, sms)
@@ -145,6 +149,8 @@ def tuned_pick(
 
     def refuse(pick: tuned.TunedPick) -> str:
         cluster = pick.config.cluster
+        if pick.config.atomic:
+            return "its sums are added in any order, which a call must permit, and the heuristics must choose"
         if not cluster <= pick.ctas <= sms:
             return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
         return cfg.unsupported(facts_for(problem, name, spec, pick.config))
@@ -157,7 +163,8 @@ def tuned_pick(
 
 def candidates(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConfig]:
     if name == "sm_90":
-        return heuristics.candidates_sm90(problem.block, ARCHS["sm_90"])
+        found = heuristics.candidates_sm90(problem.block, ARCHS["sm_90"])
+        return found if problem.deterministic else [*found, *heuristics.atomic_sm90(problem.block, ARCHS["sm_90"])]
     return heuristics.candidates_sm80(problem.block, spec)
 
 

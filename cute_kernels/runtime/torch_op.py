@@ -41,15 +41,27 @@ def gemm_op(
     beta: float = 1.0,
     out_dtype: torch.dtype | None = None,
     epilogue: str | None = None,
+    deterministic: bool = True,
 ) -> Tensor:
     from ..ops import gemm
 
-    fn = function_named(epilogue)
-    return gemm(a, b, bias, activation, residual, alpha, beta, out_dtype=out_dtype, epilogue=fn)
+    more = {"out_dtype": out_dtype, "epilogue": function_named(epilogue), "deterministic": deterministic}
+    return gemm(a, b, bias, activation, residual, alpha, beta, **more)
 
 
 @gemm_op.register_fake
-def _(a, b, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, out_dtype=None, epilogue=None):
+def _(
+    a,
+    b,
+    bias=None,
+    activation=None,
+    residual=None,
+    alpha=1.0,
+    beta=1.0,
+    out_dtype=None,
+    epilogue=None,
+    deterministic=True,
+):
     torch._check(a.dim() >= 2 and b.dim() >= 2, lambda: "gemm: a and b need at least 2 dimensions")
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: {a.shape[-1]} columns meet {b.shape[-2]} rows")
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -67,22 +79,35 @@ def gemm_out_op(
     alpha: float = 1.0,
     beta: float = 1.0,
     epilogue: str | None = None,
+    deterministic: bool = True,
 ) -> None:
     from ..ops import gemm
 
-    gemm(a, b, bias, activation, residual, alpha, beta, out=out, epilogue=function_named(epilogue))
+    more = {"out": out, "epilogue": function_named(epilogue), "deterministic": deterministic}
+    gemm(a, b, bias, activation, residual, alpha, beta, **more)
 
 
 @gemm_out_op.register_fake
-def _(a, b, out, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, epilogue=None):
+def _(
+    a,
+    b,
+    out,
+    bias=None,
+    activation=None,
+    residual=None,
+    alpha=1.0,
+    beta=1.0,
+    epilogue=None,
+    deterministic=True,
+):
     return None
 
 
-def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
+def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, deterministic):
     """gemm inside a torch.compile trace."""
     name = register_function(epilogue) if epilogue is not None else None
     ops = torch.ops.cute_kernels
     if out is None:
-        return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name)
-    ops.gemm_out(a, b, out, bias, activation, residual, float(alpha), float(beta), name)
+        return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name, deterministic)
+    ops.gemm_out(a, b, out, bias, activation, residual, float(alpha), float(beta), name, deterministic)
     return out
