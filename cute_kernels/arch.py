@@ -10,7 +10,7 @@ class ArchSpec:
     """Limits of one GPU architecture, as its programming guide gives them.
 
     `smem` is the shared memory one block may ask for (bytes), `path` the family of kernels that runs there by
-    default, `target` the compiler's name, `tensor_core` the SASS instruction its kernels must contain.
+    default, `target` the compiler's name, `tensor_core` the SASS instruction that kernels of that family contain.
     """
 
     name: str

@@ -82,6 +82,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += unaligned(spec)
     found += batches(spec, spec.path)
     found += _swept_sm80(spec)
+    found += _few(spec, spec.path)
     if spec.path != "sm_80":
         found += _lagging(spec)
         found += _shared(spec)
@@ -304,11 +305,40 @@ def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, config, (64, 64), **change)
 
 
+def _few(spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
+    """Few columns: each configuration as a layer and with every epilogue; B in vectors and element by element."""
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    wide, narrow, uneven = (128, 128), (16, 16), (512, 112)
+    for config in heuristics.few(BlockFacts(*wide, "int32")):
+        for block in (wide, narrow, uneven, (32, 32)):
+            yield linear(spec, path, config, block)
+            yield linear(spec, path, config, block, epilogue=LINEAR)
+            yield bsr(spec, path, config, block, epilogue=FULL)
+        yield bsr(spec, path, config, wide, majors=("k", "k", "n"), index_dtype="int64", epilogue=COL)
+        yield linear(spec, path, config, wide, majors=("k", "any", "any"), aligns=(8, 1, 1), epilogue=LINEAR)
+        yield linear(spec, path, config, uneven, **fp32, dtype="float16", epilogue=LINEAR)
+        yield bsr(spec, path, config, uneven, ranks=(3, 3, 3), epilogue=FULL)
+        for form, rank in (("values", 4), ("patterns", 3)):
+            yield linear(
+                spec, path, config, wide, batch=form, ranks=(rank, 3, 3), epilogue=replace(LINEAR, bias_items=True)
+            )
+            yield bsr(spec, path, config, uneven, batch=form, ranks=(rank, 3, 3), index_dtype="int64", epilogue=FULL)
+            grouped = {"batch": form, "run": 64, "ranks": (rank, 2, 2)}
+            yield linear(
+                spec, path, config, uneven, **grouped, epilogue=replace(LINEAR, bias_items=True, residual=None)
+            )
+
+
 def _older_path(spec: ArchSpec) -> list[GemmFacts]:
     """The sm_80 kernels compiled for a newer GPU, which takes them when told to."""
     found = main(dense, spec, "sm_80", None) + main(dense, spec, "sm_80", None, epilogue=COL)
     for block in ((128, 128), (512, 112), (32, 32)):
         found += main(bsr, spec, "sm_80", block)
+    strides = {"majors": ("k", "any", "any"), "aligns": (8, 1, 1)}
+    found += [
+        linear(spec, "sm_80", config, (128, 128), **strides, epilogue=LINEAR)
+        for config in heuristics.few(BlockFacts(128, 128, "int32"))
+    ]
     return found + batches(spec, "sm_80")[:6]
 
 
@@ -346,7 +376,7 @@ def bundle_facts(
                     make = linear if op == "bsr_linear" else bsr
                     for index in index_dtypes:
                         plain = make(spec, spec.path, config, block, epilogue=epilogue, index_dtype=index, **types)
-                        found += [plain] if config.sweep else [plain, replace(plain, ordered=True)]
+                        found += [plain] if config.sweep or config.few else [plain, replace(plain, ordered=True)]
     return _buildable(found)
 
 
@@ -374,7 +404,7 @@ def config_text(config: GemmConfig) -> str:
         text += f" c{config.cluster_m}x{config.cluster_n}"
     text += f" lag {config.lag}" if config.lag else ""
     text += " pairs" if config.pairs else ""
-    return text + (" pp" if config.teams == 2 else " sweep" if config.sweep else "")
+    return text + (" pp" if config.teams == 2 else " sweep" if config.sweep else " few" if config.few else "")
 
 
 def block_text(facts: GemmFacts) -> str:

@@ -10,12 +10,17 @@ from .sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 PAIRED_ROWS = 64  # height of the blocks of which two rows are one tile
 COUNTER_WORDS = 32  # of a warpgroup's slot in an atomic split's workspace: its counter, on a line of its own
+FEW_VECTOR = 8  # K elements that a lane of the kernel for few columns loads at a time: 16 bytes
+FEW_PAD = 4  # floats between the columns of a warp's sums there, so that its lanes write to 32 banks
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+# What a kernel for few columns needs besides what few_registers counts, where B is loaded in vectors, and by element:
+# with these none spills, compiled for all architectures with every epilogue.
+FEW_OTHER_REGISTERS = {"vectors": 28, "elements": 44}
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40
 MOST_ATOMIC = 16  # CTAs that an atomic split has
-NO_COUNTS = ("lag", "sweep", "pairs", "atomic")  # fields of GemmConfig that may be 0
+NO_COUNTS = ("lag", "sweep", "pairs", "atomic", "few")  # fields of GemmConfig that may be 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class GemmConfig:
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
     their sums through each other's shared memory (exchange_sm90). With `atomic` they are no cluster: each adds its sums
     to the tile's in memory, in whatever order they come (atomic_sm90).
+    `few` (both paths, block-sparse only) is the kernel for 16 columns or fewer: sparse_collective.few_columns. Its
+    warps_m warps each sum all of the tile, over pieces of K that are `stages` times 4 K-tiles of 8.
     """
 
     tile_m: int
@@ -55,6 +62,7 @@ class GemmConfig:
     pairs: bool = False
     split: int = 1
     atomic: bool = False
+    few: bool = False
 
     @property
     def cluster(self) -> int:
@@ -79,6 +87,7 @@ class GemmConfig:
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         kind = " ping-pong" if self.teams == 2 else f" sweep of {self.chunks} chunks" if self.sweep else ""
+        kind = " few columns" if self.few else kind
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
         lag = f" lag {self.lag}" if self.lag else ""
         pairs = " pairs" if self.pairs else ""
@@ -174,7 +183,30 @@ class GemmFacts:
     @property
     def tma_store(self) -> bool:
         """Whether D's strides meet TMA's rule; elsewhere the store goes element by element."""
-        return self.path == "sm_90" and self.majors[2] != "any" and self.aligns[2] * self.out_bytes % 16 == 0
+        return (
+            self.path == "sm_90"
+            and not self.config.few
+            and self.majors[2] != "any"
+            and self.aligns[2] * self.out_bytes % 16 == 0
+        )
+
+    @property
+    def warp_specialised(self) -> bool:
+        """Whether some warps load by TMA and others multiply by WGMMA; elsewhere all warps use mma.sync."""
+        return self.path == "sm_90" and not self.config.few
+
+    @property
+    def few_vectors(self) -> bool:
+        """Whether a kernel for few columns loads B as it loads W, and not element by element."""
+        return self.majors[1] == "k" and self.aligns[1] == FEW_VECTOR
+
+    @property
+    def few_registers(self) -> int:
+        """Registers of a thread of a kernel for few columns: what it has loaded of W and B, its sums, all the rest."""
+        mmas_m, mmas_n = self.config.tile_m // 16, self.config.tile_n // 8
+        loaded = (8 * mmas_m + 4 * mmas_n) * self.config.stages
+        rest = FEW_OTHER_REGISTERS["vectors" if self.few_vectors else "elements"]
+        return -(-(loaded + 4 * mmas_m * mmas_n + rest) // 8) * 8
 
     @property
     def out_bytes(self) -> int:
@@ -209,6 +241,8 @@ class GemmFacts:
     def operand_bytes(self) -> int:
         """Shared memory of the A and B rings; of a sweep only B has stages."""
         cfg = self.config
+        if cfg.few:
+            return 0
         if cfg.sweep:
             return (cfg.tile_n * cfg.stages + cfg.chunks * cfg.tile_m) * cfg.tile_k * ELEMENT
         return (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT * cfg.stages
@@ -248,8 +282,36 @@ def unsupported(facts: GemmFacts) -> str:
     return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
 
 
+def _few(facts: GemmFacts) -> str:
+    """What the kernel for few columns asks, which both paths have: no strides or alignments of its own."""
+    cfg, block = facts.config, facts.block
+    if block is None:
+        return "a dense product: the kernel for few columns is for block-sparse ones"
+    plain = (cfg.tile_k, cfg.warps_n, cfg.cluster, cfg.teams, cfg.lag, cfg.sweep, cfg.pairs)
+    if plain != (FEW_VECTOR, 1, 1, 1, 0, False, False) or cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
+        return (
+            f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns, K-tiles of {FEW_VECTOR} and one row of "
+            "warps, without clusters, teams, lags, sweeps and pairs"
+        )
+    if block.bm % cfg.tile_m:
+        return f"{cfg.tile_m} rows for blocks {block.bm} high: a strip lies in one block"
+    if facts.ordered:
+        return "an order of work tiles: the kernel for few columns takes block rows as they come"
+    if cfg.warps_m > 32:
+        return f"{cfg.warps_m} warps; a block of threads has at most 32"
+    registers = min(255, 65_536 // (32 * cfg.warps_m))
+    if facts.few_registers > registers:
+        return f"{facts.few_registers} registers a thread, of {registers}"
+    needed = (cfg.tile_m + FEW_PAD) * cfg.tile_n * cfg.warps_m * 4
+    return (
+        f"{needed} bytes of shared memory; {facts.spec.name} has {facts.spec.smem}" if needed > facts.spec.smem else ""
+    )
+
+
 def _unsupported_sm80(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.spec
+    if cfg.few:
+        return _few(facts)
     if cfg.cluster * cfg.teams > 1 or cfg.lag or cfg.pairs:
         return "clusters, ping-pong teams, lags, a split K and pairs of block rows exist on the sm_90 path only"
     if cfg.sweep:
@@ -323,14 +385,15 @@ def _swept_matrix(facts: GemmFacts) -> str:
 
 
 def _unsupported_sm90(facts: GemmFacts) -> str:
-    spec = facts.spec
-    if spec.path != "sm_90":
-        return f"{spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path"
+    if facts.spec.path != "sm_90":
+        return f"{facts.spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path"
     for name, align in zip("AB", facts.aligns, strict=False):
         if align < 8:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
+    if facts.config.few:  # which needs no TMA; but where the path's other kernels do not serve, all of sm_80's compete
+        return _few(facts)
     if facts.config.store_row not in (32, 64, 128) or facts.config.store_row < 16 * facts.out_bytes:
         return f"store buffers of {facts.config.store_row} bytes a row: 128, 64 and 32, of at least 16 elements"
     if facts.config.pairs and (reason := _pairs(facts)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .arch import ArchSpec
-from .config import BARRIER_BYTES, ELEMENT, PAIRED_ROWS, BlockFacts, GemmConfig
+from .config import BARRIER_BYTES, ELEMENT, FEW_VECTOR, PAIRED_ROWS, BlockFacts, GemmConfig
 from .sweep_tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, ROWS, Geometry, sweep_table_bytes
 
 MACS_PER_CLOCK = 2048
@@ -38,6 +38,10 @@ SWEEP_FEED = {3: 1.03, 4: 1.1, 5: 1.37, 6: 1.15, 7: 1.15}  # times L2's rate, by
 # warp for a chunk and for a 16x16 unit of A with 32 columns of B.
 MMA_SYNC_RATE, SWEEP_SM80_CHUNK, SWEEP_SM80_UNIT = 0.62, 230, 14
 LONE_COLUMN = 1.3  # of a pair's column that one row has: its time over that of its bytes, with zeros for the other
+# Of a product with at most so many columns: what the kernel for them waits for before its first values arrive, and from
+# one piece to a warp's next (estimates).
+FEW_COLUMNS, FEW_FILL, FEW_TURN = 16, 700, 800
+FEW_FEED = 0.7  # of L2's rate, for plain loads: so that picks come out as measured
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -73,6 +77,8 @@ def tile_k_of(block: BlockFacts | None) -> int:
 
 def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8) -> GemmConfig:
     """The deepest ring that shared memory allows."""
+    if cfg.few:  # in registers
+        return cfg
     stage = (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT
     if cfg.sweep and not cfg.swept_by_warps:  # B alone has stages
         stage = cfg.tile_n * cfg.tile_k * ELEMENT
@@ -99,6 +105,8 @@ def candidates_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     # Of few columns: rows outside of B cost TMA time too (one token: 63 us with 64 columns, 64 tokens: 48).
     skinny = [sm90(64, columns, k, 1, 1, teams=2, ring=1, spec=spec) for columns in (64, 32, 16)]
     swept = sweeps(block, spec) if block is not None and block.bm in (16, 32, 64) else []
+    if block is not None:
+        skinny += few(block)
     if block is not None and k < 64:
         # No cluster: A's part of a narrow K-tile is a few hundred bytes, and waiting for a neighbour costs more.
         return [
@@ -208,6 +216,17 @@ def pairs(spec: ArchSpec) -> list[GemmConfig]:
     return [replace(shape, pairs=True) for shape in shapes]
 
 
+def few(block: BlockFacts) -> list[GemmConfig]:
+    """Configurations of the kernel for few columns (sparse_collective.few_columns): up to 8 of them, and up to 16.
+
+    A warp has 2 or 4 KB of W under way. 32 rows a strip ask L2 for half as much of B. Measured (us, 8192 squared, 12.5%
+    of 128x128; 16384 squared, 25 % of 64x64) for 1 token: 4 warps with 4 KB each 11.4, 43.0; 8 warps with 2 KB 11.7,
+    42.6, with 4 KB 11.9, 42.1. For 16 tokens: 16 rows 13.5, 48.5; 32 rows 11.8, 49.1; 64x16 tiles by TMA 12.9, 45.5.
+    """
+    shapes = [(16, 8, 4, 4), (16, 16, 2, 8), *([(32, 16, 2, 8)] if block.bm % 32 == 0 else [])]
+    return [GemmConfig(m, n, FEW_VECTOR, stages, warps, 1, few=True) for m, n, stages, warps in shapes]
+
+
 def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
     """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
 
@@ -227,10 +246,11 @@ def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     else:
         shapes = [(256, 128, 32, 4, 2), (128, 128, 32, 2, 2), (128, 64, 32, 2, 2), (64, 64, 32, 2, 2)]
     widest = tile_k_of(block)
-    return [
+    found = [
         with_stages(GemmConfig(m, n, min(k, widest), 0, wm, wn), spec, 0, most=3 if k == 64 else 4)
         for m, n, k, wm, wn in shapes
     ] + swept
+    return found if block is None else found + few(block)
 
 
 def sweeps_sm80(spec: ArchSpec) -> list[GemmConfig]:
@@ -259,10 +279,17 @@ def cost(
 
     `light`: EpilogueSpec.is_light. `l2_bytes_per_clock`: what L2 feeds one SM, where measured (bench.ceilings).
     """
+    if cfg.few:
+        return few_cost(cfg, extents, block, kept, sms, l2_bytes_per_clock)
+    least = 0.0
+    if block is not None and extents.N <= FEW_COLUMNS:
+        least = PIPELINE_FILL + values_bytes(extents, block, kept) / (others_of_dram(block) * DRAM_BYTES_PER_CLOCK)
     if cfg.swept_by_warps:
-        return sweep_cost_sm80(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed)
+        swept = sweep_cost_sm80(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed)
+        return max(swept, least)
     if cfg.sweep:
-        return sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed, b_k_major)
+        swept = sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed, b_k_major)
+        return max(swept, least)
     if workspace_words(cfg, extents, block, sms) * 4 > MOST_WORKSPACE_BYTES:
         return math.inf
     clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
@@ -290,7 +317,36 @@ def cost(
     alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
     tile = loop + store if alone else max(loop, (loop + store) / 2)
     longest = 0.0 if shares.longest is None else loop * shares.longest / max(kept, 1e-9) + store
-    return max(waves * tile, longest) + PIPELINE_FILL
+    clocks = max(waves * tile, longest) + PIPELINE_FILL
+    return clocks if clocks > least else least + 0.02 * clocks  # of those that DRAM holds up, the best first
+
+
+def others_of_dram(block: BlockFacts) -> float:
+    """What kernels not made for few columns reach of DRAM's rate: measured with 1 token, W 16384 and 8192 squared."""
+    return {16: 0.22, 32: 0.55}.get(tile_k_of(block), 0.8)
+
+
+def values_bytes(extents: Extents, block: BlockFacts, kept: float) -> float:
+    """Size of the stored blocks."""
+    return kept * extents.M * extents.K * (extents.L if block.batch else 1) * ELEMENT
+
+
+def few_cost(cfg, extents, block, kept, sms, l2_bytes_per_clock) -> float:
+    """`cost` of the kernel for few columns: the longest of three, and the indices that come before the first values.
+
+    DRAM delivers W once. L2 delivers W to each column tile and item that it is multiplied with, and for every strip of
+    W as many rows of B as there are columns. And a warp waits for each piece before it asks for the next one. No other
+    kernel comes as near to DRAM's rate, but with strips of 32 rows too few values are under way; for more columns than
+    FEW_COLUMNS it is no match for them. What a column tile fetches before its first values arrive counts for each.
+    """
+    if extents.N > FEW_COLUMNS:
+        return math.inf
+    values, tiles_n = values_bytes(extents, block, kept), -(-extents.N // cfg.tile_n)
+    passes = tiles_n * (1 if block.batch else extents.L)
+    from_l2 = values * passes * (1 + min(extents.N, cfg.tile_n) / cfg.tile_m) / FEW_FEED
+    turns = max(1, math.ceil(kept * extents.K / (4 * FEW_VECTOR * cfg.stages * cfg.warps_m)))
+    from_dram = values / DRAM_BYTES_PER_CLOCK / (1 if cfg.tile_m == 16 else 0.75)
+    return FEW_FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * FEW_TURN)
 
 
 def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> int:

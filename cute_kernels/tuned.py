@@ -291,10 +291,11 @@ def _pick(entry: Mapping[str, Any]) -> TunedPick:
         type(config.sweep) is not bool
         or type(config.pairs) is not bool
         or type(config.atomic) is not bool
+        or type(config.few) is not bool
         or type(config.lag) is not int
         or config.lag < 0
     ):
-        raise ValueError(f"sweep, pairs, atomic or lag in {entry} is not what it should be")
+        raise ValueError(f"sweep, pairs, atomic, few or lag in {entry} is not what it should be")
     config = dataclasses.replace(config, **dict.fromkeys(NO_COUNTS, 1))
     counts = [*dataclasses.astuple(config), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):

@@ -197,7 +197,7 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
     pattern = W.pair_plan() if plan.paired else (col,)
     more = () if plan.paired else (groups,)
     # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
-    if balance.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
+    if plan.tiles and balance.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order = W.work_order(tiles, plan.paired)
         function(W.crow_indices, *pattern, order, *more, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
@@ -403,13 +403,17 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
     # same to a CTA in every panel.
     plan.uneven_ctas = resident_clusters(cfg, sms) * cfg.cluster
-    plan.tiles = balance.Tiles(
-        row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
-        steps=steps,
-        tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
-        batch=problem.extents.L,
-        group=plan.group,
-        workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
+    plan.tiles = (
+        ()
+        if cfg.few
+        else balance.Tiles(
+            row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
+            steps=steps,
+            tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
+            batch=problem.extents.L,
+            group=plan.group,
+            workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
+        )
     )
 
     def first_call(*args):

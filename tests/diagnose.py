@@ -111,6 +111,8 @@ class Where:
     def owner(self, place) -> str:
         """The consumer that computes an element: a warp on sm_80, a warpgroup and its 64-row slab on sm_90."""
         cfg = self.cfg
+        if cfg.few:
+            return "all warps, which share K"
         row, col = place[1] % self.block_rows % cfg.tile_m, place[2] % cfg.tile_n
         index_n = col // (cfg.tile_n // cfg.warps_n)
         if self.facts.path == "sm_80":

@@ -116,9 +116,10 @@ def test_many_rows(device, path, pattern):
 @pytest.mark.parametrize("n", [1, 7, 8, 250, 264])
 @pytest.mark.parametrize("block", [(64, 64), (32, 32), (128, 128)], ids=str)
 def test_widths(device, block, n):
-    """Any number of columns; where TMA cannot read b, the sm_80 kernel does, and explain says so."""
+    """Any number of columns; where TMA cannot read b, a kernel without it does, and explain says so."""
     W = bsr("bernoulli", block, device)
     plan = check(W, width(W, n, device))
+    assert plan.facts.config.few is (n <= 16)
     if n in (7, 250):
         assert plan.facts.path == "sm_80"
         assert any("not on path sm_90" in note for note in plan.notes) or plan.facts.arch != "sm_90a"

@@ -210,7 +210,8 @@ def test_explain_of_a_kernel(emulated):
     text = str(explain(gemm, normal(200, 136), normal(136, 264), out=poisoned(200, 265)[:, 1:]))
     assert "store: element by element" in text
     W = random_bsr((64, 224), (16, 112), density=0.5)
-    assert "blocks: 16x112, MMA steps a K-tile " in str(explain(bsr_matmul, W, normal(224, 8)))
+    assert "blocks: 16x112, MMA steps a K-tile " in str(explain(bsr_matmul, W, normal(224, 24)))
+    assert "few columns" in str(explain(bsr_matmul, W, normal(224, 8)))
 
 
 def test_path_is_a_context():
@@ -297,6 +298,9 @@ def problems():
 def sound(facts: GemmFacts) -> str:
     """What else a kernel asks of a configuration: its tile divides among its warps and its atoms."""
     cfg = facts.config
+    if cfg.few:
+        whole = facts.block.bm % cfg.tile_m == cfg.tile_m % 16 == cfg.tile_n % 8 == 0
+        return "" if whole and cfg.warps_m <= 32 else "strips of whole MMAs, each in one block"
     warp_m, warp_n = (16, 8) if facts.path == "sm_80" else (64, 8)
     threads = cfg.warps_m * cfg.warps_n * (32 if facts.path == "sm_80" else 128)
     rules = {

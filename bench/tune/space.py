@@ -6,6 +6,7 @@ What is legal is config.unsupported's business alone.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from random import Random
@@ -54,10 +55,11 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
         rows, columns, depths = (64, 128, 192, 256), (32, 64, 96, 128, 160, 192, 224, 256), (16, 32, 64, 128)
         tile = [
             # two consumer warpgroups: cooperative along M or N, or two ping-pong teams; a sweep has its own three
+            # and a product of few columns its warps
             Gene(
                 "consumers",
-                ("warps_m", "warps_n", "teams", "sweep", "chunks", "pairs"),
-                ((2, 1, 1, False, 2, False), (1, 2, 1, False, 2, False), (1, 1, 2, False, 2, False)),
+                ("warps_m", "warps_n", "teams", "sweep", "chunks", "pairs", "few"),
+                tuple((*split, False, 2, False, False) for split in ((2, 1, 1), (1, 2, 1), (1, 1, 2))),
             ),
             Gene(
                 "cluster",
@@ -70,8 +72,9 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
         stages = (2, 3, 4, 5, 6, 7, 8, 10)
     else:
         rows, columns, depths = (16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (16, 32, 64, 128)
-        splits = tuple(itertools.product((1, 2, 4), (1, 2, 4, 8), (False,)))  # a sweep has its own
-        tile = [Gene("consumers", ("warps_m", "warps_n", "sweep"), splits)]
+        # a sweep, and a product of few columns, have their own
+        splits = tuple(itertools.product((1, 2, 4), (1, 2, 4, 8), (False,), (False,)))
+        tile = [Gene("consumers", ("warps_m", "warps_n", "sweep", "few"), splits)]
         stages = (3, 4, 5, 6)
     # A tile much higher or deeper than the block would multiply padding; a dense product gains nothing from 16 or 32.
     rows = [n for n in rows if n < 2 * max(high, rows[0])]
@@ -108,7 +111,7 @@ class Space:
         self.known = [
             config
             for config in candidates(path, problem, spec)
-            if not unsupported(facts_for(problem, path, spec, config))
+            if not unsupported(facts_for(problem, path, spec, config)) and self.clocks(config) < math.inf
         ]
         self.genes = genes_of(problem, path, self.known)
 

@@ -17,6 +17,8 @@ def compile_kernel(facts: GemmFacts, *, keep_cubin: bool = False) -> Built:
             from sparse_collective.sweep_collective_sm80 import SweepCollectiveSm80 as Collective
         elif facts.config.sweep:
             from sparse_collective.sweep_collective import SweepCollective as Collective
+        elif facts.config.few:
+            from sparse_collective.few_columns import FewCollective as Collective
         elif facts.config.pairs:
             from sparse_collective.pairs_collective import PairedCollective as Collective
         else:

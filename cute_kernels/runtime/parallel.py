@@ -56,10 +56,10 @@ def report_of(facts: GemmFacts, cubin: bytes, dynamic_smem: int) -> Report:
     resources = inspect.resources(cubin, facts.arch)
     problems = inspect.problems(
         resources,
-        tensor_core="HGMMA" if facts.path == "sm_90" else "HMMA",
+        tensor_core="HGMMA" if facts.warp_specialised else "HMMA",
         dynamic_smem=dynamic_smem,
         smem_limit=facts.spec.smem,
-        warp_specialised=facts.path == "sm_90",
+        warp_specialised=facts.warp_specialised,
     )
     return Report(resources, dynamic_smem, tuple(problems))
 

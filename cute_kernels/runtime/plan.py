@@ -72,7 +72,8 @@ class Plan:
             lines.append(f"configuration: {f.config}, raster panels of {self.group}")
             lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
             if f.block:
-                lines.append(f"blocks: {f.block.bm}x{f.block.bk}, MMA steps a K-tile {f.k_blocks}")
+                steps = "" if f.config.few else f", MMA steps a K-tile {f.k_blocks}"
+                lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
                 if f.block.batch:
                     runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
                     lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
@@ -131,7 +132,7 @@ def choose(
             facts = best[1]
             if facts.config.atomic:
                 notes.append(f"{facts.config.split} thread blocks add up each tile in any order (deterministic=False)")
-            if facts.path == "sm_90" and not facts.tma_store:
+            if facts.warp_specialised and not facts.tma_store:
                 notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
             if not facts.config.atomic and (pick := tuned_pick(card, name, problem, spec, sms, notes)):
                 return facts_for(problem, name, spec, pick.config), pick.group, pick.ctas, notes
