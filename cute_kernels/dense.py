@@ -53,8 +53,12 @@ class DenseGemm:
         group: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
-        workspace: cute.Tensor | None = None,  # of an atomic split
     ):
+        self.launch(a, b, d, bias, residual, alpha, beta, group, max_ctas, stream, None)
+
+    @cute.jit
+    def launch(self, a, b, d, bias, residual, alpha, beta, group, max_ctas, stream, workspace):
+        """The same with the workspace of an atomic split; None for others."""
         cfg = self.facts.config
         (M, K, La), (sM, sK, sL) = batched(a)
         mA = view(a, (M, K, La), (sM, sK, sL))
@@ -73,3 +77,27 @@ class DenseGemm:
     def output(self, d: cute.Tensor) -> cute.Tensor:
         (M, N, L), (sM, sN, sL) = batched(d)
         return view(d, (M, N, 1, L), (sM, sN, 0, sL))
+
+
+class AtomicDenseGemm(DenseGemm):
+    """DenseGemm with an atomic split, which adds up its sums in a workspace.
+
+    A class of its own: a parameter with a default would be one of every compiled function.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+        workspace: cute.Tensor,  # (words,) fp32, all zero; left so
+    ):
+        self.launch(a, b, d, bias, residual, alpha, beta, group, max_ctas, stream, workspace)

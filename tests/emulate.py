@@ -35,6 +35,8 @@ class Emulated:
         self.built.add(facts.key())
 
     def __call__(self, *args):
+        expected = inspect.signature(kernels.entry_class(self.facts).__call__).parameters
+        assert len(args) == len(expected) - len(("self", "stream")), f"{len(args)} arguments for {list(expected)}"
         if self.facts.config.atomic:
             *args, workspace = args
             assert workspace.dtype == torch.float32 and not workspace.count_nonzero() and len(workspace) > 0

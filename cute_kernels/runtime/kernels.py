@@ -6,25 +6,34 @@ from .compile import compile_for
 from .fake import dense_args, sparse_args
 
 
+def entry_class(facts: GemmFacts) -> type:
+    """What a kernel's function is compiled from: its `__call__`, whose parameters but `stream` are the call's."""
+    cfg = facts.config
+    if facts.block is None:
+        from ..dense import AtomicDenseGemm, DenseGemm
+
+        return AtomicDenseGemm if cfg.atomic else DenseGemm
+    if cfg.sweep:
+        from sparse_collective.sweep_collective import SweepCollective
+        from sparse_collective.sweep_collective_sm80 import SweepCollectiveSm80
+
+        return SweepCollectiveSm80 if cfg.swept_by_warps else SweepCollective
+    if cfg.few:
+        from sparse_collective.few_columns import FewCollective
+
+        return FewCollective
+    if cfg.pairs:
+        from sparse_collective.pairs_collective import PairedCollective
+
+        return PairedCollective
+    from sparse_collective.collective import AtomicCollective, SparseCollective
+
+    return AtomicCollective if cfg.atomic else SparseCollective
+
+
 def compile_kernel(facts: GemmFacts, *, keep_cubin: bool = False) -> Built:
     """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
-    if facts.block is None:
-        from ..dense import DenseGemm
-
-        entry, args = DenseGemm(facts), dense_args(facts)
-    else:
-        if facts.config.swept_by_warps:
-            from sparse_collective.sweep_collective_sm80 import SweepCollectiveSm80 as Collective
-        elif facts.config.sweep:
-            from sparse_collective.sweep_collective import SweepCollective as Collective
-        elif facts.config.few:
-            from sparse_collective.few_columns import FewCollective as Collective
-        elif facts.config.pairs:
-            from sparse_collective.pairs_collective import PairedCollective as Collective
-        else:
-            from sparse_collective.collective import SparseCollective as Collective
-
-        entry, args = Collective(facts), sparse_args(facts)
+    entry, args = entry_class(facts)(facts), dense_args(facts) if facts.block is None else sparse_args(facts)
     compiled = compile_for(facts.arch, entry, *args, keep_cubin=keep_cubin)
     return Built(compiled, {"smem": entry.kernel.smem_bytes, "config": str(facts.config), "path": facts.path})
 
