@@ -81,7 +81,6 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += sparse_variations(spec, spec.path)
     found += unaligned(spec)
     found += batches(spec, spec.path)
-    found += _swept_sm80(spec)
     found += _few(spec, spec.path)
     if spec.path != "sm_80":
         found += _lagging(spec)
@@ -267,19 +266,6 @@ def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, config, (32, 32), **change)
     for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": FULL}):
         yield bsr(spec, spec.path, narrow, (32, 32), **change)
-
-
-def _swept_sm80(spec: ArchSpec) -> Iterator[GemmFacts]:
-    """The same of the sm_80 path's, on each architecture: blocks of every kind, what epilogues there are, operands."""
-    for config in heuristics.sweeps_sm80(spec):
-        for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
-            yield bsr(spec, "sm_80", config, block)
-            yield linear(spec, "sm_80", config, block, epilogue=LINEAR)
-        for change in ({"epilogue": FULL}, {"epilogue": COL}, {"aligns": (8, 8, 1)}, {"index_dtype": "int64"}):
-            yield bsr(spec, "sm_80", config, (16, 16), **change)
-        yield bsr(spec, "sm_80", config, (32, 32), ranks=(3, 3, 3))
-        yield bsr(spec, "sm_80", config, (32, 32), dtype="float16", out_dtype="float16")
-        yield linear(spec, "sm_80", config, (32, 32), out_dtype="float32", aligns=(8, 8, 4), epilogue=LINEAR)
 
 
 def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:

@@ -33,9 +33,8 @@ class GemmConfig:
     so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers, each
     64 rows by `store_row` bytes.
     `lag` (cooperative sm_90 kernels): by how many stages the second warpgroup starts after the first, and stays behind:
-    one then stores while the other still multiplies. `sweep` (block-sparse only) is the kernel for low blocks:
-    sparse_collective.sweep_sm90 and sweep_sm80. Its rings of A hold `chunks` full chunks; the more, the earlier blocks
-    are loaded. On sm_80 A has stages as B has, and `chunks` is their number.
+    one then stores while the other still multiplies. `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
+    sparse_collective.sweep_sm90. Its rings of A hold `chunks` full chunks; the more, the earlier blocks are loaded.
     `pairs` (sm_90, blocks 64 high only): a tile of 128 rows is two block rows, which share the blocks of B that both
     need: mainloop_pairs_sm90.
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
@@ -68,11 +67,6 @@ class GemmConfig:
     def cluster(self) -> int:
         """CTAs that take work tiles together: those of a cluster, or of an atomic split."""
         return self.cluster_m * self.cluster_n * self.split
-
-    @property
-    def swept_by_warps(self) -> bool:
-        """Whether it is sm_80's sweep, which divides a chunk among warps, and not sm_90's, among three warpgroups."""
-        return self.sweep and self.warps_m != CONSUMERS
 
     @property
     def slot(self) -> int:
@@ -248,11 +242,6 @@ class GemmFacts:
         return (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT * cfg.stages
 
     @property
-    def sweep_plan(self) -> tuple[int, bool]:
-        """For a sweep, the arguments of BsrMatrix.sweep_plan: TMA alone takes wider slices of a K-major B."""
-        return self.config.cluster_m, self.path == "sm_90" and self.majors[1] == "k"
-
-    @property
     def store_bytes(self) -> int:
         """Shared memory of the sm_90 store rings, of all warpgroups."""
         cfg = self.config
@@ -314,8 +303,6 @@ def _unsupported_sm80(facts: GemmFacts) -> str:
         return _few(facts)
     if cfg.cluster * cfg.teams > 1 or cfg.lag or cfg.pairs:
         return "clusters, ping-pong teams, lags, a split K and pairs of block rows exist on the sm_90 path only"
-    if cfg.sweep:
-        return _sweep_sm80(facts)
     if cfg.stages < 3:
         return f"{cfg.stages} stages; the cp.async pipeline needs 3"
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
@@ -355,33 +342,6 @@ def _unsupported_sm80(facts: GemmFacts) -> str:
     if needed > spec.smem:
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
     return ""
-
-
-def _sweep_sm80(facts: GemmFacts) -> str:
-    """What the sweep kernel of this path asks: it has two tiles, and copies in vectors of 16 bytes."""
-    cfg, spec = facts.config, facts.spec
-    if reason := _swept_matrix(facts):
-        return reason
-    if facts.block.batch:
-        return "a batch of block-sparse matrices: sm_80's sweep takes one matrix"
-    shapes = [(ROWS * CONSUMERS, columns, CHUNK, 2, columns // 32) for columns in (128, 64)]
-    if (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n) not in shapes:
-        return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 64 columns, in two rows of warps 32 wide"
-    if cfg.stages < 2 or cfg.chunks != cfg.stages:
-        return f"{cfg}: of two stages and more each holds a full chunk"
-    if facts.majors[1] == "any" or facts.aligns[1] < 8:
-        return "B's address, strides or contiguous extent are not multiples of 16 bytes, which a sweep copies at once"
-    needed = facts.operand_bytes
-    return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block" if needed > spec.smem else ""
-
-
-def _swept_matrix(facts: GemmFacts) -> str:
-    """What sweeps ask of W."""
-    if facts.block is None:
-        return "a dense product: only block-sparse ones are swept"
-    if facts.block.batch == "patterns" or facts.block.run:
-        return "a pattern for each item, or runs of columns with an item each: a sweep's plan is that of one pattern"
-    return Geometry.refuse(facts.block.bm, facts.block.bk)
 
 
 def _unsupported_sm90(facts: GemmFacts) -> str:
@@ -430,7 +390,11 @@ def _pairs(facts: GemmFacts) -> str:
 def _sweep(facts: GemmFacts) -> str:
     """What the sweep kernel asks: it has one tile, and swaps the operands."""
     cfg = facts.config
-    if reason := _swept_matrix(facts):
+    if facts.block is None:
+        return "a dense product: only block-sparse ones are swept"
+    if facts.block.batch == "patterns" or facts.block.run:
+        return "a pattern for each item, or runs of columns with an item each: a sweep's plan is that of one pattern"
+    if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
         return reason
     tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag, cfg.split)
     if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:

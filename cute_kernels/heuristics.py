@@ -26,17 +26,14 @@ STORE_CLOCKS = {"light": 16, "loaded": 40}
 # (2.7 to 3.3 TB/s in all), and what DRAM delivers to all SMs (4.27 TB/s), which no split exceeds.
 EXCHANGE_CLOCKS, EXCHANGE_BYTES_PER_CLOCK = 1500, 12
 DRAM_BYTES_PER_CLOCK = 2750
-# Of an atomic split, all guesses: its fences, counter and the sums' way back, what one SM adds of 2.5 TB/s in all; and
-# the most that its workspace may take.
+# Of an atomic split, estimates that eight dense shapes bear out: its fences, counter and the sums' way back, what one
+# SM adds of 2.5 TB/s in all; and the most that its workspace may take.
 ATOMIC_CLOCKS, ATOMIC_BYTES_PER_CLOCK = 2500, 12
 MOST_WORKSPACE_BYTES = 64 << 20
 # Fitted to 90 times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as much: so
 # shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 392, 90, 165
 SWEEP_FEED = {3: 1.03, 4: 1.1, 5: 1.37, 6: 1.15, 7: 1.15}  # times L2's rate, by stages of B
-# Of the mma.sync path's sweep: its tensor-core rate over WGMMA's, measured in dense products; and the instructions of a
-# warp for a chunk and for a 16x16 unit of A with 32 columns of B.
-MMA_SYNC_RATE, SWEEP_SM80_CHUNK, SWEEP_SM80_UNIT = 0.62, 230, 14
 LONE_COLUMN = 1.3  # of a pair's column that one row has: its time over that of its bytes, with zeros for the other
 # Of a product with at most so many columns: what the kernel for them waits for before its first values arrive, and from
 # one piece to a warp's next (estimates).
@@ -80,11 +77,10 @@ def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8
     if cfg.few:  # in registers
         return cfg
     stage = (cfg.tile_m + cfg.tile_n) * cfg.tile_k * ELEMENT
-    if cfg.sweep and not cfg.swept_by_warps:  # B alone has stages
+    if cfg.sweep:  # B alone has stages
         stage = cfg.tile_n * cfg.tile_k * ELEMENT
         store_bytes += cfg.chunks * cfg.tile_m * cfg.tile_k * ELEMENT
-    stages = min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes - cfg.exchange_bytes) // stage)
-    return replace(cfg, stages=stages, chunks=stages if cfg.swept_by_warps else cfg.chunks)
+    return replace(cfg, stages=min(most, (spec.smem - 2 * BARRIER_BYTES - store_bytes - cfg.exchange_bytes) // stage))
 
 
 def sm90(
@@ -234,7 +230,6 @@ def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     512x112 blocks 128x128x64 405, 256x128x64 396, 128x128x32 371. K-tiles of 64 take more than sm_8x has
     for two CTAs.
     """
-    swept = sweeps_sm80(spec) if block is not None and block.bm in (16, 32, 64) else []
     if block is not None and block.bm < 64:
         tile_m = 16 if block.bm % 32 else 32
         shapes = [(tile_m, 128, 32, 1, 4), (tile_m, 64, 32, 1, 4)]
@@ -249,19 +244,8 @@ def candidates_sm80(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig
     found = [
         with_stages(GemmConfig(m, n, min(k, widest), 0, wm, wn), spec, 0, most=3 if k == 64 else 4)
         for m, n, k, wm, wn in shapes
-    ] + swept
+    ]
     return found if block is None else found + few(block)
-
-
-def sweeps_sm80(spec: ArchSpec) -> list[GemmConfig]:
-    """Configurations of the mma.sync path's sweep kernel (sparse_collective.sweep_sm80).
-
-    Where shared memory allows, two CTAs of the narrow one share an SM.
-    """
-    wide = GemmConfig(ROWS * CONSUMERS, 128, CHUNK, 0, 2, 4, sweep=True)
-    narrow = replace(wide, tile_n=64, warps_n=2)
-    half = spec.smem // 2 // ((narrow.tile_m + narrow.tile_n) * CHUNK * ELEMENT)
-    return [with_stages(wide, spec, 0), with_stages(narrow, spec, 0, most=half if half > 1 else 8)]
 
 
 def cost(
@@ -284,9 +268,6 @@ def cost(
     least = 0.0
     if block is not None and extents.N <= FEW_COLUMNS:
         least = PIPELINE_FILL + values_bytes(extents, block, kept) / (others_of_dram(block) * DRAM_BYTES_PER_CLOCK)
-    if cfg.swept_by_warps:
-        swept = sweep_cost_sm80(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed)
-        return max(swept, least)
     if cfg.sweep:
         swept = sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed, b_k_major)
         return max(swept, least)
@@ -407,29 +388,6 @@ def sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known,
     store = cfg.tile_n // 2 * STORE_CLOCKS["light" if light else "loaded"]
     # The times were measured beside products that leave the card cool; beside others sweeps lost 5 % more than those.
     return 1.05 * (waves * (extents.K / cfg.tile_k * chunk + store) + PIPELINE_FILL)
-
-
-def sweep_cost_sm80(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, known) -> float:
-    """`cost` of the mma.sync path's sweep kernel; `known` is shares.listed. A model, not yet held against times.
-
-    For 64 columns of W: the bytes that arrive from L2; what shared memory takes in and gives to ldmatrix; mma.sync's
-    products; and instructions, counted in what was compiled for 16x16 blocks. CTAs that share an SM share all that.
-    """
-    if sweep_table_bytes(extents.M, extents.K, 1) > MOST_TABLE_BYTES:
-        return math.inf
-    listed = listed_at_random(kept, block, cfg.tile_m) if known is None else known
-    warps, k_steps = cfg.warps_m * cfg.warps_n, CHUNK // 16
-    units = kept * cfg.tile_m / 16 * k_steps  # 16x16, each multiplied by warps_n warps
-    fragments = min(listed, listed_at_random(kept, block, cfg.tile_m // cfg.warps_m))  # of B, that a warp needs
-    arriving = (listed * cfg.tile_n + kept * cfg.tile_m) * CHUNK * ELEMENT
-    reads = units * cfg.warps_n * 16 * 16 * ELEMENT + fragments * warps * CHUNK * 32 * ELEMENT
-    mma = units * 16 * 16 * cfg.tile_n / (MMA_SYNC_RATE * MACS_PER_CLOCK)
-    issue = (warps * listed * SWEEP_SM80_CHUNK + units * cfg.warps_n * SWEEP_SM80_UNIT) / 4  # by four schedulers
-    *_, second, first = sorted((arriving / l2_bytes_per_clock, (arriving + reads) / 128, mma, issue))
-    chunk = first + 0.3 * second  # nothing overlaps wholly, and all warps wait for each other at each chunk
-    tiles = -(-extents.M // cfg.tile_m) * -(-extents.N // cfg.tile_n) * extents.L
-    store = cfg.tile_m * cfg.tile_n // (32 * warps) * STORE_CLOCKS["light" if light else "loaded"]
-    return -(-tiles // sms) * (extents.K / CHUNK * chunk + store) + PIPELINE_FILL
 
 
 def grid_limit(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, group: int, sms: int) -> int:

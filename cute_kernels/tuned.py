@@ -47,6 +47,7 @@ FORMAT = 1
 # every new rule of `unsupported` would void all tables.
 _SHARED = ("cute_kernels.dense", "cute_kernels.epilogue", "cute_kernels.functions", "cute_kernels.k_tiles")
 _SHARED += ("cute_kernels.scheduler", "sparse_collective.collective", "sparse_collective.k_tiles")
+_SHARED += ("sparse_collective.few_columns", "sparse_collective.vector_loads")
 SOURCES = {
     path: (*_SHARED, *(f"cute_kernels.{part}_{path.replace('_', '')}" for part in ("gemm", "mainloop", "store")))
     for path in PATHS
@@ -57,11 +58,9 @@ SOURCES["sm_90"] += (
     "cute_kernels.mainloop_pairs_sm90",
     "sparse_collective.pairs_collective",
 )
-for path in PATHS:
-    sweep = ("sweep", "sweep_collective", "sweep_plan", f"sweep_{path.replace('_', '')}")
-    SOURCES[path] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in sweep))
-SOURCES["sm_80"] += ("sparse_collective.sweep_blocks", "sparse_collective.sweep_collective_sm80")
-SOURCES["sm_90"] += ("sparse_collective.wgmma",)
+SOURCES["sm_90"] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in (
+    "sweep", "sweep_collective", "sweep_plan", "sweep_sm90", "wgmma",
+)))  # fmt: skip
 
 
 @dataclass(frozen=True)

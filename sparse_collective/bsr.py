@@ -383,7 +383,7 @@ class BsrMatrix:
         """`make()`, a tuple of tensors made of the indices alone, on their device; kept under `key`.
 
         Made again if an index tensor has been changed in place. While a CUDA graph is captured, what is not there yet
-        becomes part of the graph and is not kept.
+        becomes part of the graph and is not kept; what is there was finished before, for torch.cuda.graph synchronises.
         """
         if self.plans is None:
             return make()
@@ -391,7 +391,8 @@ class BsrMatrix:
         found = self.plans.get(key)
         cuda = self.device.type == "cuda"
         if found is not None and found[1] == versions:
-            if cuda and found[2] != torch._C._cuda_getCurrentRawStream(self.device.index):
+            elsewhere = cuda and found[2] != torch._C._cuda_getCurrentRawStream(self.device.index)
+            if elsewhere and not torch.cuda.is_current_stream_capturing():  # a capture may not wait for what is outside
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(found[3])
                 for tensor in found[0]:

@@ -398,7 +398,7 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
     plan.workspace = workspace_words(cfg, problem.extents, problem.block, sms)
-    plan.swept = plan.facts.sweep_plan if cfg.sweep else ()
+    plan.swept = (cfg.cluster_m, plan.facts.majors[1] == "k") if cfg.sweep else ()
     plan.paired = cfg.pairs
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
     # same to a CTA in every panel.

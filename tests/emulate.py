@@ -186,8 +186,7 @@ class Emulated:
             items = b if b.dim() == 3 else [b] * len(values)
             tables = crow, counts, slices, words, order
             return torch.stack([single.swept(*tables, v, x) for v, x in zip(values, items, strict=True)])
-        cluster, k_major = facts.sweep_plan
-        g = Geometry.of_block(bm, bk, k_major)
+        g, cluster = Geometry.of_block(bm, bk, facts.majors[1] == "k"), facts.config.cluster_m
         assert crow.dtype == getattr(torch, facts.block.index_dtype)
         assert counts.dtype == slices.dtype == words.dtype == order.dtype == torch.int32
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)

@@ -32,19 +32,15 @@ def on_gpu(x):
 
 
 def only(gene: str, case: Callable[[], None]) -> None:
-    """The case with those of the candidates that have this of GemmConfig's fields set."""
-    finds = {name: getattr(heuristics, name) for name in ("candidates_sm80", "candidates_sm90")}
-
-    def filtered(find):
-        return lambda *args: [c for c in find(*args) if getattr(c, gene) > GemmConfig.__dict__[gene]]
-
-    for name, find in finds.items():
-        setattr(heuristics, name, filtered(heuristics.atomic_sm90 if gene == "atomic" else find))
+    """The case with those of the sm_90 candidates that have this of GemmConfig's fields set."""
+    find = before = heuristics.candidates_sm90
+    if gene == "atomic":
+        find = heuristics.atomic_sm90
+    heuristics.candidates_sm90 = lambda *args: [c for c in find(*args) if getattr(c, gene) > GemmConfig.__dict__[gene]]
     try:
         case()
     finally:
-        for name, find in finds.items():
-            setattr(heuristics, name, find)
+        heuristics.candidates_sm90 = before
 
 
 def dense(m, n, k, layouts="nn", *, batch=(), dtype=torch.bfloat16, out_dtype=None, m_major=False, full=False, **more):
@@ -110,14 +106,12 @@ CASES: dict[str, Callable[[], None]] = {
     "bsr batch of patterns": lambda: batched(False, 136),
     "bsr grouped, one pattern": lambda: grouped(True),
     "bsr grouped, patterns": lambda: grouped(False),
-    # Kernels that the cost model does not choose for products as small as these.
-    "bsr sweep": lambda: only("sweep", lambda: sparse(power_law(14, 9), (16, 16), 264)),
-    "bsr linear sweep": lambda: only("sweep", lambda: sparse(banded(9, 8), (32, 64), 136, linear=True)),
 }
-HOPPER = {
+HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": lambda: only("split", lambda: dense(136, 200, 520)),
     "dense, added up in any order": lambda: only("atomic", lambda: dense(136, 200, 520, deterministic=False)),
     "bsr pairs of rows": lambda: only("pairs", lambda: sparse(banded(5, 8), (64, 64), 264)),
+    "bsr sweep": lambda: only("sweep", lambda: sparse(power_law(14, 9), (16, 16), 264)),
 }
 ODD = {
     "dense by element": lambda: dense(67, 45, 33, "tn"),

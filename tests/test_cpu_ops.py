@@ -308,7 +308,7 @@ def sound(facts: GemmFacts) -> str:
         "whole MMA steps": cfg.tile_k % 16 == 0 and cfg.tile_k <= (64 if facts.path == "sm_80" else 128),
         "accumulators fit": cfg.tile_m * cfg.tile_n // threads <= 192,
         "a TMA box": facts.path == "sm_80" or max(cfg.tile_m, cfg.tile_n) <= 256,
-        "a pipeline": cfg.stages >= (3 if facts.path == "sm_80" and not cfg.sweep else 2),
+        "a pipeline": cfg.stages >= (3 if facts.path == "sm_80" else 2),
         "threads": threads * cfg.teams + 128 <= 1024,
     }
     return ", ".join(rule for rule, kept in rules.items() if not kept)

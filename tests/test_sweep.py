@@ -1,16 +1,13 @@
-"""The sweep kernels' plan, and the ops through them: the same product, whichever kernel is chosen.
+"""The sweep kernel's plan, and the op through it: the same product, whichever kernel is chosen.
 
-Without a GPU the plan is walked as the kernels walk it (emulate.swept); with one they run.
+Without a GPU the plan is walked as the kernel walks it (emulate.swept); with one the kernel runs.
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cute_kernels
 from cute_kernels import config, explain, heuristics
 from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
@@ -34,36 +31,24 @@ def matrix(mask, block, dtype=torch.bfloat16, index_dtype=torch.int32, device="c
     return W, dense_of(crow, col, values, shape)
 
 
-def kernels():
-    """(path, number) of each configuration."""
-    for path, configurations in (("sm_90", SWEEPS), ("sm_80", heuristics.sweeps_sm80(ARCHS["sm_90"]))):
-        for i, chosen in enumerate(configurations):
-            yield pytest.param((path, i), marks=getattr(pytest.mark, path), id=f"{path} {chosen}")
-
-
-@pytest.fixture(params=kernels())
+@pytest.fixture(params=range(len(SWEEPS)), ids=lambda i: f"{SWEEPS[i]}")
 def swept(request, monkeypatch):
-    """Ops take this configuration of a sweep kernel; on sm_90 with more columns than it bears its narrower neighbour.
-
-    Yields its number among its path's.
-    """
-    path, number = request.param
-    chosen = SWEEPS[number]
+    """Ops take this configuration of the sweep kernel, with more columns than it bears its narrower neighbour."""
+    chosen = SWEEPS[request.param]
     narrow = next(c for c in SWEEPS if c.tile_n == 128 and c.cluster_m == chosen.cluster_m)
     monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen, narrow])
-    monkeypatch.setattr(heuristics, "candidates_sm80", lambda block, spec: [heuristics.sweeps_sm80(spec)[number]])
     for module in ("cute_kernels.ops", "sparse_collective.ops"):
         monkeypatch.setattr(f"{module}._PLANS", {})
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
-    with cute_kernels.path(path):
-        yield number
+    return chosen
 
 
+@pytest.mark.sm_90
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda b: f"{b[0]}x{b[1]}")
 def test_patterns(swept, device, pattern, block):
     """Groups and chunks of every filling, with a last group and a last chunk that are not full, and rings that wrap."""
-    if swept > 0 and block not in BLOCKS[:3]:
+    if swept is not SWEEPS[0] and block not in BLOCKS[:3]:
         pytest.skip("the first configuration takes every block shape, the others three")
     rows, cols = 800 // block[0] + 1, 700 // block[1] + 2
     W, dense = matrix(cases.PATTERNS[pattern](rows, cols), block, device=device)
@@ -75,6 +60,7 @@ def test_patterns(swept, device, pattern, block):
     assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
 
 
+@pytest.mark.sm_90
 @pytest.mark.gpu
 def test_many_tiles_a_worker(swept):
     """Every cluster does two tiles or three, so that rings and phases go on from one to the next."""
@@ -86,6 +72,7 @@ def test_many_tiles_a_worker(swept):
     assert_as_good_as_torch(out, exact, by_torch, k=W.shape[1])
 
 
+@pytest.mark.sm_90
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear(swept, device, activation, biased):
@@ -99,6 +86,7 @@ def test_linear(swept, device, activation, biased):
     assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
 
 
+@pytest.mark.sm_90
 @pytest.mark.parametrize("layout", ["nn", "nt", "batch"])
 def test_operands(swept, device, layout):
     """B of either major and in batches, fp16, 64-bit indices, a column bias and a residual."""
@@ -115,39 +103,7 @@ def test_operands(swept, device, layout):
     assert_as_good_as_torch(out.cpu(), exact, by_torch, k=K)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "m-major", "unaligned"])
-@pytest.mark.parametrize("block", [(16, 16), (64, 32)], ids=lambda b: f"{b[0]}x{b[1]}")
-def test_outputs(swept, device, block, kind):
-    W, dense = matrix(cases.bernoulli(230 // block[0], 200 // block[1], 0.4), block, device=device)
-    b, dtype = normal(W.shape[1], 136), torch.float32 if kind == "fp32" else torch.bfloat16
-    exact, by_torch = exact_and_torch(dense, b, dtype)
-    M, N = exact.shape
-    out = poisoned(N, M, device=device).t() if kind == "m-major" else poisoned(M, N + 3, dtype=dtype, device=device)
-    out = out[:, :N] if kind != "fp32" else poisoned(M, N, dtype=dtype, device=device)
-    assert explain(bsr_matmul, W, b.to(device), out=out).facts.config.sweep
-    bsr_matmul(W, b.to(device), out=out)
-    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
-
-
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("block", BLOCKS[:4], ids=lambda b: f"{b[0]}x{b[1]}")
-def test_nobody_multiplies_what_no_block_meets(swept, device, block, linear):
-    """NaN in the rows of b that lie between needed ones, and in b's columns beside those of a tile."""
-    mask = cases.bernoulli(400 // block[0], 900 // block[1], 0.5)
-    mask[:, ::3] = False
-    mask[:, -1] = False
-    W, dense = matrix(mask, block, device=device)
-    b = normal(W.shape[1], 264)
-    exact, by_torch = exact_and_torch(dense, b, torch.bfloat16)
-    b[~mask.any(0).repeat_interleave(block[1])] = float("nan")
-    out = poisoned(*(exact.t() if linear else exact).shape, device=device)
-    if linear:
-        bsr_linear(b.t().contiguous().to(device), W, out=out)
-    else:
-        bsr_matmul(W, b.to(device), out=out)
-    assert_as_good_as_torch((out.t() if linear else out).cpu(), exact, by_torch, k=W.shape[1])
-
-
+@pytest.mark.sm_90
 def test_the_same_bits_each_time(swept, device):
     W, _ = matrix(cases.power_law(40, 30), (16, 16), device=device)
     b = normal(W.shape[1], 512, device=device)
@@ -293,47 +249,6 @@ def test_what_the_predicate_refuses():
     assert config.unsupported(bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
     assert "heights" in config.unsupported(bsr(spec, "sm_90", wide, (128, 128)))
     assert "dense" in config.unsupported(dense(spec, "sm_90", wide))
-
-
-def test_what_the_predicate_refuses_on_the_other_path():
-    from cute_kernels.catalog import COL, FULL, bsr, dense
-
-    for name in ("sm_80", "sm_86", "sm_89", "sm_90"):
-        spec = ARCHS[name]
-        for chosen in heuristics.sweeps_sm80(spec):
-            for block in BLOCKS:
-                assert config.unsupported(bsr(spec, "sm_80", chosen, block, epilogue=FULL)) == ""
-            assert "heights" in config.unsupported(bsr(spec, "sm_80", chosen, (128, 128)))
-            assert "dense" in config.unsupported(dense(spec, "sm_80", chosen))
-            assert "16 bytes" in config.unsupported(bsr(spec, "sm_80", chosen, (16, 16), aligns=(8, 4, 8)))
-            assert "16 bytes" in config.unsupported(bsr(spec, "sm_80", chosen, (16, 16), majors=("k", "any", "n")))
-            assert config.unsupported(bsr(spec, "sm_80", chosen, (16, 16), aligns=(8, 8, 1), epilogue=COL)) == ""
-            other = replace(chosen, stages=chosen.stages + 1)
-            assert "each holds a full chunk" in config.unsupported(bsr(spec, "sm_80", other, (16, 16)))
-            other = replace(chosen, stages=9, chunks=9)
-            assert "shared memory" in config.unsupported(bsr(spec, "sm_80", other, (16, 16)))
-            assert "columns" in config.unsupported(bsr(spec, "sm_80", replace(chosen, tile_n=256), (16, 16)))
-            assert config.unsupported(bsr(ARCHS["sm_90"], "sm_90", chosen, (16, 16))), "each path has its own"
-            batch = bsr(spec, "sm_80", chosen, (16, 16), batch="values", ranks=(4, 3, 3))
-            assert "a batch" in config.unsupported(batch)
-        for chosen in SWEEPS:
-            assert config.unsupported(bsr(spec, "sm_80", chosen, (16, 16)))
-
-
-def test_when_the_sm_80_path_sweeps():
-    """At 8192 cubed, by the model: where groups share columns, and 16x16 blocks from an eighth on."""
-
-    def sweeps(block, kept, listed=None):
-        facts, cube = BlockFacts(block, block, "int32"), heuristics.Extents(8192, 8192, 8192)
-        costs = {
-            c: heuristics.cost(c, cube, facts, kept, 132, shares=heuristics.Shares(listed))
-            for c in heuristics.candidates_sm80(facts, ARCHS["sm_90"])
-        }
-        return min(costs, key=costs.get).sweep
-
-    assert sweeps(16, 0.125) and sweeps(16, 0.5) and sweeps(32, 0.5)
-    assert not sweeps(16, 0.03) and not sweeps(64, 0.125)
-    assert sweeps(16, 0.03, listed=0.05) and sweeps(32, 0.125, listed=0.2), "a band"
 
 
 def test_tiles_with_slabs_beyond_the_block_are_refused():

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-import cute_kernels
 from bench.tune import fitness
 from bench.tune.problems import STANDARD, parse
 from bench.tune.space import Candidate, Space
@@ -98,18 +97,6 @@ def test_a_sweep_is_launched_with_the_plan_of_its_pattern(cluster, emulated):
     plan = explain(data.op, *data.args, **data.kwargs)
     config = next(c for c in heuristics.sweeps(plan.facts.block, SPEC) if c.cluster_m == cluster)
     facts = dataclasses.replace(plan.facts, config=config)
-    data.out.fill_(float("nan"))
-    fitness.launcher(plan, data)(emulate.Emulated(facts), Candidate(facts, 2, SMS))
-    assert (data.out.double() - data.truth).abs().max() <= data.bound
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_sweep_of_the_sm_80_path_is_launched_with_the_plan_of_its_pattern(number, emulated):
-    problem = parse("bsr_linear 256x384x512 16x16 30% bias+relu")
-    data = fitness.operands(problem, "cpu")
-    with cute_kernels.path("sm_80"):
-        plan = explain(data.op, *data.args, **data.kwargs)
-    facts = dataclasses.replace(plan.facts, config=heuristics.sweeps_sm80(SPEC)[number])
     data.out.fill_(float("nan"))
     fitness.launcher(plan, data)(emulate.Emulated(facts), Candidate(facts, 2, SMS))
     assert (data.out.double() - data.truth).abs().max() <= data.bound

@@ -134,7 +134,8 @@ def launcher(plan: Plan, problem: Operands) -> Callable[[Callable, Candidate], o
     def launch(function: Callable, candidate: Candidate) -> object:
         tables = (W.col_indices, None, None)  # neither an order of work tiles nor groups
         if candidate.facts.config.sweep:
-            tables = W.sweep_plan(*candidate.facts.sweep_plan)
+            facts = candidate.facts
+            tables = W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k")
         elif candidate.facts.config.pairs:
             tables = (*W.pair_plan(), None)
         return function(W.crow_indices, *tables, W.values, *rest, 1.0, 1.0, candidate.group, candidate.ctas)

@@ -72,9 +72,8 @@ def genes_of(problem: Problem, path: str, known: list[GemmConfig]) -> tuple[Gene
         stages = (2, 3, 4, 5, 6, 7, 8, 10)
     else:
         rows, columns, depths = (16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (16, 32, 64, 128)
-        # a sweep, and a product of few columns, have their own
-        splits = tuple(itertools.product((1, 2, 4), (1, 2, 4, 8), (False,), (False,)))
-        tile = [Gene("consumers", ("warps_m", "warps_n", "sweep", "few"), splits)]
+        splits = tuple(itertools.product((1, 2, 4), (1, 2, 4, 8), (False,)))  # a product of few columns has its own
+        tile = [Gene("consumers", ("warps_m", "warps_n", "few"), splits)]
         stages = (3, 4, 5, 6)
     # A tile much higher or deeper than the block would multiply padding; a dense product gains nothing from 16 or 32.
     rows = [n for n in rows if n < 2 * max(high, rows[0])]

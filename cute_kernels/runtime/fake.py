@@ -68,7 +68,7 @@ def dense_args(facts: GemmFacts) -> tuple:
 
 
 def sparse_args(facts: GemmFacts) -> tuple:
-    """Fakes of all arguments of sparse_collective's collectives: plain, of pairs, and of both sweeps."""
+    """Fakes of all arguments of sparse_collective's SparseCollective, PairedCollective or SweepCollective."""
     import cutlass.cute as cute
 
     block = facts.block

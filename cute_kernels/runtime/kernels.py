@@ -15,9 +15,8 @@ def entry_class(facts: GemmFacts) -> type:
         return AtomicDenseGemm if cfg.atomic else DenseGemm
     if cfg.sweep:
         from sparse_collective.sweep_collective import SweepCollective
-        from sparse_collective.sweep_collective_sm80 import SweepCollectiveSm80
 
-        return SweepCollectiveSm80 if cfg.swept_by_warps else SweepCollective
+        return SweepCollective
     if cfg.few:
         from sparse_collective.few_columns import FewCollective
 

@@ -130,12 +130,12 @@ def choose(
                 best = (clocks, facts)
         if best:
             facts = best[1]
-            if facts.config.atomic:
-                notes.append(f"{facts.config.split} thread blocks add up each tile in any order (deterministic=False)")
             if facts.warp_specialised and not facts.tma_store:
                 notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
-            if not facts.config.atomic and (pick := tuned_pick(card, name, problem, spec, sms, notes)):
+            if pick := tuned_pick(card, name, problem, spec, sms, notes):  # before an atomic split too: it was measured
                 return facts_for(problem, name, spec, pick.config), pick.group, pick.ctas, notes
+            if facts.config.atomic:
+                notes.append(f"{facts.config.split} thread blocks add up each tile in any order (deterministic=False)")
             group = heuristics.raster_group(facts.config, problem.extents, problem.block)
             ctas = heuristics.grid_limit(facts.config, problem.extents, problem.block, group, sms)
             return facts, group, ctas, notes
