@@ -292,27 +292,23 @@ def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
 
 
 def _few(spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
-    """Few columns: each configuration as a layer and with every epilogue; B in vectors and element by element."""
+    """Few columns: each configuration with every epilogue; B in vectors and element by element; batches, runs."""
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     wide, narrow, uneven = (128, 128), (16, 16), (512, 112)
+    items = replace(LINEAR, bias_items=True)
     for config in heuristics.few(BlockFacts(*wide, "int32")):
-        for block in (wide, narrow, uneven, (32, 32)):
-            yield linear(spec, path, config, block)
+        yield linear(spec, path, config, wide)
+        for block in (wide, narrow, uneven):
             yield linear(spec, path, config, block, epilogue=LINEAR)
             yield bsr(spec, path, config, block, epilogue=FULL)
         yield bsr(spec, path, config, wide, majors=("k", "k", "n"), index_dtype="int64", epilogue=COL)
         yield linear(spec, path, config, wide, majors=("k", "any", "any"), aligns=(8, 1, 1), epilogue=LINEAR)
         yield linear(spec, path, config, uneven, **fp32, dtype="float16", epilogue=LINEAR)
         yield bsr(spec, path, config, uneven, ranks=(3, 3, 3), epilogue=FULL)
-        for form, rank in (("values", 4), ("patterns", 3)):
-            yield linear(
-                spec, path, config, wide, batch=form, ranks=(rank, 3, 3), epilogue=replace(LINEAR, bias_items=True)
-            )
-            yield bsr(spec, path, config, uneven, batch=form, ranks=(rank, 3, 3), index_dtype="int64", epilogue=FULL)
-            grouped = {"batch": form, "run": 64, "ranks": (rank, 2, 2)}
-            yield linear(
-                spec, path, config, uneven, **grouped, epilogue=replace(LINEAR, bias_items=True, residual=None)
-            )
+        yield linear(spec, path, config, wide, batch="values", ranks=(4, 3, 3), epilogue=items)
+        yield bsr(spec, path, config, uneven, batch="patterns", ranks=(3, 3, 3), index_dtype="int64", epilogue=FULL)
+        runs = {"batch": "patterns", "run": 64, "ranks": (3, 2, 2)}
+        yield linear(spec, path, config, uneven, **runs, epilogue=replace(items, residual=None))
 
 
 def _older_path(spec: ArchSpec) -> list[GemmFacts]:

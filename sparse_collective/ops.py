@@ -42,8 +42,8 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
         residual: of the result's shape and dtype.
         out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
         epilogue: a Python function of the fp32 accumulators (see cute_kernels.functions).
-        deterministic: False permits sums whose order differs from run to run: faster where few columns meet long block
-            rows of blocks at least 48 wide; see cute_kernels.gemm.
+        deterministic: False permits sums whose order differs from run to run, where few columns meet long block rows of
+            blocks at least 48 wide; see cute_kernels.gemm.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
