@@ -15,7 +15,7 @@ FEW_PAD = 4  # floats between the columns of a warp's sums there, so that its la
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 # What a kernel for few columns needs besides what few_registers counts, where B is loaded in vectors, and by element:
 # with these none spills, compiled for all architectures with every epilogue.
-FEW_OTHER_REGISTERS = {"vectors": 28, "elements": 44}
+FEW_OTHER_REGISTERS = {"vectors": 28, "elements": 48}
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40

@@ -49,8 +49,9 @@ def gemm(
         deterministic: False permits sums whose order, and so whose last bits, differ from run to run. Where a product
             has few tiles and a long K, several thread blocks may then add up a tile in memory, in whatever order they
             come; `explain` says where. That was up to 2 % faster in the shapes measured (512x512x16384: 26.7 us for
-            27.2). Any other product runs as ever, and so do all on the sm_80 path and on CPU tensors. The memory, 64 MB at most, is kept for each stream; a call that a CUDA graph
-            captures takes some of its own, and zeroes it in every replay.
+            27.2). Any other product runs as ever, and so do all on the sm_80 path and on CPU tensors. The memory, 64
+            MB at most, is kept for each stream; a call that a CUDA graph captures takes some of its own, and zeroes it
+            in every replay.
 
     Returns:
         (..., M, N), `out` if it was given.
