@@ -7,9 +7,10 @@ architecture, and a bundle can carry them to machines that should not compile.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from . import functions, heuristics
+from . import candidates, functions
 from .arch import ARCHS, ArchSpec, arch_named
-from .config import MOST_ATOMIC, BlockFacts, EpilogueSpec, GemmConfig, GemmFacts, UserFunction, unsupported
+from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts, UserFunction
+from .legality import MOST_ATOMIC, unsupported
 from .runtime.function_key import function_key
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
@@ -42,8 +43,8 @@ def configurations(path: str, block: tuple[int, int] | None, spec: ArchSpec, **m
     """What the heuristics choose from, for a dense product or a block shape and `more` of BlockFacts."""
     facts = None if block is None else BlockFacts(*block, "int32", **more)
     if path == "sm_90":
-        return heuristics.candidates_sm90(facts, ARCHS["sm_90"])
-    return heuristics.candidates_sm80(facts, spec)
+        return candidates.candidates_sm90(facts, ARCHS["sm_90"])
+    return candidates.candidates_sm80(facts, spec)
 
 
 def dense(spec: ArchSpec, path: str, config: GemmConfig, **changes) -> GemmFacts:
@@ -214,7 +215,7 @@ def _lagging(spec: ArchSpec) -> Iterator[GemmFacts]:
 
 def _shared(spec: ArchSpec) -> Iterator[GemmFacts]:
     """A K shared among the CTAs of a cluster: what its store and exchange meet besides plain and loaded products."""
-    high, _ = heuristics.split_sm90(64, ARCHS["sm_90"])
+    high, _ = candidates.split_sm90(64, ARCHS["sm_90"])
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     for config in high:
         for change in ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": FULL}):
@@ -231,7 +232,7 @@ def _atomic(spec: ArchSpec) -> Iterator[GemmFacts]:
     seen = {}
     for block in (None, (128, 128), (64, 64)):
         facts = None if block is None else BlockFacts(*block, "int32")
-        for config in heuristics.atomic_sm90(facts, ARCHS["sm_90"]):
+        for config in candidates.atomic_sm90(facts, ARCHS["sm_90"]):
             seen.setdefault((block is None, config.tile_m, config.tile_n), (config, block))
     for config, block in seen.values():
         if block is None:
@@ -253,12 +254,12 @@ def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
     """The sweep kernel: each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
     loaded_layer = replace(LINEAR, residual=None)
     for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
-        for config in heuristics.sweeps(BlockFacts(*block, "int32"), spec)[: 5 if block == (16, 16) else 1]:
+        for config in candidates.sweeps(spec)[: 5 if block == (16, 16) else 1]:
             yield bsr(spec, spec.path, config, block)
             yield linear(spec, spec.path, config, block)
             yield linear(spec, spec.path, config, block, epilogue=loaded_layer)
             yield bsr(spec, spec.path, config, block, epilogue=COL)
-    config, _, narrow, *_ = heuristics.sweeps(BlockFacts(32, 32, "int32"), spec)  # 256 columns, and 128
+    config, _, narrow, *_ = candidates.sweeps(spec)  # 256 columns, and 128
     yield bsr(spec, spec.path, config, (32, 32), batch="values", ranks=(4, 3, 3))
     for each, epilogue in ((config, replace(loaded_layer, bias_items=True)), (narrow, LINEAR)):
         yield linear(spec, spec.path, each, (16, 16), batch="values", ranks=(4, 2, 3), epilogue=epilogue)
@@ -271,7 +272,7 @@ def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
 def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
     """Pairs of block rows: each configuration as a layer and with what its epilogue bears; operands of every kind."""
     col, layer, full = (replace(epilogue, residual=None) for epilogue in (COL, LINEAR, FULL))
-    for config in heuristics.pairs(spec):
+    for config in candidates.pairs(spec):
         yield linear(spec, spec.path, config, (64, 64))
         yield linear(spec, spec.path, config, (64, 128), epilogue=layer)
         yield bsr(spec, spec.path, config, (64, 64), epilogue=col)
@@ -283,7 +284,7 @@ def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
         rows = replace(layer, bias_items=True)
         yield linear(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 3, 3), epilogue=rows)
         yield bsr(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 2, 3), ordered=True)
-    config = heuristics.pairs(spec)[0]
+    config = candidates.pairs(spec)[0]
     changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
     yield from main(bsr, spec, spec.path, (512, 112), ranks=(3, 3, 3))
     yield from main(linear, spec, spec.path, (512, 112), ranks=(3, 3, 3))
@@ -296,7 +297,7 @@ def _few(spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     wide, narrow, uneven = (128, 128), (16, 16), (512, 112)
     items = replace(LINEAR, bias_items=True)
-    for config in heuristics.few(BlockFacts(*wide, "int32")):
+    for config in candidates.few(BlockFacts(*wide, "int32")):
         yield linear(spec, path, config, wide)
         for block in (wide, narrow, uneven):
             yield linear(spec, path, config, block, epilogue=LINEAR)
@@ -319,7 +320,7 @@ def _older_path(spec: ArchSpec) -> list[GemmFacts]:
     strides = {"majors": ("k", "any", "any"), "aligns": (8, 1, 1)}
     found += [
         linear(spec, "sm_80", config, (128, 128), **strides, epilogue=LINEAR)
-        for config in heuristics.few(BlockFacts(128, 128, "int32"))
+        for config in candidates.few(BlockFacts(128, 128, "int32"))
     ]
     return found + batches(spec, "sm_80")[:6]
 

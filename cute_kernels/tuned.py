@@ -44,7 +44,7 @@ SHIPPED = Path(__file__).with_suffix("")  # the folder of the package's own tabl
 FORMAT = 1
 
 # What decides the speed of a path's kernels, dense and sparse. Not config.py, though it derives some of their facts:
-# every new rule of `unsupported` would void all tables.
+# every new field of GemmConfig would void all tables.
 _SHARED = ("cute_kernels.dense", "cute_kernels.epilogue", "cute_kernels.functions", "cute_kernels.k_tiles")
 _SHARED += ("cute_kernels.scheduler", "sparse_collective.collective", "sparse_collective.k_tiles")
 _SHARED += ("sparse_collective.few_columns", "sparse_collective.vector_loads")

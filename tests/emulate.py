@@ -17,8 +17,8 @@ import cute_kernels.ops as dense_ops
 import sparse_collective.ops as sparse_ops
 from cute_kernels import checks, reference
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import unsupported
 from cute_kernels.dtypes import TORCH
+from cute_kernels.legality import unsupported
 from cute_kernels.runtime import kernels
 from cute_kernels.sweep_tile import CONSUMERS, Geometry
 from sparse_collective.pairs_collective import PairedSource

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 import cute_kernels
-from cute_kernels import explain, gemm, heuristics
+from cute_kernels import candidates, explain, gemm
 from cute_kernels.config import GemmConfig
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
@@ -33,14 +33,14 @@ def on_gpu(x):
 
 def only(gene: str, case: Callable[[], None]) -> None:
     """The case with those of the sm_90 candidates that have this of GemmConfig's fields set."""
-    find = before = heuristics.candidates_sm90
+    find = before = candidates.candidates_sm90
     if gene == "atomic":
-        find = heuristics.atomic_sm90
-    heuristics.candidates_sm90 = lambda *args: [c for c in find(*args) if getattr(c, gene) > GemmConfig.__dict__[gene]]
+        find = candidates.atomic_sm90
+    candidates.candidates_sm90 = lambda *args: [c for c in find(*args) if getattr(c, gene) > GemmConfig.__dict__[gene]]
     try:
         case()
     finally:
-        heuristics.candidates_sm90 = before
+        candidates.candidates_sm90 = before
 
 
 def dense(m, n, k, layouts="nn", *, batch=(), dtype=torch.bfloat16, out_dtype=None, m_major=False, full=False, **more):

@@ -9,12 +9,13 @@ import random
 import pytest
 import torch
 
-from cute_kernels import checks, explain, gemm, heuristics, path
+from cute_kernels import candidates, checks, explain, gemm, heuristics, path
 from cute_kernels import ops as dense_ops
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts, unsupported
+from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.heuristics import Extents
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
+from cute_kernels.legality import unsupported
 from cute_kernels.runtime import workspace
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
@@ -28,7 +29,7 @@ from .test_k_tiles import numbers
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPEC = ARCHS["sm_90"]
 SPLITS = {(128, 256): 2, (128, 128): 3, (128, 64): 8, (64, 256): 4, (64, 128): 16}  # one a tile: all take the same code
-CONFIGS = [c for c in heuristics.atomic_sm90(None, SPEC) if c.split == SPLITS[c.tile_m, c.tile_n]]
+CONFIGS = [c for c in candidates.atomic_sm90(None, SPEC) if c.split == SPLITS[c.tile_m, c.tile_n]]
 
 # The protocol, played on the host
 
@@ -106,7 +107,7 @@ def test_slots(sms):
     order = work_order(crow, row_tiles=1, steps=2, tiles_n=tiles_n, batch=extents.L, group=4, workers=workers)
     assert len(order) * config.slot <= words
     assert config.slot * 4 % 128 == 0, "slots begin with a line"
-    assert heuristics.workspace_words(heuristics.split_sm90(64, SPEC)[0][0], extents, facts, sms) == 0
+    assert heuristics.workspace_words(candidates.split_sm90(64, SPEC)[0][0], extents, facts, sms) == 0
 
 
 # What is chosen, and what is refused
@@ -114,9 +115,9 @@ def test_slots(sms):
 
 def picks(extents, block=None, kept=1.0):
     """The best of all candidates, and of those with one order of summation."""
-    plain = heuristics.candidates_sm90(block, SPEC)
+    plain = candidates.candidates_sm90(block, SPEC)
     found = []
-    for configs in (plain + heuristics.atomic_sm90(block, SPEC), plain):
+    for configs in (plain + candidates.atomic_sm90(block, SPEC), plain):
         found.append(min(configs, key=lambda c: heuristics.cost(c, extents, block, kept, 132)))
     return found
 
@@ -128,10 +129,10 @@ def test_where_it_is_chosen():
     for extents in (Extents(8192, 8192, 8192), Extents(1024, 1024, 256), Extents(64, 8192, 512)):
         any_order, plain = picks(extents)
         assert any_order == plain
-    assert not any(config.atomic for config in heuristics.candidates_sm90(None, SPEC))
-    for config in heuristics.atomic_sm90(None, SPEC):
+    assert not any(config.atomic for config in candidates.candidates_sm90(None, SPEC))
+    for config in candidates.atomic_sm90(None, SPEC):
         assert heuristics.cost(config, Extents(8192, 8192, 8192), None, 1.0, 132) == float("inf")
-    assert heuristics.atomic_sm90(BlockFacts(64, 32, "int32"), SPEC) == []
+    assert candidates.atomic_sm90(BlockFacts(64, 32, "int32"), SPEC) == []
 
 
 def test_what_is_refused():
@@ -224,8 +225,8 @@ def test_plans(emulated, monkeypatch):
 @pytest.fixture(params=CONFIGS, ids=str)
 def shared(request, monkeypatch):
     """Calls that permit any order take this configuration."""
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [])
-    monkeypatch.setattr(heuristics, "atomic_sm90", lambda block, spec: [request.param])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [])
+    monkeypatch.setattr(candidates, "atomic_sm90", lambda block, spec: [request.param])
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
     for module in ("cute_kernels.ops", "sparse_collective.ops"):
         monkeypatch.setattr(f"{module}._PLANS", {})

@@ -6,11 +6,11 @@ As in test_bsr_ops, each test also runs on the CPU, with torch in the kernels' p
 import pytest
 import torch
 
-from cute_kernels import explain, heuristics
+from cute_kernels import candidates, explain, heuristics
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.catalog import configurations, linear
-from cute_kernels.config import BlockFacts, unsupported
+from cute_kernels.legality import unsupported
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
 from .cases import PATTERNS, mask_to_indices
@@ -86,7 +86,7 @@ def test_block_shapes(device, path, block, form, linear):
     assert not plan.facts.config.sweep or form == "values", "a sweep's plan is that of one pattern"
 
 
-SWEEPS = heuristics.sweeps(BlockFacts(16, 16, "int32"), ARCHS["sm_90"])
+SWEEPS = candidates.sweeps(ARCHS["sm_90"])
 
 
 @pytest.fixture(params=range(len(SWEEPS)), ids=lambda i: f"{SWEEPS[i]}")
@@ -94,7 +94,7 @@ def swept(request, monkeypatch):
     """Ops take this configuration of the sweep kernel; for what it does not bear, its narrower neighbour."""
     chosen = SWEEPS[request.param]
     narrow = next(c for c in SWEEPS if c.tile_n == 128 and c.cluster_m == chosen.cluster_m)
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen, narrow])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen, narrow])
     monkeypatch.setattr("sparse_collective.ops._PLANS", {})
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
     return chosen
@@ -128,13 +128,13 @@ def test_a_sweep_over_many_tiles(swept):
     check(W, operand(W, 3000, True, shared=True), linear=True)
 
 
-PAIRS = heuristics.pairs(ARCHS["sm_90"])
+PAIRS = candidates.pairs(ARCHS["sm_90"])
 
 
 @pytest.fixture(params=range(len(PAIRS)), ids=lambda i: f"{PAIRS[i]}")
 def paired(request, monkeypatch):
     """Ops take this configuration of pairs of block rows; for what it does not bear, the second."""
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [PAIRS[request.param], PAIRS[1]])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [PAIRS[request.param], PAIRS[1]])
     monkeypatch.setattr("sparse_collective.ops._PLANS", {})
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
 

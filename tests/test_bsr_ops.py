@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import explain, heuristics
+from cute_kernels import candidates, explain
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
@@ -140,7 +140,7 @@ BLOCK_CONFIGS = [
     pytest.param(name, block, str(config), marks=getattr(pytest.mark, name), id=f"{name}-{block}-{config}")
     for name in ("sm_80", "sm_90")
     for block in ((16, 16), (64, 64), (128, 112), (256, 64))
-    for config in getattr(heuristics, f"candidates_{name.replace('_', '')}")(
+    for config in getattr(candidates, f"candidates_{name.replace('_', '')}")(
         BlockFacts(*block, "int32"), ARCHS["sm_90"]
     )
 ]
@@ -150,9 +150,9 @@ BLOCK_CONFIGS = [
 @pytest.mark.parametrize(("name", "block", "config"), BLOCK_CONFIGS)
 def test_every_configuration(monkeypatch, name, block, config):
     """Each candidate of the heuristics for four kinds of blocks, whatever the cost model picks."""
-    candidates = f"candidates_{name.replace('_', '')}"
-    find = getattr(heuristics, candidates)
-    monkeypatch.setattr(heuristics, candidates, lambda *args: [c for c in find(*args) if str(c) == config])
+    listing = f"candidates_{name.replace('_', '')}"
+    find = getattr(candidates, listing)
+    monkeypatch.setattr(candidates, listing, lambda *args: [c for c in find(*args) if str(c) == config])
     monkeypatch.setattr(sparse_ops, "_PLANS", {})
     with cute_kernels.path(name):
         for pattern in ("power_law", "empty_rows"):

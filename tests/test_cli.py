@@ -12,7 +12,7 @@ import torch
 from cute_kernels import __main__ as cli
 from cute_kernels import catalog, explain, gemm
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import unsupported
+from cute_kernels.legality import unsupported
 from cute_kernels.runtime import parallel
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache

@@ -12,11 +12,12 @@ import cute_kernels
 from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS, PATHS, arch_named, arch_of
-from cute_kernels.config import BlockFacts, EpilogueSpec, GemmFacts, UserFunction, unsupported
+from cute_kernels.config import BlockFacts, EpilogueSpec, GemmFacts, UserFunction
 from cute_kernels.heuristics import Extents
+from cute_kernels.legality import unsupported
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
 from cute_kernels.runtime.function_key import function_key
-from cute_kernels.runtime.plan import Problem, candidates, choose, facts_for, forced_path
+from cute_kernels.runtime.plan import Problem, candidates_for, choose, facts_for, forced_path
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
 
 from .cases import PATTERNS, mask_to_indices
@@ -350,7 +351,7 @@ def test_every_candidate_is_sound(arch):
     spec = ARCHS[arch]
     for problem in problems():
         for path in ("sm_80", "sm_90") if arch == "sm_90" else ("sm_80",):
-            for config in candidates(path, problem, spec):
+            for config in candidates_for(path, problem, spec):
                 facts = facts_for(problem, path, spec, config)
                 assert unsupported(facts) or not sound(facts), (facts, sound(facts))
 
@@ -365,7 +366,7 @@ def test_keys_of_facts_tell_functions_apart_and_nothing_else():
         return GemmFacts(
             "sm_90a",
             "sm_80",
-            candidates("sm_80", next(problems()), ARCHS["sm_90"])[0],
+            candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0],
             epilogue=EpilogueSpec(function=fn and UserFunction(function_key(fn), fn)),
         )
 

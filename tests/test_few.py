@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import explain, heuristics
+from cute_kernels import candidates, explain, heuristics
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig, unsupported
+from cute_kernels.config import BlockFacts, GemmConfig
+from cute_kernels.legality import unsupported
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective import ops as sparse_ops
 
@@ -115,7 +116,7 @@ def test_registers_of_w_and_b_meet_in_the_same_k(mmas_m, mmas_n):
 @pytest.mark.parametrize("n", [1, 8, 9, 16, 17, 64])
 def test_it_is_chosen_for_few_columns(n, block, path):
     facts, extents = BlockFacts(*block, "int32"), heuristics.Extents(64 * block[0], n, 96 * block[1])
-    find = heuristics.candidates_sm90 if path == "sm_90" else heuristics.candidates_sm80
+    find = candidates.candidates_sm90 if path == "sm_90" else candidates.candidates_sm80
     for kept in (0.05, 0.25, 1.0):
         legal = [c for c in find(facts, ARCHS["sm_90"]) if not unsupported(facts_of(c, block, path=path))]
         pick = min(legal, key=lambda c: heuristics.cost(c, extents, facts, kept, 132, b_k_major=True))
@@ -155,7 +156,7 @@ def test_what_the_predicate_refuses():
 def forced(request, monkeypatch):
     """Ops take this configuration; where its strips do not fit into a block, the first one."""
     for name in ("candidates_sm90", "candidates_sm80"):
-        monkeypatch.setattr(heuristics, name, lambda block, spec: [request.param, CONFIGS[0]])
+        monkeypatch.setattr(candidates, name, lambda block, spec: [request.param, CONFIGS[0]])
     monkeypatch.setattr(heuristics, "cost", lambda config, *args, **kwargs: config is not request.param)
     monkeypatch.setattr(sparse_ops, "_PLANS", {})
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")

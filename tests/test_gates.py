@@ -12,7 +12,7 @@ from bench.gates.gate import FAILED, PASSED, SKIPPED, Skip
 from bench.gates.products import OPS, Product, within_a_thousandth
 from bench.rows import Candidate, Case, Problem
 from cute_kernels.catalog import kernel_configurations
-from cute_kernels.config import unsupported
+from cute_kernels.legality import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
 
 from . import emulate, gpu_record, planted

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import explain, gemm, heuristics
+from cute_kernels import candidates, explain, gemm
 from cute_kernels import functions as F
 from cute_kernels import ops as dense_ops
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmFacts, unsupported
+from cute_kernels.config import GemmFacts
+from cute_kernels.legality import unsupported
 
 from .reference import (
     assert_as_good_as_torch,
@@ -115,7 +116,7 @@ def test_large(device, path, layouts):
 CONFIGS = [
     pytest.param(name, config, id=f"{name}-{config}", marks=getattr(pytest.mark, name))
     for name in ("sm_80", "sm_90")
-    for config in getattr(heuristics, f"candidates_{name.replace('_', '')}")(None, ARCHS["sm_90"])
+    for config in getattr(candidates, f"candidates_{name.replace('_', '')}")(None, ARCHS["sm_90"])
 ]
 
 
@@ -123,8 +124,7 @@ CONFIGS = [
 @pytest.mark.parametrize(("name", "config"), CONFIGS)
 def test_every_configuration(monkeypatch, name, config):
     """Each candidate of the heuristics on several tiles with ragged edges, whatever the cost model picks."""
-    candidates = f"candidates_{name.replace('_', '')}"
-    monkeypatch.setattr(heuristics, candidates, lambda *args: [config])
+    monkeypatch.setattr(candidates, f"candidates_{name.replace('_', '')}", lambda *args: [config])
     monkeypatch.setattr(dense_ops, "_PLANS", {})
     layouts = "nt" if unsupported(GemmFacts("sm_90a", name, config, majors=("k", "n", "n"))) else "nn"
     with cute_kernels.path(name):

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import config, explain, heuristics
+from cute_kernels import candidates, explain, heuristics
 from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
+from cute_kernels.legality import unsupported
 from sparse_collective import BsrMatrix, balance, bsr_linear, bsr_matmul
 from sparse_collective.pairs import pair_plan, starts_of
 
@@ -20,7 +21,7 @@ from . import cases
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
 
 SPEC = ARCHS["sm_90"]
-PAIRS = heuristics.pairs(SPEC)
+PAIRS = candidates.pairs(SPEC)
 PATTERNS = cases.PATTERNS | {
     "neighbours_share_nothing": lambda rows, cols: (torch.arange(rows)[:, None] + torch.arange(cols)) % 2 == 0,
     "neighbours_share_all": lambda rows, cols: cases.bernoulli(rows // 2 + 1, cols, 0.4).repeat_interleave(2, 0)[:rows],
@@ -40,7 +41,7 @@ def matrix(mask, block=(64, 64), dtype=torch.bfloat16, index_dtype=torch.int32, 
 def paired(request, monkeypatch):
     """Ops take this configuration, with more columns than it bears its narrower neighbour."""
     chosen = PAIRS[request.param]
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen, PAIRS[1]])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen, PAIRS[1]])
     for module in ("cute_kernels.ops", "sparse_collective.ops"):
         monkeypatch.setattr(f"{module}._PLANS", {})
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
@@ -262,7 +263,7 @@ def test_rows_that_share_columns_are_paired():
         facts, cube = BlockFacts(64, 64, "int32"), heuristics.Extents(8192, 8192, 8192)
         costs = {
             c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(paired=paired))
-            for c in heuristics.candidates_sm90(facts, SPEC)
+            for c in candidates.candidates_sm90(facts, SPEC)
         }
         return min(costs, key=costs.get)
 
@@ -285,17 +286,17 @@ def test_what_the_predicate_refuses():
 
     wide, narrow = PAIRS[:2]
 
-    def reason(config_, block=(64, 64), path="sm_90", **changes):
-        return config.unsupported(bsr(SPEC, path, config_, block, **changes))
+    def reason(config, block=(64, 64), path="sm_90", **changes):
+        return unsupported(bsr(SPEC, path, config, block, **changes))
 
     assert all(reason(c) == reason(c, (64, 192)) == reason(replace(c, cluster_n=1)) == "" for c in PAIRS)
-    assert "dense" in config.unsupported(dense(SPEC, "sm_90", wide))
+    assert "dense" in unsupported(dense(SPEC, "sm_90", wide))
     assert all("64 high" in reason(wide, block) for block in ((32, 64), (128, 64), (48, 64)))
     assert all("wide" in reason(wide, (64, width)) for width in (16, 48, 112))
     assert "residual" in reason(narrow, epilogue=COL) and "residual" in reason(narrow, epilogue=ROW)
     row = replace(ROW, residual=None)
     assert "bias" in reason(wide, epilogue=row) and reason(narrow, epilogue=row) == ""
-    assert config.unsupported(linear(SPEC, "sm_90", wide, (64, 64), epilogue=row)) == ""
+    assert unsupported(linear(SPEC, "sm_90", wide, (64, 64), epilogue=row)) == ""
     for change in ({"cluster_m": 2, "cluster_n": 1}, {"lag": 1}, {"tile_m": 64}, {"warps_m": 2, "teams": 1}):
         assert "a pair is 128 rows" in reason(replace(wide, **change))
     older = replace(wide, cluster_n=1, teams=1, tile_n=128)

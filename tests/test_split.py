@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import explain, gemm, heuristics
+from cute_kernels import candidates, explain, gemm, heuristics
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts, unsupported
+from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.exchange_sm90 import swaps
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
+from cute_kernels.legality import unsupported
 from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective.k_tiles import BsrSource
 
@@ -26,7 +27,7 @@ from .test_k_tiles import numbers
 from .test_sweep_protocol import Barrier
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-HIGH, LOW = heuristics.split_sm90(64, ARCHS["sm_90"])
+HIGH, LOW = candidates.split_sm90(64, ARCHS["sm_90"])
 
 # Which K-tiles
 
@@ -181,7 +182,7 @@ def shared(request, monkeypatch):
     """Ops take this configuration; for what it does not bear, fp32 results, the next of as many rows and CTAs."""
     chosen = request.param
     others = [c for c in (*HIGH, *LOW) if c.tile_m == chosen.tile_m and c.store_row >= 64]
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen])
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
     for module in ("cute_kernels.ops", "sparse_collective.ops"):
         monkeypatch.setattr(f"{module}._PLANS", {})
@@ -193,7 +194,7 @@ def shared(request, monkeypatch):
 def wide(shared, request, monkeypatch):
     """The same for fp32 results."""
     chosen = shared if shared.store_row >= 64 else request.node.wide
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen])
     return chosen
 
 
@@ -295,7 +296,7 @@ def test_a_long_row_is_split():
 
     def pick(longest):
         shares = heuristics.Shares(longest=longest)
-        configs = heuristics.candidates_sm90(facts, ARCHS["sm_90"])
+        configs = candidates.candidates_sm90(facts, ARCHS["sm_90"])
         return min(configs, key=lambda c: heuristics.cost(c, few, facts, 1 / 16, 132, shares=shares))
 
     assert pick(1.0).split > 1 and pick(None).split == pick(0.1).split == 1

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import config, explain, heuristics
+from cute_kernels import candidates, explain, heuristics
 from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
+from cute_kernels.legality import unsupported
 from cute_kernels.sweep_tile import CONSUMERS, ROWS, Geometry
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective.sweep import sweep_plan, table_shapes
@@ -20,7 +21,7 @@ from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, norma
 
 BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
 BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
-SWEEPS = heuristics.sweeps(BlockFacts(16, 16, "int32"), ARCHS["sm_90"])
+SWEEPS = candidates.sweeps(ARCHS["sm_90"])
 
 
 def matrix(mask, block, dtype=torch.bfloat16, index_dtype=torch.int32, device="cpu"):
@@ -36,7 +37,7 @@ def swept(request, monkeypatch):
     """Ops take this configuration of the sweep kernel, with more columns than it bears its narrower neighbour."""
     chosen = SWEEPS[request.param]
     narrow = next(c for c in SWEEPS if c.tile_n == 128 and c.cluster_m == chosen.cluster_m)
-    monkeypatch.setattr(heuristics, "candidates_sm90", lambda block, spec: [chosen, narrow])
+    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen, narrow])
     for module in ("cute_kernels.ops", "sparse_collective.ops"):
         monkeypatch.setattr(f"{module}._PLANS", {})
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
@@ -206,7 +207,7 @@ def test_rows_that_share_columns_are_swept():
         facts, cube = BlockFacts(block, block, "int32"), heuristics.Extents(8192, 8192, 8192)
         costs = {
             c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(listed), **layout)
-            for c in heuristics.candidates_sm90(facts, ARCHS["sm_90"])
+            for c in candidates.candidates_sm90(facts, ARCHS["sm_90"])
         }
         return min(costs, key=costs.get)
 
@@ -244,11 +245,11 @@ def test_what_the_predicate_refuses():
 
     spec = ARCHS["sm_90"]
     wide, narrow = (next(c for c in SWEEPS if c.tile_n == columns) for columns in (256, 128))
-    assert config.unsupported(bsr(spec, "sm_90", wide, (16, 16))) == ""
-    assert "128 columns" in config.unsupported(bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
-    assert config.unsupported(bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
-    assert "heights" in config.unsupported(bsr(spec, "sm_90", wide, (128, 128)))
-    assert "dense" in config.unsupported(dense(spec, "sm_90", wide))
+    assert unsupported(bsr(spec, "sm_90", wide, (16, 16))) == ""
+    assert "128 columns" in unsupported(bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
+    assert unsupported(bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
+    assert "heights" in unsupported(bsr(spec, "sm_90", wide, (128, 128)))
+    assert "dense" in unsupported(dense(spec, "sm_90", wide))
 
 
 def test_tiles_with_slabs_beyond_the_block_are_refused():
@@ -256,7 +257,7 @@ def test_tiles_with_slabs_beyond_the_block_are_refused():
     from cute_kernels.catalog import bsr
 
     spec = ARCHS["sm_90"]
-    tall = heuristics.sm90(192, 128, 64, 1, 2, spec=spec)
-    assert "slabs" in config.unsupported(bsr(spec, "sm_90", tall, (64, 64)))
-    assert "slabs" in config.unsupported(bsr(spec, "sm_90", tall, (128, 64)))
-    assert config.unsupported(bsr(spec, "sm_90", tall, (144, 64))) == ""
+    tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)
+    assert "slabs" in unsupported(bsr(spec, "sm_90", tall, (64, 64)))
+    assert "slabs" in unsupported(bsr(spec, "sm_90", tall, (128, 64)))
+    assert unsupported(bsr(spec, "sm_90", tall, (144, 64))) == ""

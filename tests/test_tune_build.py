@@ -16,7 +16,8 @@ from bench.tune import build, command, fitness
 from bench.tune.build import ELF, SASS, Builder, compile_candidate, problems_of, write_candidates
 from cute_kernels import tuned
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmConfig, GemmFacts, unsupported
+from cute_kernels.config import GemmConfig, GemmFacts
+from cute_kernels.legality import unsupported
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.compile import cubin_of, load_bytes

@@ -8,9 +8,9 @@ import pytest
 from bench.tune import fitness
 from bench.tune.problems import STANDARD, parse
 from bench.tune.space import Candidate, Space
-from cute_kernels import explain, heuristics
+from cute_kernels import candidates, explain
 from cute_kernels.arch import ARCHS, PATHS
-from cute_kernels.config import unsupported
+from cute_kernels.legality import unsupported
 from cute_kernels.runtime.parallel import in_parallel, inspect_kernel
 from cute_kernels.runtime.plan import choose
 
@@ -95,7 +95,7 @@ def test_a_sweep_is_launched_with_the_plan_of_its_pattern(cluster, emulated):
     problem = parse("bsr_matmul 256x384x512 16x16 30% bias+relu")
     data = fitness.operands(problem, "cpu")
     plan = explain(data.op, *data.args, **data.kwargs)
-    config = next(c for c in heuristics.sweeps(plan.facts.block, SPEC) if c.cluster_m == cluster)
+    config = next(c for c in candidates.sweeps(SPEC) if c.cluster_m == cluster)
     facts = dataclasses.replace(plan.facts, config=config)
     data.out.fill_(float("nan"))
     fitness.launcher(plan, data)(emulate.Emulated(facts), Candidate(facts, 2, SMS))
@@ -106,7 +106,7 @@ def test_pairs_are_launched_with_the_plan_of_their_pattern(emulated):
     problem = parse("bsr_matmul 320x384x512 64x64 30% bias+relu")
     data = fitness.operands(problem, "cpu")
     plan = explain(data.op, *data.args, **data.kwargs)
-    facts = dataclasses.replace(plan.facts, config=heuristics.pairs(SPEC)[0])
+    facts = dataclasses.replace(plan.facts, config=candidates.pairs(SPEC)[0])
     data.out.fill_(float("nan"))
     fitness.launcher(plan, data)(emulate.Emulated(facts), Candidate(facts, 2, SMS))
     assert (data.out.double() - data.truth).abs().max() <= data.bound

@@ -2,7 +2,7 @@
 
 A *genome* is a tuple with one value for each gene. A gene says what it sets: fields of GemmConfig, or of the launch
 ("group", "ctas"). Everything else follows from that, so a field that is new in GemmConfig needs a line in `genes_of`.
-What is legal is config.unsupported's business alone.
+What is legal is legality.unsupported's business alone.
 """
 
 import itertools
@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import NamedTuple
 
-from cute_kernels import heuristics
+from cute_kernels import candidates, heuristics
 from cute_kernels.arch import ARCHS, ArchSpec
-from cute_kernels.config import GemmConfig, GemmFacts, unsupported
-from cute_kernels.runtime.plan import Problem, candidates, facts_for
+from cute_kernels.config import GemmConfig, GemmFacts
+from cute_kernels.legality import unsupported
+from cute_kernels.runtime.plan import Problem, candidates_for, facts_for
 
 CONFIG_FIELDS = {field.name for field in fields(GemmConfig)}
 ATTEMPTS = 200  # at a legal genome, before a search step falls back on a known one
@@ -109,7 +110,7 @@ class Space:
         self.spec = spec
         self.known = [
             config
-            for config in candidates(path, problem, spec)
+            for config in candidates_for(path, problem, spec)
             if not unsupported(facts_for(problem, path, spec, config)) and self.clocks(config) < math.inf
         ]
         self.genes = genes_of(problem, path, self.known)
@@ -124,7 +125,7 @@ class Space:
         config = GemmConfig(**{name: settings[name] for name in settings.keys() & CONFIG_FIELDS})
         facts = facts_for(self.problem, self.path, self.spec, config)
         spec = ARCHS["sm_90"] if self.path == "sm_90" else self.spec
-        config = heuristics.with_stages(config, spec, facts.store_bytes, most=config.stages)
+        config = candidates.with_stages(config, spec, facts.store_bytes, most=config.stages)
         facts = replace(facts, config=config)
         if reason := unsupported(facts):
             return None, reason
@@ -176,7 +177,7 @@ class Space:
         """
         found = [self.encode(config) for config in self.known]
         best: dict[GemmConfig, tuple] = {}
-        usual = heuristics.tile_k_of(self.problem.block)
+        usual = candidates.tile_k_of(self.problem.block)
         for genome in self.kernels():
             config = self.candidate(genome).facts.config
             shape = replace(config, tile_k=usual, stages=1, ring=1)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .. import config as cfg
-from .. import heuristics, tuned
+from .. import candidates, heuristics, tuned
 from ..arch import ARCHS, PATHS, ArchSpec, arch_of
 from ..config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
+from ..legality import unsupported
 from ..operand import Layout
 
 _FORCED: contextvars.ContextVar[str | None] = contextvars.ContextVar("cute_kernels_path", default=None)
@@ -117,9 +117,9 @@ def choose(
     order = [forced] if forced else ["sm_90", "sm_80"] if spec.path == "sm_90" else ["sm_80"]
     for name in order:
         reasons, best = [], None
-        for config in candidates(name, problem, spec):
+        for config in candidates_for(name, problem, spec):
             facts = facts_for(problem, name, spec, config)
-            if reason := cfg.unsupported(facts):
+            if reason := unsupported(facts):
                 reasons.append(reason)
                 continue
             light = problem.epilogue.is_light
@@ -154,7 +154,7 @@ def tuned_pick(
             return "its sums are added in any order, which a call must permit, and the heuristics must choose"
         if not cluster <= pick.ctas <= sms:
             return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
-        return cfg.unsupported(facts_for(problem, name, spec, pick.config))
+        return unsupported(facts_for(problem, name, spec, pick.config))
 
     pick = tuned.lookup(card, name, problem, refuse, notes)
     if pick:
@@ -162,11 +162,11 @@ def tuned_pick(
     return pick
 
 
-def candidates(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConfig]:
+def candidates_for(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConfig]:
     if name == "sm_90":
-        found = heuristics.candidates_sm90(problem.block, ARCHS["sm_90"])
-        return found if problem.deterministic else [*found, *heuristics.atomic_sm90(problem.block, ARCHS["sm_90"])]
-    return heuristics.candidates_sm80(problem.block, spec)
+        found = candidates.candidates_sm90(problem.block, ARCHS["sm_90"])
+        return found if problem.deterministic else [*found, *candidates.atomic_sm90(problem.block, ARCHS["sm_90"])]
+    return candidates.candidates_sm80(problem.block, spec)
 
 
 def facts_for(problem: Problem, name: str, spec: ArchSpec, config: GemmConfig) -> GemmFacts:

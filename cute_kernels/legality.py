@@ -1,0 +1,260 @@
+"""From which facts a kernel can be built: `unsupported` says why not, first what holds for all, then for each path.
+
+What it asks of a variation (few columns, pairs of block rows, sweeps, a split K) stands in a function of its own.
+"""
+
+from .arch import MMA_K
+from .config import BARRIER_BYTES, FEW_PAD, FEW_VECTOR, NO_COUNTS, PAIRED_ROWS, GemmFacts
+from .sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
+
+# What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
+# and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
+SM80_OTHER_REGISTERS = 40
+MOST_ATOMIC = 16  # CTAs that an atomic split has
+
+
+def unsupported(facts: GemmFacts) -> str:
+    """Why no kernel can be built from these facts; "" if one can. Ops, the tuner, tools and tests all ask this one.
+
+    What passes compiles, and computes what it should. Whether the compiler spills registers is not predicted in every
+    case: runtime.inspect.problems says so of the compiled kernel.
+    """
+    cfg, block = facts.config, facts.block
+    if facts.dtype not in ("bfloat16", "float16"):
+        return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
+    if block and (block.bm % MMA_K or block.bk % MMA_K):
+        return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
+    if any(n < 1 for name, n in vars(cfg).items() if name not in NO_COUNTS) or cfg.lag < 0:
+        return f"{cfg}: every count must be at least 1"
+    if cfg.atomic and cfg.split == 1:
+        return "one CTA a tile has nothing to add atomically"
+    if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
+        return (
+            f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
+            f"{block.run} long: the columns must divide it"
+        )
+    return _unsupported_sm80(facts) if facts.path == "sm_80" else _unsupported_sm90(facts)
+
+
+def _few(facts: GemmFacts) -> str:
+    """What the kernel for few columns asks, which both paths have: no strides or alignments of its own."""
+    cfg, block = facts.config, facts.block
+    if block is None:
+        return "a dense product: the kernel for few columns is for block-sparse ones"
+    plain = (cfg.tile_k, cfg.warps_n, cfg.cluster, cfg.teams, cfg.lag, cfg.sweep, cfg.pairs)
+    if plain != (FEW_VECTOR, 1, 1, 1, 0, False, False) or cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
+        return (
+            f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns, K-tiles of {FEW_VECTOR} and one row of "
+            "warps, without clusters, teams, lags, sweeps and pairs"
+        )
+    if block.bm % cfg.tile_m:
+        return f"{cfg.tile_m} rows for blocks {block.bm} high: a strip lies in one block"
+    if facts.ordered:
+        return "an order of work tiles: the kernel for few columns takes block rows as they come"
+    if cfg.warps_m > 32:
+        return f"{cfg.warps_m} warps; a block of threads has at most 32"
+    registers = min(255, 65_536 // (32 * cfg.warps_m))
+    if facts.few_registers > registers:
+        return f"{facts.few_registers} registers a thread, of {registers}"
+    needed = (cfg.tile_m + FEW_PAD) * cfg.tile_n * cfg.warps_m * 4
+    return (
+        f"{needed} bytes of shared memory; {facts.spec.name} has {facts.spec.smem}" if needed > facts.spec.smem else ""
+    )
+
+
+def _unsupported_sm80(facts: GemmFacts) -> str:
+    cfg, spec = facts.config, facts.spec
+    if cfg.few:
+        return _few(facts)
+    if cfg.cluster * cfg.teams > 1 or cfg.lag or cfg.pairs:
+        return "clusters, ping-pong teams, lags, a split K and pairs of block rows exist on the sm_90 path only"
+    if cfg.stages < 3:
+        return f"{cfg.stages} stages; the cp.async pipeline needs 3"
+    if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
+        return f"tile {cfg}: its sides and warps must be powers of two, which the swizzle needs"
+    span_m, span_n = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n
+    if span_m < 16 or span_n < 16 or cfg.tile_k < MMA_K:
+        return f"a warp's part of {span_m}x{span_n}x{cfg.tile_k}: ldmatrix reads 16 rows of 16 elements"
+    threads = 32 * cfg.warps_m * cfg.warps_n
+    line_a = cfg.tile_m if facts.majors[0] == "m" else cfg.tile_k
+    line_b = cfg.tile_n if facts.majors[1] == "n" else cfg.tile_k
+    longest = max(line_a, line_b)
+    if longest > 8 * threads:
+        return f"a line of {longest} elements of an operand; {threads} threads copy {8 * threads} at once"
+    n_major, vector = facts.majors[2] == "n", 16 // facts.out_bytes
+    line = span_n if n_major else span_m
+    if line > 32 * vector:
+        return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
+    accumulators = span_m * span_n // 32
+    fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 2)  # of A and B, double-buffered
+    registers = min(255, 65_536 // threads)
+    if accumulators + fragments + SM80_OTHER_REGISTERS > registers:
+        return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+    block, steps = facts.block, facts.k_blocks
+    if (
+        block
+        and accumulators > 64
+        and block.bm > cfg.tile_m
+        and len(steps) > 2
+        and sum(steps) % 2
+        and facts.ranks[1] > 2
+    ):
+        # compiled: 8 and 24 bytes of stack
+        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
+    pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
+    store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n
+    needed = max(facts.operand_bytes, store)
+    if needed > spec.smem:
+        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
+    return ""
+
+
+def _unsupported_sm90(facts: GemmFacts) -> str:
+    if facts.spec.path != "sm_90":
+        return f"{facts.spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path"
+    for name, align in zip("AB", facts.aligns, strict=False):
+        if align < 8:
+            return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
+    if "any" in facts.majors[:2]:
+        return "an operand has no contiguous mode, which TMA needs"
+    if facts.config.few:  # which needs no TMA; but where the path's other kernels do not serve, all of sm_80's compete
+        return _few(facts)
+    if facts.config.store_row not in (32, 64, 128) or facts.config.store_row < 16 * facts.out_bytes:
+        return f"store buffers of {facts.config.store_row} bytes a row: 128, 64 and 32, of at least 16 elements"
+    if facts.config.pairs and (reason := _pairs(facts)):
+        return reason
+    return _sweep(facts) if facts.config.sweep else _tile_sm90(facts) or _schedule_sm90(facts)
+
+
+def _pairs(facts: GemmFacts) -> str:
+    """What a tile of two block rows asks."""
+    cfg, block = facts.config, facts.block
+    if block is None:
+        return "a dense product: only rows of blocks are paired"
+    if block.bm != PAIRED_ROWS:
+        return f"blocks {block.bm} high: a pair is of blocks {PAIRED_ROWS} high, each the rows of a WGMMA"
+    if block.batch == "patterns" or block.run:
+        return "a pattern for each item, or runs of columns with an item each: pairs of rows are those of one pattern"
+    if block.bk % 64:
+        return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep, cfg.split)
+    if tile != (128, 64, 1, 1, 0, False, 1):
+        return (
+            f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without lag and split; "
+            "other rows have other K-tiles, so a cluster shares A alone"
+        )
+    if facts.epilogue.residual:  # compiled: 8 to 120 bytes of stack
+        return "the loops of a pair leave no registers for a residual; the kernels with a block row a tile have them"
+    if (
+        facts.epilogue.bias == "row" and facts.majors[2] == "n" and cfg.tile_n // cfg.warps_n > 128
+    ):  # as well, with GELU
+        return "more than 128 accumulators a thread leave no registers for a bias that each row has its own of"
+    return ""
+
+
+def _sweep(facts: GemmFacts) -> str:
+    """What the sweep kernel asks: it has one tile, and swaps the operands."""
+    cfg = facts.config
+    if facts.block is None:
+        return "a dense product: only block-sparse ones are swept"
+    if facts.block.batch == "patterns" or facts.block.run:
+        return "a pattern for each item, or runs of columns with an item each: a sweep's plan is that of one pattern"
+    if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
+        return reason
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag, cfg.split)
+    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
+        return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
+    if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
+        return f"{cfg}: a chunk is released when the next one has been issued, and rings wrap at powers of two"
+    heavy = facts.epilogue.residual or facts.epilogue.function or not facts.tma_store
+    if cfg.tile_n > 128 and heavy:  # compiled: 32 to 456 bytes of stack with a residual
+        return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room for it"
+    return _smem_sm90(facts)
+
+
+def _smem_sm90(facts: GemmFacts) -> str:
+    needed = facts.operand_bytes + facts.store_bytes + facts.config.exchange_bytes + 2 * BARRIER_BYTES
+    spec = facts.spec
+    return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block" if needed > spec.smem else ""
+
+
+def _tile_sm90(facts: GemmFacts) -> str:
+    """What WGMMA, the swizzles and the store ask of a tile."""
+    cfg = facts.config
+    if facts.block and cfg.tile_m >= facts.block.bm * (2 if cfg.pairs else 1) + 64:
+        return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: slabs of 64 rows would hold none of the block"
+    if cfg.tile_m % (64 * cfg.warps_m):
+        return f"{cfg.tile_m} rows among {cfg.warps_m} warpgroups: each takes a multiple of WGMMA's 64"
+    group_n, rest = divmod(cfg.tile_n, cfg.warps_n)
+    if rest or group_n % 16:
+        return f"{cfg.tile_n} columns among {cfg.warps_n} warpgroups: each takes a multiple of stmatrix's 16"
+    if max(cfg.tile_m, cfg.tile_n, cfg.tile_k) > 256:
+        return f"tile {cfg}: a TMA box, and a WGMMA, has at most 256 a side"
+    if cfg.tile_k not in (16, 32) and cfg.tile_k % 64:
+        return f"a K-tile of {cfg.tile_k}: 16, 32 or multiples of 64 elements fill a swizzle row"
+    atom = next(columns for columns in (64, 32, 16) if cfg.tile_n % columns == 0)
+    if facts.majors[1] == "n" and group_n % atom:
+        return f"{group_n} columns a warpgroup cut B's swizzle atom of {atom}"
+    chunk = min(group_n, cfg.store_row // facts.out_bytes)
+    if group_n % chunk:
+        return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
+    accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
+    if accumulators > 192:
+        return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
+    if accumulators > 128 and (facts.epilogue.residual or facts.epilogue.function or not facts.tma_store):
+        return (
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
+            "element by element"
+        )
+    return ""
+
+
+def _schedule_sm90(facts: GemmFacts) -> str:
+    """What the teams, the pipeline and the cluster ask, and whether shared memory holds it all."""
+    cfg = facts.config
+    if cfg.teams > 2:
+        return f"{cfg.teams} teams: two take turns"
+    if cfg.warps_m * cfg.warps_n * cfg.teams != 2:
+        return (
+            f"{cfg.warps_m * cfg.warps_n * cfg.teams} consumer warpgroups: the register budgets, and the barrier of "
+            "two teams, are made for exactly two"
+        )
+    if cfg.stages < 2:
+        return "one stage: a K-tile is released when the next one has been issued"
+    if cfg.lag and (cfg.teams > 1 or cfg.lag > cfg.stages - 2):
+        return f"a lag of {cfg.lag}: it is for cooperative kernels, and leaves at least two stages to load ahead"
+    if reason := _split(facts):
+        return reason
+    if 16 * cfg.stages + 8 > BARRIER_BYTES:
+        return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
+    if cfg.cluster_m * cfg.cluster_n > 2:
+        return f"a cluster of {cfg.cluster_m}x{cfg.cluster_n}: above two CTAs it measured half as fast, and is not kept"
+    if (cfg.cluster_m > 1 and cfg.tile_n < 64) or (cfg.cluster_n > 1 and cfg.tile_m < 64):
+        return f"tile {cfg}: a multicast operand has at least 64 rows, of which each CTA fetches its share"
+    if reason := _smem_sm90(facts):
+        return reason
+    if facts.block and cfg.cluster_m > 1 and -(-facts.block.bm // cfg.tile_m) % cfg.cluster_m:
+        return f"a cluster of {cfg.cluster_m} row tiles would span two block rows of {facts.block.bm}"
+    return ""
+
+
+def _split(facts: GemmFacts) -> str:
+    """What sharing K among the CTAs of a cluster asks."""
+    cfg = facts.config
+    if cfg.split == 1:
+        return ""
+    if not cfg.atomic and cfg.split not in (2, 4):
+        return f"K among {cfg.split} CTAs: 1, 2 or 4 of them share it"
+    if cfg.split > MOST_ATOMIC:
+        return f"K among {cfg.split} CTAs: at most {MOST_ATOMIC} of them add to a tile"
+    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1 or cfg.lag:
+        return f"{cfg}: K is split in cooperative kernels, without a lag or a cluster that shares operands"
+    if cfg.atomic:
+        return ""
+    group_n = cfg.tile_n // cfg.warps_n
+    chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))
+    if chunks % cfg.split:
+        return f"{chunks} chunks of a warpgroup's store among {cfg.split} CTAs: each stores as many (see store_row)"
+    if cfg.split == 2 and cfg.tile_m * cfg.tile_n >= 128 * 256 and facts.epilogue.residual:  # 8 to 128 bytes of stack
+        return "64 sums of 128 accumulators a thread leave no registers for a residual"
+    return ""
