@@ -1,0 +1,171 @@
+"""Element masks: which (query row, key column) of a block are seen.
+
+A mask_mod is called with (b, h, q, kv), integer tensors that broadcast, or scalars in a kernel, and returns whether row
+q of item b and head h sees column kv. These are written with operators that both have, as frozen dataclasses: what a
+kernel passes as arguments are the fields that hold tensors, the others are constants when it is compiled; two masks
+of equal constants are equal, so that they may be part of a key.
+
+Where lengths differ, rows are aligned to the end: row q is at position q + offset, with offset = Sk - Sq.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["And", "Band", "Dilated", "GlobalTokens", "MaskMod", "Or", "RowRange", "SameDocument"]
+
+FAR = 2**30  # columns; no two positions are further apart (block_lists.MOST)
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Columns from `left` before the row's position to `right` after it, both included; None is without bound.
+
+    Band(None, 0, Sk - Sq) is the causal mask.
+    """
+
+    left: int | None
+    right: int | None
+    offset: int = 0
+
+    def __call__(self, b, h, q, kv):
+        if self.left is None and self.right is None:
+            return kv >= 0
+        if self.left is None:
+            return kv <= q + (self.offset + self.right)
+        if self.right is None:
+            return kv >= q + (self.offset - self.left)
+        return (kv >= q + (self.offset - self.left)) & (kv <= q + (self.offset + self.right))
+
+
+@dataclass(frozen=True)
+class GlobalTokens:
+    """The first `columns` columns, seen by all rows, and the rows at the first `rows` positions, which see all."""
+
+    columns: int
+    rows: int
+    offset: int = 0
+
+    def __call__(self, b, h, q, kv):
+        if self.rows == 0:
+            return kv < self.columns
+        position = q + self.offset
+        return (kv < self.columns) | ((position >= 0) & (position < self.rows))
+
+
+@dataclass(frozen=True)
+class Dilated:
+    """Columns whose distance from the row's position is a multiple of `step`."""
+
+    step: int
+    offset: int = 0
+
+    def __call__(self, b, h, q, kv):
+        return (q + self.offset - kv) % self.step == 0
+
+
+@dataclass(frozen=True, eq=False)
+class SameDocument:
+    """Rows see the columns of their document, by ids in any order: int32 (Sq,) and (Sk,), or (B, Sq) and (B, Sk)."""
+
+    q_ids: Tensor
+    kv_ids: Tensor
+    batched: bool
+
+    def __call__(self, b, h, q, kv):
+        if self.batched:
+            return self.q_ids[b, q] == self.kv_ids[b, kv]
+        return self.q_ids[q] == self.kv_ids[kv]
+
+
+@dataclass(frozen=True, eq=False)
+class RowRange:
+    """Row q sees the columns from begin[q] to before end[q]: two int32 (Sq,), which a kernel reads once a row."""
+
+    begin: Tensor
+    end: Tensor
+
+    def __call__(self, b, h, q, kv):
+        return (kv >= self.begin[q]) & (kv < self.end[q])
+
+
+@dataclass(frozen=True)
+class And:
+    """What both see."""
+
+    first: MaskMod
+    second: MaskMod
+
+    def __call__(self, b, h, q, kv):
+        return self.first(b, h, q, kv) & self.second(b, h, q, kv)
+
+
+@dataclass(frozen=True)
+class Or:
+    """What at least one sees."""
+
+    first: MaskMod
+    second: MaskMod
+
+    def __call__(self, b, h, q, kv):
+        return self.first(b, h, q, kv) | self.second(b, h, q, kv)
+
+
+def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
+    """And, where None sees everything."""
+    if first is None or second is None or first == second:
+        return second if first is None else first
+    return And(first, second)
+
+
+def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod | None:
+    """The mask with the tensors that are fields of its dataclasses on another device; itself where nothing moves.
+
+    Tensors that another function holds stay where they are.
+    """
+    if not dataclasses.is_dataclass(mask_mod) or isinstance(mask_mod, type):
+        return mask_mod
+    changed = {}
+    for field in dataclasses.fields(mask_mod):
+        value = getattr(mask_mod, field.name)
+        new = value.to(device) if isinstance(value, Tensor) else moved(value, device)
+        if new is not value:
+            changed[field.name] = new
+    return dataclasses.replace(mask_mod, **changed) if changed else mask_mod
+
+
+def window_bounds(window: Sequence[int | None] | None, causal: bool = False) -> tuple[int | None, int | None]:
+    """(left, right) of a window, None without bound; causal makes right at most 0.
+
+    FlashAttention's convention: row q, at position p = q + Sk - Sq, sees columns p - left to p + right, both included.
+    -1 is without bound there, and is taken as None.
+
+    Raises:
+        TypeError: `window` is not None nor two of int and None.
+        ValueError: a bound is less than -1.
+    """
+    bounds = (None, None)
+    if window is not None:
+        try:
+            left, right = window
+            bounds = tuple(None if x is None else operator.index(x) for x in (left, right))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"window must be (left, right), each an int or None without bound, got {window!r}; "
+                "the last w columns are (w - 1, 0)"
+            ) from None
+        for name, x in zip(("left", "right"), bounds, strict=True):
+            if x is not None and x < -1:
+                raise ValueError(f"window's {name} is {x}; use a number of columns from 0, or None without bound")
+        bounds = tuple(None if x in (None, -1) or x >= FAR else x for x in bounds)
+    left, right = bounds
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right

@@ -1,0 +1,190 @@
+"""Attention in plain torch, in fp32, or in fp64 for fp64 inputs: what CPU tensors run, and what tests compare with.
+
+scores = softcap(scale * q @ k^T); O = softmax(scores where seen) @ v. A row that sees nothing gives O = 0 and
+LSE = -inf. All of it is differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .block_mask import BlockMask
+from .mask_mods import Band, window_bounds
+
+__all__ = ["attention", "attention_packed"]
+
+CHUNK = 2**24  # scores that are held together
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q @ k^T) @ v, by rows in parts that bound the memory.
+
+    Args:
+        q: (B, H, Sq, D) bfloat16, float16, float32 or float64, of any strides, as are k and v.
+        k: (B, Hkv, Sk, D), with H a multiple of Hkv: heads h * H / Hkv and those after share k's head h.
+        v: (B, Hkv, Sk, Dv).
+        causal: row i sees columns up to i + Sk - Sq.
+        window: (left, right); row i sees columns from i + Sk - Sq - left to i + Sk - Sq + right, both included, as
+            FlashAttention's window_size; None, or -1, is without bound.
+        softcap: c > 0; scores become c * tanh(score / c) before they are masked.
+        scale: of q @ k^T; 1 / sqrt(D) where it is None.
+        return_lse: also returns the natural logarithm of each row's sum of exp(score).
+        block_mask: of lengths (Sq, Sk), with B or 1 items and H or 1 heads; sees what all given masks see.
+
+    Returns:
+        O (B, H, Sq, Dv) in q's dtype; with return_lse also LSE (B, H, Sq), fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError: an argument has a wrong type or dtype.
+        ValueError: shapes or devices do not fit, or a number is out of range.
+    """
+    _check(q, k, v, 4, "(B, heads, S, D)", softcap, scale, block_mask)
+    (batch, heads, sq, _), sk = q.shape, k.shape[2]
+    left, right = window_bounds(window, causal)
+    if block_mask is not None:
+        if block_mask.lengths != (sq, sk) or block_mask.device != q.device:
+            got = f"{block_mask.lengths} on {block_mask.device}"
+            raise ValueError(f"block_mask must be of lengths {(sq, sk)} on {q.device}, got {got}")
+        if block_mask.batch not in (1, batch) or block_mask.heads not in (1, heads):
+            got = f"{block_mask.batch} and {block_mask.heads}"
+            raise ValueError(f"block_mask must have {batch} or 1 items and {heads} or 1 heads, got {got}")
+    band = None if left is None and right is None else Band(left, right, sk - sq)
+    kv = torch.arange(sk, device=q.device)
+
+    def seen(begin: int, end: int) -> Tensor | None:
+        rows = torch.arange(begin, end, device=q.device)[:, None]
+        mask = None if band is None else band(None, None, rows, kv)
+        if block_mask is not None:
+            elements = block_mask.elements(begin, end, batch, heads)
+            mask = elements if mask is None else elements & mask
+        return mask
+
+    out, lse = _by_rows(q, k, v, seen, softcap, scale)
+    return (out, lse) if return_lse else out
+
+
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several sequences, one after another; causal and window are aligned in each.
+
+    Args:
+        q: (total_q, H, D); k: (total_k, Hkv, D); v: (total_k, Hkv, Dv).
+        cu_seqlens_q: (sequences + 1,) int32; sequence i has the rows cu_seqlens_q[i] to before cu_seqlens_q[i + 1].
+            Read on the host.
+        cu_seqlens_k: the same of columns; those of the rows where it is None.
+        The others are those of `attention`.
+
+    Returns:
+        O (total_q, H, Dv) in q's dtype; with return_lse also LSE (H, total_q), as FlashAttention's.
+
+    Raises:
+        TypeError, ValueError: as `attention` does; cu_seqlens do not begin at 0, decrease, or do not end at the total.
+    """
+    _check(q, k, v, 3, "(total, heads, D)", softcap, scale, None)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    starts_q, starts_k = _starts(cu_seqlens_q, "q", len(q)), _starts(cu_seqlens_k, "k", len(k))
+    if len(starts_q) != len(starts_k):
+        got = f"{len(starts_q)} and {len(starts_k)} entries"
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {got}")
+    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": True}
+    parts = [  # of no sequence, which is valid, the one part that gives the results their shapes
+        attention(*(t[i:j].transpose(0, 1)[None] for t, (i, j) in ((q, rows), (k, cols), (v, cols))), **options)
+        for rows, cols in zip(_ranges(starts_q), _ranges(starts_k), strict=True)
+    ]
+    out = torch.cat([o[0].transpose(0, 1) for o, _ in parts])
+    return (out, torch.cat([lse[0] for _, lse in parts], dim=1)) if return_lse else out
+
+
+def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale) -> tuple[Tensor, Tensor]:
+    """O and LSE; seen(begin, end) tells what those rows see, a bool tensor that broadcasts to (B, H, rows, Sk)."""
+    (batch, heads, sq, d), (kv_heads, sk, dv) = q.shape, v.shape[1:]
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    scale = 1 / math.sqrt(max(d, 1)) if scale is None else scale
+    k, v = k.to(dtype), v.to(dtype)
+    outs, lses = [], []
+    rows = max(1, CHUNK // max(1, batch * heads * sk))
+    for begin in range(0, max(sq, 1), rows):
+        end = min(begin + rows, sq)
+        group = (batch, kv_heads, heads // kv_heads * (end - begin))  # heads that share k's lie below each other
+        s = q[:, :, begin:end].to(dtype).reshape(*group, d) @ k.mT * scale
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        s = s.view(batch, heads, end - begin, sk)
+        mask = seen(begin, end)
+        if mask is not None:
+            s = s.masked_fill(~mask, float("-inf"))
+        largest = s.detach().amax(-1, keepdim=True) if sk else s.new_full((*s.shape[:-1], 1), float("-inf"))
+        empty = largest == float("-inf")
+        largest = largest.masked_fill(empty, 0.0)
+        p = torch.exp(s - largest)  # all 0 in rows that see nothing
+        total = p.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+        o = (p.view(*group, sk) @ v).view(batch, heads, end - begin, dv) / total
+        outs.append(o.to(q.dtype))
+        lses.append((largest + total.log()).masked_fill(empty, float("-inf")).squeeze(-1))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _ranges(starts: list[int]) -> list[tuple[int, int]]:
+    return list(zip(starts[:-1], starts[1:], strict=True)) or [(0, 0)]
+
+
+def _starts(cu_seqlens: Tensor, name: str, total: int) -> list[int]:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype is not torch.int32:
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens_{name} must be an int32 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"cu_seqlens_{name} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
+        raise ValueError(f"cu_seqlens_{name} must begin at 0, never decrease and end at {total}, got {starts}")
+    return starts
+
+
+def _check(q, k, v, dim: int, shape: str, softcap, scale, block_mask) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        if t.dtype not in DTYPES or t.dtype is not q.dtype:
+            raise TypeError(f"q, k and v must be of one floating-point dtype, got {name} of {t.dtype}, q of {q.dtype}")
+        if t.dim() != dim:
+            raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}, q on {q.device}; move one")
+    heads = 1 if dim == 4 else -2
+    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1] or (dim == 4 and k.shape[0] != q.shape[0]):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"q and k must have one D, k and v one length and heads, and all one batch size, got {shapes}")
+    if k.shape[heads] < 1 or q.shape[heads] % k.shape[heads]:
+        raise ValueError(f"q's {q.shape[heads]} heads are no multiple of k's {k.shape[heads]}")
+    for name, x in (("softcap", softcap), ("scale", scale)):
+        if x is not None and not (math.isfinite(x) and (x > 0 or name == "scale")):
+            raise ValueError(f"{name} must be a finite{' positive' if name == 'softcap' else ''} number, got {x}")
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
