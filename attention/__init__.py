@@ -1,1 +1,5 @@
-"""Dense and block-sparse attention on the mainloop of `cute_kernels`: still to come."""
+"""Flash attention, dense and block-sparse, on the iterators of `cute_kernels`: on CPU tensors so far."""
+
+from .ops import attention
+
+__all__ = ["attention"]

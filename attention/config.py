@@ -1,0 +1,68 @@
+"""What an attention kernel is compiled from: plain, picklable facts; not lengths, strides and patterns."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cute_kernels.arch import ArchSpec, arch_named
+
+ELEMENT = 2  # bytes of a bf16 or fp16 element
+BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+
+
+@dataclass(frozen=True)
+class FlashConfig:
+    """Tile and schedule of one kernel.
+
+    A CTA owns `tile_m` rows of Q and walks over K and V `tile_n` rows at a time. sm_90: each of `groups` consumer
+    warpgroups has 64 of the rows, and K and V have rings of `stages` stages each. sm_80: each of `groups` warps has
+    16 of the rows.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    groups: int
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which columns row i of a query tile sees: from i + offset - left to i + offset + right, where those exist.
+
+    `left` and `right` say whether there is such a bound; their sizes, and the offset Sk - Sq, are arguments.
+    """
+
+    left: bool = False
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class FlashFacts:
+    """Everything that selects one compiled kernel."""
+
+    arch: str  # the compiler's target
+    path: str
+    config: FlashConfig
+    dtype: str = "bfloat16"
+    head_dim: int = 128  # of q and k
+    head_dim_v: int = 128  # of v and of the output
+    band: Band = Band()
+    softcap: bool = False
+    lse: bool = False
+
+    def key(self) -> str:
+        """A text that is the same in every process."""
+        return repr(self)
+
+    @cached_property
+    def spec(self) -> ArchSpec:
+        return arch_named(self.arch)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of Q and of the rings of K and V, with barriers."""
+        cfg = self.config
+        kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
+        return (cfg.tile_m * self.head_dim + kv) * ELEMENT + (BARRIER_BYTES if self.path == "sm_90" else 0)

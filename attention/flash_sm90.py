@@ -1,0 +1,370 @@
+"""The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
+
+    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
+    warpgroups 1..   consumers; each owns 64 rows of the query tile
+
+    pipeline   producer arrives          consumers arrive (per stage)
+    Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
+    K, V       1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages each
+
+A consumer's step over K/V tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah
+et al. 2024):
+
+    wait K[i] -> issue S' = Q K[i]' -> wait V[i-1] -> issue O += P V[i-1] -> wait S', release K[i]
+    softmax of S' -> wait O, release V[i-1] -> P = S', O *= factor
+
+So the softmax of one tile runs while the tensor cores do the product of the tile before. Between warpgroups, turns by
+named barriers: while one of them does its softmax, another has the tensor cores.
+
+    group 0    | QK, PV | softmax        | QK, PV | softmax ...
+    group 1             | QK, PV | softmax        | QK, PV | ...
+
+O needs no shared memory, so the next query tile's Q is loaded as soon as this one's last scores are done.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.gemm_sm90 import ALIGN, smem_layout
+
+from .config import FlashFacts
+from .k_tiles import BandSource
+from .mask import cap_scores, mask_band
+from .scheduler import QueryScheduler
+from .softmax import OnlineSoftmax, rows_and_columns
+from .store import store_rows
+
+WARPGROUP = 128
+ROWS = 64  # of a consumer warpgroup
+TURN_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
+
+# Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+
+
+class FlashSm90:
+    """Compiles to one kernel per `FlashFacts`."""
+
+    def __init__(self, facts: FlashFacts):
+        cfg = facts.config
+        self.facts, self.cfg = facts, cfg
+        self.dtype = cutlass_dtype(facts.dtype)
+        self.threads = WARPGROUP * (1 + cfg.groups)
+        self.smem_bytes = None  # known once traced
+
+    # ------------------------------------------------------------------ storage
+
+    def layouts(self) -> tuple:
+        """(sQ, sK, sV), the last two with stages."""
+        cfg, facts = self.cfg, self.facts
+        sQ = smem_layout(self.dtype, cfg.tile_m, facts.head_dim, 1, True)
+        sK = smem_layout(self.dtype, cfg.tile_n, facts.head_dim, cfg.stages, True)
+        sV = smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, False)  # (Dv, tile_n), as B of P V
+        return sQ, sK, sV
+
+    def make_storage(self, sQ, sK, sV):
+        sizes = [cute.cosize(layout) for layout in (sQ, sK, sV)]
+
+        @cute.struct
+        class SharedStorage:
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
+
+        self.storage = SharedStorage
+        self.smem_bytes = SharedStorage.size_in_bytes()
+
+    # ------------------------------------------------------------------ atoms
+
+    def make_mmas(self) -> tuple:
+        """(S = Q K', O = P V) of all consumers."""
+        k, mn = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        groups = (self.cfg.groups, 1, 1)
+        qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
+        pv = sm90_utils.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k, mn, Float32, groups, (ROWS, self.facts.head_dim_v),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        return qk, pv
+
+    def make_load(self, tensor: cute.Tensor, layout, tile: tuple):
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), tensor, cute.slice_(layout, (None, None, 0)), tile
+        )
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        scale_log2: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        cfg, facts = self.cfg, self.facts
+        # (S, D, H, B), and V as (D, S, H, B)
+        mQ, mK, mO = (self.permuted(t, (2, 3, 1, 0)) for t in (mQ, mK, mO))
+        mV = self.permuted(mV, (3, 2, 1, 0))
+        sQ, sK, sV = self.layouts()
+        self.make_storage(sQ, sK, sV)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_q, tQ = cpasync.make_tiled_tma_atom(
+            load, mQ, cute.slice_(sQ, (None, None, 0)), (cfg.tile_m, facts.head_dim)
+        )
+        tma_k, tK = cpasync.make_tiled_tma_atom(
+            load, mK, cute.slice_(sK, (None, None, 0)), (cfg.tile_n, facts.head_dim)
+        )
+        tma_v, tV = cpasync.make_tiled_tma_atom(
+            load, mV, cute.slice_(sV, (None, None, 0)), (facts.head_dim_v, cfg.tile_n)
+        )
+        rows, _, heads, batch = mQ.shape
+        scheduler = QueryScheduler(cute.ceil_div(rows, cfg.tile_m), heads, batch, heads // mK.shape[2])
+        source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)
+        qk, pv = self.make_mmas()
+        self.kernel(
+            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, qk, pv, source, scheduler,
+            (rows, mK.shape[0]), scale_log2, softcap,
+        ).launch(
+            grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def permuted(self, tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
+        shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
+        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (Sq, D, H, B)
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,  # (Sk, D, Hkv, B)
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
+        mO: cute.Tensor,  # (Sq, Dv, H, B)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        source,
+        scheduler: QueryScheduler,
+        extent: tuple,  # (Sq, Sk)
+        scale_log2: Float32,
+        softcap: Float32,
+    ):
+        cfg, facts = self.cfg, self.facts
+        tidx = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
+        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_q)
+            cpasync.prefetch_descriptor(tma_k)
+            cpasync.prefetch_descriptor(tma_v)
+
+        layouts = self.layouts()
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        sQ, sK, sV = (
+            place.get_tensor(layout.outer, swizzle=layout.inner)
+            for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)
+        )
+        pipe_q, pipe_k, pipe_v = self.make_pipelines(storage)
+        rows, cols = extent
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
+            if warp == 0:
+                tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim))
+                tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim))
+                tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n))
+                state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+                for index in cutlass.range(first, scheduler.count, step, unroll=1):
+                    m, h, b, h_kv = scheduler.decode(index)
+                    tiles = source.for_tile(m, rows, cols)
+                    if tiles.count > 0:
+                        pipe_q.producer_acquire(state_q)
+                        cute.copy(
+                            tma_q, tQgQ[None, m, 0, h, b], tQsQ[None, 0],
+                            tma_bar_ptr=pipe_q.producer_get_barrier(state_q),
+                        )  # fmt: skip
+                        state_q.advance()
+                    for i in cutlass.range(tiles.count, unroll=1):
+                        n = tiles.at(i)
+                        pipe_k.producer_acquire(state)
+                        cute.copy(
+                            tma_k, tKgK[None, n, 0, h_kv, b], tKsK[None, state.index],
+                            tma_bar_ptr=pipe_k.producer_get_barrier(state),
+                        )  # fmt: skip
+                        pipe_v.producer_acquire(state)
+                        cute.copy(
+                            tma_v, tVgV[None, 0, n, h_kv, b], tVsV[None, state.index],
+                            tma_bar_ptr=pipe_v.producer_get_barrier(state),
+                        )  # fmt: skip
+                        state.advance()
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
+            groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
+            thr_qk, thr_pv = mma_qk.get_slice(groups(group)), mma_pv.get_slice(groups(group))
+            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, 0]  # (MMA, 1, MMA_K)
+            tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, MMA_K, PIPE)
+            tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))  # (MMA, 1, MMA_K, PIPE)
+            acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
+            acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, facts.head_dim_v)), Float32)
+            # P as the A operand: the accumulators' order is that of its k.
+            tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
+            scores, out = rows_and_columns(acc_S), rows_and_columns(acc_O)
+            softmax = OnlineSoftmax.of_rows(2, scale_log2)
+            lse = cute.make_rmem_tensor(2, Float32)
+            state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+            at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            row0 = group * ROWS + tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4  # of this thread, in the tile
+            if group == cfg.groups - 1:
+                self.pass_turn(group)  # group 0 goes first
+            for index in cutlass.range(first, scheduler.count, step, unroll=1):
+                m, h, b, _ = scheduler.decode(index)
+                tiles = source.for_tile(m, rows, cols)
+                row = m * cfg.tile_m + row0
+                softmax.clear()
+                acc_O.fill(0.0)
+                if tiles.count > 0:
+                    # The first tile's scores, always masked.
+                    pipe_q.consumer_wait(state_q)
+                    pipe_k.consumer_wait(at_k)
+                    self.wait_turn(group)
+                    self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
+                    self.pass_turn(group)
+                    warpgroup.wait_group(0)
+                    pipe_k.consumer_release(at_k)
+                    at_k.advance()
+                    self.weigh(scores, softmax, source, tiles.at(0), row, extent, softcap, True)
+                    self.convert(acc_S, tOrP)
+                    for segment in range_constexpr(len(tiles.kinds)):
+                        begin = 1 if const_expr(segment == 0) else cutlass.max(tiles.ends[segment - 1], 1)
+                        for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
+                            pipe_k.consumer_wait(at_k)
+                            self.wait_turn(group)
+                            self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
+                            pipe_v.consumer_wait(at_v)
+                            self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
+                            self.pass_turn(group)
+                            warpgroup.wait_group(1)
+                            pipe_k.consumer_release(at_k)
+                            at_k.advance()
+                            self.weigh(scores, softmax, source, tiles.at(i), row, extent, softcap, tiles.kinds[segment])
+                            warpgroup.wait_group(0)
+                            pipe_v.consumer_release(at_v)
+                            at_v.advance()
+                            self.convert(acc_S, tOrP)
+                            softmax.rescale(out)
+                    pipe_q.consumer_release(state_q)
+                    state_q.advance()
+                    pipe_v.consumer_wait(at_v)
+                    self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
+                    warpgroup.wait_group(0)
+                    pipe_v.consumer_release(at_v)
+                    at_v.advance()
+                softmax.finish(out, lse)
+                store_rows(acc_O, mO[None, None, h, b], row, rows)
+                if const_expr(mLSE is not None):
+                    if tidx % 4 == 0:
+                        for r in range_constexpr(2):
+                            if row + 8 * r < rows:
+                                mLSE[b, h, row + 8 * r] = lse[r]
+
+    @cute.jit
+    def weigh(
+        self,
+        scores: cute.Tensor,  # (rows, columns)
+        softmax: OnlineSoftmax,
+        source,
+        n: Int32,  # number of the tile of K
+        row: Int32,  # of the thread's first row
+        extent: tuple,  # (Sq, Sk)
+        softcap: Float32,
+        partial: cutlass.Constexpr,
+    ):
+        """Scores to P: the cap, the mask, the softmax."""
+        if const_expr(self.facts.softcap):
+            cap_scores(scores, softcap)
+        if const_expr(partial):
+            mask_band(scores, source, row, n * self.cfg.tile_n, extent)
+        softmax.step(scores)
+
+    @cute.jit
+    def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):
+        """P to 16 bits. Eight values at a time: as one vector it kept so many registers that WGMMAs were serialised."""
+        for i in range_constexpr(0, cute.size(acc_S), 8):
+            part = cute.make_tensor(acc_S.iterator + i, cute.make_layout(8))
+            cute.make_tensor(tOrP.iterator + i, cute.make_layout(8)).store(part.load().to(self.dtype))
+
+    @cute.jit
+    def issue(self, tiled_mma: cute.TiledMma, acc, tCrA, tCrB, zero_init: cutlass.Constexpr):
+        """Issue and commit one product, as one group."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
+        for k in range_constexpr(cute.size(tCrB, mode=[2])):
+            cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def wait_turn(self, group):
+        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, group):
+        after = (group + 1) % self.cfg.groups
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
+
+    def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple) -> tuple:
+        """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand."""
+        tiles = cute.local_tile(tensor, tile, (None, None, None, None))
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    @cute.jit
+    def make_pipelines(self, storage) -> tuple:
+        """(Q, K, V); returns after every barrier is visible."""
+        cfg, facts = self.cfg, self.facts
+        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * cfg.groups)
+        sizes = (cfg.tile_m * facts.head_dim, cfg.tile_n * facts.head_dim, cfg.tile_n * facts.head_dim_v)
+        pipes = []
+        for place, stages, size in zip(
+            (storage.barriers_q, storage.barriers_k, storage.barriers_v), (1, cfg.stages, cfg.stages), sizes
+        ):
+            pipes.append(
+                pipeline.PipelineTmaAsync.create(
+                    barrier_storage=place.data_ptr(),
+                    num_stages=stages,
+                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                    consumer_group=consumers,
+                    tx_count=size * self.dtype.width // 8,
+                    cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+                    defer_sync=True,
+                )
+            )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        return tuple(pipes)

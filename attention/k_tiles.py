@@ -1,0 +1,75 @@
+"""Which tiles of K and V a query tile visits: attention's answer to what a mainloop asks of an iterator.
+
+A tile of scores is *partial* where some of its elements are masked, and *full* where none are. The tiles come in
+segments of one kind each, so that a kernel has a loop without any masking for the full ones:
+
+    causal            | partial: the diagonal's band | full: all before it |
+    sliding window    | partial: the right edge      | full: the body      | partial: the left edge |
+    neither           | partial: the end of K        | full: all before it |
+
+Tiles are visited from the last to the first: the one at the end of K is among the partial ones then.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32
+
+PARTIAL, FULL = True, False
+
+
+@dataclass(frozen=True)
+class KvTiles:
+    """The tiles of K and V that one query tile visits, of which number `first` is the last of K's."""
+
+    count: Int32
+    last: Int32  # number of the first tile to visit, the highest one
+    ends: tuple  # how many tiles are visited up to the end of each segment
+    kinds: cutlass.Constexpr[tuple]  # of the segments, PARTIAL or FULL
+
+    def at(self, i) -> Int32:
+        return self.last - i
+
+
+@dataclass(frozen=True)
+class BandSource:
+    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is Sk - Sq.
+
+    Causal is right = 0 and no left bound. So the last row sees the last column, whatever the lengths.
+    """
+
+    band: cutlass.Constexpr  # config.Band: which of the bounds there are
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
+    left: Int32
+    right: Int32
+
+    def for_tile(self, m, rows, cols) -> KvTiles:
+        """The tiles for query tile m of `rows` rows in all, and `cols` of K and V."""
+        offset, first = cols - rows, m * self.tile_m
+        after = cutlass.min(first + self.tile_m, rows)
+        end, full_end = cols, cols
+        if self.band.right:
+            end = cutlass.max(cutlass.min(cols, after + offset + self.right), 0)
+            full_end = cutlass.max(cutlass.min(cols, first + offset + self.right + 1), 0)
+        begin, full_begin = Int32(0), Int32(0)
+        if self.band.left:
+            begin = cutlass.min(cutlass.max(first + offset - self.left, 0), end)
+            full_begin = cutlass.min(cutlass.max(after - 1 + offset - self.left, 0), end)
+        n_end, n_begin = (end + self.tile_n - 1) // self.tile_n, begin // self.tile_n
+        count = cutlass.max(n_end - n_begin, 0)
+        right = cutlass.min(n_end - full_end // self.tile_n, count)  # tiles at the right edge
+        ends, kinds = (right, count), (PARTIAL, FULL)
+        if self.band.left:
+            body = cutlass.max(n_end - (full_begin + self.tile_n - 1) // self.tile_n, right)
+            ends, kinds = (right, cutlass.min(body, count), count), (PARTIAL, FULL, PARTIAL)
+        return KvTiles(count, n_end - 1, ends, kinds)
+
+    def bounds(self, row, rows, cols) -> tuple:
+        """(begin, end) of the columns that a row sees."""
+        begin, end = Int32(0), cols
+        if self.band.right:
+            end = cutlass.min(cols, row + (cols - rows) + self.right + 1)
+        if self.band.left:
+            begin = row + (cols - rows) - self.left
+        return begin, end

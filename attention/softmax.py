@@ -1,0 +1,103 @@
+"""The online softmax of a tile of scores, in the accumulator layout that mma.sync and wgmma have in common.
+
+A thread holds rows r, each spread over the four threads of a quad. With x the scores times log2(e) / sqrt(D), m the
+largest x so far and l the sum of 2^(x - m), one step is (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023)
+
+    m' = max(m, max x)    p = 2^(x - m')    l' = l 2^(m - m') + sum p    O' = O 2^(m - m') + p V
+
+A row that has seen nothing yet has m = -inf; its p and its factor are taken against 0 instead, so that no -inf meets
+another.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, const_expr, range_constexpr
+
+LN2 = 0.6931471805599453
+
+
+def rows_and_columns(acc: cute.Tensor, tiles_m: int = 1) -> cute.Tensor:
+    """An accumulator (2, 2, ..) of mma.sync or wgmma, re-viewed as (rows of this thread, columns of this thread)."""
+    columns = cute.size(acc) // (4 * tiles_m)
+    return cute.make_tensor(
+        acc.iterator, cute.make_layout(((2, tiles_m), (2, columns)), stride=((2, 4), (1, 4 * tiles_m)))
+    )
+
+
+def exp2(x: Float32) -> Float32:
+    """2 ** x by one instruction."""
+    return cute.math.exp2(x, approx=True, ftz=True)
+
+
+@cute.jit
+def quad_max(x: Float32) -> Float32:
+    """The largest x of the four threads that share a row."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2))
+
+
+@cute.jit
+def quad_sum(x: Float32) -> Float32:
+    """The sum of x over the four threads that share a row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, 1)
+    return x + cute.arch.shuffle_sync_bfly(x, 2)
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Largest scores and sums of one thread's rows."""
+
+    scale_log2: Float32
+    largest: cute.Tensor  # (rows,)
+    total: cute.Tensor  # (rows,), of this thread's columns only, until `finish`
+    factor: cute.Tensor  # (rows,), what the last step asks O to be multiplied by
+
+    @staticmethod
+    def of_rows(rows: int, scale_log2: Float32) -> "OnlineSoftmax":
+        """With registers of its own; for use inside a kernel."""
+        return OnlineSoftmax(scale_log2, *(cute.make_rmem_tensor(rows, Float32) for _ in range(3)))
+
+    def clear(self):
+        self.largest.fill(-Float32.inf)
+        self.total.fill(0.0)
+
+    @cute.jit
+    def step(self, scores: cute.Tensor):  # (rows, columns), replaced by p
+        """One tile of scores."""
+        columns = const_expr(cute.size(scores, mode=[1]))
+        for r in range_constexpr(cute.size(self.total)):
+            largest = scores[r, 0]
+            for c in range_constexpr(1, columns):
+                largest = cute.arch.fmax(largest, scores[r, c])
+            largest = cute.arch.fmax(self.largest[r], quad_max(largest))
+            against = largest * self.scale_log2
+            if largest == -Float32.inf:
+                against = Float32(0.0)
+            self.factor[r] = exp2(self.largest[r] * self.scale_log2 - against)
+            self.largest[r] = largest
+            total = Float32(0.0)
+            for c in range_constexpr(columns):
+                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
+                total = total + scores[r, c]
+            self.total[r] = self.total[r] * self.factor[r] + total
+
+    @cute.jit
+    def rescale(self, out: cute.Tensor):  # (rows, columns) of O
+        """Multiply O by the last step's factors."""
+        for r in range_constexpr(cute.size(self.total)):
+            for c in range_constexpr(cute.size(out, mode=[1])):
+                out[r, c] = out[r, c] * self.factor[r]
+
+    @cute.jit
+    def finish(self, out: cute.Tensor, lse: cute.Tensor):  # (rows, columns) of O; (rows,)
+        """Divide O by the sums, and give each row's log of its sum of exponentials: 0 and -inf for an empty row."""
+        for r in range_constexpr(cute.size(self.total)):
+            total = quad_sum(self.total[r])
+            inverse = Float32(0.0)
+            lse[r] = -Float32.inf
+            if total > 0.0:
+                inverse = cute.arch.rcp_approx(total)
+                lse[r] = (self.largest[r] * self.scale_log2 + cute.math.log2(total, approx=True, ftz=True)) * LN2
+            for c in range_constexpr(cute.size(out, mode=[1])):
+                out[r, c] = out[r, c] * inverse

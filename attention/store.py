@@ -1,0 +1,59 @@
+"""O from the registers of mma.sync's or wgmma's accumulators to memory, without shared memory.
+
+The four threads of a quad hold two neighbouring columns each of every eight. They exchange so that each has all eight
+columns of every fourth group, sixteen bytes, and a quad's store is 64 bytes of a row.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
+
+VECTOR = 8  # elements of 16 bits that one thread stores at once
+
+
+@cute.jit
+def exchange(words: list, lane: Int32) -> list:
+    """Of words[j] of group j, a lane of a quad gets group `lane`'s words of lanes 0 to 3."""
+    odd, high = lane % 2 == 1, lane % 4 >= 2
+    pairs = []
+    for j in range_constexpr(0, 4, 2):
+        keep, send = words[j], words[j + 1]
+        if odd:
+            keep, send = words[j + 1], words[j]
+        got = cute.arch.shuffle_sync_bfly(send, 1)
+        first, second = keep, got
+        if odd:
+            first, second = got, keep
+        pairs.append((first, second))
+    keep, send = pairs[0], pairs[1]
+    if high:
+        keep, send = pairs[1], pairs[0]
+    got = (cute.arch.shuffle_sync_bfly(send[0], 2), cute.arch.shuffle_sync_bfly(send[1], 2))
+    low, up = keep, got
+    if high:
+        low, up = got, keep
+    return [low[0], low[1], up[0], up[1]]
+
+
+@cute.jit
+def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32):
+    """Store rows `row` and `row` + 8 of an accumulator (2, 2, Dv / 8) to mO (Sq, Dv), whose columns are contiguous.
+
+    `rows`: how many there are; others are not stored.
+    """
+    lane = cute.arch.lane_idx()
+    values = cute.make_rmem_tensor(cute.size(acc), mO.element_type)
+    flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    values.store(flat.load().to(mO.element_type))
+    words = cute.recast_tensor(values, Int32)  # (2 rows, Dv / 8)
+    for r in range_constexpr(2):
+        at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * 2
+        for i in range_constexpr(cute.size(acc) // 4 // 4):
+            mine = exchange([words[r + 2 * (4 * i + j)] for j in range(4)], lane)
+            vector = cute.make_rmem_tensor(4, Int32)
+            for j in range_constexpr(4):
+                vector[j] = mine[j]
+            if row + 8 * r < rows:
+                place = make_ptr(Int32, at + i * 64, AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(4)))

@@ -1,0 +1,141 @@
+"""attention() as a torch user meets it: results on CPU tensors, and errors before any launch."""
+
+import math
+
+import pytest
+import torch
+
+from attention import attention
+from attention import ops as attention_ops
+from attention.checks import tma_ready
+from cute_kernels import explain
+
+BF16 = torch.bfloat16
+
+
+def qkv(B=2, H=4, heads=2, Sq=33, Sk=47, D=64, Dv=64, dtype=BF16):
+    generator = torch.Generator().manual_seed(Sq * Sk + D)
+    shapes = (B, H, Sq, D), (B, heads, Sk, D), (B, heads, Sk, Dv)
+    return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def truth(q, k, v, left=None, right=None, scale=None, softcap=None):
+    """(out, lse) in fp64, from the whole matrix of scores."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    row = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    column = torch.arange(k.shape[2])
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    if left is not None:
+        seen &= column >= row - left
+    if right is not None:
+        seen &= column <= row + right
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().nan_to_num(0.0) @ v, lse
+
+
+@pytest.mark.parametrize("lengths", [(33, 47), (47, 33), (1, 90), (64, 64), (5, 1)])
+@pytest.mark.parametrize(
+    "terms, bounds",
+    [
+        ({}, (None, None)),
+        ({"causal": True}, (None, 0)),
+        ({"window": (7, 3)}, (7, 3)),
+        ({"window": (7, None), "causal": True}, (7, 0)),
+        ({"window": (None, 5)}, (None, 5)),
+    ],
+    ids=str,
+)
+def test_masks(lengths, terms, bounds):
+    q, k, v = qkv(Sq=lengths[0], Sk=lengths[1], Dv=96)
+    out, lse = attention(q, k, v, return_lse=True, **terms)
+    exact, exact_lse = truth(q, k, v, *bounds)
+    assert out.dtype == BF16 and out.shape == (*q.shape[:3], 96) and lse.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
+    assert torch.equal(out, attention(q, k, v, **terms))
+
+
+@pytest.mark.parametrize("terms", [{"scale": 0.3}, {"softcap": 2.0}, {"scale": 0.3, "softcap": 5.0}], ids=str)
+def test_scores(terms):
+    q, k, v = qkv(dtype=torch.float16)
+    torch.testing.assert_close(attention(q, k, v, **terms).double(), truth(q, k, v, **terms)[0], atol=2e-3, rtol=2e-3)
+
+
+def test_out_and_any_strides():
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv())
+    out = torch.full((2, 4, 33, 64), math.nan, dtype=BF16)
+    assert attention(q, k, v, out=out) is out
+    assert torch.equal(out, attention(*qkv()))
+
+
+def test_nothing_to_attend_to():
+    q, k, v = qkv(Sk=0)
+    out, lse = attention(q, k, v, return_lse=True)
+    assert not out.count_nonzero() and lse.isneginf().all()
+    assert attention(*qkv(Sq=0)).shape == (2, 4, 0, 64)
+    assert attention(*qkv(B=0)).shape == (0, 4, 33, 64)
+
+
+def changed(**other):
+    return {**dict(zip("qkv", qkv(), strict=True)), **other}
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        (changed(q=torch.zeros(3, 4, dtype=BF16)), ValueError, "must be .batch, heads, length, head_dim"),
+        (changed(q=[1]), TypeError, "q must be a torch.Tensor"),
+        (changed(k=torch.zeros(2, 2, 47, 64)), TypeError, "k is torch.float32 but q is torch.bfloat16"),
+        (dict(zip("qkv", qkv(dtype=torch.float32), strict=True)), TypeError, "q is torch.float32"),
+        (changed(k=torch.zeros(1, 2, 47, 64, dtype=BF16)), ValueError, "batches of 2, 1 and 2 items"),
+        (changed(v=torch.zeros(2, 2, 46, 64, dtype=BF16)), ValueError, "differ in heads or length"),
+        (changed(k=torch.zeros(2, 2, 47, 32, dtype=BF16)), ValueError, "q has head_dim 64 and k 32"),
+        (dict(zip("qkv", qkv(H=3), strict=True)), ValueError, "must be a multiple"),
+        (changed(q=torch.zeros(2, 4, 64, 33, dtype=BF16).mT), ValueError, "not contiguous; call .contiguous"),
+        (changed(scale=0.0), ValueError, "scale is 0.0; it must be above 0"),
+        (changed(scale="x"), TypeError, "scale must be a Python number"),
+        (changed(softcap=-1.0), ValueError, "softcap is -1.0"),
+        (changed(causal=1), TypeError, "causal must be True or False"),
+        (changed(window=5), TypeError, "window must be .left, right."),
+        (changed(window=(-1, 0)), ValueError, "left bound is -1"),
+        (changed(return_lse=1), TypeError, "return_lse must be True or False"),
+        (changed(out=torch.zeros(2, 4, 33, 32, dtype=BF16)), ValueError, "out has shape"),
+        (changed(out=torch.zeros(2, 4, 33, 64)), TypeError, "out is torch.float32"),
+    ],
+)
+def test_errors(arguments, error, text):
+    with pytest.raises(error, match=text):
+        attention(**arguments)
+
+
+def test_out_may_not_be_an_operand():
+    q, k, v = qkv(heads=4, Sk=33)
+    with pytest.raises(ValueError, match="shares memory"):
+        attention(q, k, v, out=q)
+
+
+def test_gradients_are_refused():
+    q, k, v = qkv()
+    with pytest.raises(RuntimeError, match="does not compute gradients"):
+        attention(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        attention(q, k, v)
+
+
+def test_strides_that_tma_takes():
+    q = torch.zeros(2, 4, 33, 64, dtype=BF16)
+    assert tma_ready(q) and tma_ready(q.transpose(1, 2)) and tma_ready(q[:, :1])
+    assert not tma_ready(q[:1].expand(2, -1, -1, -1)), "a stride of 0"
+    assert not tma_ready(torch.zeros(2, 4, 33, 65, dtype=BF16)[..., :64]), "rows of 130 bytes"
+    assert not tma_ready(torch.zeros(2 * 4 * 33 * 64 + 1, dtype=BF16)[1:].view(2, 4, 33, 64)), "an odd address"
+
+
+def test_explain():
+    assert "CPU tensors run the reference" in str(explain(attention, *qkv()))
+    assert "nothing to compute" in str(explain(attention, *qkv(Sk=0)))
+    assert attention_ops._PLANS is not None
