@@ -1,5 +1,7 @@
 """Flash attention, dense and block-sparse, on the iterators of `cute_kernels`: on CPU tensors so far."""
 
-from .ops import attention
+from . import mask_mods, patterns
+from .block_mask import BlockMask
+from .ops import attention, block_sparse_attention
 
-__all__ = ["attention"]
+__all__ = ["BlockMask", "attention", "block_sparse_attention", "mask_mods", "patterns"]

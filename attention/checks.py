@@ -8,6 +8,9 @@ HEAD_DIMS = (64, 96, 128, 192, 256)  # widths that kernels are compiled for
 MOST_ELEMENTS = 2**31 - 1  # of a length or a count of tiles
 
 
+check_tensor = checks.check_tensor
+
+
 def check_qkv(op: str, q, k, v) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one 16-bit dtype and device, D and Dv contiguous."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -11,8 +11,10 @@ from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES
 from cute_kernels.explain import explains
 from cute_kernels.runtime.plan import device_arch, forced_path
+from sparse_collective import BsrMatrix
 
 from . import checks
+from .block_mask import BlockMask
 from .config import Band, FlashFacts
 
 LOG2E = 1.4426950408889634
@@ -100,6 +102,49 @@ def attention(q, k, v, *, causal=False, window=None, softcap=None, scale=None, r
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
     plan.function(q, k, v, d, lse, *plan.scalars)
     return (out, lse) if return_lse else out
+
+
+def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None):
+    """attention() over the blocks of scores that `block_mask` names: nothing else is loaded or multiplied.
+
+    Args:
+        q, k, v, softcap, scale, return_lse, out: see attention.
+        block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
+            the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
+            128 x 128 blocks (for others: BlockMask.from_blocks). One that has 1 batch item or 1 head serves all.
+        causal: a row also sees no column after its own, as in attention.
+
+    Returns and raises as attention does. CPU tensors run the reference; a GPU has no kernel of it yet, and raises.
+    """
+    mask = as_block_mask(q, k, block_mask)
+    plan = plan_attention(q, k, v, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)
+    common.check_no_grad("block_sparse_attention", q, k, v)
+    if q.device.type == "cuda":
+        raise RuntimeError("block_sparse_attention: there is no kernel yet; this op takes CPU tensors only for now")
+    terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "block_mask": mask}
+    return _without_kernel(plan, q, k, v, terms, out)
+
+
+def as_block_mask(q, k, block_mask) -> BlockMask:
+    """What block_sparse_attention was given, as a BlockMask for q and k."""
+    checks.check_tensor("block_sparse_attention: q", q)
+    checks.check_tensor("block_sparse_attention: k", k)
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if isinstance(block_mask, BsrMatrix) or (
+        isinstance(block_mask, torch.Tensor) and block_mask.layout is torch.sparse_bsr
+    ):
+        return BlockMask.from_bsr(block_mask)
+    if isinstance(block_mask, torch.Tensor):
+        return BlockMask.from_blocks(block_mask, lengths=(q.shape[-2], k.shape[-2]))
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    if isinstance(block_mask, FlexBlockMask):
+        return BlockMask.from_flex(block_mask)
+    raise TypeError(
+        "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
+        f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
+    )
 
 
 def plan_attention(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attention import attention
+from attention import BlockMask, attention, block_sparse_attention, patterns
 from attention import ops as attention_ops
 from attention.checks import tma_ready
 from cute_kernels import explain
@@ -125,6 +125,54 @@ def test_gradients_are_refused():
         attention(q.requires_grad_(), k, v)
     with torch.no_grad():
         attention(q, k, v)
+
+
+class TestBlockSparse:
+    blocks = torch.tensor([[True, False, True], [False, True, False]])  # of 128 x 128
+
+    def data(self):
+        return qkv(Sq=200, Sk=300)
+
+    def expected(self, causal=False):
+        q, k, v = self.data()
+        seen = self.blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+        if causal:
+            seen = seen & (torch.arange(300) <= torch.arange(200)[:, None] + 100)
+        scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 8
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+        return weights @ v.double().repeat_interleave(2, 1)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("form", ["mask", "bool", "bsr", "flex"])
+    def test_every_form(self, form, causal):
+        from sparse_collective import BsrMatrix
+
+        mask = BlockMask.from_blocks(self.blocks, lengths=(200, 300))
+        if form == "bool":
+            mask = self.blocks
+        elif form == "bsr":
+            q, k, v = qkv(Sq=256, Sk=384)
+            dense = self.blocks.repeat_interleave(128, 0).repeat_interleave(128, 1).to(BF16)
+            out = block_sparse_attention(q, k, v, BsrMatrix.from_dense(dense, (128, 128)), causal=causal)
+            assert torch.equal(out, block_sparse_attention(q, k, v, self.blocks, causal=causal))
+            return
+        elif form == "flex":
+            mask = mask.to_flex()
+        out, lse = block_sparse_attention(*self.data(), mask, causal=causal, return_lse=True)
+        torch.testing.assert_close(out.double(), self.expected(causal), atol=1e-2, rtol=1e-2)
+        assert lse.shape == (2, 4, 200)
+
+    def test_a_window_is_a_pattern(self):
+        q, k, v = self.data()
+        mask = patterns.sliding_window((200, 300), (64, 0))
+        assert torch.equal(block_sparse_attention(q, k, v, mask), attention(q, k, v, window=(64, 0)))
+
+    def test_errors(self):
+        q, k, v = self.data()
+        with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
+            block_sparse_attention(q, k, v, [1])
+        with pytest.raises(ValueError):
+            block_sparse_attention(q, k, v, BlockMask.from_blocks(self.blocks, lengths=(256, 384)))
 
 
 def test_strides_that_tma_takes():
