@@ -237,14 +237,14 @@ def _atomic(spec: ArchSpec) -> Iterator[GemmFacts]:
     for config, block in seen.values():
         if block is None:
             yield dense(spec, spec.path, config)
-            for change in ({"epilogue": COL}, {"epilogue": FULL}, {**fp32, "majors": ("k", "n", "m")}):
-                yield dense(spec, spec.path, config, **change)
-            yield dense(spec, spec.path, config, aligns=(8, 8, 1), epilogue=COL)
+            yield dense(spec, spec.path, config, epilogue=FULL)
             continue
         yield linear(spec, spec.path, config, block, epilogue=LINEAR)
         yield bsr(spec, spec.path, config, block, ordered=True, index_dtype="int64")
     config, _ = seen[True, 128, 128]
     yield dense(spec, spec.path, replace(config, split=MOST_ATOMIC), ranks=(3, 3, 3))
+    yield dense(spec, spec.path, config, **fp32, majors=("k", "n", "m"))
+    yield dense(spec, spec.path, config, aligns=(8, 8, 1), epilogue=COL)
     yield linear(spec, spec.path, config, (512, 112), epilogue=LINEAR)
     grouped = {"batch": "patterns", "run": 256, "epilogue": replace(LINEAR, residual=None, bias_items=True)}
     yield linear(spec, spec.path, config, (128, 128), **grouped)
@@ -294,22 +294,16 @@ def _paired(spec: ArchSpec) -> Iterator[GemmFacts]:
 
 def _few(spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
     """Few columns: each configuration with every epilogue; B in vectors and element by element; batches, runs."""
-    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     wide, narrow, uneven = (128, 128), (16, 16), (512, 112)
     items = replace(LINEAR, bias_items=True)
     for config in candidates.few(BlockFacts(*wide, "int32")):
         yield linear(spec, path, config, wide)
-        for block in (wide, narrow, uneven):
-            yield linear(spec, path, config, block, epilogue=LINEAR)
-            yield bsr(spec, path, config, block, epilogue=FULL)
-        yield bsr(spec, path, config, wide, majors=("k", "k", "n"), index_dtype="int64", epilogue=COL)
+        yield linear(spec, path, config, narrow, epilogue=LINEAR)
+        yield bsr(spec, path, config, uneven, epilogue=FULL)
         yield linear(spec, path, config, wide, majors=("k", "any", "any"), aligns=(8, 1, 1), epilogue=LINEAR)
-        yield linear(spec, path, config, uneven, **fp32, dtype="float16", epilogue=LINEAR)
-        yield bsr(spec, path, config, uneven, ranks=(3, 3, 3), epilogue=FULL)
-        yield linear(spec, path, config, wide, batch="values", ranks=(4, 3, 3), epilogue=items)
         yield bsr(spec, path, config, uneven, batch="patterns", ranks=(3, 3, 3), index_dtype="int64", epilogue=FULL)
         runs = {"batch": "patterns", "run": 64, "ranks": (3, 2, 2)}
-        yield linear(spec, path, config, uneven, **runs, epilogue=replace(items, residual=None))
+        yield linear(spec, path, config, wide, **runs, epilogue=replace(items, residual=None))
 
 
 def _older_path(spec: ArchSpec) -> list[GemmFacts]:
