@@ -4,7 +4,8 @@ import torch
 
 from cute_kernels import checks
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # widths that kernels are compiled for
+from .heuristics import HEAD_DIMS
+
 MOST_ELEMENTS = 2**31 - 1  # of a length or a count of tiles
 
 

@@ -13,9 +13,9 @@ BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024
 class FlashConfig:
     """Tile and schedule of one kernel.
 
-    A CTA owns `tile_m` rows of Q and walks over K and V `tile_n` rows at a time. sm_90: each of `groups` consumer
-    warpgroups has 64 of the rows, and K and V have rings of `stages` stages each. sm_80: each of `groups` warps has
-    16 of the rows.
+    A CTA owns `tile_m` rows of Q and walks over K and V `tile_n` rows at a time; K and V have rings of `stages` stages
+    each. sm_90: each of `groups` consumer warpgroups has 64 of the rows. sm_80: each of `groups` warps has 16 of the
+    rows, or 32.
     """
 
     tile_m: int
@@ -44,7 +44,7 @@ class FlashFacts:
 
     arch: str  # the compiler's target
     path: str
-    config: FlashConfig
+    config: FlashConfig | None  # None until one is picked
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output
@@ -66,3 +66,8 @@ class FlashFacts:
         cfg = self.config
         kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
         return (cfg.tile_m * self.head_dim + kv) * ELEMENT + (BARRIER_BYTES if self.path == "sm_90" else 0)
+
+    @property
+    def keeps_q(self) -> bool:
+        """sm_80: whether Q's fragments stay in registers, 32 a thread at the most."""
+        return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups

@@ -123,16 +123,9 @@ class FlashSm90:
         mV = self.permuted(mV, (3, 2, 1, 0))
         sQ, sK, sV = self.layouts()
         self.make_storage(sQ, sK, sV)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_q, tQ = cpasync.make_tiled_tma_atom(
-            load, mQ, cute.slice_(sQ, (None, None, 0)), (cfg.tile_m, facts.head_dim)
-        )
-        tma_k, tK = cpasync.make_tiled_tma_atom(
-            load, mK, cute.slice_(sK, (None, None, 0)), (cfg.tile_n, facts.head_dim)
-        )
-        tma_v, tV = cpasync.make_tiled_tma_atom(
-            load, mV, cute.slice_(sV, (None, None, 0)), (facts.head_dim_v, cfg.tile_n)
-        )
+        tma_q, tQ = self.make_load(mQ, sQ, (cfg.tile_m, facts.head_dim))
+        tma_k, tK = self.make_load(mK, sK, (cfg.tile_n, facts.head_dim))
+        tma_v, tV = self.make_load(mV, sV, (facts.head_dim_v, cfg.tile_n))
         rows, _, heads, batch = mQ.shape
         scheduler = QueryScheduler(cute.ceil_div(rows, cfg.tile_m), heads, batch, heads // mK.shape[2])
         source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)

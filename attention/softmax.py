@@ -11,6 +11,7 @@ another.
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 
@@ -52,15 +53,22 @@ class OnlineSoftmax:
     largest: cute.Tensor  # (rows,)
     total: cute.Tensor  # (rows,), of this thread's columns only, until `finish`
     factor: cute.Tensor  # (rows,), what the last step asks O to be multiplied by
+    adds: cutlass.Constexpr[bool] = True  # whether `step` adds up `total`, and not the product of P with ones
 
     @staticmethod
-    def of_rows(rows: int, scale_log2: Float32) -> "OnlineSoftmax":
-        """With registers of its own; for use inside a kernel."""
-        return OnlineSoftmax(scale_log2, *(cute.make_rmem_tensor(rows, Float32) for _ in range(3)))
+    def of_rows(rows: int, scale_log2: Float32, total: cute.Tensor | None = None) -> "OnlineSoftmax":
+        """With registers of its own; for use inside a kernel.
+
+        `total`: of whole rows, kept by the kernel, as if V had one more column, of ones.
+        """
+        largest, factor = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
+        adds = total is None
+        return OnlineSoftmax(scale_log2, largest, cute.make_rmem_tensor(rows, Float32) if adds else total, factor, adds)
 
     def clear(self):
         self.largest.fill(-Float32.inf)
-        self.total.fill(0.0)
+        if self.adds:
+            self.total.fill(0.0)
 
     @cute.jit
     def step(self, scores: cute.Tensor):  # (rows, columns), replaced by p
@@ -79,8 +87,10 @@ class OnlineSoftmax:
             total = Float32(0.0)
             for c in range_constexpr(columns):
                 scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
-                total = total + scores[r, c]
-            self.total[r] = self.total[r] * self.factor[r] + total
+                if const_expr(self.adds):
+                    total = total + scores[r, c]
+            if const_expr(self.adds):
+                self.total[r] = self.total[r] * self.factor[r] + total
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O
@@ -93,7 +103,7 @@ class OnlineSoftmax:
     def finish(self, out: cute.Tensor, lse: cute.Tensor):  # (rows, columns) of O; (rows,)
         """Divide O by the sums, and give each row's log of its sum of exponentials: 0 and -inf for an empty row."""
         for r in range_constexpr(cute.size(self.total)):
-            total = quad_sum(self.total[r])
+            total = quad_sum(self.total[r]) if const_expr(self.adds) else self.total[r]
             inverse = Float32(0.0)
             lse[r] = -Float32.inf
             if total > 0.0:

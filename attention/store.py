@@ -4,6 +4,7 @@ The four threads of a quad hold two neighbouring columns each of every eight. Th
 columns of every fourth group, sixteen bytes, and a quad's store is 64 bytes of a row.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 from cutlass.cute import make_ptr
@@ -37,20 +38,21 @@ def exchange(words: list, lane: Int32) -> list:
 
 
 @cute.jit
-def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32):
-    """Store rows `row` and `row` + 8 of an accumulator (2, 2, Dv / 8) to mO (Sq, Dv), whose columns are contiguous.
+def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr = 1):
+    """Store an accumulator ((2, 2), tiles_m, Dv / 8) to mO (Sq, Dv), whose columns are contiguous.
 
-    `rows`: how many there are; others are not stored.
+    Its rows are `row`, `row` + 8, `row` + 16 and so on, 2 tiles_m of them. `rows`: how many mO has; others are not
+    stored.
     """
     lane = cute.arch.lane_idx()
     values = cute.make_rmem_tensor(cute.size(acc), mO.element_type)
     flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     values.store(flat.load().to(mO.element_type))
-    words = cute.recast_tensor(values, Int32)  # (2 rows, Dv / 8)
-    for r in range_constexpr(2):
+    words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, Dv / 8)
+    for r in range_constexpr(2 * tiles_m):
         at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * 2
-        for i in range_constexpr(cute.size(acc) // 4 // 4):
-            mine = exchange([words[r + 2 * (4 * i + j)] for j in range(4)], lane)
+        for i in range_constexpr(cute.size(acc) // (16 * tiles_m)):
+            mine = exchange([words[r + 2 * tiles_m * (4 * i + j)] for j in range(4)], lane)
             vector = cute.make_rmem_tensor(4, Int32)
             for j in range_constexpr(4):
                 vector[j] = mine[j]

@@ -109,6 +109,8 @@ def _every_configuration(spec: ArchSpec) -> Iterator[GemmFacts]:
     """Plain; the dense ones and those of 128x128 blocks, which all blocks of that height share, loaded as well."""
     for block in (None, *BLOCKS):
         for config in configurations(spec.path, block, spec):
+            if config.few:  # the same for all blocks: see _few
+                continue
             if block is None:
                 plain = dense(spec, spec.path, config)
                 # The narrowest tiles take only a K-major B.
@@ -185,7 +187,8 @@ def batches(spec: ArchSpec, path: str) -> list[GemmFacts]:
         found += main(bsr, spec, path, block, batch="patterns", ranks=(3, 2, 3))
     for block in ((128, 128), (64, 64), (256, 64), (32, 32)):
         for config in configurations(path, block, spec, run=256):
-            found.append(linear(spec, path, config, block, batch="patterns", run=256, epilogue=layer))
+            if not config.few:
+                found.append(linear(spec, path, config, block, batch="patterns", run=256, epilogue=layer))
     found += main(linear, spec, path, (128, 128), batch="values", ranks=(4, 2, 2), run=256, ordered=True)
     return _buildable(found)
 

@@ -71,17 +71,22 @@ class OperandTile:
         """Rows of one warp."""
         return self.rows // self.warps
 
+    @property
+    def chunks(self) -> int:
+        """Neighbouring chunks that the XOR permutes: a power of two that divides a line's."""
+        chunks = self.line_bytes // CHUNK
+        return min(8, chunks & -chunks)
+
     def swizzle(self, line):
         """The XOR for a line, in bytes."""
-        chunks = min(8, self.line_bytes // CHUNK)
-        return ((line >> log2(8 // chunks)) & (chunks - 1)) << 4
+        return ((line >> log2(8 // self.chunks)) & (self.chunks - 1)) << 4
 
     def offset(self, line, byte):
         return line * self.line_bytes + (byte ^ self.swizzle(line))
 
     def split(self, line: int, byte: int) -> tuple[int, int]:
         """(x, add): offset(l + line, b + byte) == (offset(l, b) ^ x) + add where no bit is set on both sides."""
-        mask = min(8 * CHUNK, self.line_bytes) - CHUNK
+        mask = (self.chunks - 1) * CHUNK
         return (byte & mask) ^ self.swizzle(line), line * self.line_bytes + (byte & ~mask)
 
     # ------------------------------------------------------------------ copying: vector index = thread + j * active

@@ -29,11 +29,70 @@ def keep(value: Int64) -> Int64:
     return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
 
 
-class MainloopSm80:
-    """Steps of one work tile; see the schedule above. Addresses are integers: bytes, shared ones 32 bits wide."""
+class TileSteps:
+    """What every mainloop of mma.sync does with OperandTiles: copy a vector, read fragments, multiply them.
+
+    Addresses are integers: bytes, shared ones 32 bits wide.
+    """
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    @cute.jit
+    def copy_vector(self, op: cutlass.Constexpr, source: Int64, to: Int32, valid: cutlass.Boolean):
+        """One vector, or zeros where it is not valid."""
+        size = const_expr(op.vector * ELEMENT)
+        layout = cute.make_layout(((op.vector, 1), 1))  # ((vector, rest), copies)
+        gX = cute.make_tensor(make_ptr(self.dtype, source, AddressSpace.gmem, assumed_align=size), layout)
+        sX = cute.make_tensor(make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=size), layout)
+        if const_expr(op.vector > 1):
+            # With a predicate that is false, cp.async reads nothing and writes zeros.
+            mode = const_expr(LoadCacheMode.GLOBAL if size == CHUNK else LoadCacheMode.ALWAYS)
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), self.dtype, num_bits_per_copy=8 * size)
+            pred = cute.make_rmem_tensor((1, 1), cutlass.Boolean)  # (rest, copies)
+            pred[0] = valid
+            cute.copy(atom, gX, sX, pred=pred)
+        else:
+            value = self.dtype(0.0)
+            if valid:
+                value = gX[0]
+            sX[0] = value
+
+    @cute.jit
+    def read(
+        self,
+        op: cutlass.Constexpr,
+        k: cutlass.Constexpr,
+        lane: Int32,
+        stage: Int32,
+        rX: cute.Tensor,
+        first: cutlass.Constexpr = 0,
+    ):
+        """ldmatrix one operand's fragments of MMA step k, 16 rows an instruction, from the first-th 16 rows on.
+
+        rX: (8, MMA_M) for A, (4, MMA_N) for B, of as many rows as are wanted.
+        """
+        # Lines along k need no transposing: the tensor core takes pairs along k in one register.
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not op.k_major, 4), self.dtype)
+        count = const_expr(cute.size(rX) // 8)
+        rX = cute.make_tensor(rX.iterator, cute.make_layout((8, count)))  # two n8 fragments of B are one x4
+        for i in range_constexpr(count):
+            x, add = op.step(first + i, k)
+            at = make_ptr(self.dtype, stage + (lane ^ x) + add, AddressSpace.smem, assumed_align=CHUNK)
+            cute.copy(atom, cute.make_tensor(at, 8), rX[None, i])
+
+    @cute.jit
+    def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
+        """One MMA step."""
+        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, cutlass.Float32, (16, 8, 16)))
+        cute.gemm(atom, acc, rA, rB, acc)
+
+
+class MainloopSm80(TileSteps):
+    """Steps of one work tile; see the schedule above."""
 
     def __init__(self, facts, dtype, a, b):  # OperandTiles
-        self.dtype = dtype
+        super().__init__(dtype)
         self.stages = facts.config.stages
         self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
         self.period = len(self.k_blocks)
@@ -155,44 +214,7 @@ class MainloopSm80:
             at = source + (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
             self.copy_vector(op, at, stage + op.offset(line, element * ELEMENT), k < limit)
 
-    @cute.jit
-    def copy_vector(self, op: cutlass.Constexpr, source: Int64, to: Int32, valid: cutlass.Boolean):
-        """One vector, or zeros where it is not valid."""
-        size = const_expr(op.vector * ELEMENT)
-        layout = cute.make_layout(((op.vector, 1), 1))  # ((vector, rest), copies)
-        gX = cute.make_tensor(make_ptr(self.dtype, source, AddressSpace.gmem, assumed_align=size), layout)
-        sX = cute.make_tensor(make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=size), layout)
-        if const_expr(op.vector > 1):
-            # With a predicate that is false, cp.async reads nothing and writes zeros.
-            mode = const_expr(LoadCacheMode.GLOBAL if size == CHUNK else LoadCacheMode.ALWAYS)
-            atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), self.dtype, num_bits_per_copy=8 * size)
-            pred = cute.make_rmem_tensor((1, 1), cutlass.Boolean)  # (rest, copies)
-            pred[0] = valid
-            cute.copy(atom, gX, sX, pred=pred)
-        else:
-            value = self.dtype(0.0)
-            if valid:
-                value = gX[0]
-            sX[0] = value
-
     # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
-
-    @cute.jit
-    def read(self, op: cutlass.Constexpr, k: cutlass.Constexpr, lane: Int32, stage: Int32, rX: cute.Tensor):
-        """ldmatrix one operand's fragments of MMA step k: 16 rows an instruction."""
-        # Lines along k need no transposing: the tensor core takes pairs along k in one register.
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not op.k_major, 4), self.dtype)
-        rX = cute.make_tensor(rX.iterator, cute.make_layout((8, op.span // 16)))  # two n8 fragments of B are one x4
-        for i in range_constexpr(op.span // 16):
-            x, add = op.step(i, k)
-            at = make_ptr(self.dtype, stage + (lane ^ x) + add, AddressSpace.smem, assumed_align=CHUNK)
-            cute.copy(atom, cute.make_tensor(at, 8), rX[None, i])
-
-    @cute.jit
-    def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step."""
-        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, cutlass.Float32, (16, 8, 16)))
-        cute.gemm(atom, acc, rA, rB, acc)
 
     @cute.jit
     def mma(

@@ -1,0 +1,82 @@
+"""Every attention configuration compiles for every architecture, without spills and with its tensor-core instruction.
+
+The kernels are compiled in a process for each CPU; each test waits for its own.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from attention.config import Band, FlashFacts
+from attention.heuristics import HEAD_DIMS, candidates_sm80, pick
+from attention.runtime import compile_flash
+from cute_kernels.arch import ARCHS
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.parallel import attempt, worker_pool
+
+# (band, softcap, lse): nothing, causal, and everything
+FEATURES = (
+    (Band(), False, False),
+    (Band(right=True), False, True),
+    (Band(left=True, right=True), True, True),
+)
+
+
+def configurations(spec):
+    """sm_80's and sm_90's picks with each set of features; with everything, other candidates and other GPUs' picks."""
+    for path in ("sm_80", "sm_90") if spec.path == "sm_90" else ("sm_80",):
+        for dim in HEAD_DIMS:
+            facts = FlashFacts(spec.target, path, None, "bfloat16", dim, dim)
+            for band, softcap, lse in FEATURES if path == spec.name else FEATURES[-1:]:
+                yield pick(replace(facts, band=band, softcap=softcap, lse=lse))
+            if spec.name == "sm_80":
+                band, softcap, lse = FEATURES[-1]
+                for config in candidates_sm80(spec, dim, dim)[1:]:
+                    yield replace(facts, config=config, band=band, softcap=softcap, lse=lse)
+        yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128))
+
+
+def name_of(f: FlashFacts) -> str:
+    more = [text for text, there in (("left", f.band.left), ("right", f.band.right), ("softcap", f.softcap)) if there]
+    return f"{f.arch}: {f.path} {f.dtype} D {f.head_dim} Dv {f.head_dim_v} {f.config} {' '.join(more)}".rstrip()
+
+
+def entries():
+    for spec in ARCHS.values():
+        for facts in configurations(spec):
+            yield pytest.param(facts, id=name_of(facts), marks=getattr(pytest.mark, spec.name))
+
+
+def inspected(facts: FlashFacts) -> tuple:
+    """(resources, problems) of a kernel."""
+    built = compile_flash(facts, keep_cubin=True)
+    resources = inspect.resources(cubin_of(built.compiled), facts.arch)
+    found = inspect.problems(
+        resources,
+        tensor_core="HGMMA" if facts.path == "sm_90" else "HMMA",
+        dynamic_smem=built.metadata["smem"],
+        smem_limit=facts.spec.smem,
+        warp_specialised=facts.path == "sm_90",
+    )
+    return resources, found
+
+
+@pytest.fixture(scope="session")
+def flash_outcomes(request):
+    """Facts -> the future of their kernel's outcome, for the tests that were selected."""
+    selected = [item.callspec.params for item in request.session.items if "flash_outcomes" in item.fixturenames]
+    pool = worker_pool(os.cpu_count() or 1)
+    yield {params["facts"]: pool.submit(attempt, inspected, params["facts"]) for params in selected}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", entries())
+def test_flash_kernel(facts, flash_outcomes):
+    outcome = flash_outcomes[facts].result()
+    assert not outcome.error
+    resources, problems = outcome.value
+    assert problems == []
+    assert resources.utmaldg >= 3 if facts.path == "sm_90" else resources.ldgsts >= 6
