@@ -109,8 +109,6 @@ def _every_configuration(spec: ArchSpec) -> Iterator[GemmFacts]:
     """Plain; the dense ones and those of 128x128 blocks, which all blocks of that height share, loaded as well."""
     for block in (None, *BLOCKS):
         for config in configurations(spec.path, block, spec):
-            if config.few:  # the same for all blocks: see _few
-                continue
             if block is None:
                 plain = dense(spec, spec.path, config)
                 # The narrowest tiles take only a K-major B.
