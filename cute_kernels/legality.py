@@ -166,8 +166,8 @@ def _sweep(facts: GemmFacts) -> str:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
     if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
         return f"{cfg}: a chunk is released when the next one has been issued, and rings wrap at powers of two"
-    if facts.block.batch and facts.epilogue.residual:  # compiled, with GELU: 32 bytes of stack
-        return "a batch and a residual leave a sweep no registers; the kernels with a block row a tile have them"
+    if facts.block.batch and facts.epilogue.residual and facts.epilogue.activation == "gelu":  # 32 bytes of stack
+        return "a batch, a residual and GELU leave a sweep no registers; the kernels with a block row a tile have them"
     heavy = facts.epilogue.residual or facts.epilogue.function or not facts.tma_store
     if cfg.tile_n > 128 and heavy:  # compiled: 32 to 456 bytes of stack with a residual
         return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room for it"
