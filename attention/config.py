@@ -28,7 +28,7 @@ class FlashConfig:
 
 
 @dataclass(frozen=True)
-class Band:
+class BandKind:
     """Which columns row i of a query tile sees: from i + offset - left to i + offset + right, where those exist.
 
     `left` and `right` say whether there is such a bound; their sizes, and the offset Sk - Sq, are arguments.
@@ -48,7 +48,7 @@ class FlashFacts:
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output
-    band: Band = Band()
+    band: BandKind = BandKind()
     softcap: bool = False
     lse: bool = False
 

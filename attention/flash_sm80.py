@@ -31,6 +31,7 @@ from cute_kernels.store_sm80 import WARP
 
 from .config import ELEMENT, FlashFacts
 from .k_tiles import BandSource
+from .lengths import DenseLengths
 from .mask import cap_scores, mask_band
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
@@ -75,7 +76,8 @@ class FlashSm80:
         batch, heads, rows, _ = mQ.shape
         scheduler = QueryScheduler(cute.ceil_div(rows, cfg.tile_m), heads, batch, heads // mK.shape[1])
         source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)
-        self.kernel(mQ, mK, mV, mO, mLSE, source, scheduler, (rows, mK.shape[2]), scale_log2, softcap).launch(
+        lengths = DenseLengths(rows, mK.shape[2])
+        self.kernel(mQ, mK, mV, mO, mLSE, source, scheduler, lengths, scale_log2, softcap).launch(
             grid=(scheduler.count, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -94,14 +96,13 @@ class FlashSm80:
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         source,
         scheduler: QueryScheduler,
-        extent: tuple,  # (Sq, Sk)
+        lengths,
         scale_log2: Float32,
         softcap: Float32,
     ):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        rows, cols = extent
 
         sQ = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
         sK = sQ + self.q.bytes
@@ -122,19 +123,20 @@ class FlashSm80:
         lse = cute.make_rmem_tensor(2 * self.tiles_m, Float32)
         row0 = warp * self.q.span + lane // 4  # of this thread, in the tile
 
-        m, h, b, h_kv = scheduler.decode(cute.arch.block_idx()[0])
-        tiles = source.for_tile(m, rows, cols)
-        row = m * cfg.tile_m + row0
+        tile = scheduler.decode(cute.arch.block_idx()[0])
+        span = lengths.of(tile.b)
+        tiles = source.for_tile(tile, span)
+        row = tile.m * cfg.tile_m + row0
         softmax.clear()
         acc_O.fill(0.0)
         acc_L.fill(0.0)
         if tiles.count > 0:
-            from_q = self.thread_part(self.q, mQ, b, h)
-            from_k, from_v = self.thread_part(self.k, mK, b, h_kv), self.thread_part(self.v, mV, b, h_kv)
+            from_q = self.thread_part(self.q, mQ, span.b, tile.h)
+            from_k, from_v = (self.thread_part(*x, span.b, tile.h_kv) for x in ((self.k, mK), (self.v, mV)))
             # Only the first tile visited can reach past the end of K and V: zeros stand there.
-            self.copy(self.q, from_q, m, sQ, rows)
+            self.copy(self.q, from_q, tile.m, sQ, span.rows)
             for s in range_constexpr(cfg.stages):
-                end = cols if const_expr(s == 0) else None
+                end = span.cols if const_expr(s == 0) else None
                 if s < tiles.count:
                     self.copy(self.k, from_k, tiles.at(s), sK + s * self.k.bytes, end)
                 cute.arch.cp_async_commit_group()
@@ -156,7 +158,7 @@ class FlashSm80:
                     if after < tiles.count:
                         self.copy(self.k, from_k, tiles.at(after), sK + slot * self.k.bytes, None)
                     cute.arch.cp_async_commit_group()
-                    self.weigh(scores, softmax, source, tiles.at(i), row, extent, softcap, tiles.kinds[segment])
+                    self.weigh(scores, softmax, source, tiles.at(i), row, span, softcap, tiles.kinds[segment])
                     rP = self.convert(acc_S)
                     softmax.rescale(out)
                     softmax.rescale(sums)
@@ -168,12 +170,12 @@ class FlashSm80:
                         self.copy(self.v, from_v, tiles.at(after), sV + slot * self.v.bytes, None)
                     cute.arch.cp_async_commit_group()
         softmax.finish(out, lse)
-        store_rows(acc_O, mO[b, h, None, None], row, rows, self.tiles_m)
+        store_rows(acc_O, mO[span.b, tile.h, None, None], row, span.rows, self.tiles_m)
         if const_expr(mLSE is not None):
             if lane % 4 == 0:
                 for r in range_constexpr(2 * self.tiles_m):
-                    if row + 8 * r < rows:
-                        mLSE[b, h, row + 8 * r] = lse[r]
+                    if row + 8 * r < span.rows:
+                        mLSE[span.b, tile.h, row + 8 * r] = lse[r]
 
     @cute.jit
     def weigh(
@@ -183,7 +185,7 @@ class FlashSm80:
         source,
         n: Int32,  # number of the tile of K
         row: Int32,  # of the thread's first row
-        extent: tuple,  # (Sq, Sk)
+        span,  # lengths.Span
         softcap: Float32,
         partial: cutlass.Constexpr,
     ):
@@ -191,7 +193,7 @@ class FlashSm80:
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
         if const_expr(partial):
-            mask_band(scores, source, row, n * self.cfg.tile_n, extent)
+            mask_band(scores, source, row, n * self.cfg.tile_n, span)
         softmax.step(scores)
 
     # ------------------------------------------------------------------ global memory -> shared memory

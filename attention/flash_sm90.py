@@ -34,6 +34,7 @@ from cute_kernels.gemm_sm90 import ALIGN, smem_layout
 
 from .config import FlashFacts
 from .k_tiles import BandSource
+from .lengths import DenseLengths
 from .mask import cap_scores, mask_band
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
@@ -132,7 +133,7 @@ class FlashSm90:
         qk, pv = self.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, qk, pv, source, scheduler,
-            (rows, mK.shape[0]), scale_log2, softcap,
+            DenseLengths(rows, mK.shape[0]), scale_log2, softcap,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -161,7 +162,7 @@ class FlashSm90:
         mma_pv: cute.TiledMma,
         source,
         scheduler: QueryScheduler,
-        extent: tuple,  # (Sq, Sk)
+        lengths,
         scale_log2: Float32,
         softcap: Float32,
     ):
@@ -182,7 +183,6 @@ class FlashSm90:
             for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)
         )
         pipe_q, pipe_k, pipe_v = self.make_pipelines(storage)
-        rows, cols = extent
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
@@ -191,30 +191,26 @@ class FlashSm90:
                 tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim))
                 tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n))
                 state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+                at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+                at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 for index in cutlass.range(first, scheduler.count, step, unroll=1):
-                    m, h, b, h_kv = scheduler.decode(index)
-                    tiles = source.for_tile(m, rows, cols)
+                    tile = scheduler.decode(index)
+                    span = lengths.of(tile.b)
+                    tiles = source.for_tile(tile, span)
                     if tiles.count > 0:
-                        pipe_q.producer_acquire(state_q)
-                        cute.copy(
-                            tma_q, tQgQ[None, m, 0, h, b], tQsQ[None, 0],
-                            tma_bar_ptr=pipe_q.producer_get_barrier(state_q),
-                        )  # fmt: skip
+                        # In the order in which they are waited for; Q's place is free later than K's.
+                        gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
+                        self.load(tma_k, gK[None, tiles.at(0)], tKsK, pipe_k, at_k)
+                        at_k.advance()
+                        self.load(tma_q, tQgQ[None, tile.m, 0, tile.h, span.b], tQsQ, pipe_q, state_q)
                         state_q.advance()
-                    for i in cutlass.range(tiles.count, unroll=1):
-                        n = tiles.at(i)
-                        pipe_k.producer_acquire(state)
-                        cute.copy(
-                            tma_k, tKgK[None, n, 0, h_kv, b], tKsK[None, state.index],
-                            tma_bar_ptr=pipe_k.producer_get_barrier(state),
-                        )  # fmt: skip
-                        pipe_v.producer_acquire(state)
-                        cute.copy(
-                            tma_v, tVgV[None, 0, n, h_kv, b], tVsV[None, state.index],
-                            tma_bar_ptr=pipe_v.producer_get_barrier(state),
-                        )  # fmt: skip
-                        state.advance()
+                        for i in cutlass.range(1, tiles.count, unroll=1):
+                            self.load(tma_k, gK[None, tiles.at(i)], tKsK, pipe_k, at_k)
+                            at_k.advance()
+                            self.load(tma_v, gV[None, tiles.at(i - 1)], tVsV, pipe_v, at_v)
+                            at_v.advance()
+                        self.load(tma_v, gV[None, tiles.at(tiles.count - 1)], tVsV, pipe_v, at_v)
+                        at_v.advance()
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
@@ -236,9 +232,10 @@ class FlashSm90:
             if group == cfg.groups - 1:
                 self.pass_turn(group)  # group 0 goes first
             for index in cutlass.range(first, scheduler.count, step, unroll=1):
-                m, h, b, _ = scheduler.decode(index)
-                tiles = source.for_tile(m, rows, cols)
-                row = m * cfg.tile_m + row0
+                tile = scheduler.decode(index)
+                span = lengths.of(tile.b)
+                tiles = source.for_tile(tile, span)
+                row = tile.m * cfg.tile_m + row0
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
@@ -251,7 +248,7 @@ class FlashSm90:
                     warpgroup.wait_group(0)
                     pipe_k.consumer_release(at_k)
                     at_k.advance()
-                    self.weigh(scores, softmax, source, tiles.at(0), row, extent, softcap, True)
+                    self.weigh(scores, softmax, source, tiles.at(0), row, span, softcap, True)
                     self.convert(acc_S, tOrP)
                     for segment in range_constexpr(len(tiles.kinds)):
                         begin = 1 if const_expr(segment == 0) else cutlass.max(tiles.ends[segment - 1], 1)
@@ -265,7 +262,7 @@ class FlashSm90:
                             warpgroup.wait_group(1)
                             pipe_k.consumer_release(at_k)
                             at_k.advance()
-                            self.weigh(scores, softmax, source, tiles.at(i), row, extent, softcap, tiles.kinds[segment])
+                            self.weigh(scores, softmax, source, tiles.at(i), row, span, softcap, tiles.kinds[segment])
                             warpgroup.wait_group(0)
                             pipe_v.consumer_release(at_v)
                             at_v.advance()
@@ -279,12 +276,18 @@ class FlashSm90:
                     pipe_v.consumer_release(at_v)
                     at_v.advance()
                 softmax.finish(out, lse)
-                store_rows(acc_O, mO[None, None, h, b], row, rows)
+                store_rows(acc_O, mO[None, None, tile.h, span.b], row, span.rows)
                 if const_expr(mLSE is not None):
                     if tidx % 4 == 0:
                         for r in range_constexpr(2):
-                            if row + 8 * r < rows:
-                                mLSE[b, h, row + 8 * r] = lse[r]
+                            if row + 8 * r < span.rows:
+                                mLSE[span.b, tile.h, row + 8 * r] = lse[r]
+
+    @cute.jit
+    def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):
+        """Load a tile, (TMA,) of (TMA, PIPE), as soon as its place is free."""
+        pipe.producer_acquire(state)
+        cute.copy(tma, gX, sX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 
     @cute.jit
     def weigh(
@@ -294,7 +297,7 @@ class FlashSm90:
         source,
         n: Int32,  # number of the tile of K
         row: Int32,  # of the thread's first row
-        extent: tuple,  # (Sq, Sk)
+        span,  # lengths.Span
         softcap: Float32,
         partial: cutlass.Constexpr,
     ):
@@ -302,7 +305,7 @@ class FlashSm90:
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
         if const_expr(partial):
-            mask_band(scores, source, row, n * self.cfg.tile_n, extent)
+            mask_band(scores, source, row, n * self.cfg.tile_n, span)
         softmax.step(scores)
 
     @cute.jit

@@ -33,21 +33,21 @@ class KvTiles:
 
 @dataclass(frozen=True)
 class BandSource:
-    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is Sk - Sq.
+    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is Span.offset.
 
     Causal is right = 0 and no left bound. So the last row sees the last column, whatever the lengths.
     """
 
-    band: cutlass.Constexpr  # config.Band: which of the bounds there are
+    band: cutlass.Constexpr  # config.BandKind: which of the bounds there are
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
 
-    def for_tile(self, m, rows, cols) -> KvTiles:
-        """The tiles for query tile m of `rows` rows in all, and `cols` of K and V."""
-        offset, first = cols - rows, m * self.tile_m
-        after = cutlass.min(first + self.tile_m, rows)
+    def for_tile(self, tile, span) -> KvTiles:
+        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (lengths.Span)."""
+        offset, cols, first = span.offset, span.cols, tile.m * self.tile_m
+        after = cutlass.min(first + self.tile_m, span.rows)
         end, full_end = cols, cols
         if self.band.right:
             end = cutlass.max(cutlass.min(cols, after + offset + self.right), 0)
@@ -65,11 +65,11 @@ class BandSource:
             ends, kinds = (right, cutlass.min(body, count), count), (PARTIAL, FULL, PARTIAL)
         return KvTiles(count, n_end - 1, ends, kinds)
 
-    def bounds(self, row, rows, cols) -> tuple:
+    def bounds(self, row, span) -> tuple:
         """(begin, end) of the columns that a row sees."""
-        begin, end = Int32(0), cols
+        begin, end = Int32(0), span.cols
         if self.band.right:
-            end = cutlass.min(cols, row + (cols - rows) + self.right + 1)
+            end = cutlass.min(end, row + span.offset + self.right + 1)
         if self.band.left:
-            begin = row + (cols - rows) - self.left
+            begin = row + span.offset - self.left
         return begin, end

@@ -24,11 +24,11 @@ def mask_band(
     source,
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
-    extent: tuple,  # (Sq, Sk)
+    span,  # lengths.Span
 ):
     """-inf where a row does not see a column."""
     for r in range_constexpr(cute.size(scores, mode=[0])):
-        begin, end = source.bounds(row + 8 * r, *extent)
+        begin, end = source.bounds(row + 8 * r, span)
         mine = col0 + cute.arch.lane_idx() % 4 * 2
         begin, end = begin - mine, end - mine
         for c in range_constexpr(cute.size(scores, mode=[1])):

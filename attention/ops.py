@@ -15,7 +15,7 @@ from sparse_collective import BsrMatrix
 
 from . import checks
 from .block_mask import BlockMask
-from .config import Band, FlashFacts
+from .config import BandKind, FlashFacts
 
 LOG2E = 1.4426950408889634
 _PLANS: dict[tuple, "FlashPlan"] = {}
@@ -183,7 +183,7 @@ def _plan_kernel(plan: FlashPlan, q, k, v, out, left, right, softcap, scale, ret
         dtype=NAMES[q.dtype],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
-        band=Band(left is not None, right is not None),
+        band=BandKind(left is not None, right is not None),
         softcap=softcap is not None,
         lse=return_lse,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from attention.config import Band, FlashFacts
+from attention.config import BandKind, FlashFacts
 from attention.heuristics import HEAD_DIMS, candidates_sm80, pick
 from attention.runtime import compile_flash
 from cute_kernels.arch import ARCHS
@@ -18,9 +18,9 @@ from cute_kernels.runtime.parallel import attempt, worker_pool
 
 # (band, softcap, lse): nothing, causal, and everything
 FEATURES = (
-    (Band(), False, False),
-    (Band(right=True), False, True),
-    (Band(left=True, right=True), True, True),
+    (BandKind(), False, False),
+    (BandKind(right=True), False, True),
+    (BandKind(left=True, right=True), True, True),
 )
 
 
