@@ -6,6 +6,7 @@ from functools import cached_property
 from cute_kernels.arch import ArchSpec, arch_named
 
 ELEMENT = 2  # bytes of a bf16 or fp16 element
+TURNS = 128  # largest head dimension at which consumer warpgroups take turns
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
 
@@ -15,16 +16,17 @@ class FlashConfig:
 
     A CTA owns `tile_m` rows of Q and walks over K and V `tile_n` rows at a time; K and V have rings of `stages` stages
     each. sm_90: each of `groups` consumer warpgroups has 64 of the rows. sm_80: each of `groups` warps has 16 of the
-    rows, or 32.
+    rows, or 32. `dynamic`: CTAs draw their tiles from a counter instead of each having its share; sm_90 only.
     """
 
     tile_m: int
     tile_n: int
     stages: int
     groups: int
+    dynamic: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
+        return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}{' dynamic' if self.dynamic else ''}"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class FlashFacts:
         cfg = self.config
         kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
         return (cfg.tile_m * self.head_dim + kv) * ELEMENT + (BARRIER_BYTES if self.path == "sm_90" else 0)
+
+    @property
+    def takes_turns(self) -> bool:
+        """sm_90: whether warpgroups take turns at the tensor cores. With long products they do so by themselves."""
+        return self.config.groups > 1 and max(self.head_dim, self.head_dim_v) <= TURNS
 
     @property
     def keeps_q(self) -> bool:

@@ -6,6 +6,7 @@
     pipeline   producer arrives          consumers arrive (per stage)
     Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     K, V       1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages each
+    queue      the producer warp         all consumer threads; scheduler.SLOTS stages (FlashConfig.dynamic)
 
 A consumer's step over K/V tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah
 et al. 2024):
@@ -14,7 +15,7 @@ et al. 2024):
     softmax of S' -> wait O, release V[i-1] -> P = S', O *= factor
 
 So the softmax of one tile runs while the tensor cores do the product of the tile before. Between warpgroups, turns by
-named barriers: while one of them does its softmax, another has the tensor cores.
+named barriers (FlashFacts.takes_turns): while one of them does its softmax, another has the tensor cores.
 
     group 0    | QK, PV | softmax        | QK, PV | softmax ...
     group 1             | QK, PV | softmax        | QK, PV | ...
@@ -36,7 +37,7 @@ from .config import FlashFacts
 from .k_tiles import BandSource
 from .lengths import DenseLengths
 from .mask import cap_scores, mask_band
-from .scheduler import QueryScheduler
+from .scheduler import SLOTS, QueryScheduler, TileQueue
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
 
@@ -45,7 +46,7 @@ ROWS = 64  # of a consumer warpgroup
 TURN_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
-REGISTERS = {2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 
 
 class FlashSm90:
@@ -76,6 +77,8 @@ class FlashSm90:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+            slots: cute.struct.MemRange[Int32, SLOTS]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
@@ -111,6 +114,7 @@ class FlashSm90:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
+        counter: cute.Tensor | None,  # (1,) int32, 0: of a dynamic schedule
         scale_log2: Float32,
         softcap: Float32,
         left: Int32,
@@ -132,7 +136,7 @@ class FlashSm90:
         source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)
         qk, pv = self.make_mmas()
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, qk, pv, source, scheduler,
+            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, counter, qk, pv, source, scheduler,
             DenseLengths(rows, mK.shape[0]), scale_log2, softcap,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
@@ -158,6 +162,7 @@ class FlashSm90:
         mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
         mO: cute.Tensor,  # (Sq, Dv, H, B)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
+        counter: cute.Tensor | None,  # (1,)
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         source,
@@ -182,7 +187,10 @@ class FlashSm90:
             place.get_tensor(layout.outer, swizzle=layout.inner)
             for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)
         )
-        pipe_q, pipe_k, pipe_v = self.make_pipelines(storage)
+        pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
+        queue = None
+        if const_expr(cfg.dynamic):
+            queue = TileQueue(pipe_queue, storage.slots.get_tensor(SLOTS), counter)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
@@ -193,7 +201,12 @@ class FlashSm90:
                 state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
                 at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-                for index in cutlass.range(first, scheduler.count, step, unroll=1):
+                told = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
+                index = first
+                while index < scheduler.count:
+                    number = index + step
+                    if const_expr(cfg.dynamic):
+                        number = queue.draw(scheduler.count, step)
                     tile = scheduler.decode(index)
                     span = lengths.of(tile.b)
                     tiles = source.for_tile(tile, span)
@@ -211,6 +224,10 @@ class FlashSm90:
                             at_v.advance()
                         self.load(tma_v, gV[None, tiles.at(tiles.count - 1)], tVsV, pipe_v, at_v)
                         at_v.advance()
+                    if const_expr(cfg.dynamic):
+                        number = queue.tell(number, told)
+                        told.advance()
+                    index = number
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
@@ -229,9 +246,12 @@ class FlashSm90:
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             row0 = group * ROWS + tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4  # of this thread, in the tile
-            if group == cfg.groups - 1:
-                self.pass_turn(group)  # group 0 goes first
-            for index in cutlass.range(first, scheduler.count, step, unroll=1):
+            heard = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+            if const_expr(self.facts.takes_turns):
+                if group == cfg.groups - 1:
+                    self.pass_turn(group)  # group 0 goes first
+            index = first
+            while index < scheduler.count:
                 tile = scheduler.decode(index)
                 span = lengths.of(tile.b)
                 tiles = source.for_tile(tile, span)
@@ -282,6 +302,11 @@ class FlashSm90:
                         for r in range_constexpr(2):
                             if row + 8 * r < span.rows:
                                 mLSE[span.b, tile.h, row + 8 * r] = lse[r]
+                if const_expr(cfg.dynamic):
+                    index = queue.hear(heard)
+                    heard.advance()
+                else:
+                    index += step
 
     @cute.jit
     def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):
@@ -327,9 +352,13 @@ class FlashSm90:
         warpgroup.commit_group()
 
     def wait_turn(self, group):
+        if not self.facts.takes_turns:
+            return
         cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
 
     def pass_turn(self, group):
+        if not self.facts.takes_turns:
+            return
         after = (group + 1) % self.cfg.groups
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
 
@@ -342,7 +371,7 @@ class FlashSm90:
 
     @cute.jit
     def make_pipelines(self, storage) -> tuple:
-        """(Q, K, V); returns after every barrier is visible."""
+        """(Q, K, V, queue); returns after every barrier is visible."""
         cfg, facts = self.cfg, self.facts
         consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * cfg.groups)
         sizes = (cfg.tile_m * facts.head_dim, cfg.tile_n * facts.head_dim, cfg.tile_n * facts.head_dim_v)
@@ -360,6 +389,15 @@ class FlashSm90:
                     cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                     defer_sync=True,
                 )
+            )
+        pipes.append(None)
+        if const_expr(cfg.dynamic):
+            pipes[-1] = pipeline.PipelineAsync.create(
+                barrier_storage=storage.barriers_queue.data_ptr(),
+                num_stages=SLOTS,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 32),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPGROUP * cfg.groups),
+                defer_sync=True,
             )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))

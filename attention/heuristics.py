@@ -1,6 +1,6 @@
 """Which tiles an attention kernel may have, and which one it gets."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
@@ -8,24 +8,25 @@ from .config import FlashConfig, FlashFacts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
-# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) without a right bound, and
-# with one, where narrow tiles leave less of the diagonal's band to be masked. All compile without spills, and without
-# serialised WGMMAs; which are the fastest is not measured.
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
+# CTA takes for one tile of K and V on an H200 (bench/NOTES.md; those of 96 and 192 by their neighbours' rates). All
+# compile without spills, and without serialised WGMMAs.
 SM_90 = {
-    64: ((192, 128, 2, 3), (192, 128, 2, 3)),
-    96: ((128, 128, 2, 2), (128, 128, 2, 2)),
-    128: ((128, 176, 2, 2), (128, 128, 2, 2)),
-    192: ((128, 112, 2, 2), (128, 112, 2, 2)),
-    256: ((128, 80, 2, 2), (128, 80, 2, 2)),
+    64: (((192, 128, 2, 3), 1.43), ((128, 128, 3, 2), 1.15), ((64, 128, 2, 1), 0.83)),
+    96: (((128, 128, 2, 2), 1.40), ((64, 128, 2, 1), 1.05)),
+    128: (((128, 176, 2, 2), 2.15), ((128, 128, 2, 2), 1.64), ((64, 128, 2, 1), 1.29)),
+    192: (((128, 112, 2, 2), 2.05), ((64, 112, 2, 1), 1.60)),
+    256: (((128, 80, 2, 2), 1.92), ((64, 80, 2, 1), 1.50)),
 }
+TILE_US = 1.0  # what a query tile costs besides: its first scores, its last product and its store overlap with nothing
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). A warp of
 # 32 rows reads K and V from shared memory half as often as one of 16, but has twice the accumulators: 128x64 by four
 # warps spills a few addresses at head dimension 128, 128x32 nothing.
 SM_80 = {
-    64: ((128, 64, 2, 4), (128, 64, 1, 4), (64, 64, 2, 4)),
+    64: ((128, 64, 2, 4), (64, 64, 2, 4)),
     96: ((128, 64, 2, 4), (64, 64, 2, 4)),
-    128: ((128, 32, 2, 4), (64, 64, 2, 4), (64, 64, 1, 4), (128, 64, 1, 8)),
+    128: ((128, 32, 3, 4), (128, 32, 2, 4), (64, 64, 2, 4), (64, 64, 1, 4), (128, 64, 1, 8)),
     192: ((64, 64, 1, 4), (128, 64, 1, 8)),
     256: ((64, 64, 1, 4), (128, 64, 1, 8)),
 }
@@ -41,13 +42,55 @@ def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int) -> list[Flas
             raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
     configs = [FlashConfig(*c) for c in SM_80[max(head_dim, head_dim_v)]]
     facts = (FlashFacts(spec.target, "sm_80", c, head_dim=head_dim, head_dim_v=head_dim_v) for c in configs)
-    return [f.config for f in facts if f.smem_bytes <= spec.smem]
+    # A third stage only where two CTAs still share an SM.
+    return [f.config for f in facts if f.smem_bytes * (1 + (f.config.stages > 2)) <= spec.smem]
 
 
-def pick(facts: FlashFacts) -> FlashFacts:
-    """The facts with the configuration that their path takes by itself."""
+@dataclass(frozen=True)
+class Extents:
+    """What the choice of a tile depends on, besides the facts."""
+
+    heads: int  # of all items of the batch
+    rows: int
+    cols: int
+    left: int | None  # bounds of the band
+    right: int | None
+    sms: int  # multiprocessors of the card
+
+
+def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
+    """How many tiles of K and V each query tile of a head visits: k_tiles.BandSource on the host."""
+    e, counts = extents, []
+    for first in range(0, e.rows, tile_m):
+        offset, after = e.cols - e.rows, min(first + tile_m, e.rows)
+        end = e.cols if e.right is None else max(min(e.cols, after + offset + e.right), 0)
+        begin = 0 if e.left is None else min(max(first + offset - e.left, 0), end)
+        counts.append(max(-(-end // tile_n) - begin // tile_n, 0))
+    return counts
+
+
+def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
+    """Microseconds: the sum over CTAs for a dynamic schedule, the last wave's end for equal shares."""
+    costs = [n * tile_us + TILE_US for n in visits(extents, config.tile_m, config.tile_n)]
+    if config.dynamic:
+        return max(sum(costs) * extents.heads / extents.sms, max(costs))
+    return -(-len(costs) * extents.heads // extents.sms) * max(costs)
+
+
+def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
+    """Configurations of the sm_90 path and their microseconds a tile; CTAs draw their tiles where these are uneven."""
+    uneven = facts.band.left or facts.band.right
+    found = []
+    for (tile_m, tile_n, stages, groups), tile_us in SM_90[max(facts.head_dim, facts.head_dim_v)]:
+        more = -(-extents.rows // tile_m) * extents.heads > extents.sms
+        found.append((FlashConfig(tile_m, tile_n, stages, groups, uneven and more), tile_us))
+    return found
+
+
+def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
+    """The facts with the configuration that is estimated to be the fastest, or the sm_80 path's first that fits."""
     if facts.path == "sm_90":
-        config = FlashConfig(*SM_90[max(facts.head_dim, facts.head_dim_v)][facts.band.right])
+        config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
     else:
         config = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v)[0]
     return replace(facts, config=config)

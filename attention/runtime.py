@@ -18,8 +18,9 @@ def flash_args(facts: FlashFacts) -> tuple:
 
     tensors = (heads(w) for w in (facts.head_dim, facts.head_dim, facts.head_dim_v, facts.head_dim_v))
     lse = fake_tensor("float32", 3, 2, 1) if facts.lse else None
+    counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None
     scalars = Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1)
-    return *tensors, lse, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
+    return *tensors, lse, counter, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def compile_flash(facts: FlashFacts, *, keep_cubin: bool = False) -> Built:

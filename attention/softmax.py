@@ -85,12 +85,14 @@ class OnlineSoftmax:
             self.factor[r] = exp2(self.largest[r] * self.scale_log2 - against)
             self.largest[r] = largest
             total = Float32(0.0)
+            if const_expr(self.adds):
+                total = self.total[r] * self.factor[r]
             for c in range_constexpr(columns):
                 scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
                 if const_expr(self.adds):
                     total = total + scores[r, c]
             if const_expr(self.adds):
-                self.total[r] = self.total[r] * self.factor[r] + total
+                self.total[r] = total
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O

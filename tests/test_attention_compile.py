@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from attention.config import BandKind, FlashFacts
-from attention.heuristics import HEAD_DIMS, candidates_sm80, pick
+from attention.heuristics import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90
 from attention.runtime import compile_flash
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
@@ -25,17 +25,24 @@ FEATURES = (
 
 
 def configurations(spec):
-    """sm_80's and sm_90's picks with each set of features; with everything, other candidates and other GPUs' picks."""
+    """Every candidate of sm_90 and sm_80, the first of each with each set of features, and of other GPUs the picks."""
     for path in ("sm_80", "sm_90") if spec.path == "sm_90" else ("sm_80",):
         for dim in HEAD_DIMS:
             facts = FlashFacts(spec.target, path, None, "bfloat16", dim, dim)
-            for band, softcap, lse in FEATURES if path == spec.name else FEATURES[-1:]:
-                yield pick(replace(facts, band=band, softcap=softcap, lse=lse))
-            if spec.name == "sm_80":
-                band, softcap, lse = FEATURES[-1]
-                for config in candidates_sm80(spec, dim, dim)[1:]:
-                    yield replace(facts, config=config, band=band, softcap=softcap, lse=lse)
-        yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128))
+            for i, config in enumerate(candidates(facts, spec)):
+                if i and path != spec.name:
+                    break
+                for band, softcap, lse in FEATURES if path == spec.name and i == 0 else FEATURES[-1:]:
+                    mine = replace(config, dynamic=path == "sm_90" and (band.left or band.right))
+                    yield replace(facts, config=mine, band=band, softcap=softcap, lse=lse)
+        facts = FlashFacts(spec.target, path, None, "float16", 192, 128)
+        yield replace(facts, config=candidates(facts, spec)[0])
+
+
+def candidates(facts: FlashFacts, spec) -> list:
+    if facts.path == "sm_90":
+        return [config for config, _ in candidates_sm90(facts, Extents(1, 1, 1, None, None, 132))]
+    return candidates_sm80(spec, facts.head_dim, facts.head_dim_v)
 
 
 def name_of(f: FlashFacts) -> str:

@@ -58,7 +58,7 @@ def need_gpu() -> None:
 
 
 def run(checks: Mapping[str, Callable[[], Gate]], tell: Callable[[str], None] = lambda line: None) -> list[Gate]:
-    """Ask every gate in order. `tell` gets a line before each, for whoever is waiting."""
+    """Ask every gate in order. `tell` gets a line before and after each, for whoever is waiting."""
     gates = []
     for name, check in checks.items():
         tell(f"gate {name} ...")
@@ -69,7 +69,8 @@ def run(checks: Mapping[str, Callable[[], Gate]], tell: Callable[[str], None] = 
             gate = Gate(name, SKIPPED, str(skip))
         except Exception as error:
             gate = Gate(name, FAILED, f"the gate itself broke: {reason(error)}", str(error).splitlines())
-        gates.append(replace(gate, seconds=round(time.perf_counter() - start, 2)))
+        gates.append(gate := replace(gate, seconds=round(time.perf_counter() - start, 2)))
+        tell(f"gate {name} {gate.verdict} in {gate.seconds} s: {gate.summary}")  # the page comes at the very end
     return gates
 
 
