@@ -1,4 +1,4 @@
-"""Flash attention, dense and block-sparse, on the iterators of `cute_kernels`: on CPU tensors so far."""
+"""Flash attention on the iterators of `cute_kernels`; the block-sparse one on CPU tensors so far."""
 
 from . import mask_mods, patterns
 from .block_mask import BlockMask

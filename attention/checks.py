@@ -4,10 +4,8 @@ import torch
 
 from cute_kernels import checks
 
+from .block_lists import MOST
 from .heuristics import HEAD_DIMS
-
-MOST_ELEMENTS = 2**31 - 1  # of a length or a count of tiles
-
 
 check_tensor = checks.check_tensor
 
@@ -31,11 +29,8 @@ def check_qkv(op: str, q, k, v) -> None:
     if heads == 0 or H % heads:
         raise ValueError(f"{op}: {H} heads of q share {heads} of k and v: the first must be a multiple of the second")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.device.type == "cuda" and tensor.shape[-1] not in HEAD_DIMS:
-            raise ValueError(
-                f"{op}: {name} has head_dim {tensor.shape[-1]}; kernels exist for {', '.join(map(str, HEAD_DIMS))}: "
-                "pad it with zeros (torch.nn.functional.pad) and pass scale"
-            )
+        if tensor.shape[2] > MOST:
+            raise ValueError(f"{op}: {name} has {tensor.shape[2]} rows; at most {MOST} are possible")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
                 f"{op}: {name}'s last dimension, strides {tensor.stride()}, is not contiguous; call .contiguous()"
@@ -52,27 +47,32 @@ def check_scale(op: str, scale, softcap) -> None:
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
 
 
-def window_bounds(op: str, causal, window) -> tuple[int | None, int | None]:
-    """(left, right): how many columns before and after its own a row sees; None for all of them."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
-    left, right = (None, None)
-    if window is not None:
-        if not isinstance(window, tuple) or len(window) != 2:
-            raise TypeError(f"{op}: window must be (left, right), each a number of columns or None, got {window!r}")
-        for name, bound in zip(("left", "right"), window, strict=True):
-            if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
-                raise ValueError(f"{op}: window's {name} bound is {bound!r}; it must be 0 or more, or None")
-        left, right = window
-    if causal:
-        right = 0
-    return left, right
+def check_head_dims(op: str, q, v) -> None:
+    """Head dimensions that the kernels have."""
+    for name, tensor in (("q", q), ("v", v)):
+        if tensor.shape[-1] not in HEAD_DIMS:
+            raise ValueError(
+                f"{op}: {name} has head_dim {tensor.shape[-1]}; kernels exist for {', '.join(map(str, HEAD_DIMS))}: "
+                "pad it with zeros (torch.nn.functional.pad) and pass scale"
+            )
+
+
+def check_block_mask(op: str, mask, q, k) -> None:
+    """A BlockMask of the scores' lengths and device, and of their batch items and heads or of one."""
+    lengths, batch, heads = (q.shape[2], k.shape[2]), q.shape[0], q.shape[1]
+    if mask.lengths != lengths:
+        raise ValueError(f"{op}: block_mask is of lengths {mask.lengths}, q and k of {lengths}")
+    if mask.device != q.device:
+        raise ValueError(f"{op}: block_mask is on {mask.device}, q on {q.device}; move it with .to()")
+    if mask.batch not in (1, batch) or mask.heads not in (1, heads):
+        raise ValueError(
+            f"{op}: block_mask has {mask.batch} batch items and {mask.heads} heads; it must have {batch} or 1 and "
+            f"{heads} or 1"
+        )
 
 
 def check_out(op: str, out, shape, dtype, device, operands) -> None:
     """out has the result's shape and dtype, contiguous head dims, and no memory of an operand."""
-    if out is None:
-        return
     checks.check_result(op, "out", out, shape, dtype)
     checks.check_device(op, device, out=out)
     if out.stride(-1) != 1 and out.shape[-1] > 1:

@@ -26,7 +26,9 @@ class FlashConfig:
     dynamic: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}{' dynamic' if self.dynamic else ''}"
+        return (
+            f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}{' dynamic' if self.dynamic else ''}"
+        )
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ class FlashSm80:
         acc_S = cute.make_rmem_tensor((4, self.tiles_m, cfg.tile_n // 8), Float32)  # (MMA, MMA_M, MMA_N)
         acc_O = cute.make_rmem_tensor((4, self.tiles_m, facts.head_dim_v // 8), Float32)
         # The sums of P's rows are products with ones: additions are put off by the compiler, which then holds every P
-        # twice, before and after rounding. They are fewer instructions, too. But they are sums of rounded numbers, which
-        # is right for O and not for LSE (1e-3 off, measured), so a kernel that gives LSE adds.
+        # twice, before and after rounding. They are fewer instructions, too. But they are sums of rounded numbers,
+        # which is right for O and not for LSE (1e-3 off, measured), so a kernel that gives LSE adds.
         acc_L = cute.make_rmem_tensor((4, self.tiles_m, 1), Float32)
         ones = cute.make_rmem_tensor((4, 1), self.dtype)
         ones.fill(1.0)

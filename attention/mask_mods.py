@@ -142,15 +142,17 @@ def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod
 
 
 def window_bounds(window: Sequence[int | None] | None, causal: bool = False) -> tuple[int | None, int | None]:
-    """(left, right) of a window, None without bound; causal makes right at most 0.
+    """(left, right) of a window, None without bound; causal makes right at most 0. All ops and patterns ask this.
 
     FlashAttention's convention: row q, at position p = q + Sk - Sq, sees columns p - left to p + right, both included.
     -1 is without bound there, and is taken as None.
 
     Raises:
-        TypeError: `window` is not None nor two of int and None.
+        TypeError: `causal` is no bool, or `window` is not None nor two of int and None.
         ValueError: a bound is less than -1.
     """
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
     bounds = (None, None)
     if window is not None:
         try:
@@ -163,9 +165,7 @@ def window_bounds(window: Sequence[int | None] | None, causal: bool = False) -> 
             ) from None
         for name, x in zip(("left", "right"), bounds, strict=True):
             if x is not None and x < -1:
-                raise ValueError(f"window's {name} is {x}; use a number of columns from 0, or None without bound")
+                raise ValueError(f"window's {name} bound is {x}; use a number of columns from 0, or None without bound")
         bounds = tuple(None if x in (None, -1) or x >= FAR else x for x in bounds)
     left, right = bounds
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
+    return left, 0 if causal else right

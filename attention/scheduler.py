@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
 
-
 SLOTS = 2  # numbers of tiles that the producer may be ahead
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_op import function_named, register_function
+from cute_kernels.runtime.torch_op import function_named, named_function
 
 from .bsr import BsrMatrix
 
@@ -132,7 +132,7 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None,
     """
     if not isinstance(W, BsrMatrix):
         raise TypeError(f"{op}: under torch.compile W must be a BsrMatrix; make it outside with BsrMatrix.from_torch")
-    name = register_function(epilogue) if epilogue is not None else None
+    name = named_function(epilogue)
     matrix = (W.crow_indices, W.col_indices, W.values, W.shape[-1], W.check and not W.checked)
     ops = torch.ops.sparse_collective
     if out is None:

@@ -23,6 +23,8 @@ from cute_kernels.runtime import kernels
 from cute_kernels.sweep_tile import CONSUMERS, Geometry
 from sparse_collective.pairs_collective import PairedSource
 
+from . import emulate_attention
+
 
 class Emulated:
     """The function that stands for the compiled kernel of some facts."""
@@ -254,3 +256,4 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
         monkeypatch.setattr(ops, "_PLANS", {})
     monkeypatch.setattr(Emulated, "built", set())
     monkeypatch.setattr(kernels, "function_for", Emulated)
+    emulate_attention.install(monkeypatch, arch, sms)

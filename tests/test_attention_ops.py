@@ -47,6 +47,7 @@ def truth(q, k, v, left=None, right=None, scale=None, softcap=None):
         ({"window": (7, 3)}, (7, 3)),
         ({"window": (7, None), "causal": True}, (7, 0)),
         ({"window": (None, 5)}, (None, 5)),
+        ({"window": [-1, 5]}, (None, 5)),
     ],
     ids=str,
 )
@@ -102,7 +103,9 @@ def changed(**other):
         (changed(softcap=-1.0), ValueError, "softcap is -1.0"),
         (changed(causal=1), TypeError, "causal must be True or False"),
         (changed(window=5), TypeError, "window must be .left, right."),
-        (changed(window=(-1, 0)), ValueError, "left bound is -1"),
+        (changed(window=(1.5, 0)), TypeError, "window must be .left, right."),
+        (changed(q=torch.zeros(1, dtype=BF16).expand(2, 4, 2**29 + 1, 64)), ValueError, "at most 536870912"),
+        (changed(window=(-2, 0)), ValueError, "left bound is -2"),
         (changed(return_lse=1), TypeError, "return_lse must be True or False"),
         (changed(out=torch.zeros(2, 4, 33, 32, dtype=BF16)), ValueError, "out has shape"),
         (changed(out=torch.zeros(2, 4, 33, 64)), TypeError, "out is torch.float32"),
@@ -171,8 +174,13 @@ class TestBlockSparse:
         q, k, v = self.data()
         with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
             block_sparse_attention(q, k, v, [1])
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"block_mask is of lengths .256, 384., q and k of .200, 300."):
             block_sparse_attention(q, k, v, BlockMask.from_blocks(self.blocks, lengths=(256, 384)))
+        mask = BlockMask.from_blocks(self.blocks.expand(3, 1, 2, 3), lengths=(200, 300))
+        with pytest.raises(ValueError, match="block_mask has 3 batch items and 1 heads; it must have 2 or 1 and 4 or"):
+            block_sparse_attention(q, k, v, mask)
+        with pytest.raises(TypeError, match="causal must be True or False"):
+            block_sparse_attention(q, k, v, self.blocks, causal=1)
 
 
 def test_strides_that_tma_takes():
@@ -186,4 +194,12 @@ def test_strides_that_tma_takes():
 def test_explain():
     assert "CPU tensors run the reference" in str(explain(attention, *qkv()))
     assert "nothing to compute" in str(explain(attention, *qkv(Sk=0)))
-    assert attention_ops._PLANS is not None
+    blocks = torch.ones(1, 1, dtype=torch.bool)
+    assert "CPU tensors run the reference" in str(explain(block_sparse_attention, *qkv(), blocks))
+
+
+def test_known_calls_are_not_planned_again(monkeypatch):
+    call = qkv()
+    attention(*call, window=[3, 3])
+    monkeypatch.setattr(attention_ops, "plan_attention", None)
+    attention(*call, window=(3, 3))

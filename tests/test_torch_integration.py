@@ -132,6 +132,21 @@ def test_gemm_with_a_named_function(device, backend):
 
 
 @ON
+@pytest.mark.parametrize("sparse", [False, True])
+def test_functions_are_told_apart(device, backend, sparse):
+    """Of equal code and different constants: a graph of one must not serve the other, as by its code alone it would."""
+
+    def scaled(by):
+        return lambda x: x * by
+
+    W, b = weights(device), normal(160, 24, device=device)
+    product = (lambda f: bsr_matmul(W, b, epilogue=f)) if sparse else (lambda f: gemm(b.t(), b, epilogue=f))
+    step, functions = compiled(product, backend), [scaled(1.0), scaled(2.0)]
+    for i in (0, 1, 0, 1):
+        assert torch.equal(step(functions[i]), product(functions[i]))
+
+
+@ON
 def test_gemm_into_out(device, backend):
     """The mutation is seen outside, and between operations of the graph."""
 

@@ -22,6 +22,14 @@ def register_function(fn) -> str | None:
     return name
 
 
+def named_function(fn) -> str | None:
+    """register_function inside a trace, which must not serve another function of the same code by the same graph."""
+    if fn is None:
+        return None
+    id(fn)  # makes the graph depend on which function it is; by itself it depends on its code, not on what it captures
+    return register_function(fn)
+
+
 def function_named(name: str | None):
     if name is None:
         return None
@@ -105,7 +113,7 @@ def _(
 
 def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, deterministic):
     """gemm inside a torch.compile trace."""
-    name = register_function(epilogue) if epilogue is not None else None
+    name = named_function(epilogue)
     ops = torch.ops.cute_kernels
     if out is None:
         return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name, deterministic)

@@ -1,0 +1,170 @@
+"""From the tensors of an attention op to the kernel that will run: made once per metadata, then a look-up.
+
+Every op of the package goes the same way: its own checks, `FlashPlan(...)`, `plan_kernel` where there is a GPU, and in
+each call `launch`, or `without_kernel` where no kernel is needed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from cute_kernels.arch import ArchSpec
+from cute_kernels.dtypes import NAMES
+from cute_kernels.runtime.plan import device_arch, forced_path
+
+from . import checks
+from .config import BandKind, FlashFacts
+
+LOG2E = 1.4426950408889634
+_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # (device, stream) -> counter_for
+_MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
+
+
+@dataclass
+class FlashPlan:
+    """What a call runs. `function` is None for CPU tensors and for results that need no kernel."""
+
+    op: str
+    out_shape: tuple
+    lse_shape: tuple
+    dtype: torch.dtype
+    device: torch.device
+    scalars: tuple = ()  # scale_log2, softcap, left, right, max_ctas
+    function: Callable | None = None
+    facts: FlashFacts | None = None
+    notes: list[str] = field(default_factory=list)
+    views: tuple = ()  # of q, k, v and out: None, or what makes the kernel's tensor of it
+    spans: tuple = (0, 0, 0, 0)  # bytes of q, k, v and out, 0 where they have gaps
+    empty: bool = False  # no row, or nothing to attend to
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} -> {self.out_shape} {self.dtype} on {self.device}"]
+        if self.facts is None:
+            lines.append("kernel: none, " + ("nothing to compute" if self.empty else "CPU tensors run the reference"))
+        else:
+            f = self.facts
+            lines.append(f"path: {f.path}, compiled for {f.arch}")
+            lines.append(f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.band}")
+        return "\n  ".join(lines + self.notes)
+
+
+def remember(plans: dict, key: tuple | None, plan: FlashPlan) -> None:
+    """Keep a plan for the calls with the same key; None is that of a call that has none."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    if key is not None:
+        plans[key] = plan
+
+
+def has_kernel(tensor: torch.Tensor) -> bool:
+    """Whether a call with this tensor runs on a GPU."""
+    return tensor.device.type == "cuda"
+
+
+def plan_kernel(plan: FlashPlan, q, k, v, out, *, lengths, bounds, softcap, scale, lse: bool, **more) -> None:
+    """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
+
+    `lengths` are (Sq, Sk), or the largest of them; `bounds` mask_mods.window_bounds' (left, right) of a window; `more`
+    further fields of FlashFacts.
+    """
+    from .heuristics import Extents, pick
+    from .runtime import function_for
+
+    spec, sms, _ = device_arch(q.get_device())
+    extents = Extents(math.prod(q.shape[:2]), *lengths, *bounds, sms)
+    plan.facts = pick(
+        FlashFacts(
+            arch=spec.target,
+            path=path_of(plan.op, spec),
+            config=None,
+            dtype=NAMES[q.dtype],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            band=BandKind(*(bound is not None for bound in bounds)),
+            softcap=softcap is not None,
+            lse=lse,
+            **more,
+        ),
+        extents,
+    )
+    views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
+    plan.views = views if any(views) else ()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
+    scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
+    # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
+    left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(lengths), strict=True))
+    plan.scalars = (scale_log2, cap, left, right, sms)
+    plan.function = function_for(plan.facts)
+
+
+def path_of(op: str, spec: ArchSpec) -> str:
+    """The family of kernels: the one forced, or the architecture's own."""
+    path = forced_path() or spec.path
+    if path == "sm_90" and spec.path != "sm_90":
+        raise ValueError(f"{op}: {spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path")
+    return path
+
+
+def view_of(plan: FlashPlan, name: str, tensor: torch.Tensor | None) -> Callable | None:
+    """What makes the kernel's tensor of one whose strides it does not take; None where it takes them."""
+    if tensor is None:
+        return None
+    if not checks.tma_ready(tensor):
+        plan.notes.append(f"{name} is copied: its address and strides {tensor.stride()} are not multiples of 16 bytes")
+        return _copied
+    shape, stride = tensor.shape, tensor.stride()
+    if all(s % 8 == 0 for s in stride[:-1]):
+        return None
+    fixed = (*(s if n > 1 else 8 for n, s in zip(shape[:-1], stride[:-1], strict=True)), 1)
+    return lambda t: t.as_strided(shape, fixed)  # dimensions of extent 1 may have any stride
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def near(start: int, address: int, spans: tuple, i: int) -> bool:
+    """Whether operand i, at `address`, may meet out, at `start`; tensors with gaps do so at one address only."""
+    return start == address or (start < address + spans[i] and address < start + spans[3])
+
+
+def launch(plan: FlashPlan, q, k, v, out, *more):
+    """Run the plan's kernel on q, k, v and `more` tensors; returns (out, lse), lse None where none is asked for."""
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.dtype, device=plan.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if plan.facts.lse else None
+    counter = counter_for(plan.device) if plan.facts.config.dynamic else None
+    if plan.views:
+        q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
+        plan.function(q, k, v, d, lse, counter, *more, *plan.scalars)
+    else:
+        plan.function(q, k, v, out, lse, counter, *more, *plan.scalars)
+    return out, lse
+
+
+def counter_for(device: torch.device) -> torch.Tensor:
+    """(1,) int32, 0, for a kernel on the current stream that leaves it 0 (scheduler.TileQueue).
+
+    As workspace.zeros: one a device and stream, but a call under graph capture gets one of its own, since the graph may
+    be replayed beside other calls; setting it to 0 becomes part of the graph.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found
+
+
+def without_kernel(plan: FlashPlan, reference: Callable, out):
+    """(out, lse) by `reference`, which CPU tensors run; rows with nothing to attend to are zeros."""
+    if plan.empty:
+        result = torch.zeros(plan.out_shape, dtype=plan.dtype, device=plan.device)
+        lse = torch.full(plan.lse_shape, -math.inf, dtype=torch.float32, device=plan.device)
+    else:
+        result, lse = reference()
+    return result if out is None else out.copy_(result), lse
