@@ -3,6 +3,7 @@
     (none)          gemm and block-sparse; with no GPU, the kernels' registers, spills and shared memory instead
     gemm            dense products beside cuBLAS, cuBLASLt's epilogues and quack
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
+    attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     plot, compare   figures of result files; two runs beside each other
@@ -15,20 +16,34 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import cases, ceilings, compare, record, table
+from . import cases, cases_attention, ceilings, compare, findings_attention, record, table
 from .gates import command as gates
+from .rows import Case, Row
 from .timing import host_cost
 from .tune import command as tune
 
-SUITES = {"block-sparse": cases.sparse_cases, "gemm": cases.gemm_cases}
 ROUNDS = {"quick": 30, "full": 60}
 WARM_S = {"quick": 0.5, "full": 1.0}  # once a row; a run begins with the ceilings, which warm the card
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Rows that are measured and written together.
+
+    `findings(rows, host, only)` measures what there is beside them, shows it, and returns it for the result file.
+    """
+
+    cases: Callable[[str], Iterator[Case]]
+    host_costs: Callable[[], dict[str, float]]
+    findings: Callable[[list[Row], dict, str], dict] = lambda rows, host, only: {}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,18 +52,22 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     measure = argparse.ArgumentParser(add_help=False)
     mode = measure.add_mutually_exclusive_group()
-    mode.add_argument("--quick", dest="mode", action="store_const", const="quick", help="a minute (the default)")
+    mode.add_argument(
+        "--quick", dest="mode", action="store_const", const="quick", help="a minute, attention three (the default)"
+    )
     mode.add_argument("--full", dest="mode", action="store_const", const="full", help="every row and every peer")
-    measure.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file")
+    measure.add_argument(
+        "--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file; host, errors: those"
+    )
     measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
     measure.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
-    measure.set_defaults(run=run_suites, mode="quick", suites=tuple(SUITES))
+    measure.set_defaults(run=run_suites, mode="quick", suites=PRODUCTS)
     top.set_defaults(run=None)
     for name in SUITES:
         sub = commands.add_parser(name, parents=[measure], help=f"the {name} rows")
         sub.set_defaults(suites=(name,))
     every = commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    every.set_defaults(suites=tuple(SUITES))
+    every.set_defaults(suites=PRODUCTS)
     for module in (gates, tune, compare):
         module.add_command(commands)
     return top
@@ -65,7 +84,7 @@ def run_suites(args: argparse.Namespace) -> int:
         best = ceilings.measure(rounds=10 if args.mode == "quick" else 30)
         compile_first(args)
         failed = [line for suite in args.suites for line in run_suite(suite, args, best, bar)]
-    if not args.only:
+    if not args.only and set(args.suites) & set(PRODUCTS):
         draw(args.out)
     for line in failed:
         print("FAILED", line)
@@ -87,7 +106,7 @@ def draw(out: Path) -> None:
 def compile_first(args: argparse.Namespace) -> None:
     """Compile ours of those rows in which a peer's import changes CuTe DSL for the whole process."""
     for suite in args.suites:
-        for case in SUITES[suite](args.mode):
+        for case in SUITES[suite].cases(args.mode):
             if case.patches_dsl and args.only in case.name:
                 with contextlib.suppress(Exception):  # its row will say
                     case.ours()
@@ -96,31 +115,31 @@ def compile_first(args: argparse.Namespace) -> None:
 def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -> list[str]:
     """Measure one suite; what failed, a line each."""
     rows, failed = [], []
-    wanted = [case for case in SUITES[suite](args.mode) if args.only in case.name]
+    wanted = [case for case in SUITES[suite].cases(args.mode) if args.only in case.name]
     wanted.sort(key=lambda case: case.patches_dsl)
     task = bar.add_task(suite, total=len(wanted))
     while wanted:  # a case holds its operands as long as it lives
         case = wanted.pop(0)
         bar.update(task, description=f"{suite}: {case.name}")
+        start = time.perf_counter()
         try:
             rows.append(case.measure(rounds=args.rounds or ROUNDS[args.mode], warm_s=WARM_S[args.mode]))
-            print(rows[-1].line(), file=sys.stderr, flush=True)
         except Exception as error:  # a row that cannot be measured is a row that says so
             failed.append(f"{case.name}: {type(error).__name__}: {str(error)[:300]}")
+            rows.append(case.failed(error))
+        print(f"{rows[-1].line()} [{time.perf_counter() - start:.1f} s]", file=sys.stderr, flush=True)
         case = None
         torch.cuda.empty_cache()
         bar.advance(task)
-    host = {} if args.only else host_costs()
+    host = SUITES[suite].host_costs() if args.only in ("", "host") else {}
     table.show(rows, best, host)
-    if args.only:
-        return failed
-    print("written:", record.write(suite, rows, best, host, args.out, args.mode))
-    if failed:
-        print("not written, because they failed:", ", ".join(line.split(":")[0] for line in failed))
+    more = SUITES[suite].findings(rows, host, args.only)
+    if not args.only:
+        print("written:", record.write(suite, rows, best, host, args.out, args.mode, **more))
     return failed
 
 
-def host_costs() -> dict[str, float]:
+def product_host_costs() -> dict[str, float]:
     """Microseconds of host time of one eager call on a preallocated output, 64 x 64 operands."""
     from cute_kernels import gemm
     from sparse_collective import bsr_linear, random_bsr
@@ -137,8 +156,21 @@ def host_costs() -> dict[str, float]:
     return {name: round(cost, 2) for name, cost in costs.items()}
 
 
+SUITES = {
+    "block-sparse": Suite(cases.sparse_cases, product_host_costs),
+    "gemm": Suite(cases.gemm_cases, product_host_costs),
+    "attention": Suite(
+        cases_attention.attention_cases, findings_attention.host_costs, findings_attention.measure_and_show
+    ),
+}
+# What runs with no command. Attention runs alone: its first peer to be imported changes CuTe DSL for the process.
+PRODUCTS = ("block-sparse", "gemm")
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if "--attention" in argv:
+        argv = ["attention", *(arg for arg in argv if arg not in ("--attention", "attention"))]
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["all", *argv]
     args = parser().parse_args(argv)

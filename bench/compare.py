@@ -61,7 +61,7 @@ def load(path: Path) -> dict:
             return data | {"ceilings": data.get("ceilings") or {}}
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         pass
-    raise ValueError(f"{path} is no result file of `python -m bench gemm` or `block-sparse`")
+    raise ValueError(f"{path} is no result file of `python -m bench gemm`, `block-sparse` or `attention`")
 
 
 def compare(a: Path, b: Path) -> Comparison:

@@ -1,12 +1,14 @@
 """What attention is measured against: torch's SDPA, FlexAttention and FlashAttention 4, forward only.
 
 As in peers.py: one `Attention` makes the tensors of a row, which all candidates share, and every set-up ends with
-`verified`. Tensors are (B, S, H, D), as FlashAttention takes them; torch's functions get (B, H, S, D) views, which
+`checked`. Tensors are (B, S, H, D), as FlashAttention takes them; torch's functions get (B, H, S, D) views, which
 they take as they are.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,7 +16,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .peers import Call, made, needs, verified
+from .peers import Call, WrongResult, agrees, fastest, made, needs, verified
 from .rows import Candidate
 
 FLASH = "SDPA flash"
@@ -23,24 +25,41 @@ FLEX = "FlexAttention"
 FA4 = "FA4"
 
 SAMPLE = 24  # queries compared, each with a head of its own
+# Of FlexAttention's kernel for blocks smaller than the 128 x 128 that it takes by itself: warps, pipeline stages.
+FLEX_SETTINGS = ((4, 3), (4, 2), (4, 4))
+_COMPILED: dict[tuple, Callable] = {}
+
+
+@dataclass(frozen=True)
+class Burst(Call):
+    """A call with what a caller repeats who wants nothing but speed: `bare()`, many times within one `within()`."""
+
+    bare: Callable[[], object] | None = None
+    within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 class Attention:
     """softmax(scale * Q K^T, masked) V, with scale = 1 / sqrt(D), whose tensors are made once, when first asked for.
 
+    Query i of S is at position i + S_kv - S: the last query at the last key, whatever the lengths.
+
     Args:
         q: (B, S, H, D). This, k, v and blocks are each a tensor or a function that makes it.
         k, v: (B, S_kv, H_kv, D), H a multiple of H_kv.
-        causal: whether key j is seen by query i only if j <= i; S and S_kv must be the same.
+        causal: whether key j is seen only by queries at its position and after it.
         blocks: (S / bq, S_kv / bk) bool, the same for all heads: which blocks of the scores are kept, wholly.
         block_size: (bq, bk).
+        window: (left, right): a query at position p sees keys p - left to p + right, None for no bound.
     """
 
-    def __init__(self, q, k, v, causal: bool = False, blocks=None, block_size: tuple[int, int] = (128, 128)) -> None:
-        if causal and blocks is not None:
-            raise ValueError("causal and blocks are both given; a block mask says by itself what is kept")
+    def __init__(
+        self, q, k, v, causal: bool = False, blocks=None, block_size: tuple[int, int] = (128, 128), window=None
+    ) -> None:
+        if (causal or window is not None) and blocks is not None:
+            given = "causal" if causal else "window"
+            raise ValueError(f"{given} and blocks are both given; a block mask says by itself what is kept")
         self._q, self._k, self._v, self._blocks = q, k, v, blocks
-        self.causal, self.block_size = causal, block_size
+        self.causal, self.block_size, self.window = causal, block_size, window
 
     q = cached_property(lambda self: made(self._q))
     k = cached_property(lambda self: made(self._k))
@@ -57,12 +76,21 @@ class Attention:
         """Whether several query heads share one of K and V."""
         return self.q.shape[2] != self.k.shape[2]
 
+    @property
+    def offset(self) -> int:
+        """The position of the first query."""
+        return self.k.shape[1] - self.q.shape[1]
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """(left, right) of the keys that a query sees about its position; None without bound."""
+        left, right = self.window or (None, None)
+        return left, (0 if right is None else min(right, 0)) if self.causal else right
+
     @cached_property
     def sample(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """((batch, query, head), reference): some queries, each in another place, and their output in fp32."""
-        (batch, queries, heads, depth), keys = self.q.shape, self.k.shape[1]
-        if self.causal and queries != keys:
-            raise ValueError(f"causal attention is compared for as many queries as keys, got {queries} and {keys}")
+        batch, queries, heads, depth = self.q.shape
         pick = torch.arange(SAMPLE, device=self.q.device)
         b, h = pick % batch, (pick // batch) % heads
         i = torch.linspace(0, queries - 1, SAMPLE, dtype=torch.float64).long().to(self.q.device)
@@ -73,12 +101,35 @@ class Attention:
         # A query that sees no key has the output 0.
         return (b, i, h), torch.einsum("ns,nsd->nd", scores.softmax(-1).nan_to_num(0.0), self.v[kv].float())
 
+    def exact(self) -> Tensor:
+        """(B, S, H, D): all of the output in fp64, head by head."""
+        (batch, queries, heads, depth), group = self.q.shape, self.q.shape[2] // self.k.shape[2]
+        kept = self.kept(torch.arange(queries, device=self.q.device))
+        out = self.q.new_empty(self.q.shape, dtype=torch.float64)
+        for b in range(batch):
+            for h in range(heads):
+                k, v = self.k[b, :, h // group].double(), self.v[b, :, h // group].double()
+                scores = self.q[b, :, h].double() @ k.t() / math.sqrt(depth)
+                if kept is not None:
+                    scores.masked_fill_(~kept, -math.inf)
+                out[b, :, h] = scores.softmax(-1).nan_to_num(0.0) @ v
+        return out
+
     def kept(self, queries: Tensor) -> Tensor | None:
         """(len(queries), S_kv) bool: the keys that each sees; None where it sees all."""
         keys = torch.arange(self.k.shape[1], device=queries.device)
         if self.blocks is not None:
             return self.blocks[queries // self.block_size[0]][:, keys // self.block_size[1]]
-        return keys <= queries[:, None] if self.causal else None
+        left, right = self.bounds
+        if left is None and right is None:
+            return None
+        position = queries[:, None] + self.offset
+        seen = keys >= position - left if left is not None else torch.ones_like(keys, dtype=torch.bool)
+        return seen if right is None else seen & (keys <= position + right)
+
+    def out(self) -> Tensor:
+        """A new output for one candidate, (B, S, H, D)."""
+        return torch.empty_like(self.q)
 
     def kept_blocks(self) -> tuple[Tensor, Tensor]:
         """(1, 1, rows) int32 counts and (1, 1, rows, columns) int32 indices, of which the first `count` are kept."""
@@ -87,12 +138,22 @@ class Attention:
         return counts[None, None], indices[None, None].contiguous()
 
 
-def peer(name: str) -> Callable:
-    """Makes a `Candidate` of a function from Attention to a call, whose output is (B, S, H, D) and `verified`."""
+def checked(call: Call, x: Attention) -> Call:
+    """`verified`, and for each query by itself: one that sees few keys has an output many times that of the others."""
+    verified(call, lambda: x.sample)
+    index, reference = x.sample
+    size = reference.norm(dim=1, keepdim=True).clamp(min=1e-6)
+    if not agrees(call()[index].float() / size, reference / size):
+        raise WrongResult("wrong result: right where queries see few keys, not where they see many")
+    return call
 
-    def decorate(make: Callable[[Attention], Call]) -> Callable[[Attention, float], Candidate]:
-        def candidate(x: Attention, flops: float) -> Candidate:
-            return Candidate(name, flops, lambda: verified(make(x), lambda: x.sample))
+
+def peer(name: str) -> Callable:
+    """Makes a `Candidate` of a function from Attention to a call, whose output is (B, S, H, D) and `checked`."""
+
+    def decorate(make: Callable[..., Call]) -> Callable[..., Candidate]:
+        def candidate(x: Attention, flops: float, **options) -> Candidate:
+            return Candidate(name, flops, lambda: checked(make(x, **options), x))
 
         candidate.__name__, candidate.__doc__ = make.__name__, make.__doc__
         return candidate
@@ -104,14 +165,22 @@ def sdpa(x: Attention, backend: SDPBackend) -> Call:
     """torch's scaled_dot_product_attention, of which only one backend may run; torch raises if it cannot."""
     if x.blocks is not None:
         raise NotImplementedError("SDPA has no block masks; a dense mask would skip no work")
+    if x.window is not None:
+        raise NotImplementedError("SDPA has no window; a dense mask would skip no work")
+    queries, keys = x.q.shape[1], x.k.shape[1]
+    if x.causal and queries not in (1, keys):
+        raise NotImplementedError(f"SDPA aligns {queries} queries with the first of {keys} keys, not with the last")
     q, k, v = x.heads_first
-    options = {"is_causal": x.causal, "enable_gqa": x.grouped}
+    options = {"is_causal": x.causal and queries > 1, "enable_gqa": x.grouped}  # one query sees all up to its own key
+
+    def bare() -> Tensor:
+        return nnf.scaled_dot_product_attention(q, k, v, **options)
 
     def run() -> Tensor:
         with sdpa_kernel(backend):
-            return nnf.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+            return bare().transpose(1, 2)
 
-    return Call(run)
+    return Burst(run, bare=bare, within=lambda: sdpa_kernel(backend))
 
 
 @peer(FLASH)
@@ -127,11 +196,45 @@ def sdpa_cudnn(x: Attention) -> Call:
 
 
 @peer(FLEX)
-def flex_attention(x: Attention) -> Call:
-    """FlexAttention, compiled for this shape alone; skips what its block mask drops."""
+def flex_attention(x: Attention, settings: int = 1, measure: Callable | None = None) -> Call:
+    """FlexAttention's Triton kernel, compiled for this shape alone; skips what its block mask drops.
+
+    Blocks smaller than its tiles need tiles of their size; of them the fastest of so many `settings` is taken.
+    """
+    needs("torch.nn.attention.flex_attention", "torch")
+    mask, (q, k, v) = flex_mask(x), x.heads_first
+
+    def make(options: tuple) -> Callable[[], Tensor]:
+        attend = compiled((q.shape, k.shape, x.bounds, x.blocks is None, tuple(x.block_size), options))
+        terms = {"block_mask": mask, "enable_gqa": x.grouped, "kernel_options": dict(options) or None}
+        return lambda: attend(q, k, v, **terms).transpose(1, 2)
+
+    if x.blocks is None or min(x.block_size) >= 128:
+        return Call(make(()))
+    tile = (("BLOCK_M", x.block_size[0]), ("BLOCK_N", x.block_size[1]))
+    tried = [(*tile, ("num_warps", warps), ("num_stages", stages)) for warps, stages in FLEX_SETTINGS[:settings]]
+    if len(tried) == 1:
+        best, call = tried[0], make(tried[0])
+    else:
+        best, call = fastest(make, tried, lambda: x.sample, *([measure] if measure else []))
+    return Call(call, note=", ".join(f"{name} {value}" for name, value in best))
+
+
+def compiled(key: tuple) -> Callable:
+    """torch.compile'd flex_attention, one for all masks of one kind, which differ in what their tensors hold."""
+    if key not in _COMPILED:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # Past eight recompilations torch runs the function uncompiled, which keeps all scores: start anew, and let
+        # fullgraph make it an error.
+        torch._dynamo.reset()
+        _COMPILED[key] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return _COMPILED[key]
+
+
+def flex_mask(x: Attention):
+    """FlexAttention's block mask of what x sees; None where it sees all."""
     flex = needs("torch.nn.attention.flex_attention", "torch")
-    q, k, v = x.heads_first
-    mask = None
     if x.blocks is not None:
         counts, indices = x.kept_blocks()
         full = {"full_kv_num_blocks": counts, "full_kv_indices": indices, "BLOCK_SIZE": x.block_size}
@@ -140,15 +243,19 @@ def flex_attention(x: Attention) -> Call:
         def seen(b, h, i, j):  # said in full, though it is not applied to blocks kept wholly, which all are
             return blocks[i // bq, j // bk]
 
-        mask = flex.BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, mask_mod=seen, **full)
-    elif x.causal:
-        lengths = {"Q_LEN": q.shape[2], "KV_LEN": k.shape[2], "device": q.device}
-        mask = flex.create_block_mask(lambda b, h, i, j: j <= i, None, None, **lengths)
-    # Past eight recompilations torch runs the function uncompiled, which keeps all scores: start anew, and let
-    # fullgraph make it an error.
-    torch._dynamo.reset()
-    compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
-    return Call(lambda: compiled(q, k, v, block_mask=mask, enable_gqa=x.grouped).transpose(1, 2))
+        return flex.BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, mask_mod=seen, **full)
+    (left, right), offset = x.bounds, x.offset
+    if left is None and right is None:
+        return None
+
+    def near(b, h, i, j):
+        if left is None:
+            return j <= i + (offset + right)
+        if right is None:
+            return j >= i + (offset - left)
+        return (j >= i + (offset - left)) & (j <= i + (offset + right))
+
+    return flex.create_block_mask(near, None, None, Q_LEN=x.q.shape[1], KV_LEN=x.k.shape[1], device=x.q.device)
 
 
 @peer(FA4)
@@ -156,6 +263,8 @@ def fa4(x: Attention) -> Call:
     """FlashAttention 4, the CuTe DSL one; blocks must be what its tiles are for the head size, (128, 128) up to 128."""
     attend = needs("flash_attn.cute.interface", "flash-attn-4").flash_attn_func
     options = {"causal": x.causal}
+    if x.window is not None:
+        options["window_size"] = x.bounds
     if x.blocks is not None:
         sparsity = needs("flash_attn.cute.block_sparsity", "flash-attn-4")
         counts, indices = x.kept_blocks()

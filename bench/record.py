@@ -1,6 +1,6 @@
 """Result files: where and what was measured, the ceilings of that run, and the rows.
 
-bench/results/<card>/<suite>.json    gemm, block-sparse: what `python -m bench` measured
+bench/results/<card>/<suite>.json    gemm, block-sparse, attention: what `python -m bench` measured
 bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
 bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
 """
@@ -57,11 +57,14 @@ def commit() -> str:
         return ""
 
 
-def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode: str) -> Path:
-    """Write <folder>/<card>/<suite>.json; `rows` are rows.Row, `mode` how they were measured: "quick" or "full"."""
+def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode: str, **more) -> Path:
+    """Write <folder>/<card>/<suite>.json; `rows` are rows.Row, `mode` how they were measured: "quick" or "full".
+
+    `more` is what else was found, under names of its own.
+    """
     where = environment()
     path = Path(folder, card_name(where["card"]), f"{suite}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"suite": suite, "mode": mode, "environment": where, "ceilings": ceilings, "host_us": host}
-    path.write_text(json.dumps(data | {"rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
+    path.write_text(json.dumps(data | more | {"rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
     return path

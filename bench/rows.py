@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from . import timing
 
 OURS = "ours"
+FASTEST = "the fastest peer"  # what a row may be held against, instead of a peer of that name
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Timing:
 
 @dataclass
 class Row:
-    """A measured case. `ratio` is our useful rate over that of the peer called `against`."""
+    """A measured case. `ratio` is our useful rate over that of the peer called `against`, or of FASTEST of all."""
 
     suite: str
     name: str
@@ -90,17 +91,26 @@ class Row:
     plan: str
 
     def peer(self, name: str) -> Timing | None:
-        return next((peer for peer in self.peers if peer.name == name and not peer.error), None)
+        timed = [peer for peer in self.peers if not peer.error]
+        if name == FASTEST:
+            return max(timed, key=lambda peer: peer.tflops, default=None)
+        return next((peer for peer in timed if peer.name == name), None)
+
+    @property
+    def rival(self) -> Timing | None:
+        """The peer that the row is held against, if it has a time."""
+        return self.peer(self.against)
 
     @property
     def ratio(self) -> float | None:
-        peer = self.peer(self.against)
-        return None if peer is None or self.ours.error else self.ours.tflops / peer.tflops
+        return None if self.rival is None or self.ours.error else self.ours.tflops / self.rival.tflops
 
     def line(self) -> str:
         """One line, for a log."""
+        if self.ours.error:
+            return f"{self.name}: {self.ours.error}"
         figures = f"{self.ours.median:.1f} us, {self.ours.tflops:.0f} TFLOP/s"
-        beside = "no time for its peer" if self.ratio is None else f"{self.ratio:.3f} of {self.against}"
+        beside = "no time for its peer" if self.ratio is None else f"{self.ratio:.3f} of {self.rival.name}"
         return f"{self.name}: {figures}, {beside}"
 
     def as_dict(self) -> dict:
@@ -128,6 +138,7 @@ class Case:
     against: str
     asked: float | None = None
     patches_dsl: bool = False  # a peer's import changes CuTe DSL for the process: ours are to be compiled before
+    timer: Callable | None = None  # another than timing.interleaved, which has its arguments and result
 
     def measure(self, rounds: int, warm_s: float = 1.0) -> Row:
         """Set up everybody, then time all of them in turns. What ours raises is raised, a wrong result of it too."""
@@ -140,12 +151,17 @@ class Case:
                 peers[-1].note = getattr(calls[peer.name], "note", "")
             except Exception as error:
                 peers[-1].error = reason(error)
-        times = timing.interleaved(calls, warm_s=warm_s, rounds=rounds)
+        times = (self.timer or timing.interleaved)(calls, warm_s=warm_s, rounds=rounds)
         ours = Timing(OURS, self.problem.flops, times[OURS])
         for peer in peers:
             peer.us = times.get(peer.name, [])
-        shown = f"{plan.facts.path} {plan.facts.config}" if plan else ""
+        shown = f"{plan.facts.path} {plan.facts.config}" if plan and plan.facts else ""
         return Row(self.suite, self.name, self.problem, ours, peers, self.against, self.asked, shown)
+
+    def failed(self, error: BaseException) -> Row:
+        """The row of a case whose `measure` raised: nobody has a time, and ours says why."""
+        ours = Timing(OURS, self.problem.flops, error=reason(error))
+        return Row(self.suite, self.name, self.problem, ours, [], self.against, self.asked, "")
 
 
 def reason(error: BaseException) -> str:

@@ -73,10 +73,13 @@ def own_rate(ours: Timing) -> Text:
 
 def peers(row: Row, width: int) -> Text:
     """A line for each peer, the one that the row is held against first and bold; names padded to `width`."""
-    ordered = sorted(row.peers, key=lambda peer: peer.name != row.against)
+    if row.ours.error:
+        return Text(f"ours: {row.ours.error}", style="red")
+    held = row.against if row.rival is None else row.rival.name
+    ordered = sorted(row.peers, key=lambda peer: peer.name != held)
     lines = [peer_line(peer, row.ours, width) for peer in ordered]
     for peer, line in zip(ordered, lines):
-        line.stylize("bold" if peer.name == row.against else "" if peer.us else "dim")
+        line.stylize("bold" if peer.name == held else "" if peer.us else "dim")
     return Text("\n").join(lines)
 
 

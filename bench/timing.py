@@ -5,11 +5,14 @@ timed on a cool card and its peer timed on a warm one are not a ratio. So all ca
 without being timed until the card has settled, then with a pair of events around each call.
 """
 
+import contextlib
 import time
 
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times any L2
+IN_GRAPH = 20  # calls of one CUDA graph
+IN_BURST = 100  # calls between two synchronisations
 
 
 def interleaved(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[str, list[float]]:
@@ -35,6 +38,46 @@ def interleaved(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[s
             events[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: [1e3 * start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
+
+
+def graphed(call, count: int = IN_GRAPH):
+    """A function that replays a CUDA graph of `count` calls; for interleaved_graphs."""
+    for _ in range(3):  # compiles, chooses and loads all that a capture could not
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
+
+
+def interleaved_graphs(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[str, list[float]]:
+    """Device microseconds of each call, of what `graphed` made of them: without the host, L2 flushed for the first."""
+    times = interleaved(calls, warm_s=warm_s, rounds=rounds)
+    return {name: [us / IN_GRAPH for us in found] for name, found in times.items()}
+
+
+def interleaved_bursts(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[str, list[float]]:
+    """Wall microseconds of each call among many back to back: what the host needs, or the device if that is more.
+
+    Bursts of the calls take turns. Of a call with `bare` and `within` (peers_attention.Burst) those are timed.
+    """
+    bare = {
+        name: (getattr(c, "bare", None) or c, getattr(c, "within", contextlib.nullcontext)) for name, c in calls.items()
+    }
+    found = {name: [] for name in calls}
+    end = time.perf_counter() + warm_s
+    while time.perf_counter() < end or len(next(iter(found.values()))) < rounds:
+        for name, (call, within) in bare.items():
+            with within():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(IN_BURST):
+                    call()
+                torch.cuda.synchronize()
+                found[name].append((time.perf_counter() - start) / IN_BURST * 1e6)
+    return {name: times[-rounds:] for name, times in found.items()}
 
 
 def median(times: list[float]) -> float:

@@ -2,10 +2,13 @@
 
 import importlib
 import sys
+import types
 
 import pytest
 import torch
 
+from attention import BlockMask, mask_mods
+from attention import reference as ours
 from bench import peers, peers_attention
 from bench.peers import Call, Operands, Setting, agrees, verified
 from bench.peers_attention import Attention
@@ -274,3 +277,91 @@ def test_kept_blocks():
 def test_attention_takes_one_mask():
     with pytest.raises(ValueError, match="both given"):
         attention(causal=True, blocks=torch.ones(4, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, (9, 0), (None, 5), (7, None), (3, 4)])
+@pytest.mark.parametrize("queries", [1, 24, 40])
+def test_masks_are_those_of_our_reference(monkeypatch, causal, window, queries):
+    """Sample, whole output and FlexAttention's mask, with grouped heads; queries are aligned with the last keys."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(peers_attention, "_COMPILED", {})
+    q = torch.randn(2, queries, 4, 32)
+    k, v = torch.randn(2, 40, 2, 32), torch.randn(2, 40, 2, 32)
+    x = Attention(q, k, v, causal, window=window)
+    must = ours.attention(*(t.double() for t in x.heads_first), causal=causal, window=window).transpose(1, 2)
+    torch.testing.assert_close(x.exact(), must, rtol=1e-6, atol=1e-6)
+    index, reference = x.sample
+    torch.testing.assert_close(reference.double(), must[index], rtol=1e-4, atol=1e-5)
+    left, right = x.bounds
+    assert (left, right) == mask_mods.window_bounds(window, causal)
+    if (mask := peers_attention.flex_mask(x)) is not None:
+        b = h = torch.zeros((), dtype=torch.int32)
+        seen = mask.mask_mod(b, h, torch.arange(queries)[:, None], torch.arange(40))
+        assert torch.equal(seen.expand(queries, 40), x.kept(torch.arange(queries)).expand(queries, 40))
+
+
+def test_window_and_lengths_that_sdpa_does_not_take():
+    q, kv = torch.randn(1, 8, 2, 32, dtype=torch.bfloat16), torch.randn(1, 16, 2, 32, dtype=torch.bfloat16)
+    for x, message in (
+        (Attention(kv, kv, kv, window=(3, 0)), "no window"),
+        (Attention(q, kv, kv, True), "with the first of 16 keys"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            peers_attention.sdpa_flash(x, 1.0).setup()
+    one = Attention(q[:, :1], kv, kv, True)  # sees all
+    assert peers_attention.sdpa_flash(one, 1.0).setup()().shape == (1, 1, 2, 32)
+
+
+def test_each_query_is_compared_by_itself():
+    """The first query sees one key, and its output outweighs all others."""
+    x = Attention(*(torch.randn(1, 2048, 2, 32) for _ in range(3)), True)
+    wrong = x.exact().float()
+    wrong[:, 1024:] *= 1.03
+    verified(lambda: wrong.clone(), lambda: x.sample)
+    with pytest.raises(peers.WrongResult, match="not where they see many"):
+        peers_attention.checked(lambda: wrong.clone(), x)
+    assert peers_attention.checked(lambda: x.exact().float(), x) is not None
+
+
+def fake_fa4(monkeypatch, seen: list) -> None:
+    """FlashAttention 4 of the interface that peers_attention knows, computed by our reference."""
+
+    def attend(q, k, v, causal=False, window_size=(None, None), block_sparse_tensors=None):
+        seen.append((causal, window_size, block_sparse_tensors))
+        assert block_sparse_tensors is None
+        out = ours.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, window=window_size)
+        return out.transpose(1, 2).contiguous(), None
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["flash_attn.cute.interface"].flash_attn_func = attend
+
+
+def test_fa4_gets_windows_as_it_takes_them(monkeypatch):
+    seen = []
+    fake_fa4(monkeypatch, seen)
+    q, kv = torch.randn(2, 24, 4, 32), torch.randn(2, 40, 2, 32)
+    peers_attention.fa4(Attention(q, kv, kv, True, window=(9, None)), 1.0).setup()
+    peers_attention.fa4(Attention(q, kv, kv, True), 1.0).setup()
+    assert seen[0][:2] == (True, (9, 0)) and seen[-1][:2] == (True, (None, None))
+
+
+def test_flex_attention_of_small_blocks_gets_tiles_of_their_size(monkeypatch):
+    given = []
+
+    def attend(q, k, v, *, block_mask, enable_gqa, kernel_options):
+        given.append(kernel_options)
+        return ours.attention(q, k, v, block_mask=BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool)))
+
+    monkeypatch.setattr(peers_attention, "compiled", lambda key: attend)
+    shape, blocks = (1, 256, 2, 32), torch.ones(2, 2, dtype=torch.bool)
+    q, k, v = (torch.randn(*shape) for _ in range(3))
+    x = Attention(q, k, v, blocks=blocks, block_size=(128, 128))
+    assert peers_attention.flex_attention(x, 1.0).setup().note == "" and given[-1] is None
+    small = Attention(q, k, v, blocks=torch.ones(4, 4, dtype=torch.bool), block_size=(64, 64))
+    call = peers_attention.flex_attention(small, 1.0).setup()
+    assert given[-1] == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3} and "BLOCK_M 64" in call.note
+    measure = lambda calls, **_: {c: [i + 1.0] for i, c in enumerate(calls)}  # noqa: E731
+    peers_attention.checked(peers_attention.flex_attention(small, 1.0, settings=3, measure=measure).setup(), small)
+    assert {options["num_stages"] for options in given if options} == {2, 3, 4}

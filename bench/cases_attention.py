@@ -1,0 +1,276 @@
+"""What attention is measured against what: each case one call, its peers, and the ratio that is asked of it.
+
+All tensors are bf16, standard normal, (B, S, H, D) in memory, as FlashAttention takes them; ours and torch's functions
+get (B, H, S, D) views.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attention import BlockMask, attention, block_sparse_attention
+from cute_kernels import explain, path
+
+from . import ceilings, timing
+from . import peers_attention as peers
+from .peers import Call
+from .peers_attention import FA4, FLASH, FLEX, Attention, Burst, checked
+from .rows import FASTEST, Candidate, Case
+
+SUITE = "attention"
+DTYPE = torch.bfloat16
+COPY = "copy bandwidth"
+OUR_DENSE = "ours, dense"
+FORWARD = "forward"  # how the names of rows begin that a geometric mean is asked of
+EIGHTH = "block-sparse 128x128, 0.125"
+
+# (B, S, H, D)
+FIRST = (2, 8192, 16, 128)
+SHAPES = (
+    FIRST, (16, 1024, 16, 128), (1, 16384, 16, 128), (2, 8192, 32, 64), (2, 8192, 8, 256),
+    (4, 4096, 16, 128), (8, 2048, 16, 128), (8, 2048, 32, 64), (8, 2048, 8, 256),
+)  # fmt: skip
+SMALL = ((1, 512, 8, 64), (4, 512, 16, 64))
+SPARSE = FIRST
+WINDOW = (1, 16384, 16, 128), (1023, 0)  # the last 1024 keys, the query's own among them
+CACHES = ((8, 16384, 0.88), (16, 16384, 0.88), (8, 65536, 0.88), (1, 131072, 0.85), (1, 16384, 0.55))  # B, keys, asked
+CACHE_HEADS = (32, 8, 128)  # of q, of k and v, D
+SM_80 = (FIRST, (2, 8192, 32, 64))
+PEERS = (peers.sdpa_cudnn, peers.sdpa_flash, peers.fa4)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What is computed, as result files name it. `block` is None and `density` 1 without a block mask."""
+
+    op: str  # attention, block_sparse_attention
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    block: tuple[int, int] | None = None
+    density: float = 1.0  # share of blocks that are kept
+    dtype: str = "bfloat16"
+    path: str | None = None  # "sm_80" where that family of kernels was forced
+
+    @cached_property
+    def pairs(self) -> float:
+        """(query, key) pairs of one head of one item that are seen."""
+        if self.block is not None:
+            return self.density * self.queries * self.keys
+        left, right = self.window or (None, None)
+        right = (0 if right is None else min(right, 0)) if self.causal else right
+        position = torch.arange(self.keys - self.queries, self.keys, dtype=torch.int64)
+        first = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
+        last = (
+            torch.full_like(position, self.keys - 1) if right is None else (position + right).clamp(max=self.keys - 1)
+        )
+        return float((last - first + 1).clamp(min=0).sum())
+
+    @property
+    def flops(self) -> float:
+        """The useful ones: two for each multiply-add of both products, of pairs that are seen."""
+        return 4.0 * self.pairs * self.head_dim * self.heads * self.batch
+
+    @property
+    def kv_bytes(self) -> float:
+        """K and V."""
+        return 2.0 * 2.0 * self.batch * self.keys * self.kv_heads * self.head_dim
+
+    @property
+    def bytes(self) -> float:
+        """The least that passes through device memory: Q, K, V and the output, once."""
+        return self.kv_bytes + 2.0 * 2.0 * self.batch * self.queries * self.heads * self.head_dim
+
+
+def operands(p: AttentionProblem, blocks: Tensor | None = None, device: str = "cuda") -> Attention:
+    """The tensors of a problem, made when first asked for."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=DTYPE)
+
+    q_shape, kv_shape = (p.batch, p.queries, p.heads, p.head_dim), (p.batch, p.keys, p.kv_heads, p.head_dim)
+    terms = {} if blocks is None else {"blocks": lambda: blocks.to(device), "block_size": p.block}
+    q, k, v = (lambda shape=shape: randn(*shape) for shape in (q_shape, kv_shape, kv_shape))
+    return Attention(q, k, v, p.causal, window=p.window, **terms)
+
+
+def dense_problem(shape: tuple[int, int, int, int], causal: bool = False, **terms) -> AttentionProblem:
+    """Of (B, S, H, D), with as many keys as queries and as many heads of each."""
+    B, S, H, D = shape
+    return AttentionProblem("attention", B, S, S, H, H, D, causal, **terms)
+
+
+def named(shape: tuple[int, int, int, int], causal: bool) -> str:
+    B, S, H, D = shape
+    return f"B{B} S{S} H{H} D{D} {'causal' if causal else 'full'}"
+
+
+def ours_of(x: Attention, op: Callable = attention, forced: str | None = None, args: Callable | None = None) -> tuple:
+    """(call, plan) of ours, whose result has been compared with x's reference.
+
+    Args:
+        op: attention or block_sparse_attention.
+        forced: "sm_80" to force that path.
+        args: makes what op takes after q, k and v.
+    """
+    q, k, v = x.heads_first
+    more = () if args is None else (args(),)
+    terms = {} if op is block_sparse_attention else {"causal": x.causal, "window": x.window}
+    out = x.out().transpose(1, 2)
+    on = contextlib.nullcontext if forced is None else lambda: path(forced)
+
+    def run() -> Tensor:
+        with on():
+            return op(q, k, v, *more, **terms, out=out).transpose(1, 2)
+
+    call = checked(Burst(run, bare=lambda: op(q, k, v, *more, **terms)), x)
+    return call, plan_of(on, op, q, k, v, *more, **terms, out=out)
+
+
+def plan_of(on: Callable, op: Callable, *args, **terms):
+    """What explain says of a call that has run; None where it says nothing."""
+    with on(), contextlib.suppress(Exception):
+        return explain(op, *args, **terms)
+
+
+def case(name: str, problem, x: Attention, others: list[Candidate], against: str, asked, ours=None, **options) -> Case:
+    """A case of this suite; those with FA4 come after all others, and ours is compiled before it is imported."""
+    ours = ours or (lambda: ours_of(x, forced=problem.path))
+    patches = any(other.name == FA4 for other in others)
+    return Case(SUITE, name, problem, ours, others, against, asked, patches, **options)
+
+
+# -- dense ---------------------------------------------------------------------------------------------------
+
+
+def forward(shape: tuple[int, int, int, int], causal: bool, flex: bool = False) -> Case:
+    """attention() beside cuDNN, FlashAttention 2 and 4, and FlexAttention where asked for."""
+    problem = dense_problem(shape, causal)
+    x = operands(problem)
+    others = [make(x, problem.flops) for make in (*PEERS, *([peers.flex_attention] if flex else []))]
+    return case(f"{FORWARD} {named(shape, causal)}", problem, x, others, FASTEST, 0.93)
+
+
+def small(shape: tuple[int, int, int, int], causal: bool, graph: bool) -> Case:
+    """A short call: its device time in a CUDA graph, or its wall time among many eager ones, outputs allocated."""
+    problem = dense_problem(shape, causal)
+    x = operands(problem)
+    others = [make(x, problem.flops) for make in PEERS]
+    name = f"small {named(shape, causal)}, {'CUDA graph' if graph else 'eager'}"
+    if not graph:
+        return case(name, problem, x, others, FASTEST, 1.0, timer=timing.interleaved_bursts)
+
+    def in_graph(other: Candidate) -> Candidate:
+        return Candidate(other.name, other.flops, lambda: Call(timing.graphed(other.setup())))
+
+    def ours():
+        call, plan = ours_of(x)
+        return Call(timing.graphed(call)), plan
+
+    others = [in_graph(other) for other in others]
+    return case(name, problem, x, others, FASTEST, 1.0, ours, timer=timing.interleaved_graphs)
+
+
+def sliding_window() -> Case:
+    """A causal window beside FA4's and FlexAttention's."""
+    shape, window = WINDOW
+    problem = dense_problem(shape, True, window=window)
+    x = operands(problem)
+    others = [peers.flex_attention(x, problem.flops), peers.fa4(x, problem.flops)]
+    return case(f"window {window[0] + 1}, {named(shape, True)}", problem, x, others, FASTEST, 1.05)
+
+
+def older(shape: tuple[int, int, int, int], causal: bool) -> Case:
+    """The sm_80 path beside FlashAttention 2, which has the same instructions."""
+    problem = dense_problem(shape, causal, path="sm_80")
+    x = operands(problem)
+    name = f"sm_80 path {named(shape, causal)}"
+    return case(name, problem, x, [peers.sdpa_flash(x, problem.flops)], FLASH, 0.95)
+
+
+# -- block-sparse --------------------------------------------------------------------------------------------
+
+
+def uniform(rows: int, cols: int, per_row: int, seed: int = 0) -> Tensor:
+    """(rows, cols) bool on the CPU: in every row equally many blocks, at random."""
+    scores = torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed))
+    return scores.argsort(1).argsort(1) < per_row
+
+
+def sparse(side: int, density: float, against: str, asked: float, settings: int = 1, dense: bool = False) -> Case:
+    """block_sparse_attention of random full blocks beside FlexAttention, and FA4 where its tiles fit the blocks.
+
+    Args:
+        settings: how many of FlexAttention's are tried for blocks smaller than its tiles.
+        dense: whether our own dense attention of the same shape takes turns too.
+    """
+    B, S, H, D = SPARSE
+    blocks = uniform(S // side, S // side, round(density * S / side))
+    kept = blocks.double().mean().item()
+    problem = AttentionProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
+    x = operands(problem, blocks)
+    whole = Attention(lambda: x.q, lambda: x.k, lambda: x.v)
+    ours_dense = Candidate(OUR_DENSE, dense_problem(SPARSE).flops, lambda: ours_of(whole)[0])
+
+    def ours():
+        if dense:
+            with contextlib.suppress(Exception):  # compiled before FA4 is imported; its own line will say
+                ours_dense.setup()
+        return ours_of(x, block_sparse_attention, args=lambda: BlockMask.from_blocks(x.blocks, x.block_size))
+
+    others = [ours_dense] if dense else []
+    others.append(peers.flex_attention(x, problem.flops, settings=settings))
+    others += [peers.fa4(x, problem.flops)] if side == 128 else []
+    return case(f"block-sparse {side}x{side}, {density:.3g}", problem, x, others, against, asked, ours)
+
+
+# -- decoding ------------------------------------------------------------------------------------------------
+
+
+def decoding(batch: int, keys: int, asked: float) -> Case:
+    """One query a sequence: bytes of K and V over the time, held against a large copy's bytes read and written."""
+    heads, kv_heads, D = CACHE_HEADS
+    problem = AttentionProblem("attention", batch, 1, keys, heads, kv_heads, D)
+    x = operands(problem)
+
+    def copy():
+        src = torch.empty(ceilings.COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+        dst = torch.empty_like(src)
+        return Call(lambda: dst.copy_(src))
+
+    # Rates are compared as operations over time: the copy's are those of attention to as many bytes of K and V.
+    as_many = problem.flops * 2 * ceilings.COPY_BYTES / problem.kv_bytes
+    others = [Candidate(COPY, as_many, copy), peers.sdpa_flash(x, problem.flops), peers.fa4(x, problem.flops)]
+    name = f"decoding B{batch}, {keys // 1024}k keys, {heads}/{kv_heads} heads D{D}"
+    return case(name, problem, x, others, COPY, asked)
+
+
+def attention_cases(mode: str) -> Iterator[Case]:
+    """All rows have a number asked of them; "full" tries more settings and sets FlexAttention beside every forward."""
+    full = mode == "full"
+    for shape in SM_80:
+        for causal in (False, True):
+            yield older(shape, causal)
+    for density in (1 / 8, 1 / 4, 1 / 2):
+        yield sparse(64, density, FLEX, 1.5, settings=len(peers.FLEX_SETTINGS) if full else 1)
+    for shape in SHAPES:
+        for causal in (False, True):
+            yield forward(shape, causal, flex=full or shape == FIRST)
+    for graph in (True, False):
+        for shape in SMALL:
+            for causal in (False, True):
+                yield small(shape, causal, graph)
+    for density in (1 / 8, 1 / 4, 1 / 2):
+        yield sparse(128, density, FA4, 1.10, dense=density == 1 / 8)
+    yield sliding_window()
+    for batch, keys, asked in CACHES:
+        yield decoding(batch, keys, asked)

@@ -1,0 +1,147 @@
+"""What the attention suite finds beside its rows: checks over several of them, host costs, errors against fp64."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as nnf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import peers_attention as peers
+from .cases_attention import EIGHTH, FORWARD, OUR_DENSE, dense_problem, named, operands, ours_of
+from .peers_attention import FA4, FLASH
+from .rows import OURS, Row, reason
+from .table import make_console
+from .timing import host_cost
+
+HOST_US = 8.0  # asked of an eager call into a given output
+TINY = (1, 64, 1, 64)  # (B, S, H, D) of it; D64 without a mask is compiled for other rows too
+ERRORS = (((1, 4096, 8, 128), False), ((1, 4096, 8, 64), True), ((1, 4096, 4, 256), True))  # (B, S, H, D), causal
+# Over theirs. What is compared is mostly one rounding of the output, the same for all; the largest error is that of a
+# single element.
+RMS, LARGEST = 1.01, 1.1
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number that is asked for, of more than one row or of none. `value` is None where it could not be measured."""
+
+    name: str
+    value: float | None
+    asked: float
+    at_most: bool = False  # whether `value` is to be no larger than `asked`, rather than no smaller
+
+    @property
+    def ok(self) -> bool:
+        if self.value is None or math.isnan(self.value):
+            return False
+        return self.value <= self.asked if self.at_most else self.value >= self.asked
+
+    def as_dict(self) -> dict:
+        return asdict(self) | {"ok": self.ok}
+
+    def __str__(self) -> str:
+        shown = "not measured" if self.value is None else f"{self.value:.3f}"
+        return f"{self.name}: {shown}, asked {'at most' if self.at_most else 'at least'} {self.asked:g}"
+
+
+def checks(rows: Sequence[Row], host: dict[str, float], errors: Sequence[dict]) -> list[Check]:
+    """What is asked of the rows together, of the host's cost and of the errors; of what was measured."""
+    found = []
+    if forward := [row.ratio for row in rows if row.name.startswith(FORWARD)]:
+        worst = None if None in forward else min(forward)
+        mean = None if None in forward else statistics.geometric_mean(forward)
+        found += [Check(f"forward, geometric mean of {len(forward)}", mean, 1.0), Check("forward, worst", worst, 0.93)]
+    for row in rows:
+        if row.name == EIGHTH:
+            dense = row.peer(OUR_DENSE)
+            share = None if dense is None or row.ours.error else row.ours.tflops / dense.tflops
+            found.append(Check(f"{row.name}: useful rate over our own dense one", share, 0.92))
+    if host:
+        found.append(Check("host cost of a call, µs", host.get("attention"), HOST_US, at_most=True))
+    for entry in errors:
+        ours, *theirs = (entry["errors"].get(name) for name in (OURS, FLASH, FA4))
+        theirs = [e for e in theirs if e and "rms" in e]
+        known = ours is not None and "rms" in ours and theirs
+        rms = ours["rms"] / min(e["rms"] for e in theirs) if known else None
+        largest = ours["max"] / max(e["max"] for e in theirs) if known else None
+        found.append(Check(f"rms error over the least of theirs, {entry['shape']}", rms, RMS, at_most=True))
+        found.append(Check(f"largest error over the largest of theirs, {entry['shape']}", largest, LARGEST, True))
+    return found
+
+
+def host_costs() -> dict[str, float]:
+    """Microseconds of host time of one eager call on tiny tensors; what cannot run is left out."""
+    from attention import attention
+
+    x = operands(dense_problem(TINY))
+    q, k, v = x.heads_first
+    out, one = x.out().transpose(1, 2), q.new_zeros(64, 64)
+    sum_ = torch.empty_like(one)
+    calls = {
+        "attention": lambda: attention(q, k, v, out=out),
+        "attention, output allocated": lambda: attention(q, k, v),
+        "torch SDPA": lambda: nnf.scaled_dot_product_attention(q, k, v),
+        "torch.add": lambda: torch.add(one, one, out=sum_),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = round(host_cost(call), 2)
+        except Exception as error:
+            print(f"host cost of {name}: {reason(error)}")
+    return found
+
+
+def errors(cases: Sequence, device: str = "cuda") -> list[dict]:
+    """Largest and root mean square error against fp64 of ours, FlashAttention 2 and 4, of the same tensors.
+
+    Ours of all cases comes first, since FA4's import changes CuTe DSL, with which ours may have to be compiled.
+    """
+    of_case = [operands(dense_problem(shape, causal), device=device) for shape, causal in cases]
+    found = [{"shape": named(*case), "rms": None, "errors": {}} for case in cases]
+    makes = {
+        OURS: lambda x: ours_of(x)[0],
+        FLASH: lambda x: peers.sdpa_flash(x, 1.0).setup(),
+        FA4: lambda x: peers.fa4(x, 1.0).setup(),
+    }
+    for name, make in makes.items():
+        for x, entry in zip(of_case, found, strict=True):
+            exact = x.exact()
+            entry["rms"] = exact.square().mean().sqrt().item()
+            try:
+                wrong = make(x)().double() - exact
+                entry["errors"][name] = {"max": wrong.abs().max().item(), "rms": wrong.square().mean().sqrt().item()}
+            except Exception as error:
+                entry["errors"][name] = {"error": reason(error)}
+    return found
+
+
+def measure_and_show(rows: Sequence[Row], host: dict[str, float], only: str = "") -> dict:
+    """The errors, and the checks of what was measured, both printed; as the result file has them."""
+    wrong = errors(ERRORS) if only in ("", "errors") else []
+    found = checks(rows, host, wrong)
+    show(found, wrong)
+    return {"errors": wrong, "checks": [check.as_dict() for check in found]}
+
+
+def show(found: Sequence[Check], errors: Sequence[dict], console: Console | None = None) -> None:
+    """Print the table of errors and a line for each check."""
+    console = console or make_console()
+    if errors:
+        table = Table(title="Error against fp64: largest, root mean square", title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("shape")
+        names = list(errors[0]["errors"])
+        for name in names:
+            table.add_column(name)
+        for entry in errors:
+            cells = (entry["errors"][name] for name in names)
+            table.add_row(entry["shape"], *(e.get("error") or f"{e['max']:.2e}, {e['rms']:.3e}" for e in cells))
+        console.print(table)
+    for check in found:
+        console.print(Text(f"{check}{'' if check.ok else ' MISSED'}", style="green" if check.ok else "bold red"))
