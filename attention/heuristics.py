@@ -31,8 +31,17 @@ SM_80 = {
     256: ((64, 64, 1, 4), (128, 64, 1, 8)),
 }
 
+# The same for kernels that give LSE: exact sums take registers, and these tiles have them.
+SM_80_LSE = {
+    64: ((64, 64, 2, 4),),
+    96: ((128, 64, 2, 4), (64, 64, 2, 4)),
+    128: ((64, 64, 2, 4), (64, 64, 1, 4)),
+    192: ((64, 64, 1, 4),),
+    256: ((64, 32, 2, 4), (64, 32, 1, 4)),
+}
 
-def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int) -> list[FlashConfig]:
+
+def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = False) -> list[FlashConfig]:
     """Configurations of the sm_80 path that fit the architecture's shared memory, the most promising first.
 
     Raises ValueError for head dimensions that no kernel has.
@@ -40,7 +49,7 @@ def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int) -> list[Flas
     for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if dim not in HEAD_DIMS:
             raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
-    configs = [FlashConfig(*c) for c in SM_80[max(head_dim, head_dim_v)]]
+    configs = [FlashConfig(*c) for c in (SM_80_LSE if lse else SM_80)[max(head_dim, head_dim_v)]]
     facts = (FlashFacts(spec.target, "sm_80", c, head_dim=head_dim, head_dim_v=head_dim_v) for c in configs)
     # A third stage only where two CTAs still share an SM.
     return [f.config for f in facts if f.smem_bytes * (1 + (f.config.stages > 2)) <= spec.smem]
@@ -92,5 +101,5 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     if facts.path == "sm_90":
         config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
     else:
-        config = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v)[0]
+        config = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse)[0]
     return replace(facts, config=config)

@@ -16,25 +16,24 @@ from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
 from cute_kernels.runtime.parallel import attempt, worker_pool
 
-# (band, softcap, lse): nothing, causal, and everything
+# (band, softcap, lse): nothing, causal, and everything, without and with LSE
 FEATURES = (
     (BandKind(), False, False),
     (BandKind(right=True), False, True),
+    (BandKind(left=True, right=True), True, False),
     (BandKind(left=True, right=True), True, True),
 )
 
 
 def configurations(spec):
-    """Every candidate of sm_90 and sm_80, the first of each with each set of features, and of other GPUs the picks."""
+    """The first candidate of sm_90 and of sm_80 with each set of features, the others with LSE; other GPUs' picks."""
     for path in ("sm_80", "sm_90") if spec.path == "sm_90" else ("sm_80",):
         for dim in HEAD_DIMS:
-            facts = FlashFacts(spec.target, path, None, "bfloat16", dim, dim)
-            for i, config in enumerate(candidates(facts, spec)):
-                if i and path != spec.name:
-                    break
-                for band, softcap, lse in FEATURES if path == spec.name and i == 0 else FEATURES[-1:]:
-                    mine = replace(config, dynamic=path == "sm_90" and (band.left or band.right))
-                    yield replace(facts, config=mine, band=band, softcap=softcap, lse=lse)
+            for band, softcap, lse in FEATURES if path == spec.name else FEATURES[-1:]:
+                facts = FlashFacts(spec.target, path, None, "bfloat16", dim, dim, band, softcap, lse)
+                for config in candidates(facts, spec)[: None if facts.lse and path == spec.name else 1]:
+                    dynamic = path == "sm_90" and (band.left or band.right)
+                    yield replace(facts, config=replace(config, dynamic=dynamic))
         facts = FlashFacts(spec.target, path, None, "float16", 192, 128)
         yield replace(facts, config=candidates(facts, spec)[0])
 
@@ -42,7 +41,7 @@ def configurations(spec):
 def candidates(facts: FlashFacts, spec) -> list:
     if facts.path == "sm_90":
         return [config for config, _ in candidates_sm90(facts, Extents(1, 1, 1, None, None, 132))]
-    return candidates_sm80(spec, facts.head_dim, facts.head_dim_v)
+    return candidates_sm80(spec, facts.head_dim, facts.head_dim_v, facts.lse)
 
 
 def name_of(f: FlashFacts) -> str:
