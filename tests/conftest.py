@@ -1,5 +1,6 @@
 """What all tests share: a kernel cache of their own, seeds, and which tests this machine can run."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels.runtime.parallel import attempt, worker_pool
 
 from . import emulate, reference
 
@@ -22,7 +24,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     torch.set_num_threads(1)  # CPU tensors here are small: threads only wait for each other, 5x on a busy machine
-    if CACHE not in os.environ:
+    if not os.environ.get(CACHE):  # processes that share the tests (pytest-xdist) inherit it, and share the folder
         folder = tempfile.mkdtemp(prefix="cute-kernels-tests-")
         os.environ[CACHE] = folder
 
@@ -45,6 +47,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"runs on sm_90; this GPU is sm_{capability[0]}{capability[1]}"))
 
 
+def pytest_collection_finish():
+    gc.freeze()  # modules and ten thousand tests stay; walking them again and again took a sixth of each compilation
+
+
 @pytest.fixture(autouse=True)
 def seeded(request):
     """Every test draws numbers of its own, the same in each run."""
@@ -58,6 +64,30 @@ def device(request, monkeypatch):
         return "cuda"
     emulate.install(monkeypatch)
     return "cpu"
+
+
+@pytest.fixture(scope="module")
+def outcome_of(request):
+    """outcome_of(inspect, facts): what became of a kernel that a test compiles to inspect it.
+
+    One process of tests compiles, in a process for each CPU, the kernels of all selected tests of the file, and each
+    test waits for its own. Where several share the tests (pytest-xdist), each test compiles its own, where it is.
+    """
+    if hasattr(request.config, "workerinput"):
+        yield attempt
+        return
+    selected = [item for item in request.session.items if item.module is request.module]
+    selected = [item.callspec.params["facts"] for item in selected if "outcome_of" in item.fixturenames]
+    pool = worker_pool(os.cpu_count() or 1)
+    futures = {}
+
+    def outcome(inspect, facts):
+        if not futures:
+            futures.update((each, pool.submit(attempt, inspect, each)) for each in selected)
+        return futures[facts].result()
+
+    yield outcome
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture

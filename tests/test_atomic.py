@@ -21,9 +21,9 @@ from cute_kernels.scheduler import TileScheduler
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 from sparse_collective.balance import work_order
 
+from .bsr_parts import bsr, dense, width
 from .reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned
-from .test_bsr_ops import bsr, dense, width
-from .test_gemm import matrices
+from .test_gemm import check_outputs, matrices
 from .test_k_tiles import numbers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -281,16 +281,7 @@ def test_operands(device, shared, layouts):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_outputs(device, shared, dtype, transposed):
     """Bias, activation and residual once, whoever comes last; either major, and a view that TMA does not take."""
-    a, b = matrices(200, 328, 456, device)
-    out, residual = poisoned(200, 328, dtype=dtype, device=device), normal(200, 328, dtype=dtype, device=device)
-    if transposed:
-        out, residual = (torch.empty_like(t.t()).t().copy_(t) for t in (out, residual))
-    check(a, b, out=out)
-    check(a, b, out=out.fill_(float("nan")), bias=normal(328, device=device), residual=residual, activation="gelu")
-    check(a, b, out=out.fill_(float("nan")), bias=normal(200, 1, device=device), alpha=0.5, activation="silu")
-    buffer = poisoned(400, 660, dtype=dtype, device=device)
-    view = buffer[3:331, 1:201].t() if transposed else buffer[3:203, 1:329]
-    assert not check(a, b, out=view, activation="gelu").facts.tma_store
+    check_outputs(check, dtype, transposed, device)
 
 
 def test_batches(device, shared):

@@ -1,9 +1,8 @@
 """Every attention configuration compiles for every architecture, without spills and with its tensor-core instruction.
 
-The kernels are compiled in a process for each CPU; each test waits for its own.
+Where they are compiled: see `outcome_of` in conftest.py.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from attention.runtime import compile_flash
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.parallel import attempt, worker_pool
 
 # (band, softcap, lse): nothing, causal, and everything, without and with LSE
 FEATURES = (
@@ -69,19 +67,10 @@ def inspected(facts: FlashFacts) -> tuple:
     return resources, found
 
 
-@pytest.fixture(scope="session")
-def flash_outcomes(request):
-    """Facts -> the future of their kernel's outcome, for the tests that were selected."""
-    selected = [item.callspec.params for item in request.session.items if "flash_outcomes" in item.fixturenames]
-    pool = worker_pool(os.cpu_count() or 1)
-    yield {params["facts"]: pool.submit(attempt, inspected, params["facts"]) for params in selected}
-    pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("facts", entries())
-def test_flash_kernel(facts, flash_outcomes):
-    outcome = flash_outcomes[facts].result()
+def test_flash_kernel(facts, outcome_of):
+    outcome = outcome_of(inspected, facts)
     assert not outcome.error
     resources, problems = outcome.value
     assert problems == []

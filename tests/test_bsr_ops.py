@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import candidates, explain
+from cute_kernels import candidates
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
@@ -19,8 +19,20 @@ from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective import ops as sparse_ops
 
 from . import emulate
-from .cases import PATTERNS, mask_to_indices
-from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned, poisoned_empty
+from .bsr_parts import (
+    LINEAR,
+    SCATTERED,
+    bsr,
+    check,
+    check_absent_blocks,
+    check_in_a_larger_buffer,
+    check_same_bits,
+    dense,
+    multiply,
+    width,
+)
+from .cases import PATTERNS
+from .reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned, poisoned_empty
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 
@@ -41,52 +53,6 @@ BLOCKS = [
     (80, 16),
 ]
 PATTERN_NAMES = ("uniform", "empty_rows", "one_full_row", "power_law", "no_blocks", "all_blocks")
-
-
-def bsr(pattern, block, device, *, grid=(3, 5), dtype=BF16, index_dtype=torch.int32, inside_nan=False) -> BsrMatrix:
-    """A matrix of one pattern of grid[0] x grid[1] blocks; `inside_nan` puts NaN before and after its values."""
-    mask = pattern if isinstance(pattern, torch.Tensor) else PATTERNS[pattern](*grid)
-    (rows, cols), (bm, bk) = mask.shape, block
-    crow, col = (t.to(device) for t in mask_to_indices(mask, index_dtype))
-    kept = max(1.0, len(col) / rows) * bk  # products that an element of a typical row sums
-    values = normal(len(col), bm, bk, dtype=dtype, device=device, k=round(kept))
-    if inside_nan:
-        buffer = poisoned(len(col) + 2, bm, bk, dtype=dtype, device=device)
-        buffer[1:-1] = values
-        values = buffer[1:-1]
-    return BsrMatrix(crow, col, values, (rows * bm, cols * bk))
-
-
-def dense(W: BsrMatrix) -> torch.Tensor:
-    return dense_of(W.crow_indices, W.col_indices, W.values, W.shape)
-
-
-def check(W, b, *, linear=False, out=None, out_dtype=None, matrix=None, **terms):
-    """One product into poisoned memory against the truth; returns its plan. W may be given as `matrix` to the op."""
-    dtype = out.dtype if out is not None else out_dtype or W.dtype
-    rows = dense(W)
-    a, b2 = (b, rows.t()) if linear else (rows, b)
-    if linear and b.dim() == 1:
-        a = b[None]
-    exact, by_torch = exact_and_torch(a, b2, dtype, **terms)
-    if linear and b.dim() == 1:
-        exact, by_torch = exact[0], by_torch[0]
-    if out is None:
-        out = poisoned(*exact.shape, dtype=dtype, device=b.device)
-    matrix = W if matrix is None else matrix
-    op, args = (bsr_linear, (b, matrix)) if linear else (bsr_matmul, (matrix, b))
-    plan = explain(op, *args, out=out, **terms)
-    assert op(*args, out=out, **terms) is out
-    assert_as_good_as_torch(out, exact, by_torch, k=W.shape[1], plan=plan)
-    return plan
-
-
-def width(W, n, device, linear=False, dtype=BF16):
-    """b (K, n), or x (n, K)."""
-    return normal(*((n, W.shape[1]) if linear else (W.shape[1], n)), dtype=dtype, device=device)
-
-
-LINEAR = pytest.mark.parametrize("linear", [False, True], ids=["matmul", "linear"])
 
 
 @LINEAR
@@ -278,15 +244,7 @@ def test_leading_dimensions_that_do_not_fold(device, path):
 def test_output_in_a_larger_buffer(device, path, offset, linear):
     """Row tiles that hang over the end of a block, and column tiles over the end of the row, write nothing there."""
     W = bsr("bernoulli", (48, 112), device)
-    shape = (264, W.shape[0]) if linear else (W.shape[0], 264)
-    for transposed in (False, True):
-        rows, cols = reversed(shape) if transposed else shape
-        buffer = torch.full((rows + 16, cols + 256), 7.0, dtype=BF16, device=device)
-        view = buffer[5 : 5 + rows, offset : offset + cols]
-        view.fill_(float("nan"))
-        check(W, width(W, 264, device, linear), linear=linear, out=view.t() if transposed else view)
-        view.fill_(7.0)
-        assert (buffer == 7.0).all(), "memory around the output was written"
+    check_in_a_larger_buffer(W, width(W, 264, device, linear), offset, linear)
 
 
 @LINEAR
@@ -295,7 +253,7 @@ def test_output_of_its_own(device, path, linear):
     b = width(W, 264, device, linear)
     exact, by_torch = exact_and_torch(*((b, dense(W).t()) if linear else (dense(W), b)), BF16)
     with poisoned_empty():
-        out = bsr_linear(b, W) if linear else bsr_matmul(W, b)
+        out = multiply(W, b, linear)
     assert_as_good_as_torch(out, exact, by_torch, k=W.shape[1])
 
 
@@ -318,29 +276,8 @@ def test_extents_of_zero(device, path, shape):
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_parts_of_b_that_no_block_touches(device, path, block, junk, linear):
     """W's zeros are absent, not multiplied: what lies in b under an absent block never shows."""
-    mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 1]], dtype=torch.bool)
-    W = bsr(mask, block, device)
-    bm, bk = block
-    b = width(W, 264, device, linear)
-    k_mode = 1 if linear else 0
-    for column in range(5):  # junk in one block column at a time: its rows are spoilt, all others exact
-        spoilt = b.clone()
-        spoilt.narrow(k_mode, column * bk, bk).fill_(junk)
-        clean = b.clone()
-        clean.narrow(k_mode, column * bk, bk).zero_()
-        args = (clean, dense(W).t()) if linear else (dense(W), clean)
-        exact, by_torch = exact_and_torch(*args, BF16)
-        shape = exact.shape
-        out = poisoned(*shape, device=device)
-        bsr_linear(spoilt, W, out=out) if linear else bsr_matmul(W, spoilt, out=out)
-        by_rows = (lambda t: t.t() if linear else t)  # fmt: skip # noqa: E731
-        for row in range(4):
-            part = slice(row * bm, (row + 1) * bm)
-            if mask[row, column]:
-                assert not by_rows(out)[part].isfinite().any()
-            else:
-                mine, right, theirs = (by_rows(t)[part] for t in (out, exact, by_torch))
-                assert_as_good_as_torch(mine, right, theirs, k=W.shape[1])
+    W = bsr(SCATTERED, block, device)
+    check_absent_blocks(W, width(W, 264, device, linear), junk, linear)
 
 
 @pytest.mark.parametrize("block", [(64, 64), (48, 112), (16, 16), (80, 16)], ids=str)
@@ -373,11 +310,7 @@ def test_nothing_outside_b_is_read(device, path):
 @LINEAR
 def test_same_bits_on_every_run(device, path, linear):
     W = bsr("power_law", (64, 64), device, grid=(40, 24))
-    b = width(W, 520, device, linear)
-    run = (lambda: bsr_linear(b, W)) if linear else (lambda: bsr_matmul(W, b))
-    first = run()
-    for _ in range(20 if device == "cuda" else 2):
-        assert torch.equal(run(), first)
+    check_same_bits(W, width(W, 520, device, linear), linear)
 
 
 def test_one_kernel_for_all_patterns(device, path):

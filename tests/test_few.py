@@ -19,9 +19,20 @@ from cute_kernels.legality import unsupported
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective import ops as sparse_ops
 
+from .bsr_parts import (
+    LINEAR,
+    SCATTERED,
+    bsr,
+    check,
+    check_absent_blocks,
+    check_in_a_larger_buffer,
+    check_same_bits,
+    dense,
+    multiply,
+    width,
+)
 from .cases import PATTERNS
 from .reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned
-from .test_bsr_ops import LINEAR, bsr, check, dense, width
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCKS = [(16, 16), (32, 64), (64, 64), (128, 128), (512, 112), (48, 16), (256, 64), (32, 32), (16, 144), (64, 256)]
@@ -289,25 +300,8 @@ def test_batches_of_w(device, path, form, linear):
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_parts_of_b_that_no_block_touches(device, path, block, junk, linear):
     """Neither B under an absent block, nor a row's neighbours in memory, shows."""
-    mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 1]], dtype=torch.bool)
-    W = bsr(mask, block, device, inside_nan=True)
-    bm, bk = block
-    b = operand(W, 6, device, linear, path)
-    for column in (0, 1, 2):
-        spoilt, clean = b.clone(), b.clone()
-        for t, value in ((spoilt, junk), (clean, 0.0)):
-            t.narrow(1 if linear else 0, column * bk, bk).fill_(value)
-        args = (clean, dense(W).t()) if linear else (dense(W), clean)
-        exact, by_torch = exact_and_torch(*args, BF16)
-        out = poisoned(*exact.shape, device=device)
-        bsr_linear(spoilt, W, out=out) if linear else bsr_matmul(W, spoilt, out=out)
-        for r in range(len(mask)):
-            rows = slice(r * bm, (r + 1) * bm)
-            mine, right, theirs = ((t.t() if linear else t)[rows] for t in (out, exact, by_torch))
-            if mask[r, column]:
-                assert not mine.isfinite().any()
-            else:
-                assert_as_good_as_torch(mine, right, theirs, k=W.shape[1])
+    W = bsr(SCATTERED, block, device, inside_nan=True)
+    check_absent_blocks(W, operand(W, 6, device, linear, path), junk, linear)
 
 
 @LINEAR
@@ -318,7 +312,7 @@ def test_an_infinity_in_the_last_block_stays_one(device, path, linear):
     b = operand(W, 3, device, linear, path).abs_()
     last = W.shape[1] - 8
     b.narrow(1 if linear else 0, last, 8).fill_(math.inf)
-    out = bsr_linear(b, W) if linear else bsr_matmul(W, b)
+    out = multiply(W, b, linear)
     assert (out == math.inf).all()
 
 
@@ -326,26 +320,15 @@ def test_an_infinity_in_the_last_block_stays_one(device, path, linear):
 @pytest.mark.parametrize("offset", [8, 1])
 def test_output_in_a_larger_buffer(device, path, offset, linear):
     W = bsr("bernoulli", (48, 112), device)
-    shape = (11, W.shape[0]) if linear else (W.shape[0], 11)
-    for transposed in (False, True):
-        rows, cols = reversed(shape) if transposed else shape
-        buffer = torch.full((rows + 16, cols + 64), 7.0, dtype=BF16, device=device)
-        view = buffer[5 : 5 + rows, offset : offset + cols]
-        view.fill_(float("nan"))
-        few(check(W, operand(W, 11, device, linear, path), linear=linear, out=view.t() if transposed else view))
-        view.fill_(7.0)
-        assert (buffer == 7.0).all(), "memory around the output was written"
+    for plan in check_in_a_larger_buffer(W, operand(W, 11, device, linear, path), offset, linear):
+        few(plan)
 
 
 @LINEAR
 def test_same_bits_on_every_run(device, path, linear):
     W = bsr("power_law", (64, 64), device, grid=(40, 24))
     for n in (1, 16):
-        b = operand(W, n, device, linear, path)
-        run = (lambda b: bsr_linear(b, W)) if linear else (lambda b: bsr_matmul(W, b))
-        first = run(b)
-        for _ in range(20 if device == "cuda" else 2):
-            assert torch.equal(run(b), first)
+        check_same_bits(W, operand(W, n, device, linear, path), linear)
 
 
 def test_uneven_rows_need_no_order_and_are_planned_once(emulated):

@@ -48,6 +48,20 @@ def matrices(m, n, k, device, layouts="nn", dtype=BF16):
     )
 
 
+def check_outputs(check, dtype, transposed, device):
+    """By a test file's own `check`: either major, with a residual and a bias; and a view that TMA does not take."""
+    a, b = matrices(200, 328, 456, device)
+    out, residual = poisoned(200, 328, dtype=dtype, device=device), normal(200, 328, dtype=dtype, device=device)
+    if transposed:
+        out, residual = (torch.empty_like(t.t()).t().copy_(t) for t in (out, residual))
+    check(a, b, out=out)
+    check(a, b, out=out.fill_(float("nan")), bias=normal(328, device=device), residual=residual, activation="gelu")
+    check(a, b, out=out.fill_(float("nan")), bias=normal(200, 1, device=device), alpha=0.5, activation="silu")
+    buffer = poisoned(400, 660, dtype=dtype, device=device)
+    view = buffer[3:331, 1:201].t() if transposed else buffer[3:203, 1:329]
+    assert not check(a, b, out=view, activation="gelu").facts.tma_store
+
+
 # Layouts and types
 
 SAME = [(layouts, dtype, dtype) for layouts in ("nn", "nt", "tn", "tt") for dtype in (BF16, FP16)]

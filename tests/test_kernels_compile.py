@@ -1,16 +1,13 @@
 """Every kernel configuration compiles for every architecture, and none spills or misses its tensor-core instruction.
 
-That is what can be proven about speed without a GPU. The kernels are compiled in a process for each CPU; each test
-waits for its own.
+That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py.
 """
-
-import os
 
 import pytest
 
 from cute_kernels.arch import ARCHS
 from cute_kernels.catalog import kernel_configurations, name_of
-from cute_kernels.runtime.parallel import attempt, inspect_kernel, worker_pool
+from cute_kernels.runtime.parallel import inspect_kernel
 
 
 def entries():
@@ -20,19 +17,10 @@ def entries():
             yield pytest.param(facts, id=f"{spec.target}: {name_of(facts)}", marks=mark)
 
 
-@pytest.fixture(scope="session")
-def outcomes(request):
-    """Facts -> the future of their kernel's outcome, for the tests that were selected."""
-    selected = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
-    pool = worker_pool(os.cpu_count() or 1)
-    yield {params["facts"]: pool.submit(attempt, inspect_kernel, params["facts"]) for params in selected}
-    pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("facts", entries())
-def test_kernel(facts, outcomes):
-    outcome = outcomes[facts].result()
+def test_kernel(facts, outcome_of):
+    outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error
     report = outcome.value
     assert report.problems == ()

@@ -19,10 +19,10 @@ from cute_kernels.legality import unsupported
 from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective.k_tiles import BsrSource
 
+from .bsr_parts import bsr, width
+from .bsr_parts import check as check_bsr
 from .reference import exact_and_torch, normal, poisoned
-from .test_bsr_ops import bsr, width
-from .test_bsr_ops import check as check_bsr
-from .test_gemm import check, matrices
+from .test_gemm import check, check_outputs, matrices
 from .test_k_tiles import numbers
 from .test_sweep_protocol import Barrier
 
@@ -216,16 +216,7 @@ def test_operands(device, shared, layouts):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_outputs(device, wide, dtype, transposed):
     """Either major, with a residual and a bias; and a view whose strides TMA does not take."""
-    a, b = matrices(200, 328, 456, device)
-    out, residual = poisoned(200, 328, dtype=dtype, device=device), normal(200, 328, dtype=dtype, device=device)
-    if transposed:
-        out, residual = (torch.empty_like(t.t()).t().copy_(t) for t in (out, residual))
-    check(a, b, out=out)
-    check(a, b, out=out.fill_(float("nan")), bias=normal(328, device=device), residual=residual, activation="gelu")
-    check(a, b, out=out.fill_(float("nan")), bias=normal(200, 1, device=device), alpha=0.5, activation="silu")
-    buffer = poisoned(400, 660, dtype=dtype, device=device)
-    view = buffer[3:331, 1:201].t() if transposed else buffer[3:203, 1:329]
-    assert not check(a, b, out=view, activation="gelu").facts.tma_store
+    check_outputs(check, dtype, transposed, device)
 
 
 def test_batches(device, shared):
