@@ -55,6 +55,7 @@ class FlashFacts:
     band: BandKind = BandKind()
     softcap: bool = False
     lse: bool = False
+    packed: bool = False  # sequences one after another, of lengths that the GPU reads
 
     def key(self) -> str:
         """A text that is the same in every process."""

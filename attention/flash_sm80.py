@@ -73,11 +73,20 @@ class FlashSm80:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        cfg, facts = self.cfg, self.facts
-        batch, heads, rows, _ = mQ.shape
-        scheduler = QueryScheduler(cute.ceil_div(rows, cfg.tile_m), heads, batch, heads // mK.shape[1])
-        source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)
+        _, heads, rows, _ = mQ.shape
+        tiles_m = cute.ceil_div(rows, self.cfg.tile_m)
+        scheduler = QueryScheduler(tiles_m, heads, mQ.shape[0], heads // mK.shape[1])
         lengths = DenseLengths(rows, mK.shape[2])
+        self.launch(
+            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+    ):  # fmt: skip
+        """The kernel over the query tiles that `scheduler` names, of items of these `lengths`."""
+        source = BandSource(self.facts.band, self.cfg.tile_m, self.cfg.tile_n, left, right)
         self.kernel(mQ, mK, mV, mO, mLSE, source, scheduler, lengths, scale_log2, softcap).launch(
             grid=(scheduler.count, 1, 1),
             block=(self.threads, 1, 1),
@@ -96,7 +105,7 @@ class FlashSm80:
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         source,
-        scheduler: QueryScheduler,
+        scheduler,
         lengths,
         scale_log2: Float32,
         softcap: Float32,
@@ -133,8 +142,8 @@ class FlashSm80:
         acc_O.fill(0.0)
         acc_L.fill(0.0)
         if tiles.count > 0:
-            from_q = self.thread_part(self.q, mQ, span.b, tile.h)
-            from_k, from_v = (self.thread_part(*x, span.b, tile.h_kv) for x in ((self.k, mK), (self.v, mV)))
+            from_q = self.thread_part(self.q, mQ, span.b, tile.h, span.q0)
+            from_k, from_v = (self.thread_part(*x, span.b, tile.h_kv, span.k0) for x in ((self.k, mK), (self.v, mV)))
             # Only the first tile visited can reach past the end of K and V: zeros stand there.
             self.copy(self.q, from_q, tile.m, sQ, span.rows)
             for s in range_constexpr(cfg.stages):
@@ -173,12 +182,13 @@ class FlashSm80:
                         self.copy(self.v, from_v, tiles.at(after), sV + slot * self.v.bytes, None)
                     cute.arch.cp_async_commit_group()
         softmax.finish(out, lse)
-        store_rows(acc_O, mO[span.b, tile.h, None, None], row, span.rows, self.tiles_m)
+        gO = cute.domain_offset((span.q0, 0), mO[span.b, tile.h, None, None])
+        store_rows(acc_O, gO, row, span.rows, self.tiles_m)
         if const_expr(mLSE is not None):
             if lane % 4 == 0:
                 for r in range_constexpr(2 * self.tiles_m):
                     if row + 8 * r < span.rows:
-                        mLSE[span.b, tile.h, row + 8 * r] = lse[r]
+                        mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
 
     @cute.jit
     def weigh(
@@ -201,8 +211,8 @@ class FlashSm80:
 
     # ------------------------------------------------------------------ global memory -> shared memory
 
-    def thread_part(self, op: OperandTile, mX: cute.Tensor, b: Int32, h: Int32) -> tuple:
-        """(line, to, source, pitch): what this thread's copies of a head's tiles have in common.
+    def thread_part(self, op: OperandTile, mX: cute.Tensor, b: Int32, h: Int32, begin: Int32) -> tuple:
+        """(line, to, source, pitch): what this thread's copies of a head's tiles, from row `begin` on, have in common.
 
         Neighbouring threads copy neighbouring chunks, `op.chunks` of a line at a time. `to` is where the thread's first
         vector goes in a tile, `source` where that of the head's first tile comes from, `pitch` the bytes of a line.
@@ -210,7 +220,7 @@ class FlashSm80:
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         pitch = Int64(mX.stride[2]) * ELEMENT
         head = (Int64(b) * mX.stride[0] + Int64(h) * mX.stride[1] + element) * ELEMENT
-        return line, op.offset(line, element * ELEMENT), mX.iterator.toint() + head + line * pitch, pitch
+        return line, op.offset(line, element * ELEMENT), mX.iterator.toint() + head + (begin + line) * pitch, pitch
 
     @cute.jit
     def copy(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):

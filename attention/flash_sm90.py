@@ -6,7 +6,7 @@
     pipeline   producer arrives          consumers arrive (per stage)
     Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     K, V       1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages each
-    queue      the producer warp         all consumer threads; scheduler.SLOTS stages (FlashConfig.dynamic)
+    queue      the producer warp         all consumer threads; tile_queue.SLOTS stages (FlashConfig.dynamic)
 
 A consumer's step over K/V tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah
 et al. 2024):
@@ -37,13 +37,16 @@ from .config import FlashFacts
 from .k_tiles import BandSource
 from .lengths import DenseLengths
 from .mask import cap_scores, mask_band
-from .scheduler import SLOTS, QueryScheduler, TileQueue
+from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
+from .tile_queue import SLOTS, TileQueue
+from .zero_tail import zero_tail
 
 WARPGROUP = 128
 ROWS = 64  # of a consumer warpgroup
 TURN_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
+TAIL_BARRIER = 8  # named barriers 8, 9, ..: of the warps of each consumer
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
@@ -122,6 +125,19 @@ class FlashSm90:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
+        _, heads, rows, _ = mQ.shape
+        tiles_m = cute.ceil_div(rows, self.cfg.tile_m)
+        scheduler = QueryScheduler(tiles_m, heads, mQ.shape[0], heads // mK.shape[1])
+        lengths = DenseLengths(rows, mK.shape[2])
+        self.launch(
+            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+    ):  # fmt: skip
+        """The kernel over the query tiles that `scheduler` names, of items of these `lengths`."""
         cfg, facts = self.cfg, self.facts
         # (S, D, H, B), and V as (D, S, H, B)
         mQ, mK, mO = (self.permuted(t, (2, 3, 1, 0)) for t in (mQ, mK, mO))
@@ -131,13 +147,10 @@ class FlashSm90:
         tma_q, tQ = self.make_load(mQ, sQ, (cfg.tile_m, facts.head_dim))
         tma_k, tK = self.make_load(mK, sK, (cfg.tile_n, facts.head_dim))
         tma_v, tV = self.make_load(mV, sV, (facts.head_dim_v, cfg.tile_n))
-        rows, _, heads, batch = mQ.shape
-        scheduler = QueryScheduler(cute.ceil_div(rows, cfg.tile_m), heads, batch, heads // mK.shape[2])
         source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)
         qk, pv = self.make_mmas()
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, counter, qk, pv, source, scheduler,
-            DenseLengths(rows, mK.shape[0]), scale_log2, softcap,
+            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, counter, qk, pv, source, scheduler, lengths, scale_log2, softcap,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -166,7 +179,7 @@ class FlashSm90:
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         source,
-        scheduler: QueryScheduler,
+        scheduler,
         lengths,
         scale_log2: Float32,
         softcap: Float32,
@@ -188,6 +201,8 @@ class FlashSm90:
             for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)
         )
         pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
+        if const_expr(facts.packed):
+            scheduler = scheduler.counted(step)
         queue = None
         if const_expr(cfg.dynamic):
             queue = TileQueue(pipe_queue, storage.slots.get_tensor(SLOTS), counter)
@@ -195,9 +210,6 @@ class FlashSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
             if warp == 0:
-                tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim))
-                tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim))
-                tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n))
                 state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
                 at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
@@ -210,6 +222,9 @@ class FlashSm90:
                     tile = scheduler.decode(index)
                     span = lengths.of(tile.b)
                     tiles = source.for_tile(tile, span)
+                    tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (span.q0, 0))
+                    tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (span.k0, 0))
+                    tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, span.k0))
                     if tiles.count > 0:
                         # In the order in which they are waited for; Q's place is free later than K's.
                         gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
@@ -270,6 +285,15 @@ class FlashSm90:
                     at_k.advance()
                     self.weigh(scores, softmax, source, tiles.at(0), row, span, softcap, True)
                     self.convert(acc_S, tOrP)
+                    if const_expr(facts.packed):
+                        valid = span.cols - tiles.at(0) * cfg.tile_n
+                        if valid < cfg.tile_n:
+                            pipe_v.consumer_wait(at_v)
+                            ring = storage.sV.data_ptr().toint()
+                            zero_tail(
+                                ring, layouts[2].outer, at_v.index, valid,
+                                tidx % WARPGROUP, WARPGROUP, TAIL_BARRIER + group,
+                            )  # fmt: skip
                     for segment in range_constexpr(len(tiles.kinds)):
                         begin = 1 if const_expr(segment == 0) else cutlass.max(tiles.ends[segment - 1], 1)
                         for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
@@ -296,12 +320,12 @@ class FlashSm90:
                     pipe_v.consumer_release(at_v)
                     at_v.advance()
                 softmax.finish(out, lse)
-                store_rows(acc_O, mO[None, None, tile.h, span.b], row, span.rows)
+                store_rows(acc_O, cute.domain_offset((span.q0, 0), mO[None, None, tile.h, span.b]), row, span.rows)
                 if const_expr(mLSE is not None):
                     if tidx % 4 == 0:
                         for r in range_constexpr(2):
                             if row + 8 * r < span.rows:
-                                mLSE[span.b, tile.h, row + 8 * r] = lse[r]
+                                mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
                 if const_expr(cfg.dynamic):
                     index = queue.hear(heard)
                     heard.advance()
@@ -362,8 +386,10 @@ class FlashSm90:
         after = (group + 1) % self.cfg.groups
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
 
-    def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple) -> tuple:
-        """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand."""
+    def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin: tuple) -> tuple:
+        """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand whose tiles begin at `begin`."""
+        if self.facts.packed:
+            tensor = cute.domain_offset((*begin, 0, 0), tensor)
         tiles = cute.local_tile(tensor, tile, (None, None, None, None))
         return cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)

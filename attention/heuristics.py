@@ -92,7 +92,7 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     found = []
     for (tile_m, tile_n, stages, groups), tile_us in SM_90[max(facts.head_dim, facts.head_dim_v)]:
         more = -(-extents.rows // tile_m) * extents.heads > extents.sms
-        found.append((FlashConfig(tile_m, tile_n, stages, groups, uneven and more), tile_us))
+        found.append((FlashConfig(tile_m, tile_n, stages, groups, facts.packed or uneven and more), tile_us))
     return found
 
 
@@ -101,5 +101,8 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     if facts.path == "sm_90":
         config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
     else:
-        config = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse)[0]
+        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse)
+        # A packed sequence's bounds take registers: from 96 on, warps of 32 rows spill a few.
+        narrow = facts.packed and max(facts.head_dim, facts.head_dim_v) > 64
+        config = next(c for c in configs if not narrow or c.tile_m == 16 * c.groups)
     return replace(facts, config=config)

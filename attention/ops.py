@@ -20,7 +20,10 @@ from .plan import FlashPlan, launch, near, remember, without_kernel
 _PLANS: dict[tuple, FlashPlan] = {}
 
 
-def attention(q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None):
+def attention(
+    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
+    cu_seqlens_q=None, cu_seqlens_k=None,
+):  # fmt: skip
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that keeps no scores (flash attention).
 
     Args:
@@ -35,8 +38,16 @@ def attention(q, k, v, *, causal=False, window=None, softcap=None, scale=None, r
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
 
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
+            (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
+            to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries must begin
+            at 0 and never decrease. On a GPU this is not checked, since the host does not wait for the GPU: others
+            give wrong results, but no access out of the tensors. A CUDA graph may change them between replays.
+
     Returns:
         (B, H, Sq, Dv) of q's dtype, `out` if it was given. A row that sees no column gets 0, and an lse of -inf.
+        Packed: (total_q, H, Dv), and an lse (H, total_q), as FlashAttention's. Rows from cu_seqlens_q[B] on, which are
+        of no sequence, see no column.
 
     The same bits on every run. q, k or v whose address or strides are not multiples of 16 bytes, or which are expanded,
     are copied first, which `cute_kernels.explain(attention, ...)` says. CPU tensors run a torch reference in fp32.
@@ -45,12 +56,20 @@ def attention(q, k, v, *, causal=False, window=None, softcap=None, scale=None, r
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if torch.compiler.is_compiling():
         from .torch_op import traced_attention
 
+        if packed:
+            raise NotImplementedError("attention: torch.compile does not take cu_seqlens yet; call it outside")
         return traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out)
     if type(window) is list:
         window = tuple(window)
+    if packed:
+        from .packed import attention_packed
+
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
     try:
         pq, pk, pv, po = q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr()
         key = (
@@ -129,14 +148,21 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
 
 
 def plan_attention(
-    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None
-) -> FlashPlan:
+    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
+    cu_seqlens_q=None, cu_seqlens_k=None,
+) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        from .packed import plan_packed
+
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
     plan = _checked_plan("attention", q, k, v, softcap, scale, return_lse, out)
     bounds = window_bounds(window, causal)
     if not plan.empty and planning.has_kernel(q):
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse}
-        planning.plan_kernel(plan, q, k, v, out, lengths=(q.shape[2], k.shape[2]), **terms)
+        extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     return plan
 
 

@@ -63,17 +63,18 @@ def has_kernel(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def plan_kernel(plan: FlashPlan, q, k, v, out, *, lengths, bounds, softcap, scale, lse: bool, **more) -> None:
+def plan_kernel(
+    plan: FlashPlan, q, k, v, out, *, extents, bounds, softcap, scale, lse: bool, longest=None, **more
+) -> None:
     """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
 
-    `lengths` are (Sq, Sk), or the largest of them; `bounds` mask_mods.window_bounds' (left, right) of a window; `more`
-    further fields of FlashFacts.
+    `extents` are (heads of all items, Sq, Sk), on average where items differ, and `longest` is (Sq, Sk) at
+    most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
     """
     from .heuristics import Extents, pick
     from .runtime import function_for
 
     spec, sms, _ = device_arch(q.get_device())
-    extents = Extents(math.prod(q.shape[:2]), *lengths, *bounds, sms)
     plan.facts = pick(
         FlashFacts(
             arch=spec.target,
@@ -87,7 +88,7 @@ def plan_kernel(plan: FlashPlan, q, k, v, out, *, lengths, bounds, softcap, scal
             lse=lse,
             **more,
         ),
-        extents,
+        Extents(*extents, *bounds, sms),
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
     plan.views = views if any(views) else ()
@@ -95,7 +96,7 @@ def plan_kernel(plan: FlashPlan, q, k, v, out, *, lengths, bounds, softcap, scal
     # With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
     scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
-    left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(lengths), strict=True))
+    left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
     plan.scalars = (scale_log2, cap, left, right, sms)
     plan.function = function_for(plan.facts)
 
@@ -146,7 +147,7 @@ def launch(plan: FlashPlan, q, k, v, out, *more):
 
 
 def counter_for(device: torch.device) -> torch.Tensor:
-    """(1,) int32, 0, for a kernel on the current stream that leaves it 0 (scheduler.TileQueue).
+    """(1,) int32, 0, for a kernel on the current stream that leaves it 0 (tile_queue.TileQueue).
 
     As workspace.zeros: one a device and stream, but a call under graph capture gets one of its own, since the graph may
     be replayed beside other calls; setting it to 0 becomes part of the graph.

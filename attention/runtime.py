@@ -13,14 +13,17 @@ def flash_args(facts: FlashFacts) -> tuple:
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
+    rank = 3 if facts.packed else 4
+
     def heads(width: int):
-        return fake_tensor(facts.dtype, 4, 3, 8, (*(cute.sym_int32() for _ in range(3)), width))
+        return fake_tensor(facts.dtype, rank, rank - 1, 8, (*(cute.sym_int32() for _ in range(rank - 1)), width))
 
     tensors = (heads(w) for w in (facts.head_dim, facts.head_dim, facts.head_dim_v, facts.head_dim_v))
-    lse = fake_tensor("float32", 3, 2, 1) if facts.lse else None
+    lse = fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None
+    packed = [fake_tensor("int32", 1, 0, 1) for _ in range(2)] if facts.packed else []
     scalars = Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1)
-    return *tensors, lse, counter, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
+    return *tensors, lse, counter, *packed, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def compile_flash(facts: FlashFacts, *, keep_cubin: bool = False) -> Built:
@@ -30,6 +33,10 @@ def compile_flash(facts: FlashFacts, *, keep_cubin: bool = False) -> Built:
     else:
         from .flash_sm80 import FlashSm80 as Flash
     entry = Flash(facts)
+    if facts.packed:
+        from .flash_packed import PackedFlash
+
+        entry = PackedFlash(entry)
     compiled = compile_for(facts.arch, entry, *flash_args(facts), keep_cubin=keep_cubin)
     return Built(compiled, {"smem": entry.smem_bytes, "config": str(facts.config), "path": facts.path})
 

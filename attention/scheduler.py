@@ -1,11 +1,15 @@
-"""Which query tile a CTA works on, and which one after that."""
+"""Which query tile has which number."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, range_constexpr
+from cutlass.cutlass_dsl import select_
 
-SLOTS = 2  # numbers of tiles that the producer may be ahead
+from .lengths import PackedLengths
+
+WARP = 32
 
 
 @dataclass(frozen=True)
@@ -40,43 +44,69 @@ class QueryScheduler:
 
 
 @dataclass(frozen=True)
-class TileQueue:
-    """Hands out the tiles after the first one of each CTA in the order in which CTAs ask for them.
+class PackedScheduler:
+    """Query tiles of packed sequences: one head after the other, in it one sequence after the other, of which the last
+    tiles come first.
 
-    The producer warp draws a number from a counter in global memory and tells it to the consumers by shared memory. A
-    tile that is worked on means one draw, so there are as many draws as tiles, and the last one sets the counter back
-    to 0 for the next launch. Which CTA gets a tile changes nothing in its result.
+    The host does not know how many tiles there are, only how many at most. A whole warp finds a tile's sequence, by
+    running sums over 32 sequences at a time. All warps do it by themselves, and get the same.
     """
 
-    pipe: pipeline.PipelineAsync
-    slots: cute.Tensor  # (SLOTS,) Int32 in shared memory
-    counter: cute.Tensor  # (1,) Int32, 0 before and after
+    lengths: PackedLengths
+    tile_m: cutlass.Constexpr[int]
+    tiles_m: Int32  # of a head: at most so many; of what `counted` gives, as many as there are
+    heads: Int32
+    shared: Int32  # heads of Q that share a head of K and V
+
+    @staticmethod
+    def at_most(lengths: PackedLengths, tile_m: int, heads, shared) -> "PackedScheduler":
+        """Each sequence, and the rows after the last one, may end in a tile that is not full."""
+        tiles = lengths.total_q // tile_m + lengths.sequences
+        return PackedScheduler(lengths, tile_m, tiles, heads, shared)
+
+    @property
+    def count(self) -> Int32:
+        return self.tiles_m * self.heads
+
+    def counted(self, ctas) -> "PackedScheduler":
+        """With the number of tiles that there are, if they are more than one for each CTA."""
+        return replace(self, tiles_m=self.tiles_of_a_head(ctas))
 
     @cute.jit
-    def draw(self, count: Int32, ctas: Int32) -> Int32:
-        """The next tile's number, in lane 0 of the producer warp."""
-        number = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            before = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if before == count - 1:
-                self.counter[0] = Int32(0)
-            number = before + ctas
-        return number
+    def tiles_of_a_head(self, ctas: Int32) -> Int32:
+        tiles = Int32(self.tiles_m)
+        if ctas < self.count:
+            _, _, counted = self.find(Int32(2**31 - 1))
+            tiles = cutlass.min(counted, tiles)
+        return tiles
+
+    def decode(self, index) -> QueryTile:
+        """Of an index past a head's last tile, one of an empty sequence."""
+        h = index // self.tiles_m
+        b, m, _ = self.find(index - h * self.tiles_m)
+        return QueryTile(m, h, b, h // self.shared)
 
     @cute.jit
-    def tell(self, number: Int32, state) -> Int32:
-        """The producer warp tells the consumers, and itself, what lane 0 has drawn."""
-        self.pipe.producer_acquire(state)
-        if cute.arch.lane_idx() == 0:
-            self.slots[state.index] = number
-        cute.arch.sync_warp()
-        self.pipe.producer_commit(state)
-        return cute.arch.shuffle_sync(number, 0)
+    def find(self, wanted: Int32) -> tuple:
+        """(sequence, tile in it) of a head's tile number `wanted`, and how many tiles were counted till it was found.
 
-    @cute.jit
-    def hear(self, state) -> Int32:
-        """What the producer warp told, in every thread of the consumers."""
-        self.pipe.consumer_wait(state)
-        number = self.slots[state.index]
-        self.pipe.consumer_release(state)
-        return number
+        Past the last tile: the first empty sequence after all others, and how many tiles there are.
+        """
+        lane = cute.arch.lane_idx()
+        sequences = Int32(self.lengths.sequences)  # with the rows after the last one
+        b, m, before, first = sequences, Int32(0), Int32(0), Int32(0)
+        while first < sequences:
+            begin, end = self.lengths.rows(first + lane)
+            upto = (end - begin + self.tile_m - 1) // self.tile_m
+            for distance in range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(upto, 1 << distance)
+                upto += select_(lane >= (1 << distance), other, Int32(0))
+            upto += before
+            before = cute.arch.shuffle_sync(upto, WARP - 1)
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= wanted))
+            after = first + WARP
+            if passed < WARP:
+                b, m = first + passed, cute.arch.shuffle_sync(upto, passed) - 1 - wanted
+                after = sequences
+            first = after
+        return cute.arch.make_warp_uniform(b), cute.arch.make_warp_uniform(m), before

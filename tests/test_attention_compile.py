@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from attention.config import BandKind, FlashFacts
-from attention.heuristics import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90
+from attention.heuristics import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
 from attention.runtime import compile_flash
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
+
+EXTENTS = Extents(256, 4096, 4096, None, None, 132)
 
 # (band, softcap, lse): nothing, causal, and everything, without and with LSE
 FEATURES = (
@@ -32,18 +34,20 @@ def configurations(spec):
                 for config in candidates(facts, spec)[: None if facts.lse and path == spec.name else 1]:
                     dynamic = path == "sm_90" and (band.left or band.right)
                     yield replace(facts, config=replace(config, dynamic=dynamic))
-        facts = FlashFacts(spec.target, path, None, "float16", 192, 128)
-        yield replace(facts, config=candidates(facts, spec)[0])
+                if path == spec.name:
+                    yield pick(replace(facts, packed=True), EXTENTS)
+        yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128), EXTENTS)
 
 
 def candidates(facts: FlashFacts, spec) -> list:
     if facts.path == "sm_90":
-        return [config for config, _ in candidates_sm90(facts, Extents(1, 1, 1, None, None, 132))]
+        return [config for config, _ in candidates_sm90(facts, EXTENTS)]
     return candidates_sm80(spec, facts.head_dim, facts.head_dim_v, facts.lse)
 
 
 def name_of(f: FlashFacts) -> str:
-    more = [text for text, there in (("left", f.band.left), ("right", f.band.right), ("softcap", f.softcap)) if there]
+    switches = (("left", f.band.left), ("right", f.band.right), ("softcap", f.softcap), ("packed", f.packed))
+    more = [text for text, there in switches if there]
     return f"{f.arch}: {f.path} {f.dtype} D {f.head_dim} Dv {f.head_dim_v} {f.config} {' '.join(more)}".rstrip()
 
 

@@ -1,0 +1,111 @@
+"""attention of packed sequences: what ops.attention does with cu_seqlens. Validate, plan, launch."""
+
+import torch
+
+from cute_kernels import checks as common
+from cute_kernels.runtime.plan import forced_path
+
+from . import checks, reference
+from . import plan as planning
+from .mask_mods import window_bounds
+from .plan import FlashPlan, launch, remember, without_kernel
+
+OP = "attention"
+MOST = 2**31 - 1024  # tiles and positions are int32, and a tile may begin at the last row
+LEAST_TILE = 64  # rows of the smallest query tile
+_PLANS: dict[tuple, FlashPlan] = {}
+
+
+def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse, out, **terms):
+    """See ops.attention; terms are causal, window, softcap and scale."""
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    try:
+        key = (
+            *((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
+            *(t.data_ptr() % 16 for t in tensors),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16),
+            *terms.values(), return_lse, forced_path(),
+        )  # fmt: skip
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        key = plan = None  # whatever it is, the plan's checks will name it
+    if plan is None:
+        plan = plan_packed(*tensors, **terms, return_lse=return_lse, out=out)
+        remember(_PLANS, key, plan)
+    common.check_no_grad(OP, q, k, v)
+    if out is not None:
+        common.check_out(OP, out, q, k, v)
+    if plan.function is not None:
+        out, lse = launch(plan, q, k, v, out, cu_seqlens_q, cu_seqlens_k)
+    else:
+        out, lse = without_kernel(plan, lambda: _reference(plan, *tensors, terms), out)
+    return (out, lse) if return_lse else out
+
+
+def plan_packed(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, window=None, softcap=None, scale=None, return_lse=False,
+    out=None,
+) -> FlashPlan:  # fmt: skip
+    """Check a call's arguments and choose its kernel, without launching it."""
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    checks.check_scale(OP, scale, softcap)
+    bounds = window_bounds(window, causal)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"{OP}: return_lse must be True or False, got {return_lse!r}")
+    (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
+    plan = FlashPlan(OP, (rows, heads, v.shape[-1]), (heads, rows), q.dtype, q.device)
+    if out is not None:
+        checks.check_out(OP, out, plan.out_shape, q.dtype, q.device, (q, k, v))
+    plan.empty = 0 in plan.out_shape or cols == 0
+    if plan.empty or not planning.has_kernel(q):
+        return plan
+    checks.check_head_dims(OP, q, v)
+    if (rows // LEAST_TILE + sequences + 1) * heads > MOST or rows + cols > MOST:
+        raise ValueError(
+            f"{OP}: {rows} rows and {cols} columns of {sequences} sequences and {heads} heads are more than the "
+            "kernels can count; split them into several calls"
+        )
+    terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "longest": (rows, cols)}
+    extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
+    planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, packed=True)
+    plan.notes.append(
+        f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
+        f"{rows // plan.facts.config.tile_m + sequences + 1} query tiles a head"
+    )
+    return plan
+
+
+def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+    """q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv); cu_seqlens (B + 1,) int32, B at least 1."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError(f"{OP}: cu_seqlens_q and cu_seqlens_k must both be given; pass one tensor twice if they agree")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_tensor(f"{OP}: {name}", tensor)
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{OP}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
+            )
+    checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)))
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.check_tensor(f"{OP}: {name}", tensor)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{OP}: {name} is {tensor.dtype}; it must be torch.int32")
+        if tensor.dim() != 1 or len(tensor) < 2:
+            raise ValueError(f"{OP}: {name} has shape {tuple(tensor.shape)}; it must be (sequences + 1,), from 2 on")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{OP}: {name} has stride {tensor.stride(0)}; call .contiguous()")
+        common.check_device(OP, q.device, **{name: tensor})
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            f"{OP}: cu_seqlens_q is of {len(cu_seqlens_q) - 1} sequences and cu_seqlens_k of {len(cu_seqlens_k) - 1}"
+        )
+
+
+def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, terms) -> tuple:
+    """(out, lse): the reference, and zeros in rows after the last sequence."""
+    out = torch.zeros(plan.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(plan.lse_shape, -torch.inf, dtype=torch.float32, device=q.device)
+    rows, cols = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
+    packed = q[:rows], k[:cols], v[:cols], cu_seqlens_q, cu_seqlens_k
+    out[:rows], lse[:, :rows] = reference.attention_packed(*packed, **terms, return_lse=True)
+    return out, lse
