@@ -5,6 +5,8 @@ from functools import cached_property
 
 from cute_kernels.arch import ArchSpec, arch_named
 
+from .element_mask import ElementMask
+
 ELEMENT = 2  # bytes of a bf16 or fp16 element
 TURNS = 128  # largest head dimension at which consumer warpgroups take turns
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -24,6 +26,7 @@ class FlashConfig:
     stages: int
     groups: int
     dynamic: bool = False
+    ctas: int = 1  # sm_90: how many share an SM
 
     def __str__(self) -> str:
         return (
@@ -43,6 +46,15 @@ class BandKind:
 
 
 @dataclass(frozen=True)
+class BlockKind:
+    """A block mask: its blocks' sides, and which elements of partial blocks are seen, None for all."""
+
+    block_q: int
+    block_k: int
+    mask: ElementMask | None = None
+
+
+@dataclass(frozen=True)
 class FlashFacts:
     """Everything that selects one compiled kernel."""
 
@@ -56,6 +68,7 @@ class FlashFacts:
     softcap: bool = False
     lse: bool = False
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
+    blocks: BlockKind | None = None  # of block-sparse attention; `band` says nothing then
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -79,5 +92,7 @@ class FlashFacts:
 
     @property
     def keeps_q(self) -> bool:
-        """sm_80: whether Q's fragments stay in registers, 32 a thread at the most."""
+        """sm_80: whether Q's fragments stay in registers, 32 a thread at the most; a block mask needs some itself."""
+        if self.blocks is not None and self.head_dim == 96:
+            return False
         return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups

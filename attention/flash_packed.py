@@ -43,7 +43,8 @@ class PackedFlash:
         if const_expr(mLSE is not None):
             mLSE = self.one_item(mLSE, (0, 1))
         self.flash.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.flash.band(left, right), scale_log2, softcap,
+            max_ctas, stream,
         )  # fmt: skip
 
     def one_item(self, tensor: cute.Tensor, modes: tuple) -> cute.Tensor:

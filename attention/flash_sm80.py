@@ -30,9 +30,9 @@ from cute_kernels.mainloop_sm80 import CHUNK, TileSteps
 from cute_kernels.store_sm80 import WARP
 
 from .config import ELEMENT, FlashFacts
-from .k_tiles import BandSource
+from .k_tiles import EITHER, PARTIAL, BandSource
 from .lengths import DenseLengths
-from .mask import cap_scores, mask_band
+from .mask import cap_scores, mask_band, mask_elements
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
@@ -78,15 +78,18 @@ class FlashSm80:
         scheduler = QueryScheduler(tiles_m, heads, mQ.shape[0], heads // mK.shape[1])
         lengths = DenseLengths(rows, mK.shape[2])
         self.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.band(left, right), scale_log2, softcap, max_ctas,
+            stream,
         )  # fmt: skip
+
+    def band(self, left: Int32, right: Int32) -> BandSource:
+        return BandSource(self.facts.band, self.cfg.tile_m, self.cfg.tile_n, left, right)
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
     ):  # fmt: skip
-        """The kernel over the query tiles that `scheduler` names, of items of these `lengths`."""
-        source = BandSource(self.facts.band, self.cfg.tile_m, self.cfg.tile_n, left, right)
+        """The kernel: `scheduler` names query tiles, `lengths` how long items are, `source` tiles of K and V."""
         self.kernel(mQ, mK, mV, mO, mLSE, source, scheduler, lengths, scale_log2, softcap).launch(
             grid=(scheduler.count, 1, 1),
             block=(self.threads, 1, 1),
@@ -144,10 +147,11 @@ class FlashSm80:
         if tiles.count > 0:
             from_q = self.thread_part(self.q, mQ, span.b, tile.h, span.q0)
             from_k, from_v = (self.thread_part(*x, span.b, tile.h_kv, span.k0) for x in ((self.k, mK), (self.v, mV)))
-            # Only the first tile visited can reach past the end of K and V: zeros stand there.
+            # Zeros stand past the end of K and V. Only the first tile visited can reach there, or any that lists name.
+            later = const_expr(None) if const_expr(facts.blocks is None) else span.cols
             self.copy(self.q, from_q, tile.m, sQ, span.rows)
             for s in range_constexpr(cfg.stages):
-                end = span.cols if const_expr(s == 0) else None
+                end = span.cols if const_expr(s == 0) else later
                 if s < tiles.count:
                     self.copy(self.k, from_k, tiles.at(s), sK + s * self.k.bytes, end)
                 cute.arch.cp_async_commit_group()
@@ -167,9 +171,9 @@ class FlashSm80:
                     )  # fmt: skip
                     self.wait(2 * (cfg.stages - 1))
                     if after < tiles.count:
-                        self.copy(self.k, from_k, tiles.at(after), sK + slot * self.k.bytes, None)
+                        self.copy(self.k, from_k, tiles.at(after), sK + slot * self.k.bytes, later)
                     cute.arch.cp_async_commit_group()
-                    self.weigh(scores, softmax, source, tiles.at(i), row, span, softcap, tiles.kinds[segment])
+                    self.weigh(scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment])
                     rP = self.convert(acc_S)
                     softmax.rescale(out)
                     if const_expr(not facts.lse):
@@ -179,7 +183,7 @@ class FlashSm80:
                     self.multiply(acc_O, lambda k: rP[k], self.v, lanes[2], sV + slot * self.v.bytes)
                     self.wait(2 * (cfg.stages - 1))
                     if after < tiles.count:
-                        self.copy(self.v, from_v, tiles.at(after), sV + slot * self.v.bytes, None)
+                        self.copy(self.v, from_v, tiles.at(after), sV + slot * self.v.bytes, later)
                     cute.arch.cp_async_commit_group()
         softmax.finish(out, lse)
         gO = cute.domain_offset((span.q0, 0), mO[span.b, tile.h, None, None])
@@ -196,18 +200,31 @@ class FlashSm80:
         scores: cute.Tensor,  # (rows, columns)
         softmax: OnlineSoftmax,
         source,
-        n: Int32,  # number of the tile of K
+        tiles,
+        i,  # which of the tiles
         row: Int32,  # of the thread's first row
+        tile,  # scheduler.QueryTile
         span,  # lengths.Span
         softcap: Float32,
-        partial: cutlass.Constexpr,
+        kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
     ):
         """Scores to P: the cap, the mask, the softmax."""
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
-        if const_expr(partial):
-            mask_band(scores, source, row, n * self.cfg.tile_n, span)
+        if const_expr(kind == EITHER):
+            if tiles.ends[0] > i:
+                self.mask(scores, source, tiles.at_partial(i), row, tile, span)
+        elif const_expr(kind == PARTIAL):
+            self.mask(scores, source, tiles.at_partial(i), row, tile, span)
         softmax.step(scores)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):
+        """-inf where a row does not see a column of tile n of K."""
+        if const_expr(self.facts.blocks is None):
+            mask_band(scores, source, row, n * self.cfg.tile_n, span)
+        else:
+            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, span)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

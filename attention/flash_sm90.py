@@ -34,9 +34,9 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.gemm_sm90 import ALIGN, smem_layout
 
 from .config import FlashFacts
-from .k_tiles import BandSource
+from .k_tiles import EITHER, PARTIAL, BandSource
 from .lengths import DenseLengths
-from .mask import cap_scores, mask_band
+from .mask import cap_scores, mask_band, mask_elements
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
@@ -49,7 +49,8 @@ TURN_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
 TAIL_BARRIER = 8  # named barriers 8, 9, ..: of the warps of each consumer
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
-REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+# With one of them an SM may have two CTAs.
+REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 
 
 class FlashSm90:
@@ -96,8 +97,10 @@ class FlashSm90:
         k, mn = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
         groups = (self.cfg.groups, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
+        # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
+        wide = self.facts.head_dim_v // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
         pv = sm90_utils.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k, mn, Float32, groups, (ROWS, self.facts.head_dim_v),
+            self.dtype, self.dtype, k, mn, Float32, groups, (ROWS, wide),
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         return qk, pv
@@ -130,14 +133,18 @@ class FlashSm90:
         scheduler = QueryScheduler(tiles_m, heads, mQ.shape[0], heads // mK.shape[1])
         lengths = DenseLengths(rows, mK.shape[2])
         self.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.band(left, right), scale_log2, softcap, max_ctas,
+            stream,
         )  # fmt: skip
+
+    def band(self, left: Int32, right: Int32) -> BandSource:
+        return BandSource(self.facts.band, self.cfg.tile_m, self.cfg.tile_n, left, right)
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, scale_log2, softcap, left, right, max_ctas, stream
+        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
     ):  # fmt: skip
-        """The kernel over the query tiles that `scheduler` names, of items of these `lengths`."""
+        """The kernel: `scheduler` names query tiles, `lengths` how long items are, `source` tiles of K and V."""
         cfg, facts = self.cfg, self.facts
         # (S, D, H, B), and V as (D, S, H, B)
         mQ, mK, mO = (self.permuted(t, (2, 3, 1, 0)) for t in (mQ, mK, mO))
@@ -147,14 +154,14 @@ class FlashSm90:
         tma_q, tQ = self.make_load(mQ, sQ, (cfg.tile_m, facts.head_dim))
         tma_k, tK = self.make_load(mK, sK, (cfg.tile_n, facts.head_dim))
         tma_v, tV = self.make_load(mV, sV, (facts.head_dim_v, cfg.tile_n))
-        source = BandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right)
         qk, pv = self.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, counter, qk, pv, source, scheduler, lengths, scale_log2, softcap,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=cfg.ctas,
+            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
             stream=stream,
         )  # fmt: skip
 
@@ -228,16 +235,20 @@ class FlashSm90:
                     if tiles.count > 0:
                         # In the order in which they are waited for; Q's place is free later than K's.
                         gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
-                        self.load(tma_k, gK[None, tiles.at(0)], tKsK, pipe_k, at_k)
+                        # A tile's number may be a load, so it is asked for one step ahead, once past the end.
+                        n, ahead = tiles.at(0), tiles.at(1)
+                        self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
                         at_k.advance()
                         self.load(tma_q, tQgQ[None, tile.m, 0, tile.h, span.b], tQsQ, pipe_q, state_q)
                         state_q.advance()
                         for i in cutlass.range(1, tiles.count, unroll=1):
-                            self.load(tma_k, gK[None, tiles.at(i)], tKsK, pipe_k, at_k)
+                            before, n = n, ahead
+                            ahead = tiles.at(i + 1)
+                            self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
                             at_k.advance()
-                            self.load(tma_v, gV[None, tiles.at(i - 1)], tVsV, pipe_v, at_v)
+                            self.load(tma_v, gV[None, before], tVsV, pipe_v, at_v)
                             at_v.advance()
-                        self.load(tma_v, gV[None, tiles.at(tiles.count - 1)], tVsV, pipe_v, at_v)
+                        self.load(tma_v, gV[None, n], tVsV, pipe_v, at_v)
                         at_v.advance()
                     if const_expr(cfg.dynamic):
                         number = queue.tell(number, told)
@@ -274,7 +285,7 @@ class FlashSm90:
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    # The first tile's scores, always masked.
+                    # The first tile's scores.
                     pipe_q.consumer_wait(state_q)
                     pipe_k.consumer_wait(at_k)
                     self.wait_turn(group)
@@ -283,7 +294,7 @@ class FlashSm90:
                     warpgroup.wait_group(0)
                     pipe_k.consumer_release(at_k)
                     at_k.advance()
-                    self.weigh(scores, softmax, source, tiles.at(0), row, span, softcap, True)
+                    self.weigh(scores, softmax, source, tiles, 0, row, tile, span, softcap, tiles.first)
                     self.convert(acc_S, tOrP)
                     if const_expr(facts.packed):
                         valid = span.cols - tiles.at(0) * cfg.tile_n
@@ -306,7 +317,9 @@ class FlashSm90:
                             warpgroup.wait_group(1)
                             pipe_k.consumer_release(at_k)
                             at_k.advance()
-                            self.weigh(scores, softmax, source, tiles.at(i), row, span, softcap, tiles.kinds[segment])
+                            self.weigh(
+                                scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment]
+                            )
                             warpgroup.wait_group(0)
                             pipe_v.consumer_release(at_v)
                             at_v.advance()
@@ -344,18 +357,31 @@ class FlashSm90:
         scores: cute.Tensor,  # (rows, columns)
         softmax: OnlineSoftmax,
         source,
-        n: Int32,  # number of the tile of K
+        tiles,
+        i,  # which of the tiles
         row: Int32,  # of the thread's first row
+        tile,  # scheduler.QueryTile
         span,  # lengths.Span
         softcap: Float32,
-        partial: cutlass.Constexpr,
+        kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
     ):
         """Scores to P: the cap, the mask, the softmax."""
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
-        if const_expr(partial):
-            mask_band(scores, source, row, n * self.cfg.tile_n, span)
+        if const_expr(kind == EITHER):
+            if tiles.ends[0] > i:
+                self.mask(scores, source, tiles.at_partial(i), row, tile, span)
+        elif const_expr(kind == PARTIAL):
+            self.mask(scores, source, tiles.at_partial(i), row, tile, span)
         softmax.step(scores)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):
+        """-inf where a row does not see a column of tile n of K."""
+        if const_expr(self.facts.blocks is None):
+            mask_band(scores, source, row, n * self.cfg.tile_n, span)
+        else:
+            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, span)
 
     @cute.jit
     def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):

@@ -40,6 +40,55 @@ SM_80_LSE = {
     256: ((64, 32, 2, 4), (64, 32, 1, 4)),
 }
 
+# Of block masks on sm_90, by block_q and the larger head dimension: (tile_n, stages) for blocks 128 wide, and 64 wide.
+# Blocks 64 high are done by one consumer warpgroup a CTA, two CTAs an SM, with half of its shared memory each.
+BLOCKS_SM_90 = {
+    128: {
+        64: ((128, 3), (64, 4)),
+        96: ((128, 3), (64, 4)),
+        128: ((128, 2), (64, 4)),
+        192: ((64, 3), (64, 3)),
+        256: ((64, 2), (64, 2)),
+    },
+    64: {
+        64: ((128, 2), (64, 4)),
+        96: ((128, 2), (64, 4)),
+        128: ((64, 3), (64, 3)),
+        192: ((64, 1), (64, 1)),
+        256: ((64, 1), (64, 1)),
+    },
+}
+
+# On sm_80: (tile_m, tile_n, stages, warps), which every architecture has the shared memory for. What a block mask needs
+# of registers leaves none for warps of 32 rows. Above head dimension 128, and in some other cases, a few addresses
+# spill.
+BLOCKS_SM_80 = {
+    128: {
+        64: (128, 64, 2, 8),
+        96: (128, 64, 2, 8),
+        128: (128, 64, 2, 8),
+        192: (128, 64, 1, 8),
+        256: (64, 32, 1, 4),
+    },
+    64: {
+        64: (64, 64, 2, 4),
+        96: (64, 64, 2, 4),
+        128: (64, 32, 2, 4),
+        192: (64, 64, 1, 4),
+        256: (64, 32, 1, 4),
+    },
+}
+
+
+def config_of_blocks(facts: FlashFacts) -> FlashConfig:
+    """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
+    blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
+    if facts.path == "sm_90":
+        tile_n, stages = BLOCKS_SM_90[blocks.block_q][dim][blocks.block_k == 64]
+        groups = blocks.block_q // 64
+        return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
+    return FlashConfig(*BLOCKS_SM_80[blocks.block_q][dim])
+
 
 def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = False) -> list[FlashConfig]:
     """Configurations of the sm_80 path that fit the architecture's shared memory, the most promising first.
@@ -98,7 +147,9 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
 
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     """The facts with the configuration that is estimated to be the fastest, or the sm_80 path's first that fits."""
-    if facts.path == "sm_90":
+    if facts.blocks is not None:
+        config = config_of_blocks(facts)
+    elif facts.path == "sm_90":
         config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
     else:
         configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse)

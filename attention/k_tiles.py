@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32
 
-PARTIAL, FULL = True, False
+FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: the segment that has it tells, at run time
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,12 @@ class KvTiles:
     last: Int32  # number of the first tile to visit, the highest one
     ends: tuple  # how many tiles are visited up to the end of each segment
     kinds: cutlass.Constexpr[tuple]  # of the segments, PARTIAL or FULL
+    first: cutlass.Constexpr[int] = PARTIAL  # kind of the first tile: masked in any case, which needs no branch
 
     def at(self, i) -> Int32:
         return self.last - i
+
+    at_partial = at
 
 
 @dataclass(frozen=True)

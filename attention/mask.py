@@ -1,7 +1,8 @@
 """What happens to scores before their softmax: a cap on them, and masks."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 LOG2E = 1.4426950408889634
@@ -36,4 +37,31 @@ def mask_band(
             seen = column < end
             if const_expr(source.band.left):
                 seen = seen and column >= begin
+            scores[r, c] = select_(seen, scores[r, c], -Float32.inf)
+
+
+@cute.jit
+def mask_elements(
+    scores: cute.Tensor,  # (rows, columns) of this thread
+    kind,  # config.BlockKind
+    tensors: tuple,  # what its element mask reads
+    row: Int32,  # of the thread's first row
+    col0: Int32,  # first column of the tile
+    tile,  # scheduler.QueryTile
+    span,  # lengths.Span
+):
+    """-inf where the element mask is false, and past the last column."""
+    mine = col0 + cute.arch.lane_idx() % 4 * 2
+    mask_mod = const_expr(None if kind.mask is None else kind.mask.with_tensors(tensors))
+    for r in range_constexpr(cute.size(scores, mode=[0])):
+        q = row + 8 * r
+        if const_expr(len(tensors) > 0):
+            q = cutlass.min(q, span.rows - 1)  # nothing past their ends is read
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            column = mine + const_expr(c // 2 * 8 + c % 2)
+            seen = column < span.cols
+            if const_expr(mask_mod is not None):
+                if const_expr(len(tensors) > 0):
+                    column = cutlass.min(column, span.cols - 1)
+                seen = seen & Boolean(mask_mod(tile.b, tile.h, q, column))
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

@@ -16,6 +16,7 @@ from . import plan as planning
 from .block_mask import BlockMask
 from .mask_mods import window_bounds
 from .plan import FlashPlan, launch, near, remember, without_kernel
+from .sparse_plan import launch_blocks, plan_blocks
 
 _PLANS: dict[tuple, FlashPlan] = {}
 
@@ -111,13 +112,18 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
             torch.compile only a BlockMask, made outside, whose mask_mod is of mask_mods.py or captures no tensor.
         causal: a row also sees no column after its own, as in attention.
 
-    Returns and raises as attention does. CPU tensors run the reference; a GPU has no kernel of it yet, and raises.
+    Returns and raises as attention does, and raises ValueError or TypeError for a mask_mod that a kernel cannot be
+    compiled with: see attention.element_mask. CPU tensors run the reference. What is made of a mask, once and without
+    waiting for the GPU, is kept as long as the BlockMask: to pass the same one again costs nothing more.
     """
     if torch.compiler.is_compiling():
         from .torch_op import traced_block_sparse
 
         return traced_block_sparse(q, k, v, block_mask, causal, softcap, scale, return_lse, out)
     mask = as_block_mask(q, k, block_mask)
+    if planning.has_kernel(q):
+        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out)
+        return (out, lse) if return_lse else out
     terms = {"causal": causal, "softcap": softcap, "scale": scale}
     plan = plan_block_sparse(q, k, v, mask, **terms, return_lse=return_lse, out=out)
     common.check_no_grad("block_sparse_attention", q, k, v)
@@ -175,8 +181,8 @@ def plan_block_sparse(
     plan = _checked_plan(op, q, k, v, softcap, scale, return_lse, out)
     checks.check_block_mask(op, mask, q, k)
     window_bounds(None, causal)
-    if planning.has_kernel(q):
-        raise RuntimeError(f"{op}: there is no kernel yet; this op takes CPU tensors only for now")
+    if not plan.empty and planning.has_kernel(q):
+        plan_blocks(plan, q, k, v, mask, causal, softcap, scale, return_lse, out)
     return plan
 
 

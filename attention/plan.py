@@ -97,7 +97,7 @@ def plan_kernel(
     scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
-    plan.scalars = (scale_log2, cap, left, right, sms)
+    plan.scalars = (scale_log2, cap, left, right, sms * plan.facts.config.ctas)
     plan.function = function_for(plan.facts)
 
 

@@ -21,9 +21,16 @@ def flash_args(facts: FlashFacts) -> tuple:
     tensors = (heads(w) for w in (facts.head_dim, facts.head_dim, facts.head_dim_v, facts.head_dim_v))
     lse = fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None
-    packed = [fake_tensor("int32", 1, 0, 1) for _ in range(2)] if facts.packed else []
     scalars = Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1)
-    return *tensors, lse, counter, *packed, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
+    more = []
+    if facts.packed:
+        more = [fake_tensor("int32", 1, 0, 1) for _ in range(2)]
+    if facts.blocks is not None:
+        partial_count, full_count, index, order = (fake_tensor("int32", n, n - 1, 1) for n in (3, 3, 4, 1))
+        mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
+        mask = (fake_tensor(t, n, n - 1, 1) for t, n in mask)
+        more = [(partial_count, full_count, index, Int32(1), order, *mask)]
+    return *tensors, lse, counter, *more, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def compile_flash(facts: FlashFacts, *, keep_cubin: bool = False) -> Built:
@@ -37,6 +44,10 @@ def compile_flash(facts: FlashFacts, *, keep_cubin: bool = False) -> Built:
         from .flash_packed import PackedFlash
 
         entry = PackedFlash(entry)
+    elif facts.blocks is not None:
+        from .flash_blocks import BlocksFlash
+
+        entry = BlocksFlash(entry)
     compiled = compile_for(facts.arch, entry, *flash_args(facts), keep_cubin=keep_cubin)
     return Built(compiled, {"smem": entry.smem_bytes, "config": str(facts.config), "path": facts.path})
 

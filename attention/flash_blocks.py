@@ -1,0 +1,46 @@
+"""The attention kernels on block masks: which tiles are visited, and in which order, the mask's lists say."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .block_source import with_blocks
+from .lengths import DenseLengths
+from .scheduler import QueryScheduler
+
+
+class BlocksFlash:
+    """FlashSm90 or FlashSm80, compiled for block masks."""
+
+    def __init__(self, flash):
+        self.flash = flash
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.flash.smem_bytes
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        counter: cute.Tensor | None,
+        blocks: tuple,  # sparse_plan.blocks_of
+        scale_log2: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        flash = self.flash
+        batch, heads, rows, _ = mQ.shape
+        plain = QueryScheduler(cute.ceil_div(rows, flash.cfg.tile_m), heads, batch, heads // mK.shape[1])
+        scheduler, source = with_blocks(flash.facts, plain, blocks)
+        lengths = DenseLengths(rows, mK.shape[2])
+        flash.launch(
+            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
+        )  # fmt: skip

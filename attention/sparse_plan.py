@@ -1,0 +1,144 @@
+"""What a GPU runs for block_sparse_attention: checks, the kernel's facts, and what is made of a mask once.
+
+Of a mask are made, on its device and without waiting for it: the mask with causal, the order in which query tiles come,
+and the key of its element mask. They are kept as long as the mask is.
+"""
+
+import weakref
+
+import torch
+
+from cute_kernels import checks as common
+from cute_kernels.runtime.plan import forced_path
+
+from . import plan as planning
+from .block_mask import TABLES, BlockMask
+from .config import BlockKind
+from .element_mask import element_mask
+from .plan import FlashPlan, launch, remember, without_kernel
+
+OP = "block_sparse_attention"
+LONG = 2.0  # times the mean: rows so long come first, whatever head they are of
+MOST_TILES = 2**31 - 1
+_PLANS: dict[tuple, FlashPlan] = {}
+
+
+class Derived:
+    """What is made of one mask."""
+
+    _of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def __init__(self, mask: BlockMask):
+        self.element = element_mask(mask.mask_mod)  # (ElementMask, tensors)
+        for tensor in self.element[1]:
+            common.check_device(OP, mask.device, **{"mask_mod's tensor": tensor})
+        self.kept = {}
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> "Derived":
+        found = cls._of.get(mask)
+        return cls._of.setdefault(mask, cls(mask)) if found is None else found
+
+    def get(self, key, device: torch.device, make, tensors_of):
+        """`make()`, kept under `key`.
+
+        While a CUDA graph is captured, what is not there yet becomes part of the graph and is not kept; what is there
+        was finished before, for torch.cuda.graph synchronises. Another stream waits for what one has made.
+        """
+        found = self.kept.get(key)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if found is not None:
+            value, made_on, event = found
+            if event is not None and not capturing and made_on != torch._C._cuda_getCurrentRawStream(device.index):
+                stream = torch.cuda.current_stream(device)
+                stream.wait_event(event)
+                for tensor in tensors_of(value):
+                    tensor.record_stream(stream)
+            return value
+        value = make()
+        if device.type != "cuda":
+            self.kept[key] = value, None, None
+        elif not capturing:
+            stream = torch.cuda.current_stream(device)
+            self.kept[key] = value, stream.cuda_stream, stream.record_event()
+        return value
+
+
+def tables(mask: BlockMask) -> tuple:
+    """The four lists."""
+    return tuple(getattr(mask, name) for name in TABLES)
+
+
+def with_causal(mask: BlockMask) -> BlockMask:
+    """mask.with_causal(), made once."""
+    return Derived.of(mask).get("causal", mask.device, mask.with_causal, tables)
+
+
+def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
+    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int32 (tiles,).
+
+    Each CTA takes one, so that whichever SM is free takes the next. Tiles much longer than the mean come first, by
+    length; then head by head, so that its keys and values stay in L2, each head's longest tiles first.
+    """
+    tiles_m = -(-mask.lengths[0] // tile_m)
+    count = (mask.partial_count + mask.full_count).repeat_interleave(mask.blocksize[0] // tile_m, -1)[..., :tiles_m]
+    count = count.flip(-1).expand(batch, heads, tiles_m).reshape(batch * heads, tiles_m).long()
+    most = mask.n_block_cols
+    head = torch.arange(1, batch * heads + 1, device=count.device)[:, None]
+    long = count * count.numel() > count.sum() * LONG
+    return (most - count + (most + 1) * head.masked_fill(long, 0)).flatten().sort(stable=True).indices.to(torch.int32)
+
+
+def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int) -> tuple:
+    """What the kernels take of a mask: counts, columns, the order of query tiles, and what its element mask reads."""
+    derived = Derived.of(mask)
+
+    def make() -> tuple:
+        # Dimensions of extent 1 may have any stride; the kernel's tensors must have torch's own.
+        partial, full = (t.view(-1).view(t.shape) for t in (mask.partial_count, mask.full_count))
+        index = torch.cat([mask.partial_index, mask.full_index], -1)
+        return partial, full, index, mask.partial_index.shape[-1], tile_order(mask, batch, heads, tile_m)
+
+    made = derived.get((batch, heads, tile_m), mask.device, make, lambda value: (value[2], value[4]))
+    return *made, *derived.element[1]
+
+
+def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
+    """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
+    try:
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device, (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15),
+            causal, softcap, scale, return_lse, forced_path(),
+            mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, Derived.of(mask).element[0],
+        )  # fmt: skip
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        key = plan = None  # whatever it is, the checks will name it
+    if plan is None:
+        from .ops import plan_block_sparse
+
+        terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse}
+        plan = plan_block_sparse(q, k, v, mask, **terms, out=out)
+        remember(_PLANS, key, plan)
+    common.check_no_grad(OP, q, k, v)
+    if out is not None:
+        common.check_out(OP, out, q, k, v)
+    if plan.function is None:
+        return without_kernel(plan, None, out)  # nothing to compute
+    if causal:
+        mask = with_causal(mask)
+    return launch(plan, q, k, v, out, blocks_of(mask, q.shape[0], q.shape[1], plan.facts.config.tile_m))
+
+
+def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
+    """Fill in the kernel of a plan whose arguments are right."""
+    masked = with_causal(mask) if causal else mask
+    extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
+    kind = BlockKind(*mask.blocksize, Derived.of(masked).element[0])
+    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=kind)
+    tiles = extents[0] * -(-extents[1] // plan.facts.config.tile_m)
+    if tiles > MOST_TILES:
+        raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")
