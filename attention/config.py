@@ -96,3 +96,17 @@ class FlashFacts:
         if self.blocks is not None and self.head_dim == 96:
             return False
         return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups
+
+
+@dataclass(frozen=True)
+class DecodeFacts(FlashFacts):
+    """A kernel for few queries and long K and V (decode_sm90)."""
+
+    seqlens: bool = False  # whether items have lengths of their own
+    page_size: int = 0  # rows of a page of K and V; 0 without pages
+    split: bool = False  # whether an item's tiles are split among CTAs, and a second kernel combines what they made
+
+    @property
+    def box(self) -> int:
+        """Rows of K and V that one TMA load brings."""
+        return min(self.page_size or self.config.tile_n, self.config.tile_n)

@@ -33,6 +33,11 @@ class KvTiles:
 
     at_partial = at
 
+    def part(self, begin: Int32, end: Int32) -> "KvTiles":
+        """Those visited from the one at `begin` to before the one at `end`, which there are."""
+        ends = tuple(cutlass.max(cutlass.min(e, end) - begin, 0) for e in self.ends)
+        return KvTiles(end - begin, self.last - begin, ends, self.kinds)
+
 
 @dataclass(frozen=True)
 class BandSource:
@@ -49,8 +54,12 @@ class BandSource:
 
     def for_tile(self, tile, span) -> KvTiles:
         """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (lengths.Span)."""
-        offset, cols, first = span.offset, span.cols, tile.m * self.tile_m
-        after = cutlass.min(first + self.tile_m, span.rows)
+        first = tile.m * self.tile_m
+        return self.for_rows(first, cutlass.min(first + self.tile_m, span.rows), span)
+
+    def for_rows(self, first, after, span) -> KvTiles:
+        """The tiles for the rows `first` to before `after`."""
+        offset, cols = span.offset, span.cols
         end, full_end = cols, cols
         if self.band.right:
             end = cutlass.max(cutlass.min(cols, after + offset + self.right), 0)

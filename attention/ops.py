@@ -11,7 +11,7 @@ from cute_kernels.explain import explains
 from cute_kernels.runtime.plan import forced_path
 from sparse_collective import BsrMatrix
 
-from . import checks
+from . import checks, decode
 from . import plan as planning
 from .block_mask import BlockMask
 from .mask_mods import window_bounds
@@ -23,7 +23,7 @@ _PLANS: dict[tuple, FlashPlan] = {}
 
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
 ):  # fmt: skip
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that keeps no scores (flash attention).
 
@@ -38,6 +38,15 @@ def attention(
         scale: above 0; 1 / sqrt(D) by default.
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
+        seqlens_k: (B,) int32, for a cache that is not full: how many rows of k and v each item has, instead of all Sk,
+            also in what causal and window say. Rows after those may hold anything, NaN too.
+        block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
+            and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
+            j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Entries past an item's rows are not
+            used.
+
+    The numbers in seqlens_k and block_table are not checked, since that would wait for the GPU, but nothing outside of
+    the tensors is read: a length is taken as the nearest one that can be, a page that is not there as zeros.
 
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
@@ -61,14 +70,15 @@ def attention(
     if torch.compiler.is_compiling():
         from .torch_op import traced_attention
 
-        if packed:
-            raise NotImplementedError("attention: torch.compile does not take cu_seqlens yet; call it outside")
+        if packed or seqlens_k is not None or block_table is not None:
+            raise NotImplementedError("attention: torch.compile takes neither cu_seqlens nor seqlens_k yet")
         return traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out)
     if type(window) is list:
         window = tuple(window)
     if packed:
         from .packed import attention_packed
 
+        _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
     try:
@@ -78,13 +88,15 @@ def attention(
             v.shape, v.stride(), v.dtype, v.device,
             (pq & 15, pk & 15, pv & 15, po & 15) if (pq | pk | pv | po) & 15 else 0,
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            causal, window, softcap, scale, return_lse, forced_path(),
+            causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
+            None if seqlens_k is None else decode.key_of(seqlens_k, block_table),
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # whatever it is, the plan's checks will name it
-    if plan is None:
+    if plan is None or (block_table is not None and seqlens_k is None):
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse}
+        terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
         plan = plan_attention(q, k, v, **terms, out=out)
         remember(_PLANS, key, plan)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
@@ -93,11 +105,16 @@ def attention(
         spans = plan.spans
         if out.requires_grad or near(po, pq, spans, 0) or near(po, pk, spans, 1) or near(po, pv, spans, 2):
             common.check_out("attention", out, q, k, v)
-    if plan.function is not None:
-        out, lse = launch(plan, q, k, v, out)
-    else:
+    cached = seqlens_k is not None
+    if plan.function is None:
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        if cached:
+            terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
         out, lse = without_kernel(plan, lambda: _reference(q, k, v, **terms), out)
+    elif cached:
+        out, lse = launch(plan, q, k, v, out, seqlens_k, block_table)
+    else:
+        out, lse = launch(plan, q, k, v, out)
     return (out, lse) if return_lse else out
 
 
@@ -155,21 +172,36 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
 
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         from .packed import plan_packed
 
+        _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
-    plan = _checked_plan("attention", q, k, v, softcap, scale, return_lse, out)
+    decode.check_cache("attention", q, k, v, seqlens_k, block_table)
+    plan = _checked_plan("attention", q, k, v, softcap, scale, return_lse, out, decode.capacity(k, block_table))
     bounds = window_bounds(window, causal)
     if not plan.empty and planning.has_kernel(q):
-        terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse}
-        extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+
+        def choose(plan, facts, sms) -> bool:
+            if seqlens_k is None and not decode.serves(q, k, sms):
+                return False
+            decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms)
+            return True
+
+        terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
+        extents = q.shape[0] * q.shape[1], q.shape[2], decode.capacity(k, block_table)
         planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     return plan
+
+
+def _check_one_form(seqlens_k, block_table) -> None:
+    """Packed sequences have no cache."""
+    if seqlens_k is not None or block_table is not None:
+        raise ValueError("attention: cu_seqlens and seqlens_k are two forms; give one of them")
 
 
 def plan_block_sparse(
@@ -178,7 +210,8 @@ def plan_block_sparse(
     """The same of block_sparse_attention."""
     op = "block_sparse_attention"
     mask = as_block_mask(q, k, block_mask)
-    plan = _checked_plan(op, q, k, v, softcap, scale, return_lse, out)
+    checks.check_qkv(op, q, k, v)
+    plan = _checked_plan(op, q, k, v, softcap, scale, return_lse, out, k.shape[2])
     checks.check_block_mask(op, mask, q, k)
     window_bounds(None, causal)
     if not plan.empty and planning.has_kernel(q):
@@ -186,9 +219,8 @@ def plan_block_sparse(
     return plan
 
 
-def _checked_plan(op: str, q, k, v, softcap, scale, return_lse, out) -> FlashPlan:
-    """The plan of a call whose q, k, v, scalars and out are right, without a kernel."""
-    checks.check_qkv(op, q, k, v)
+def _checked_plan(op: str, q, k, v, softcap, scale, return_lse, out, columns: int) -> FlashPlan:
+    """The plan of a call whose scalars and out are right too, without a kernel."""
     checks.check_scale(op, scale, softcap)
     if not isinstance(return_lse, bool):
         raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
@@ -198,14 +230,15 @@ def _checked_plan(op: str, q, k, v, softcap, scale, return_lse, out) -> FlashPla
     if out is not None:
         checks.check_out(op, out, plan.out_shape, q.dtype, q.device, (q, k, v))
         plan.spans = tuple(common.dense_bytes(t) for t in (q, k, v, out))
-    plan.empty = 0 in q.shape[:3] or k.shape[2] == 0
+    plan.empty = 0 in plan.out_shape or columns == 0
     return plan
 
 
 def _reference(q, k, v, **terms):
     from . import reference
 
-    return reference.attention(q, k, v, **terms, return_lse=True)
+    run = reference.attention_cached if "seqlens_k" in terms else reference.attention
+    return run(q, k, v, **terms, return_lse=True)
 
 
 explains(attention, plan_attention)

@@ -64,31 +64,29 @@ def has_kernel(tensor: torch.Tensor) -> bool:
 
 
 def plan_kernel(
-    plan: FlashPlan, q, k, v, out, *, extents, bounds, softcap, scale, lse: bool, longest=None, **more
+    plan: FlashPlan, q, k, v, out, *, extents, bounds, softcap, scale, lse: bool, longest=None, choose=None, **more
 ) -> None:
     """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
 
     `extents` are (heads of all items, Sq, Sk), on average where items differ, and `longest` is (Sq, Sk) at
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
+    `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
     """
     from .heuristics import Extents, pick
     from .runtime import function_for
 
     spec, sms, _ = device_arch(q.get_device())
-    plan.facts = pick(
-        FlashFacts(
-            arch=spec.target,
-            path=path_of(plan.op, spec),
-            config=None,
-            dtype=NAMES[q.dtype],
-            head_dim=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            band=BandKind(*(bound is not None for bound in bounds)),
-            softcap=softcap is not None,
-            lse=lse,
-            **more,
-        ),
-        Extents(*extents, *bounds, sms),
+    facts = FlashFacts(
+        arch=spec.target,
+        path=path_of(plan.op, spec),
+        config=None,
+        dtype=NAMES[q.dtype],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        band=BandKind(*(bound is not None for bound in bounds)),
+        softcap=softcap is not None,
+        lse=lse,
+        **more,
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
     plan.views = views if any(views) else ()
@@ -97,7 +95,11 @@ def plan_kernel(
     scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
-    plan.scalars = (scale_log2, cap, left, right, sms * plan.facts.config.ctas)
+    plan.scalars = (scale_log2, cap, left, right)
+    if choose is not None and choose(plan, facts, sms):
+        return
+    plan.facts = pick(facts, Extents(*extents, *bounds, sms))
+    plan.scalars += (sms * plan.facts.config.ctas,)
     plan.function = function_for(plan.facts)
 
 

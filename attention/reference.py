@@ -15,7 +15,7 @@ from torch import Tensor
 from .block_mask import BlockMask
 from .mask_mods import Band, window_bounds
 
-__all__ = ["attention", "attention_packed"]
+__all__ = ["attention", "attention_cached", "attention_packed"]
 
 CHUNK = 2**24  # scores that are held together
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -77,6 +77,54 @@ def attention(
 
     out, lse = _by_rows(q, k, v, seen, softcap, scale)
     return (out, lse) if return_lse else out
+
+
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens_k: Tensor,
+    block_table: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to each item's own number of rows of K and V, which may lie in pages.
+
+    Args:
+        q: (B, H, Sq, D).
+        k, v: (B, Hkv, capacity, D) and (.., Dv); with a block_table (pages, Hkv, page_size, D) and (.., Dv).
+        seqlens_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Read on the
+            host.
+        block_table: (B, pages of an item) int32; item b's row j is in page block_table[b, j // page_size]. A page that
+            is not there is of zeros.
+        The others are those of `attention`, with seqlens_k[b] for Sk.
+
+    Returns:
+        O (B, H, Sq, Dv) in q's dtype; with return_lse also LSE (B, H, Sq).
+
+    Raises:
+        TypeError, ValueError: as `attention` does.
+    """
+    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": True}
+    parts = []
+    for b, length in enumerate(seqlens_k.tolist()):
+        rows = [t[b : b + 1] if block_table is None else _pages(t, block_table[b].long()) for t in (k, v)]
+        parts.append(attention(q[b : b + 1], *(t[:, :, : max(length, 0)] for t in rows), **options))
+    if not parts:
+        parts = [attention(q, *(t[:0] for t in (k, v)), **options)]
+    out, lse = (torch.cat(t) for t in zip(*parts, strict=True))
+    return (out, lse) if return_lse else out
+
+
+def _pages(t: Tensor, numbers: Tensor) -> Tensor:
+    """Rows (1, heads, rows, D) of pages (pages, heads, page_size, D)."""
+    t = torch.cat([t, t.new_zeros(1, *t.shape[1:])])
+    there = (numbers >= 0) & (numbers < len(t) - 1)
+    return t[torch.where(there, numbers, len(t) - 1)].transpose(0, 1).flatten(1, 2)[None]
 
 
 def attention_packed(

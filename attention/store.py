@@ -6,7 +6,7 @@ columns of every fourth group, sixteen bytes, and a quad's store is 64 bytes of 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
@@ -39,7 +39,7 @@ def exchange(words: list, lane: Int32) -> list:
 
 @cute.jit
 def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr = 1):
-    """Store an accumulator ((2, 2), tiles_m, Dv / 8) to mO (Sq, Dv), whose columns are contiguous.
+    """Store an accumulator ((2, 2), tiles_m, Dv / 8) to mO (Sq, Dv), or ((g, Sq), Dv), whose columns are contiguous.
 
     Its rows are `row`, `row` + 8, `row` + 16 and so on, 2 tiles_m of them. `rows`: how many mO has; others are not
     stored.
@@ -50,7 +50,10 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
     values.store(flat.load().to(mO.element_type))
     words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, Dv / 8)
     for r in range_constexpr(2 * tiles_m):
-        at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * 2
+        if const_expr(isinstance(mO.stride[0], tuple)):  # packed rows
+            at = mO[row + 8 * r, None].iterator.toint() + lane % 4 * VECTOR * 2
+        else:
+            at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * 2
         for i in range_constexpr(cute.size(acc) // (16 * tiles_m)):
             mine = exchange([words[r + 2 * tiles_m * (4 * i + j)] for j in range(4)], lane)
             vector = cute.make_rmem_tensor(4, Int32)
@@ -59,3 +62,19 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
             if row + 8 * r < rows:
                 place = make_ptr(Int32, at + i * 64, AddressSpace.gmem, assumed_align=16)
                 cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(4)))
+
+
+@cute.jit
+def store_partial(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32):
+    """Store an accumulator ((2, 2), 1, Dv / 8) in fp32 to mO ((g, Sq), Dv): rows `row` and `row` + 8, below `rows`."""
+    lane = cute.arch.lane_idx()
+    values = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))  # (columns, rows, Dv / 8)
+    for r in range_constexpr(2):
+        if row + 8 * r < rows:
+            at = mO[row + 8 * r, None].iterator.toint() + lane % 4 * 8
+            for i in range_constexpr(cute.size(acc) // 4):
+                place = make_ptr(Float32, at + i * 32, AddressSpace.gmem, assumed_align=8)
+                pair = cute.make_rmem_tensor(2, Float32)
+                for j in range_constexpr(2):
+                    pair[j] = values[j, r, i]
+                cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))

@@ -1,0 +1,191 @@
+"""Decoding: which calls of attention() take its kernels (decode_sm90, decode_sm80), with how many splits, and how.
+
+It serves every call with seqlens_k or block_table, and those of few queries, whose time is that of reading K and V.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import torch
+
+from cute_kernels import checks as common
+from cute_kernels.runtime.cache import Built, default_cache
+from cute_kernels.runtime.compile import compile_for
+from cute_kernels.runtime.fake import fake_tensor
+
+from . import checks
+from .config import DecodeFacts, FlashConfig, FlashFacts
+from .runtime import flash_args
+
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups), with as much of K and V in
+# flight as shared memory holds. Which are the fastest is not measured.
+SM_90 = {
+    64: (64, 128, 6, 1),
+    96: (64, 128, 4, 1),
+    128: (64, 128, 3, 1),
+    192: (64, 64, 4, 1),
+    256: (64, 64, 3, 1),
+}
+# Without and with pages or a head dimension above 128, which take registers: (tile_m, tile_n, stages, warps), the first
+# that fits.
+SM_80 = {
+    False: ((64, 32, 4, 4), (64, 32, 3, 4)),
+    True: ((64, 16, 6, 4), (64, 16, 4, 4)),
+}
+CTAS_SM_80 = 2  # that share an SM, as a rule
+TILE_M = 64
+OVERHEAD = 2.0  # of starting and ending a work item, in tiles of K and V; a model
+COMBINE = 1.0  # of the second kernel, in the same
+LEAST_PAGE = 16  # rows
+
+_FORCED: contextvars.ContextVar[int | None] = contextvars.ContextVar("attention_splits", default=None)
+forced_splits = _FORCED.get
+
+
+@contextlib.contextmanager
+def splits(count: int):
+    """Inside the block, every call that can be takes the decoding kernel with so many splits: for tests and timing."""
+    token = _FORCED.set(count)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def key_of(seqlens_k, block_table) -> tuple:
+    """What a plan depends on of these, both None or tensors."""
+    pair = ((t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in (seqlens_k, block_table))
+    return tuple(pair)
+
+
+def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
+    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table."""
+    if block_table is None:
+        checks.check_qkv(op, q, k, v)
+    else:
+        checks.check_qkv(op, *(t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v)))
+        if k.shape[0] != v.shape[0]:
+            raise ValueError(f"{op}: with a block_table k and v have {k.shape[0]} and {v.shape[0]} pages")
+        rows = k.shape[2]
+        if rows < LEAST_PAGE or rows & (rows - 1):
+            raise ValueError(f"{op}: pages of {rows} rows; a power of two from {LEAST_PAGE} on works")
+        if seqlens_k is None:
+            raise ValueError(f"{op}: a block_table needs seqlens_k, how many rows of its pages each item has")
+    for name, tensor, dim in (("seqlens_k", seqlens_k, 1), ("block_table", block_table, 2)):
+        if tensor is None:
+            continue
+        common.check_tensor(f"{op}: {name}", tensor)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be torch.int32")
+        if tensor.dim() != dim or tensor.shape[0] != q.shape[0]:
+            shape = f"({q.shape[0]},)" if dim == 1 else f"({q.shape[0]}, pages of an item)"
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {shape}, q's batch")
+        common.check_device(op, q.device, **{name: tensor})
+        if tensor.shape[-1] > 0 and tensor.stride(-1) != 1:
+            raise ValueError(f"{op}: {name}, strides {tensor.stride()}, is not contiguous; call .contiguous()")
+
+
+def capacity(k, block_table) -> int:
+    """Rows of K and V that an item can have."""
+    return k.shape[2] if block_table is None else block_table.shape[1] * k.shape[2]
+
+
+# ---------------------------------------------------------------------- choice
+
+
+def best_splits(items: int, tiles: int, ctas: int) -> int:
+    """Among how many CTAs to split an item's tiles, where `ctas` run at once: least time of the busiest, in tiles."""
+
+    def time(count: int) -> float:
+        return -(-items * count // ctas) * (-(-tiles // count) + OVERHEAD) + COMBINE * (count > 1)
+
+    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # the fewest of those
+
+
+def serves(q, k, sms: int) -> bool:
+    """Whether a call without lengths and pages takes the decoding kernel: from shapes only.
+
+    It does if the packed rows are one tile; or a few, and the other kernel would leave half of the SMs idle.
+    """
+    batch, heads, rows, _ = q.shape
+    packed = heads // k.shape[1] * rows
+    few = packed <= 4 * TILE_M and 2 * batch * heads * -(-rows // 128) <= sms
+    return forced_splits() is not None or packed <= TILE_M or few
+
+
+def pick(facts: DecodeFacts) -> DecodeFacts:
+    """The facts with the configuration that they take by themselves."""
+    dim = max(facts.head_dim, facts.head_dim_v)
+    if facts.path == "sm_90":
+        return replace(facts, config=FlashConfig(*SM_90[dim]))
+    found = (replace(facts, config=FlashConfig(*c)) for c in SM_80[facts.page_size > 0 or dim > 128])
+    return next(f for f in found if f.smem_bytes <= f.spec.smem)
+
+
+def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int) -> None:
+    """Make a plan, of which all else is done, one of the decoding kernel; `bounds` are the window's, left and right."""
+    cached = seqlens_k is not None
+    page_size = 0 if block_table is None else k.shape[2]
+    base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
+    facts = pick(DecodeFacts(**base, seqlens=cached, page_size=page_size))
+    batch, heads, rows, _ = q.shape
+    columns, shared = capacity(k, block_table), heads // k.shape[1]
+    if None not in bounds:
+        columns = min(columns, sum(bounds) + rows)
+    items = batch * k.shape[1] * -(-shared * rows // TILE_M)
+    ctas = sms if facts.path == "sm_90" else sms * CTAS_SM_80
+    count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
+    plan.facts = replace(facts, split=count > 1)
+    plan.scalars += (count, sms)
+    plan.function = with_parts(function_for(plan.facts), plan, cached, q.device)
+    plan.notes.append(f"decoding: {shared} heads of q to a tile of {TILE_M} rows, K and V split among {count} CTAs")
+
+
+def with_parts(function: Callable, plan, cached: bool, device: torch.device) -> Callable:
+    """The compiled function, to be called with q, k, v, out, lse, (seqlens_k, block_table if cached) and scalars."""
+    *_, count, _ = plan.scalars
+    shape = (count, *plan.out_shape)
+
+    def call(q, k, v, out, lse, counter, *rest):
+        cache, scalars = (rest[:2], rest[2:]) if cached else ((None, None), rest)
+        parts = (None, None)
+        if count > 1:
+            parts = tuple(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
+        function(q, k, v, out, lse, *cache, *parts, *scalars)
+
+    return call
+
+
+# ---------------------------------------------------------------------- compilation
+
+
+def decode_args(facts: DecodeFacts) -> tuple:
+    """Fakes of all arguments of DecodeSm90 and DecodeSm80."""
+    from cutlass import Int32
+
+    *tensors, lse, _, scale, softcap, left, right, ctas, stream = flash_args(facts)
+    seqlens = fake_tensor("int32", 1, 0, 1) if facts.seqlens else None
+    table = fake_tensor("int32", 2, 1, 1) if facts.page_size else None
+    parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
+    return *tensors, lse, seqlens, table, *parts, scale, softcap, left, right, Int32(1), ctas, stream
+
+
+def compile_decode(facts: DecodeFacts, *, keep_cubin: bool = False) -> Built:
+    """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
+    if facts.path == "sm_90":
+        from .decode_sm90 import DecodeSm90 as Decode
+    else:
+        from .decode_sm80 import DecodeSm80 as Decode
+    entry = Decode(facts)
+    compiled = compile_for(facts.arch, entry, *decode_args(facts), keep_cubin=keep_cubin)
+    return Built(compiled, {"smem": entry.smem_bytes, "config": str(facts.config), "path": facts.path})
+
+
+def function_for(facts: DecodeFacts):
+    """The kernel's function, from memory, a bundle, the disk, or compiled now."""
+    return default_cache().get(facts, lambda: compile_decode(facts))

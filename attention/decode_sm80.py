@@ -1,0 +1,211 @@
+"""The sm_80 kernel for decoding: that of flash_sm80, with the packed rows, lengths, pages and splits of decode_tiles.
+
+    four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows
+
+A CTA does one work item, and several CTAs share an SM: what they have in flight together sets the speed. With pages,
+a thread looks up the page of each line that it copies.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.gemm_sm80 import ALIGN
+
+from .combine import Combine
+from .config import ELEMENT, DecodeFacts
+from .decode_store import packed, store_tile
+from .decode_tiles import CacheLengths, DecodeScheduler, PackedBandSource
+from .flash_sm80 import FlashSm80, first_vector, vectors
+from .lengths import DenseLengths
+from .softmax import OnlineSoftmax, rows_and_columns
+
+
+class DecodeSm80(FlashSm80):
+    """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
+
+    def __init__(self, facts: DecodeFacts):
+        super().__init__(facts)
+        self.kept = 0  # Q's fragments are read again for each tile, since registers are few with pages
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D) or (pages, Hkv, page_size, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mSeqlens: cute.Tensor | None,  # (B,)
+        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
+        mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
+        scale_log2: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        splits: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        cfg, facts = self.cfg, self.facts
+        batch, heads, rows, _ = mQ.shape
+        kv_heads, capacity = mK.shape[1], mK.shape[2]
+        shared = heads // kv_heads
+        if const_expr(facts.page_size):
+            capacity = mTable.shape[1] * facts.page_size
+        lengths = DenseLengths(rows, capacity)
+        if const_expr(facts.seqlens):
+            lengths = CacheLengths(rows, capacity, mSeqlens)
+        scheduler = DecodeScheduler(cute.ceil_div(rows * shared, cfg.tile_m), kv_heads, batch, splits)
+        source = PackedBandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right, shared, splits)
+        self.kernel(
+            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, lengths, scale_log2, softcap
+        ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+        if const_expr(facts.split):
+            combine = Combine(facts.head_dim_v, False)
+            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits).launch(
+                grid=(rows, heads, batch), block=(combine.threads, 1, 1), stream=stream
+            )
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B or pages, Hkv, S, D)
+        mV: cute.Tensor,  # (B or pages, Hkv, S, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
+        mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
+        source: PackedBandSource,
+        scheduler: DecodeScheduler,
+        lengths,
+        scale_log2: Float32,
+        softcap: Float32,
+    ):
+        cfg, facts = self.cfg, self.facts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+
+        sQ = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
+        sK = sQ + self.q.bytes
+        sV = sK + cfg.stages * self.k.bytes
+        lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))
+        rows_q = sQ + warp * (self.q.span * self.q.line_bytes)
+
+        acc_S = cute.make_rmem_tensor((4, 1, cfg.tile_n // 8), Float32)  # (MMA, MMA_M, MMA_N)
+        acc_O = cute.make_rmem_tensor((4, 1, facts.head_dim_v // 8), Float32)
+        acc_L = cute.make_rmem_tensor((4, 1, 1), Float32)  # the sums of P's rows, products with ones
+        ones = cute.make_rmem_tensor((4, 1), self.dtype)
+        ones.fill(1.0)
+        scores, out, sums = (rows_and_columns(acc) for acc in (acc_S, acc_O, acc_L))
+        softmax = OnlineSoftmax.of_rows(2, scale_log2, sums[None, 0])
+        lse = cute.make_rmem_tensor(2, Float32)
+
+        tile = scheduler.decode(cute.arch.block_idx()[0])
+        span = lengths.of(tile.b)
+        tiles = source.for_tile(tile, span)
+        row = tile.m * cfg.tile_m + warp * self.q.span + lane // 4  # of this thread, packed
+        rows = span.rows * source.shared
+        if tiles.count > 0:
+            # Only the first tile visited can reach past the end of K and V: zeros stand there.
+            self.copy_q(packed(mQ, tile, source.shared), tile.m * cfg.tile_m, sQ, rows)
+            for s in range_constexpr(cfg.stages):
+                end = span.cols if const_expr(s == 0) else None
+                if s < tiles.count:
+                    self.copy_tile(self.k, mK, mTable, mK.shape[0], tile, tiles.at(s), sK + s * self.k.bytes, end)
+                cute.arch.cp_async_commit_group()
+                if s < tiles.count:
+                    self.copy_tile(self.v, mV, mTable, mK.shape[0], tile, tiles.at(s), sV + s * self.v.bytes, end)
+                cute.arch.cp_async_commit_group()
+        self.wait(2 * cfg.stages - 1)
+        softmax.clear()
+        acc_O.fill(0.0)
+        acc_L.fill(0.0)
+        for segment in range_constexpr(len(tiles.kinds)):
+            begin = 0 if const_expr(segment == 0) else tiles.ends[segment - 1]
+            for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
+                slot, after = i % cfg.stages, i + cfg.stages
+                acc_S.fill(0.0)
+                self.multiply(
+                    acc_S, lambda k: self.fragment_q(k, [], lanes[0], rows_q),
+                    self.k, lanes[1], sK + slot * self.k.bytes,
+                )  # fmt: skip
+                self.wait(2 * (cfg.stages - 1))
+                if after < tiles.count:
+                    self.copy_tile(
+                        self.k, mK, mTable, mK.shape[0], tile, tiles.at(after), sK + slot * self.k.bytes, None
+                    )
+                cute.arch.cp_async_commit_group()
+                self.weigh(scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment])
+                rP = self.convert(acc_S)
+                softmax.rescale(out)
+                softmax.rescale(sums)
+                for k in range_constexpr(len(rP)):
+                    self.steps.multiply(acc_L, rP[k], ones)
+                self.multiply(acc_O, lambda k: rP[k], self.v, lanes[2], sV + slot * self.v.bytes)
+                self.wait(2 * (cfg.stages - 1))
+                if after < tiles.count:
+                    self.copy_tile(
+                        self.v, mV, mTable, mK.shape[0], tile, tiles.at(after), sV + slot * self.v.bytes, None
+                    )
+                cute.arch.cp_async_commit_group()
+        softmax.finish(out, lse)
+        store_tile(facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
+
+    # ------------------------------------------------------------------ global memory -> shared memory
+
+    @cute.jit
+    def copy_q(self, mQ: cute.Tensor, first: Int32, tile: Int32, end: Int32):
+        """Copy the packed rows (rows, D) from `first` on; those from `end` on become zeros."""
+        line, element = first_vector(self.q, cute.arch.thread_idx()[0])
+        to = self.q.offset(line, element * ELEMENT)
+        for lines, byte in const_expr(vectors(self.q)):
+            row = first + line + lines
+            source = mQ[cutlass.min(row, end - 1), None].iterator.toint() + element * ELEMENT + byte
+            x, add = self.q.split(lines, byte)
+            self.steps.copy_vector(self.q, source, tile + (to ^ x) + add, row < end)
+
+    @cute.jit
+    def copy_tile(
+        self,
+        op: cutlass.Constexpr,
+        mX: cute.Tensor,  # (B or pages, Hkv, S, D)
+        mTable: cute.Tensor | None,
+        pages: Int32,  # how many there are
+        tile,
+        n: Int32,
+        to_tile: Int32,
+        end: Int32 | None,
+    ):
+        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros."""
+        line, element = first_vector(op, cute.arch.thread_idx()[0])
+        to = op.offset(line, element * ELEMENT)
+        head = mX.iterator.toint() + (Int64(tile.h_kv) * mX.stride[1] + element) * ELEMENT
+        source, valid, passed = head, cutlass.Boolean(True), const_expr(-1)
+        for lines, byte in const_expr(vectors(op)):
+            if const_expr(lines > passed):
+                passed = const_expr(lines)
+                number, row = tile.b, n * op.lines + line + lines
+                valid = cutlass.Boolean(True)
+                if const_expr(end is not None):
+                    valid = row < end
+                if const_expr(mTable is not None):
+                    slot, row = row // self.facts.page_size, row % self.facts.page_size
+                    if const_expr(self.facts.page_size < op.lines):  # of which the last lines may have no slot
+                        slot = cutlass.min(slot, mTable.shape[1] - 1)
+                    number = mTable[tile.b, slot]
+                    there = number >= 0 and number < pages
+                    number = select_(there, number, Int32(0))
+                    valid = valid and there
+                source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * ELEMENT
+            x, add = op.split(lines, byte)
+            self.steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)

@@ -1,0 +1,73 @@
+"""Decoding kernels compile without spills, and without WGMMAs that the compiler serialised."""
+
+import os
+
+import pytest
+
+from attention.config import BandKind, DecodeFacts
+from attention.decode import compile_decode, pick
+from attention.heuristics import HEAD_DIMS
+from cute_kernels.arch import ARCHS
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.parallel import attempt, worker_pool
+
+BOTH = BandKind(left=True, right=True)
+ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "band": BOTH}
+SM_90_CASES = [
+    *((d, d, {"split": True}) for d in HEAD_DIMS),
+    *((d, d, ALL) for d in HEAD_DIMS),
+    *((d, d, {"seqlens": True, "page_size": 64, "lse": True}) for d in HEAD_DIMS),
+    (128, 128, {"band": BandKind(right=True), "lse": True}),
+    (128, 128, {"seqlens": True, "split": True, "lse": True, "band": BandKind(right=True)}),
+    (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
+    (64, 256, {"seqlens": True, "band": BOTH}),
+]
+# With pages and head dimension 256 a few addresses are spilled.
+SM_80_CASES = [
+    *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
+    (128, 128, {"seqlens": True, "split": True, "lse": True}),
+]
+
+
+def entries():
+    for d, dv, terms in SM_90_CASES:
+        yield facts_of("sm_90", "sm_90", d, dv, terms)
+    for arch in ("sm_80", "sm_89", "sm_90"):
+        for d, dv, terms in SM_80_CASES:
+            yield facts_of(arch, "sm_80", d, dv, terms)
+
+
+def facts_of(arch, path, d, dv, terms) -> DecodeFacts:
+    return pick(DecodeFacts(ARCHS[arch].target, path, None, head_dim=d, head_dim_v=dv, **terms))
+
+
+def inspected(facts: DecodeFacts) -> tuple:
+    """(resources, problems) of a kernel."""
+    built = compile_decode(facts, keep_cubin=True)
+    resources = inspect.resources(cubin_of(built.compiled), facts.arch)
+    smem = {"dynamic_smem": built.metadata["smem"], "smem_limit": facts.spec.smem}
+    tensor_core = "HGMMA" if facts.path == "sm_90" else "HMMA"
+    # sm_90's consumers are one warpgroup: there are registers enough without setmaxnreg.
+    return resources, inspect.problems(resources, tensor_core=tensor_core, warp_specialised=False, **smem)
+
+
+@pytest.fixture(scope="session")
+def decode_outcomes(request):
+    """Facts -> the future of their kernel's outcome, for the tests that were selected."""
+    selected = [item.callspec.params for item in request.session.items if "decode_outcomes" in item.fixturenames]
+    pool = worker_pool(os.cpu_count() or 1)
+    yield {params["facts"]: pool.submit(attempt, inspected, params["facts"]) for params in selected}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", entries(), ids=str)
+def test_decode_kernel(facts, decode_outcomes):
+    outcome = decode_outcomes[facts].result()
+    assert not outcome.error
+    resources, problems = outcome.value
+    assert problems == []
+    if facts.path == "sm_90":
+        assert resources.utmaldg >= 3 * facts.config.tile_n // facts.box
+        assert resources.wgmma_waits < resources.wgmmas / 4
