@@ -74,6 +74,8 @@ def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
         rows = k.shape[2]
         if rows < LEAST_PAGE or rows & (rows - 1):
             raise ValueError(f"{op}: pages of {rows} rows; a power of two from {LEAST_PAGE} on works")
+        if k.shape[0] == 0:
+            raise ValueError(f"{op}: k and v have no pages")
         if seqlens_k is None:
             raise ValueError(f"{op}: a block_table needs seqlens_k, how many rows of its pages each item has")
     for name, tensor, dim in (("seqlens_k", seqlens_k, 1), ("block_table", block_table, 2)):

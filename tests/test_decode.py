@@ -223,6 +223,9 @@ def test_lengths_and_pages_that_are_not_there():
     assert not attention(q, **parts)[0].count_nonzero()
 
 
+NO_PAGES = torch.zeros(0, 2, 16, 64, dtype=BF16)
+
+
 def changed(page_size=None, **other):
     q, parts = cache(2, 2, 64, 64, 64, [64, 5], page_size, q_shape=(2, 4, 1))
     return {"q": q, **parts, **other}
@@ -240,6 +243,7 @@ def changed(page_size=None, **other):
         (changed(16, block_table=torch.zeros(2, dtype=torch.int32)), ValueError, "it must be .2, pages of an item."),
         (changed(16, v=torch.zeros(1, 2, 16, 64, dtype=BF16)), ValueError, "11 and 1 pages"),
         (changed(k=torch.zeros(2, 2, 63, 64, dtype=BF16)), ValueError, "differ in heads or length"),
+        (changed(16, k=NO_PAGES, v=NO_PAGES), ValueError, "k and v have no pages"),
     ],
 )
 def test_errors(arguments, error, text):
