@@ -46,8 +46,6 @@ class BlockTiles:
 class BlockSource:
     """The lists of a BlockMask. Extents of 1 for the batch or the heads serve all items or heads."""
 
-    partial_count: cute.Tensor  # (B, H, Mq) int32
-    full_count: cute.Tensor  # (B, H, Mq) int32
     index: cute.Tensor  # (B, H, Mq, both widths) int32: partial_index and full_index side by side
     width: Int32  # of partial_index
     mask_tensors: tuple  # what the element mask reads
@@ -56,15 +54,13 @@ class BlockSource:
 
     def for_tile(self, tile, span) -> BlockTiles:
         """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (lengths.Span)."""
-        batch, heads = self.partial_count.shape[0], self.partial_count.shape[1]
+        batch, heads = self.index.shape[0], self.index.shape[1]
         b, h, row = cutlass.min(tile.b, batch - 1), cutlass.min(tile.h, heads - 1), tile.m // self.tiles_q
-        partial = Int32(self.partial_count[b, h, row])
-        count = partial + Int32(self.full_count[b, h, row])
         return BlockTiles(
-            count * self.steps,
-            count,
-            partial,
-            (partial * self.steps, count * self.steps),
+            tile.blocks * self.steps,
+            tile.blocks,
+            tile.partial,
+            (tile.partial * self.steps, tile.blocks * self.steps),
             self.index[b, h, row, None],
             self.width,
             self.steps,
@@ -72,19 +68,34 @@ class BlockSource:
 
 
 @dataclass(frozen=True)
+class BlockQueryTile(QueryTile):
+    """With how many blocks it has, and how many of them are partial."""
+
+    partial: Int32
+    blocks: Int32
+
+
+@dataclass(frozen=True)
 class OrderedScheduler(QueryScheduler):
-    """Query tiles in an order of the caller's: the longest first, say. The default scheduler's numbers of them."""
+    """Query tiles in an order of the caller's: the longest first, say."""
 
-    order: cute.Tensor = None  # (tiles,) int32
+    table: cute.Tensor = None  # (tiles, 3) int32: the default scheduler's number, partial blocks, blocks
 
-    def decode(self, index) -> QueryTile:
-        return QueryScheduler.decode(self, Int32(self.order[index]))
+    def words(self, index) -> tuple:
+        """A row of the table; past its end the last one, which no one works on."""
+        row = cutlass.min(index, self.count - 1)
+        return tuple(Int32(self.table[row, i]) for i in range(3))
+
+    def of_words(self, words: tuple) -> BlockQueryTile:
+        number, partial, blocks = words
+        tile = QueryScheduler.of_words(self, (number,))
+        return BlockQueryTile(tile.m, tile.h, tile.b, tile.h_kv, partial, blocks)
 
 
 def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
     """(scheduler, source) of what sparse_plan.blocks_of makes of a mask."""
-    partial_count, full_count, index, width, order, *mask_tensors = blocks
+    index, width, table, *mask_tensors = blocks
     kind, cfg = facts.blocks, facts.config
     tiles_q, steps = kind.block_q // cfg.tile_m, kind.block_k // cfg.tile_n
-    ordered = OrderedScheduler(scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.shared, order)
-    return ordered, BlockSource(partial_count, full_count, index, width, tuple(mask_tensors), tiles_q, steps)
+    ordered = OrderedScheduler(scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.shared, table)
+    return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, steps)

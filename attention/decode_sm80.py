@@ -103,11 +103,8 @@ class DecodeSm80(FlashSm80):
 
         acc_S = cute.make_rmem_tensor((4, 1, cfg.tile_n // 8), Float32)  # (MMA, MMA_M, MMA_N)
         acc_O = cute.make_rmem_tensor((4, 1, facts.head_dim_v // 8), Float32)
-        acc_L = cute.make_rmem_tensor((4, 1, 1), Float32)  # the sums of P's rows, products with ones
-        ones = cute.make_rmem_tensor((4, 1), self.dtype)
-        ones.fill(1.0)
-        scores, out, sums = (rows_and_columns(acc) for acc in (acc_S, acc_O, acc_L))
-        softmax = OnlineSoftmax.of_rows(2, scale_log2, sums[None, 0])
+        scores, out = rows_and_columns(acc_S), rows_and_columns(acc_O)
+        softmax = OnlineSoftmax.of_rows(2, scale_log2)
         lse = cute.make_rmem_tensor(2, Float32)
 
         tile = scheduler.decode(cute.arch.block_idx()[0])
@@ -129,7 +126,6 @@ class DecodeSm80(FlashSm80):
         self.wait(2 * cfg.stages - 1)
         softmax.clear()
         acc_O.fill(0.0)
-        acc_L.fill(0.0)
         for segment in range_constexpr(len(tiles.kinds)):
             begin = 0 if const_expr(segment == 0) else tiles.ends[segment - 1]
             for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
@@ -148,9 +144,6 @@ class DecodeSm80(FlashSm80):
                 self.weigh(scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment])
                 rP = self.convert(acc_S)
                 softmax.rescale(out)
-                softmax.rescale(sums)
-                for k in range_constexpr(len(rP)):
-                    self.steps.multiply(acc_L, rP[k], ones)
                 self.multiply(acc_O, lambda k: rP[k], self.v, lanes[2], sV + slot * self.v.bytes)
                 self.wait(2 * (cfg.stages - 1))
                 if after < tiles.count:

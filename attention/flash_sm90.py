@@ -40,7 +40,7 @@ from .mask import cap_scores, mask_band, mask_elements
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
-from .tile_queue import SLOTS, TileQueue
+from .tile_queue import SLOTS, WORDS, TileQueue
 from .zero_tail import zero_tail
 
 WARPGROUP = 128
@@ -82,7 +82,7 @@ class FlashSm90:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-            slots: cute.struct.MemRange[Int32, SLOTS]
+            slots: cute.struct.MemRange[Int32, WORDS * SLOTS]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
@@ -212,7 +212,7 @@ class FlashSm90:
             scheduler = scheduler.counted(step)
         queue = None
         if const_expr(cfg.dynamic):
-            queue = TileQueue(pipe_queue, storage.slots.get_tensor(SLOTS), counter)
+            queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((WORDS, SLOTS))), counter)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
@@ -221,12 +221,12 @@ class FlashSm90:
                 at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 told = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-                index = first
+                index, words = first, scheduler.words(first)
                 while index < scheduler.count:
                     number = index + step
                     if const_expr(cfg.dynamic):
                         number = queue.draw(scheduler.count, step)
-                    tile = scheduler.decode(index)
+                    tile = scheduler.of_words(words)
                     span = lengths.of(tile.b)
                     tiles = source.for_tile(tile, span)
                     tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (span.q0, 0))
@@ -251,9 +251,11 @@ class FlashSm90:
                         self.load(tma_v, gV[None, n], tVsV, pipe_v, at_v)
                         at_v.advance()
                     if const_expr(cfg.dynamic):
-                        number = queue.tell(number, told)
+                        number = cute.arch.shuffle_sync(number, 0)
+                    index, words = number, scheduler.words(number)
+                    if const_expr(cfg.dynamic):
+                        queue.tell(index, words, told)
                         told.advance()
-                    index = number
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
@@ -276,9 +278,9 @@ class FlashSm90:
             if const_expr(self.facts.takes_turns):
                 if group == cfg.groups - 1:
                     self.pass_turn(group)  # group 0 goes first
-            index = first
+            index, words = first, scheduler.words(first)
             while index < scheduler.count:
-                tile = scheduler.decode(index)
+                tile = scheduler.of_words(words)
                 span = lengths.of(tile.b)
                 tiles = source.for_tile(tile, span)
                 row = tile.m * cfg.tile_m + row0
@@ -340,10 +342,11 @@ class FlashSm90:
                             if row + 8 * r < span.rows:
                                 mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
                 if const_expr(cfg.dynamic):
-                    index = queue.hear(heard)
+                    index, words = queue.hear(len(words), heard)
                     heard.advance()
                 else:
                     index += step
+                    words = scheduler.words(index)
 
     @cute.jit
     def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):

@@ -46,7 +46,7 @@ BLOCKS_SM_90 = {
     128: {
         64: ((128, 3), (64, 4)),
         96: ((128, 3), (64, 4)),
-        128: ((128, 2), (64, 4)),
+        128: ((128, 3), (64, 4)),
         192: ((64, 3), (64, 3)),
         256: ((64, 2), (64, 2)),
     },
@@ -60,8 +60,7 @@ BLOCKS_SM_90 = {
 }
 
 # On sm_80: (tile_m, tile_n, stages, warps), which every architecture has the shared memory for. What a block mask needs
-# of registers leaves none for warps of 32 rows. Above head dimension 128, and in some other cases, a few addresses
-# spill.
+# of registers leaves none for warps of 32 rows. Above head dimension 128, and elsewhere, a few addresses spill.
 BLOCKS_SM_80 = {
     128: {
         64: (128, 64, 2, 8),

@@ -26,10 +26,10 @@ def flash_args(facts: FlashFacts) -> tuple:
     if facts.packed:
         more = [fake_tensor("int32", 1, 0, 1) for _ in range(2)]
     if facts.blocks is not None:
-        partial_count, full_count, index, order = (fake_tensor("int32", n, n - 1, 1) for n in (3, 3, 4, 1))
+        index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         mask = (fake_tensor(t, n, n - 1, 1) for t, n in mask)
-        more = [(partial_count, full_count, index, Int32(1), order, *mask)]
+        more = [(index, Int32(1), table, *mask)]
     return *tensors, lse, counter, *more, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

@@ -36,11 +36,19 @@ class QueryScheduler:
     def count(self) -> Int32:
         return self.tiles_m * self.heads * self.batch
 
-    def decode(self, index) -> QueryTile:
+    def words(self, index) -> tuple:
+        """What is looked up of tile number `index`: here only the number."""
+        return (index,)
+
+    def of_words(self, words: tuple) -> QueryTile:
+        (index,) = words
         m = self.tiles_m - 1 - index % self.tiles_m
         rest = index // self.tiles_m
         h, b = rest % self.heads, rest // self.heads
         return QueryTile(m, h, b, h // self.shared)
+
+    def decode(self, index) -> QueryTile:
+        return self.of_words(self.words(index))
 
 
 @dataclass(frozen=True)
@@ -80,11 +88,18 @@ class PackedScheduler:
             tiles = cutlass.min(counted, tiles)
         return tiles
 
-    def decode(self, index) -> QueryTile:
-        """Of an index past a head's last tile, one of an empty sequence."""
+    def words(self, index) -> tuple:
+        """(tile, head, sequence); of an index past a head's last tile, an empty sequence. Asked for by whole warps."""
         h = index // self.tiles_m
         b, m, _ = self.find(index - h * self.tiles_m)
+        return m, h, b
+
+    def of_words(self, words: tuple) -> QueryTile:
+        m, h, b = words
         return QueryTile(m, h, b, h // self.shared)
+
+    def decode(self, index) -> QueryTile:
+        return self.of_words(self.words(index))
 
     @cute.jit
     def find(self, wanted: Int32) -> tuple:

@@ -75,31 +75,43 @@ def with_causal(mask: BlockMask) -> BlockMask:
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
-    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int32 (tiles,).
+    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
 
-    Each CTA takes one, so that whichever SM is free takes the next. Tiles much longer than the mean come first, by
-    length; then head by head, so that its keys and values stay in L2, each head's longest tiles first.
+    Tiles much longer than the mean come first, by length; then head by head, so that its keys and values stay in L2,
+    each head's longest tiles first.
     """
-    tiles_m = -(-mask.lengths[0] // tile_m)
-    count = (mask.partial_count + mask.full_count).repeat_interleave(mask.blocksize[0] // tile_m, -1)[..., :tiles_m]
-    count = count.flip(-1).expand(batch, heads, tiles_m).reshape(batch * heads, tiles_m).long()
+    count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m).long()
     most = mask.n_block_cols
     head = torch.arange(1, batch * heads + 1, device=count.device)[:, None]
     long = count * count.numel() > count.sum() * LONG
-    return (most - count + (most + 1) * head.masked_fill(long, 0)).flatten().sort(stable=True).indices.to(torch.int32)
+    return (most - count + (most + 1) * head.masked_fill(long, 0)).flatten().sort(stable=True).indices
+
+
+def tile_counts(count: torch.Tensor, mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
+    """Counts (B or 1, H or 1, Mq) of the rows of blocks as those of the query tiles by number, (B * H, tiles)."""
+    tiles_m = -(-mask.lengths[0] // tile_m)
+    count = count.repeat_interleave(mask.blocksize[0] // tile_m, -1, output_size=tiles_q(mask, tile_m))[..., :tiles_m]
+    return count.flip(-1).expand(batch, heads, tiles_m).reshape(batch * heads, tiles_m)
+
+
+def tiles_q(mask: BlockMask, tile_m: int) -> int:
+    return mask.n_block_rows * (mask.blocksize[0] // tile_m)
 
 
 def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int) -> tuple:
-    """What the kernels take of a mask: counts, columns, the order of query tiles, and what its element mask reads."""
+    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table, and
+    what the element mask reads."""
     derived = Derived.of(mask)
 
     def make() -> tuple:
-        # Dimensions of extent 1 may have any stride; the kernel's tensors must have torch's own.
-        partial, full = (t.view(-1).view(t.shape) for t in (mask.partial_count, mask.full_count))
         index = torch.cat([mask.partial_index, mask.full_index], -1)
-        return partial, full, index, mask.partial_index.shape[-1], tile_order(mask, batch, heads, tile_m)
+        order = tile_order(mask, batch, heads, tile_m)
+        counts = (mask.partial_count, mask.partial_count + mask.full_count)
+        counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
+        table = torch.stack([order.to(torch.int32), *counts], -1)
+        return index, mask.partial_index.shape[-1], table
 
-    made = derived.get((batch, heads, tile_m), mask.device, make, lambda value: (value[2], value[4]))
+    made = derived.get((batch, heads, tile_m), mask.device, make, lambda value: (value[0], value[2]))
     return *made, *derived.element[1]
 
 
@@ -138,7 +150,16 @@ def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scal
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
     kind = BlockKind(*mask.blocksize, Derived.of(masked).element[0])
-    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=kind)
+    try:
+        planning.plan_kernel(plan, q, k, v, out, **terms, blocks=kind)
+    except Exception as error:
+        if kind.mask is None:
+            raise
+        raise ValueError(
+            f"{OP}: no kernel could be compiled with this mask_mod ({type(error).__name__}, above); it is called with "
+            "scalars b, h, q and kv, and must be written with comparisons, arithmetic, &, | and ~, without torch's "
+            "functions, `and`, `or` and `if`"
+        ) from error
     tiles = extents[0] * -(-extents[1] // plan.facts.config.tile_m)
     if tiles > MOST_TILES:
         raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")

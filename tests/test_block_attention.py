@@ -53,15 +53,16 @@ class Walked:
     def __call__(self, q, k, v, o, lse, counter, blocks, scale_log2, softcap, left, right, max_ctas):
         cfg, (batch, heads, rows, _), cols = self.facts.config, q.shape, k.shape[2]
         assert all(t.is_contiguous() and t.stride(-1) == 1 for t in blocks if isinstance(t, torch.Tensor))
-        tensors = tuple(Table(t) if isinstance(t, torch.Tensor) else t for t in blocks[:5]) + blocks[5:]
+        tensors = tuple(Table(t) if isinstance(t, torch.Tensor) else t for t in blocks[:3]) + blocks[3:]
         plain = QueryScheduler(-(-rows // cfg.tile_m), heads, batch, heads // k.shape[1])
         scheduler, source = with_blocks(self.facts, plain, tensors)
         done = set()
         for index in range(number(scheduler.count)):
-            tile = type(plain.decode(0))(*(number(x) for x in dataclasses.astuple(scheduler.decode(index))))
+            tile = scheduler.decode(index)
+            tile = type(tile)(*(number(x) for x in dataclasses.astuple(tile)))
             done.add((tile.b, tile.h, tile.m))
             assert tile.h_kv == tile.h * k.shape[1] // heads
-            seen = self.seen(source.for_tile(tile, Span(tile.b, rows, cols)), tile, rows, cols, blocks[5:])
+            seen = self.seen(source.for_tile(tile, Span(tile.b, rows, cols)), tile, rows, cols, blocks[3:])
             part = slice(tile.m * cfg.tile_m, tile.m * cfg.tile_m + cfg.tile_m)
             scores = q[tile.b, tile.h, part].float() @ k[tile.b, tile.h_kv].float().mT
             scores = torch.tanh(scores * softcap / 2.885390) if self.facts.softcap else scores
