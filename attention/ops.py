@@ -60,7 +60,8 @@ def attention(
         of no sequence, see no column.
 
     The same bits on every run; on the sm_80 path not the same with return_lse as without. q, k or v whose address or
-    strides are not multiples of 16 bytes, or which are expanded, are copied first, which `cute_kernels.explain(attention, ...)` says. CPU tensors run a torch reference in fp32.
+    strides are not multiples of 16 bytes, or which are expanded, are copied first, which
+    `cute_kernels.explain(attention, ...)` says. CPU tensors run a torch reference in fp32.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
