@@ -8,7 +8,6 @@ from cute_kernels.arch import ArchSpec, arch_named
 from .element_mask import ElementMask
 
 ELEMENT = 2  # bytes of a bf16 or fp16 element
-TURNS = 128  # largest head dimension at which consumer warpgroups take turns
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
 
@@ -87,8 +86,8 @@ class FlashFacts:
 
     @property
     def takes_turns(self) -> bool:
-        """sm_90: whether warpgroups take turns at the tensor cores. With long products they do so by themselves."""
-        return self.config.groups > 1 and max(self.head_dim, self.head_dim_v) <= TURNS
+        """sm_90: whether warpgroups take turns at the tensor cores."""
+        return self.config.groups > 1
 
     @property
     def keeps_q(self) -> bool:

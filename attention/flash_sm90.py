@@ -223,15 +223,13 @@ class FlashSm90:
                 told = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
                 index, words = first, scheduler.words(first)
                 while index < scheduler.count:
-                    number = index + step
-                    if const_expr(cfg.dynamic):
-                        number = queue.draw(scheduler.count, step)
                     tile = scheduler.of_words(words)
                     span = lengths.of(tile.b)
                     tiles = source.for_tile(tile, span)
                     tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (span.q0, 0))
                     tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (span.k0, 0))
                     tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, span.k0))
+                    number = index + step
                     if tiles.count > 0:
                         # In the order in which they are waited for; Q's place is free later than K's.
                         gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
@@ -241,6 +239,8 @@ class FlashSm90:
                         at_k.advance()
                         self.load(tma_q, tQgQ[None, tile.m, 0, tile.h, span.b], tQsQ, pipe_q, state_q)
                         state_q.advance()
+                        if const_expr(cfg.dynamic):
+                            number = queue.draw(scheduler.count, step)
                         for i in cutlass.range(1, tiles.count, unroll=1):
                             before, n = n, ahead
                             ahead = tiles.at(i + 1)
@@ -250,6 +250,8 @@ class FlashSm90:
                             at_v.advance()
                         self.load(tma_v, gV[None, n], tVsV, pipe_v, at_v)
                         at_v.advance()
+                    elif const_expr(cfg.dynamic):
+                        number = queue.draw(scheduler.count, step)
                     if const_expr(cfg.dynamic):
                         number = cute.arch.shuffle_sync(number, 0)
                     index, words = number, scheduler.words(number)

@@ -18,6 +18,7 @@ SM_90 = {
     192: (((128, 112, 2, 2), 2.05), ((64, 112, 2, 1), 1.60)),
     256: (((128, 80, 2, 2), 1.92), ((64, 80, 2, 1), 1.50)),
 }
+LONG_US = 30.0  # of a query tile: longer ones gain nothing from CTAs that stay, and draw the next (measured)
 TILE_US = 1.0  # what a query tile costs besides: its first scores, its last product and its store overlap with nothing
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). A warp of
@@ -114,6 +115,11 @@ class Extents:
     right: int | None
     sms: int  # multiprocessors of the card
 
+    @property
+    def uneven(self) -> bool:
+        """Whether query tiles visit different numbers of tiles of K and V."""
+        return self.left is not None or self.right is not None
+
 
 def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
     """How many tiles of K and V each query tile of a head visits: k_tiles.BandSource on the host."""
@@ -127,21 +133,31 @@ def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
 
 
 def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
-    """Microseconds: the sum over CTAs for a dynamic schedule, the last wave's end for equal shares."""
+    """Microseconds: the sum over CTAs where whoever is free takes the next tile, else the last wave's end."""
     costs = [n * tile_us + TILE_US for n in visits(extents, config.tile_m, config.tile_n)]
-    if config.dynamic:
+    if extents.uneven:
         return max(sum(costs) * extents.heads / extents.sms, max(costs))
     return -(-len(costs) * extents.heads // extents.sms) * max(costs)
 
 
 def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
-    """Configurations of the sm_90 path and their microseconds a tile; CTAs draw their tiles where these are uneven."""
-    uneven = facts.band.left or facts.band.right
+    """Configurations of the sm_90 path and their microseconds a tile.
+
+    Where query tiles differ, CTAs stay and draw the next one if tiles are short; else each tile has a CTA of its own.
+    """
     found = []
     for (tile_m, tile_n, stages, groups), tile_us in SM_90[max(facts.head_dim, facts.head_dim_v)]:
-        more = -(-extents.rows // tile_m) * extents.heads > extents.sms
-        found.append((FlashConfig(tile_m, tile_n, stages, groups, facts.packed or uneven and more), tile_us))
+        counts = visits(extents, tile_m, tile_n)
+        more = len(counts) * extents.heads > extents.sms
+        short = sum(counts) * tile_us < len(counts) * LONG_US
+        dynamic = facts.packed or extents.uneven and more and short
+        found.append((FlashConfig(tile_m, tile_n, stages, groups, dynamic), tile_us))
     return found
+
+
+def most_ctas(config: FlashConfig, extents: Extents) -> int:
+    """CTAs to launch at most: as many as run at once, if they stay; else one for each query tile."""
+    return extents.sms * config.ctas if config.dynamic or not extents.uneven else 2**30
 
 
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:

@@ -84,15 +84,15 @@ class OnlineSoftmax:
                 against = Float32(0.0)
             self.factor[r] = exp2(self.largest[r] * self.scale_log2 - against)
             self.largest[r] = largest
+            # Not begun with what there was before: the compiler then puts all maxima before all exponentials, and a
+            # dense kernel of head dimension 128 takes 12 % longer.
             total = Float32(0.0)
-            if const_expr(self.adds):
-                total = self.total[r] * self.factor[r]
             for c in range_constexpr(columns):
                 scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
                 if const_expr(self.adds):
                     total = total + scores[r, c]
             if const_expr(self.adds):
-                self.total[r] = total
+                self.total[r] = self.total[r] * self.factor[r] + total
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O

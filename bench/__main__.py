@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file; host, errors: those"
     )
     measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
+    measure.add_argument("--limit", type=float, metavar="SECONDS", help="begin no row of a suite later than this")
     measure.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
     measure.set_defaults(run=run_suites, mode="quick", suites=PRODUCTS)
     top.set_defaults(run=None)
@@ -117,12 +118,14 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
     rows, failed = [], []
     wanted = [case for case in SUITES[suite].cases(args.mode) if args.only in case.name]
     wanted.sort(key=lambda case: case.patches_dsl)
-    task = bar.add_task(suite, total=len(wanted))
+    task, began = bar.add_task(suite, total=len(wanted)), time.perf_counter()
     while wanted:  # a case holds its operands as long as it lives
         case = wanted.pop(0)
         bar.update(task, description=f"{suite}: {case.name}")
         start = time.perf_counter()
         try:
+            if args.limit and start - began > args.limit:
+                raise TimeoutError(f"not begun within --limit {args.limit:g}")
             rows.append(case.measure(rounds=args.rounds or ROUNDS[args.mode], warm_s=WARM_S[args.mode]))
         except Exception as error:  # a row that cannot be measured is a row that says so
             failed.append(f"{case.name}: {type(error).__name__}: {str(error)[:300]}")
