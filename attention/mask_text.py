@@ -14,7 +14,7 @@ import json
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_op import function_named, register_function
+from cute_kernels.runtime.torch_op import depend_on, function_named, register_function
 
 from .mask_mods import MaskMod
 
@@ -68,8 +68,9 @@ def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
         return f'["int", {len(numbers) - 1}]'
     fields = _fields(type(value))
     if len(fields) == 0:
-        id(value)  # see named_function
-        return f'["function", "{_function(value)}"]'
+        name = _function(value)
+        depend_on(value)
+        return f'["function", "{name}"]'
     parts = [_written(getattr(value, name), numbers, tensors) for name in fields[1:]]
     return f'["{fields[0]}", ' + ", ".join(parts) + "]"
 

@@ -1,5 +1,7 @@
 """The registered ops: their schemas, torch.compile without graph breaks, matrices, epilogues and changing shapes."""
 
+import gc
+
 import pytest
 import torch
 
@@ -131,19 +133,99 @@ def test_gemm_with_a_named_function(device, backend):
     assert_as_good_as_torch(out, *exact_and_torch(*call, BF16, epilogue=squared_relu), k=40)
 
 
+def scaled(by):
+    return lambda x: x * by
+
+
 @ON
 @pytest.mark.parametrize("sparse", [False, True])
 def test_functions_are_told_apart(device, backend, sparse):
     """Of equal code and different constants: a graph of one must not serve the other, as by its code alone it would."""
-
-    def scaled(by):
-        return lambda x: x * by
-
     W, b = weights(device), normal(160, 24, device=device)
     product = (lambda f: bsr_matmul(W, b, epilogue=f)) if sparse else (lambda f: gemm(b.t(), b, epilogue=f))
     step, functions = compiled(product, backend), [scaled(1.0), scaled(2.0)]
     for i in (0, 1, 0, 1):
         assert torch.equal(step(functions[i]), product(functions[i]))
+
+
+def leaky(x, slope=0.5):
+    return F.where(x > 0.0, x, x * slope)
+
+
+def scaled_by_default(by):
+    return lambda x, by=by: x * by
+
+
+def scaled_inside(by):
+    f = scaled(by)
+    return lambda x: f(x) + 1.0
+
+
+@ON
+@pytest.mark.parametrize("make", [scaled, scaled_by_default, scaled_inside])
+def test_functions_that_die_are_told_apart(device, backend, make):
+    """Made for one call each: another one may lie where the first lay. One kept needs no other graph."""
+    a, b = normal(24, 40, device=device), normal(40, 16, device=device)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    step = torch.compile(lambda f: gemm(a, b, epilogue=f), fullgraph=True, backend=graphs)
+    for by in (1.0, 2.0, 3.0, 1.0, 2.0):
+        assert torch.equal(step(make(by)), gemm(a, b, epilogue=make(by)))
+        gc.collect()
+    before, kept = graphs.frame_count, make(4.0)
+    for _ in range(3):
+        assert torch.equal(step(kept), gemm(a, b, epilogue=kept))
+    assert graphs.frame_count == before + 1
+
+
+@ON
+def test_a_module_with_a_function(device, backend):
+    """Found by an attribute: two layers of one class, and one whose function is changed."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.epilogue = scaled(by)
+
+        def forward(self, a, b):
+            return gemm(a, b, epilogue=self.epilogue)
+
+    call, layers = (normal(24, 40, device=device), normal(40, 16, device=device)), [Layer(2.0), Layer(3.0)]
+    steps = [compiled(layer, backend) for layer in layers]
+    for change in (False, True):
+        if change:
+            layers[0].epilogue = scaled(5.0)
+        for step, layer in zip(steps, layers, strict=True):
+            assert torch.equal(step(*call), layer(*call))
+
+
+@ON
+def test_functions_that_a_traced_function_captures(device, backend):
+    """Of outside, one that its code describes; of inside, any. One that captures is refused: nothing guards it."""
+    call = normal(24, 40, device=device), normal(40, 16, device=device)
+    plain, of_library, capturing = leaky, F.tanh, scaled(2.0)
+
+    def with_plain(a, b):
+        return gemm(a, b, epilogue=lambda x: plain(x) + 1.0)
+
+    def with_inner(a, b):
+        inner = scaled(2.0)
+        return gemm(a, b, epilogue=lambda x: inner(plain(F.tanh(x))))
+
+    def with_capturing(a, b):
+        return gemm(a, b, epilogue=lambda x: capturing(x) + 1.0)
+
+    def with_of_library(a, b):  # of the code of F.sin
+        return gemm(a, b, epilogue=lambda x: of_library(x) + 1.0)
+
+    def deeper(a, b):
+        inner = lambda x: capturing(x) + 1.0  # noqa: E731
+        return gemm(a, b, epilogue=lambda x, f=inner: f(x))
+
+    for layer in (with_plain, with_inner):
+        assert torch.equal(compiled(layer, backend)(*call), layer(*call))
+    for layer in (with_capturing, with_of_library, deeper):
+        with pytest.raises(Exception, match="from outside, which captures values itself: the graph would serve"):
+            compiled(layer, backend)(*call)
 
 
 @ON
@@ -382,3 +464,14 @@ def test_export(strict):
     program = torch.export.export(Layer(), (a, b), strict=strict)
     assert torch.equal(program.module()(a, b), gemm(a, b, activation="relu"))
     assert "cute_kernels.gemm" in str(program.graph)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_of_a_function(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, a, b):
+            return gemm(a, b, epilogue=halved)
+
+    a, b, halved = normal(24, 40), normal(40, 16), scaled(0.5)
+    program = torch.export.export(Layer(), (a, b), strict=strict)
+    assert torch.equal(program.module()(a, b), gemm(a, b, epilogue=halved))
