@@ -136,6 +136,8 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
         bar.advance(task)
     host = SUITES[suite].host_costs() if args.only in ("", "host") else {}
     table.show(rows, best, host)
+    if not args.only:  # and once more with what comes beside the rows, which may take long, or break
+        record.write(suite, rows, best, host, args.out, args.mode)
     more = SUITES[suite].findings(rows, host, args.only)
     if not args.only:
         print("written:", record.write(suite, rows, best, host, args.out, args.mode, **more))
