@@ -32,7 +32,7 @@ SM_80 = {
     256: ((64, 64, 1, 4), (128, 64, 1, 8)),
 }
 
-# The same for kernels that give LSE: exact sums take registers, and these tiles have them.
+# The same for kernels that give LSE, and for packed sequences: both take registers, which these tiles have.
 SM_80_LSE = {
     64: ((64, 64, 2, 4),),
     96: ((128, 64, 2, 4), (64, 64, 2, 4)),
@@ -167,8 +167,7 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     elif facts.path == "sm_90":
         config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
     else:
-        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse)
-        # A packed sequence's bounds take registers: from 96 on, warps of 32 rows spill a few.
-        narrow = facts.packed and max(facts.head_dim, facts.head_dim_v) > 64
-        config = next(c for c in configs if not narrow or c.tile_m == 16 * c.groups)
+        # A packed sequence's bounds take registers too, and none are left for warps of 32 rows.
+        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse or facts.packed)
+        config = next(c for c in configs if not facts.packed or c.tile_m == 16 * c.groups)
     return replace(facts, config=config)
