@@ -71,9 +71,8 @@ def attention(
     if torch.compiler.is_compiling():
         from .torch_op import traced_attention
 
-        if packed or seqlens_k is not None or block_table is not None:
-            raise NotImplementedError("attention: torch.compile takes neither cu_seqlens nor seqlens_k yet")
-        return traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out)
+        tensors = cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
+        return traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out, *tensors)
     if type(window) is list:
         window = tuple(window)
     if packed:

@@ -55,6 +55,18 @@ def test_opcheck_attention(device):
         torch.library.opcheck(OPS.attention_out.default, (*call, out), terms)
     rows_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(device)]
     torch.library.opcheck(OPS.attention.default, rows_first, {})
+    packed = [normal(150, heads, 64, device=device) for heads in (4, 2, 2)]
+    starts = torch.tensor([0, 40, 150], dtype=torch.int32, device=device)
+    torch.library.opcheck(OPS.attention.default, packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts})
+    lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
+    torch.library.opcheck(OPS.attention.default, call, {"seqlens_k": lengths, "return_lse": True})
+
+
+def test_a_mask_is_made_again_only_of_other_tensors():
+    mask = masks()[2]
+    made = torch_op._block_mask(*crossing(mask))
+    assert torch_op._block_mask(*crossing(mask)) is made
+    assert torch_op._block_mask(*crossing(masks()[2])) is not made
 
 
 def crossing(mask: BlockMask) -> tuple:
@@ -128,6 +140,32 @@ def test_attention_into_out(device, backend, return_lse):
     expected, lse = attention(*call, causal=True, return_lse=True)
     assert same(out, expected) and same(results[0], expected + 1)
     assert not return_lse or same(results[1], lse)
+
+
+@ON
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_packed_and_cached(device, backend, return_lse):
+    q, k, v = (normal(150, heads, 64, device=device) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 40, 40, 137], dtype=torch.int32, device=device)
+    terms = {"causal": True, "return_lse": return_lse}
+
+    def packed(q, k, v, starts):
+        return attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **terms)
+
+    assert same(compiled(packed, backend)(q, k, v, starts), packed(q, k, v, starts))
+    q, k, v = qkv(device, Sq=3)
+    lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
+    pages = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
+
+    def cached(q, k, v, lengths):
+        return attention(q, k, v, seqlens_k=lengths, **terms)
+
+    def paged(q, k, v, lengths, pages):
+        return attention(q, k, v, seqlens_k=lengths, block_table=pages, **terms)
+
+    assert same(compiled(cached, backend)(q, k, v, lengths), cached(q, k, v, lengths))
+    k, v = (normal(10, 2, 32, 64, device=device) for _ in range(2))
+    assert same(compiled(paged, backend)(q, k, v, lengths, pages), paged(q, k, v, lengths, pages))
 
 
 @ON
