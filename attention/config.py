@@ -90,6 +90,11 @@ class FlashFacts:
         return self.config.groups > 1
 
     @property
+    def adds(self) -> bool:
+        """sm_80: whether sums are added up, and not products with ones; with a block mask that spills less, too."""
+        return self.lse or self.blocks is not None
+
+    @property
     def keeps_q(self) -> bool:
         """sm_80: whether Q's fragments stay in registers, 32 a thread at the most; a block mask needs some itself."""
         if self.blocks is not None and self.head_dim == 96:

@@ -133,7 +133,7 @@ class FlashSm80:
         ones = cute.make_rmem_tensor((4, 1), self.dtype)
         ones.fill(1.0)
         scores, out, sums = (rows_and_columns(acc, self.tiles_m) for acc in (acc_S, acc_O, acc_L))
-        softmax = OnlineSoftmax.of_rows(2 * self.tiles_m, scale_log2, None if const_expr(facts.lse) else sums[None, 0])
+        softmax = OnlineSoftmax.of_rows(2 * self.tiles_m, scale_log2, None if const_expr(facts.adds) else sums[None, 0])
         lse = cute.make_rmem_tensor(2 * self.tiles_m, Float32)
         row0 = warp * self.q.span + lane // 4  # of this thread, in the tile
 
@@ -176,7 +176,7 @@ class FlashSm80:
                     self.weigh(scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment])
                     rP = self.convert(acc_S)
                     softmax.rescale(out)
-                    if const_expr(not facts.lse):
+                    if const_expr(not facts.adds):
                         softmax.rescale(sums)
                         for k in range_constexpr(len(rP)):
                             self.steps.multiply(acc_L, rP[k], ones)

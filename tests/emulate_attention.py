@@ -6,7 +6,7 @@ import torch
 
 import attention.ops as ops
 import attention.plan as plan
-from attention import runtime
+from attention import decode, runtime
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 
@@ -49,9 +49,21 @@ class EmulatedFlash:
             lse.copy_(log2[..., 0] / LOG2E)
 
 
+class EmulatedDecode(EmulatedFlash):
+    """The same of the decoding kernel, of calls without lengths and pages: those are test_decode.py's."""
+
+    def __call__(self, q, k, v, out, lse, seqlens, table, parts, part_lses, scale_log2, softcap, left, right, *launch):
+        count, ctas = launch
+        assert seqlens is None and table is None and (parts is not None) == self.facts.split == (count > 1)
+        if parts is not None:
+            assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
+        super().__call__(q, k, v, out, lse, None, scale_log2, softcap, left, right, ctas)
+
+
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
     monkeypatch.setattr(ops, "_PLANS", {})
     monkeypatch.setattr(runtime, "function_for", EmulatedFlash)
+    monkeypatch.setattr(decode, "function_for", EmulatedDecode)

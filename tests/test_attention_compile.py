@@ -107,7 +107,8 @@ def test_flash_kernel(facts, outcome_of):
     outcome = outcome_of(inspected, facts)
     assert not outcome.error
     resources, problems = outcome.value
-    if facts.path == "sm_80" and facts.blocks and resources.stack <= 32:  # see heuristics.BLOCKS_SM_80
+    # Where an H200 runs the sm_80 path; see heuristics.BLOCKS_SM_80.
+    if (facts.arch, facts.path) == ("sm_90a", "sm_80") and facts.blocks and resources.stack <= 32:
         problems = [text for text in problems if "stack" not in text and "local memory" not in text]
     assert problems == []
     assert resources.utmaldg >= 3 if facts.path == "sm_90" else resources.ldgsts >= 6

@@ -106,7 +106,7 @@ REFUSED = {
         "partial must broadcast to blocks",
     ),
     "window": (lambda: patterns.sliding_window((64, 64), 3), TypeError, "window must be .left, right"),
-    "window bound": (lambda: patterns.sliding_window((64, 64), (-2, 0)), ValueError, "left is -2"),
+    "window bound": (lambda: patterns.sliding_window((64, 64), (-2, 0)), ValueError, "left bound is -2"),
     "window float": (lambda: patterns.sliding_window((64, 64), (1.5, 0)), TypeError, "window must be"),
     "globals": (lambda: patterns.sliding_window((64, 64), (1, 0), global_rows=-1), ValueError, "global_rows is -1"),
     "ids": (lambda: patterns.documents(torch.zeros(4)), TypeError, "q_ids must be .* int32 or int64"),
