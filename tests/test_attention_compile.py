@@ -78,6 +78,9 @@ def with_blocks(spec, path):
 def name_of(f: FlashFacts) -> str:
     switches = (("left", f.band.left), ("right", f.band.right), ("softcap", f.softcap), ("packed", f.packed))
     more = [text for text, there in switches if there]
+    if f.blocks:
+        mask = next(name for name, mask in MASKS.items() if mask == f.blocks.mask)
+        more.append(f"blocks {f.blocks.block_q}x{f.blocks.block_k} mask {mask}")
     return f"{f.arch}: {f.path} {f.dtype} D {f.head_dim} Dv {f.head_dim_v} {f.config} {' '.join(more)}".rstrip()
 
 
