@@ -40,7 +40,8 @@ def test_a_gate_that_breaks_has_failed():
     assert (good.verdict, skipped.verdict, broken.verdict) == (PASSED, SKIPPED, FAILED)
     assert skipped.summary == "no such tool"
     assert "ValueError: a line and another" in broken.summary and broken.details == ["a line", "and another"]
-    assert [line.split()[1] for line in told] == ["good", "skipped", "broken"]
+    assert [line.split()[1] for line in told] == ["good", "good", "skipped", "skipped", "broken", "broken"]
+    assert [line.split()[2] for line in told] == ["...", PASSED, "...", SKIPPED, "...", FAILED], "before, and after"
     assert gate.exit_status([good, skipped]) == 0 and gate.exit_status([good, broken]) == 1
 
 
