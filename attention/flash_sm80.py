@@ -30,18 +30,18 @@ from cute_kernels.mainloop_sm80 import CHUNK, TileSteps
 from cute_kernels.store_sm80 import WARP
 
 from .config import ELEMENT, FlashFacts
-from .k_tiles import EITHER, PARTIAL, BandSource
+from .k_tiles import BandSource
 from .lengths import DenseLengths
-from .mask import cap_scores, mask_band, mask_elements
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
+from .weigh import Weighing
 
 VECTOR = CHUNK // ELEMENT  # elements of one copy
 COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 
 
-class FlashSm80:
+class FlashSm80(Weighing):
     """Compiles to one kernel per `FlashFacts`."""
 
     def __init__(self, facts: FlashFacts):
@@ -193,38 +193,6 @@ class FlashSm80:
                 for r in range_constexpr(2 * self.tiles_m):
                     if row + 8 * r < span.rows:
                         mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
-
-    @cute.jit
-    def weigh(
-        self,
-        scores: cute.Tensor,  # (rows, columns)
-        softmax: OnlineSoftmax,
-        source,
-        tiles,
-        i,  # which of the tiles
-        row: Int32,  # of the thread's first row
-        tile,  # scheduler.QueryTile
-        span,  # lengths.Span
-        softcap: Float32,
-        kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
-    ):
-        """Scores to P: the cap, the mask, the softmax."""
-        if const_expr(self.facts.softcap):
-            cap_scores(scores, softcap)
-        if const_expr(kind == EITHER):
-            if tiles.ends[0] > i:
-                self.mask(scores, source, tiles.at_partial(i), row, tile, span)
-        elif const_expr(kind == PARTIAL):
-            self.mask(scores, source, tiles.at_partial(i), row, tile, span)
-        softmax.step(scores)
-
-    @cute.jit
-    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):
-        """-inf where a row does not see a column of tile n of K."""
-        if const_expr(self.facts.blocks is None):
-            mask_band(scores, source, row, n * self.cfg.tile_n, span)
-        else:
-            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, span)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

@@ -34,13 +34,13 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.gemm_sm90 import ALIGN, smem_layout
 
 from .config import FlashFacts
-from .k_tiles import EITHER, PARTIAL, BandSource
+from .k_tiles import BandSource
 from .lengths import DenseLengths
-from .mask import cap_scores, mask_band, mask_elements
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
 from .tile_queue import SLOTS, WORDS, TileQueue
+from .weigh import Weighing
 from .zero_tail import zero_tail
 
 WARPGROUP = 128
@@ -53,7 +53,7 @@ TAIL_BARRIER = 8  # named barriers 8, 9, ..: of the warps of each consumer
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 
 
-class FlashSm90:
+class FlashSm90(Weighing):
     """Compiles to one kernel per `FlashFacts`."""
 
     def __init__(self, facts: FlashFacts):
@@ -355,38 +355,6 @@ class FlashSm90:
         """Load a tile, (TMA,) of (TMA, PIPE), as soon as its place is free."""
         pipe.producer_acquire(state)
         cute.copy(tma, gX, sX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
-
-    @cute.jit
-    def weigh(
-        self,
-        scores: cute.Tensor,  # (rows, columns)
-        softmax: OnlineSoftmax,
-        source,
-        tiles,
-        i,  # which of the tiles
-        row: Int32,  # of the thread's first row
-        tile,  # scheduler.QueryTile
-        span,  # lengths.Span
-        softcap: Float32,
-        kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
-    ):
-        """Scores to P: the cap, the mask, the softmax."""
-        if const_expr(self.facts.softcap):
-            cap_scores(scores, softcap)
-        if const_expr(kind == EITHER):
-            if tiles.ends[0] > i:
-                self.mask(scores, source, tiles.at_partial(i), row, tile, span)
-        elif const_expr(kind == PARTIAL):
-            self.mask(scores, source, tiles.at_partial(i), row, tile, span)
-        softmax.step(scores)
-
-    @cute.jit
-    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):
-        """-inf where a row does not see a column of tile n of K."""
-        if const_expr(self.facts.blocks is None):
-            mask_band(scores, source, row, n * self.cfg.tile_n, span)
-        else:
-            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, span)
 
     @cute.jit
     def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):

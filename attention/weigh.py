@@ -1,0 +1,45 @@
+"""A tile of scores to P, on both paths: the cap, the mask, the softmax."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from .k_tiles import EITHER, PARTIAL
+from .mask import cap_scores, mask_band, mask_elements
+from .softmax import OnlineSoftmax
+
+
+class Weighing:
+    """What FlashSm90 and FlashSm80 do with scores; they have `facts` and `cfg`."""
+
+    @cute.jit
+    def weigh(
+        self,
+        scores: cute.Tensor,  # (rows, columns)
+        softmax: OnlineSoftmax,
+        source,
+        tiles,
+        i,  # which of the tiles
+        row: Int32,  # of the thread's first row
+        tile,  # scheduler.QueryTile
+        span,  # lengths.Span
+        softcap: Float32,
+        kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
+    ):
+        """Scores to P: the cap, the mask, the softmax."""
+        if const_expr(self.facts.softcap):
+            cap_scores(scores, softcap)
+        if const_expr(kind == EITHER):
+            if tiles.ends[0] > i:
+                self.mask(scores, source, tiles.at_partial(i), row, tile, span)
+        elif const_expr(kind == PARTIAL):
+            self.mask(scores, source, tiles.at_partial(i), row, tile, span)
+        softmax.step(scores)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):
+        """-inf where a row does not see a column of tile n of K."""
+        if const_expr(self.facts.blocks is None):
+            mask_band(scores, source, row, n * self.cfg.tile_n, span)
+        else:
+            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, span)
