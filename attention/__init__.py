@@ -1,4 +1,4 @@
-"""Flash attention on the iterators of `cute_kernels`; the block-sparse one on CPU tensors so far."""
+"""Flash attention on the iterators of `cute_kernels`: dense, block-sparse, packed, and for decoding."""
 
 from . import mask_mods, patterns
 from .block_mask import BlockMask

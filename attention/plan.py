@@ -13,12 +13,12 @@ import torch
 from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.plan import device_arch, forced_path
+from cute_kernels.runtime.workspace import zeros
 
 from . import checks
 from .config import BandKind, FlashFacts
 
 LOG2E = 1.4426950408889634
-_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # (device, stream) -> counter_for
 _MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
 
 
@@ -140,28 +140,13 @@ def launch(plan: FlashPlan, q, k, v, out, *more):
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.dtype, device=plan.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if plan.facts.lse else None
-    counter = counter_for(plan.device) if plan.facts.config.dynamic else None
+    counter = zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
     if plan.views:
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
         plan.function(q, k, v, d, lse, counter, *more, *plan.scalars)
     else:
         plan.function(q, k, v, out, lse, counter, *more, *plan.scalars)
     return out, lse
-
-
-def counter_for(device: torch.device) -> torch.Tensor:
-    """(1,) int32, 0, for a kernel on the current stream that leaves it 0 (tile_queue.TileQueue).
-
-    As workspace.zeros: one a device and stream, but a call under graph capture gets one of its own, since the graph may
-    be replayed beside other calls; setting it to 0 becomes part of the graph.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _COUNTERS.get(key)
-    if found is None:
-        found = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return found
 
 
 def without_kernel(plan: FlashPlan, reference: Callable, out):

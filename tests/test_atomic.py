@@ -372,7 +372,7 @@ class TestCuda:
                     outs.append(gemm(a, b, deterministic=False))
         assert clean()
         for stream in streams:
-            assert (a.device.index, stream.cuda_stream) in workspace._BUFFERS
+            assert (a.device.index, stream.cuda_stream, torch.float32) in workspace._BUFFERS
         for out in outs:
             assert_as_good_as_torch(out, exact, by_torch, k=2056)
 

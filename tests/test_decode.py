@@ -268,11 +268,6 @@ def test_nothing_cached():
 # On a GPU
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(attention_ops, "ON_GPU", True, raising=False)
-
-
 def run(q, parts, splits=None, **terms):
     """attention(), with so many splits, and twice the same bits."""
     if splits is None:
@@ -290,7 +285,7 @@ LENGTHS = [0, 1, 127, 128, 129, 300, 511, 512]
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 @pytest.mark.parametrize("shared", [1, 2, 4, 5, 8, 16])
-def test_gpu_heads(gpu, path, shared, splits):
+def test_gpu_heads(path, shared, splits):
     """One kernel and its split sister."""
     for sq in (1, 2, 5, 9) if path == "sm_90" else (1, 9):
         q, parts = cache(8, 2, 512, 128, 128, LENGTHS, device="cuda", q_shape=(8, 2 * shared, sq))
@@ -300,7 +295,7 @@ def test_gpu_heads(gpu, path, shared, splits):
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=str)
-def test_gpu_head_dims(gpu, path, dims, splits):
+def test_gpu_head_dims(path, dims, splits):
     q, parts = cache(8, 2, 512, *dims, LENGTHS, device="cuda", dtype=torch.float16, q_shape=(8, 8, 3))
     check(run(q, parts, splits), truth(q, parts))
 
@@ -309,7 +304,7 @@ def test_gpu_head_dims(gpu, path, dims, splits):
 @pytest.mark.parametrize(
     "terms", [{"window": (70, 0)}, {"window": (200, 9), "softcap": 3.0}, {"window": (None, 2)}], ids=str
 )
-def test_gpu_masks(gpu, path, terms):
+def test_gpu_masks(path, terms):
     q, parts = cache(8, 2, 512, 128, 128, LENGTHS, device="cuda", q_shape=(8, 8, 7))
     for splits in (2, 4):
         check(run(q, parts, splits, **terms), truth(q, parts, **terms))
@@ -317,7 +312,7 @@ def test_gpu_masks(gpu, path, terms):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size, splits", [(16, 1), (16, 3), (64, 3), (128, 3), (256, 3)])
-def test_gpu_pages(gpu, path, page_size, splits):
+def test_gpu_pages(path, page_size, splits):
     q, parts = cache(8, 2, 512, 128, 128, LENGTHS, page_size, device="cuda", q_shape=(8, 8, 3))
     check(run(q, parts, splits, causal=True), truth(q, parts, causal=True))
 
@@ -325,13 +320,13 @@ def test_gpu_pages(gpu, path, page_size, splits):
 @pytest.mark.gpu
 @pytest.mark.sm_90
 @pytest.mark.parametrize("dims, page_size", [((256, 256), 32), ((96, 64), 16)], ids=str)
-def test_gpu_pages_of_other_dims(gpu, dims, page_size):
+def test_gpu_pages_of_other_dims(dims, page_size):
     q, parts = cache(8, 1, 512, *dims, LENGTHS, page_size, device="cuda", q_shape=(8, 8, 1))
     check(run(q, parts, 3), truth(q, parts))
 
 
 @pytest.mark.gpu
-def test_gpu_long_queries(gpu, path):
+def test_gpu_long_queries(path):
     """Several tiles of rows: a chunk of a prompt."""
     q, parts = cache(3, 2, 512, 128, 128, [512, 100, 257], 64, device="cuda", q_shape=(3, 8, 100))
     for splits in (1, 3):
@@ -340,7 +335,7 @@ def test_gpu_long_queries(gpu, path):
 
 @pytest.mark.gpu
 @pytest.mark.sm_90
-def test_gpu_without_lengths(gpu):
+def test_gpu_without_lengths():
     """Few queries take the kernel by themselves, and what it stores stays within out."""
     q, parts = cache(2, 2, 3000, 128, 128, [3000, 3000], device="cuda", q_shape=(2, 8, 2))
     exact = truth(q, parts)
@@ -358,7 +353,7 @@ def test_gpu_without_lengths(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_gpu_graph(gpu, path, page_size):
+def test_gpu_graph(path, page_size):
     """Lengths are read at each replay."""
     q, parts = cache(4, 2, 512, 128, 128, [512] * 4, page_size, device="cuda", q_shape=(4, 8, 1))
 

@@ -1,8 +1,8 @@
-"""Memory in which the thread blocks of an atomic split add up their sums (atomic_sm90).
+"""Memory of zeros: in which the thread blocks of an atomic split add up their sums (atomic_sm90), or draw numbers.
 
-One buffer of zeros for each device and stream, kept as long as the process lives: every kernel leaves zeros behind, and
-the kernels of a stream follow each other, so all of them use it. It grows when a call needs more. Nothing but a fault
-stops a kernel between its first sum and its zeros, and a fault ends the CUDA context.
+One buffer of zeros for each device, stream and dtype, kept as long as the process lives: every kernel leaves zeros
+behind, and the kernels of a stream follow each other, so all of them use it. It grows when a call needs more. Nothing
+but a fault stops a kernel between its first sum and its zeros, and a fault ends the CUDA context.
 
 A CUDA graph may be replayed beside other calls, so a call under capture gets a buffer of its own from the graph's
 memory, and zeroing it becomes part of the graph: a few microseconds a replay.
@@ -14,7 +14,7 @@ import torch
 
 from .plan import Plan
 
-_BUFFERS: dict[tuple[int, int], torch.Tensor] = {}  # (device, stream) -> (words,) fp32, all zero between calls
+_BUFFERS: dict[tuple, torch.Tensor] = {}  # (device, stream, dtype) -> (words,), all zero between calls
 
 
 def with_workspace(function: Callable, plan: Plan) -> Callable:
@@ -29,15 +29,15 @@ def with_workspace(function: Callable, plan: Plan) -> Callable:
     return call
 
 
-def zeros(device: torch.device, words: int) -> torch.Tensor:
-    """At least so many fp32 zeros, for a kernel on the current stream that leaves them zero."""
+def zeros(device: torch.device, words: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """At least so many zeros, for a kernel on the current stream that leaves them zero."""
     if device.type != "cuda":
-        return torch.zeros(words, dtype=torch.float32, device=device)  # tests, with torch in the kernel's place
+        return torch.zeros(words, dtype=dtype, device=device)  # tests, with torch in the kernel's place
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.float32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        return torch.zeros(words, dtype=dtype, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index), dtype
     found = _BUFFERS.get(key)
     if found is None or len(found) < words:
         # The old one may still be in use: torch hands its memory to later work on this stream only.
-        found = _BUFFERS[key] = torch.zeros(words, dtype=torch.float32, device=device)
+        found = _BUFFERS[key] = torch.zeros(words, dtype=dtype, device=device)
     return found
