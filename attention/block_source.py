@@ -79,7 +79,7 @@ class BlockQueryTile(QueryTile):
 class OrderedScheduler(QueryScheduler):
     """Query tiles in an order of the caller's: the longest first, say."""
 
-    table: cute.Tensor = None  # (tiles, 3) int32: the default scheduler's number, partial blocks, blocks
+    table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's number of heads one by one, partial blocks, blocks
 
     def words(self, index) -> tuple:
         """A row of the table; past its end the last one, which no one works on."""
@@ -97,5 +97,5 @@ def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
     index, width, table, *mask_tensors = blocks
     kind, cfg = facts.blocks, facts.config
     tiles_q, steps = kind.block_q // cfg.tile_m, kind.block_k // cfg.tile_n
-    ordered = OrderedScheduler(scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.shared, table)
+    ordered = OrderedScheduler(scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.shared, table=table)
     return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, steps)

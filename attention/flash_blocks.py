@@ -37,10 +37,8 @@ class BlocksFlash:
         stream: cuda.CUstream,
     ):
         flash = self.flash
-        batch, heads, rows, _ = mQ.shape
-        plain = QueryScheduler(cute.ceil_div(rows, flash.cfg.tile_m), heads, batch, heads // mK.shape[1])
-        scheduler, source = with_blocks(flash.facts, plain, blocks)
-        lengths = DenseLengths(rows, mK.shape[2])
+        scheduler, source = with_blocks(flash.facts, QueryScheduler.of(flash.facts, mQ.shape, mK.shape), blocks)
+        lengths = DenseLengths(mQ.shape[2], mK.shape[2])
         flash.launch(
             mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
         )  # fmt: skip

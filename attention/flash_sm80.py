@@ -73,10 +73,8 @@ class FlashSm80(Weighing):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        _, heads, rows, _ = mQ.shape
-        tiles_m = cute.ceil_div(rows, self.cfg.tile_m)
-        scheduler = QueryScheduler(tiles_m, heads, mQ.shape[0], heads // mK.shape[1])
-        lengths = DenseLengths(rows, mK.shape[2])
+        scheduler = QueryScheduler.of(self.facts, mQ.shape, mK.shape)
+        lengths = DenseLengths(mQ.shape[2], mK.shape[2])
         self.launch(
             mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.band(left, right), scale_log2, softcap, max_ctas,
             stream,

@@ -12,7 +12,7 @@ A consumer's step over K/V tile i, with S the scores, P their exponentials, both
 et al. 2024):
 
     wait K[i] -> issue S' = Q K[i]' -> wait V[i-1] -> issue O += P V[i-1] -> wait S', release K[i]
-    softmax of S' -> wait O, release V[i-1] -> P = S', O *= factor
+    softmax of S' -> wait O, release V[i-1] -> P = S', and O *= factor where a row's largest score has grown by much
 
 So the softmax of one tile runs while the tensor cores do the product of the tile before. Between warpgroups, turns by
 named barriers (FlashFacts.takes_turns): while one of them does its softmax, another has the tensor cores.
@@ -46,6 +46,7 @@ from .zero_tail import zero_tail
 WARPGROUP = 128
 ROWS = 64  # of a consumer warpgroup
 TURN_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
+AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is drawn
 TAIL_BARRIER = 8  # named barriers 8, 9, ..: of the warps of each consumer
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
@@ -128,10 +129,8 @@ class FlashSm90(Weighing):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        _, heads, rows, _ = mQ.shape
-        tiles_m = cute.ceil_div(rows, self.cfg.tile_m)
-        scheduler = QueryScheduler(tiles_m, heads, mQ.shape[0], heads // mK.shape[1])
-        lengths = DenseLengths(rows, mK.shape[2])
+        scheduler = QueryScheduler.of(self.facts, mQ.shape, mK.shape)
+        lengths = DenseLengths(mQ.shape[2], mK.shape[2])
         self.launch(
             mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.band(left, right), scale_log2, softcap, max_ctas,
             stream,
@@ -229,7 +228,9 @@ class FlashSm90(Weighing):
                     tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (span.q0, 0))
                     tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (span.k0, 0))
                     tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, span.k0))
-                    number = index + step
+                    # The next tile's number is asked for so early that it is there in time, and no earlier: of tiles
+                    # taken long before they are begun, the last ones are left to those who are busy.
+                    number, ask = index + step, cutlass.max(tiles.count - AHEAD, 1)
                     if tiles.count > 0:
                         # In the order in which they are waited for; Q's place is free later than K's.
                         gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
@@ -239,9 +240,10 @@ class FlashSm90(Weighing):
                         at_k.advance()
                         self.load(tma_q, tQgQ[None, tile.m, 0, tile.h, span.b], tQsQ, pipe_q, state_q)
                         state_q.advance()
-                        if const_expr(cfg.dynamic):
-                            number = queue.draw(scheduler.count, step)
                         for i in cutlass.range(1, tiles.count, unroll=1):
+                            if const_expr(cfg.dynamic):
+                                if i == ask:
+                                    number = queue.draw(step)
                             before, n = n, ahead
                             ahead = tiles.at(i + 1)
                             self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
@@ -250,10 +252,10 @@ class FlashSm90(Weighing):
                             at_v.advance()
                         self.load(tma_v, gV[None, n], tVsV, pipe_v, at_v)
                         at_v.advance()
-                    elif const_expr(cfg.dynamic):
-                        number = queue.draw(scheduler.count, step)
                     if const_expr(cfg.dynamic):
-                        number = cute.arch.shuffle_sync(number, 0)
+                        if tiles.count < 2:
+                            number = queue.draw(step)
+                        number = queue.drawn(number, scheduler.count, step)
                     index, words = number, scheduler.words(number)
                     if const_expr(cfg.dynamic):
                         queue.tell(index, words, told)
@@ -321,14 +323,15 @@ class FlashSm90(Weighing):
                             warpgroup.wait_group(1)
                             pipe_k.consumer_release(at_k)
                             at_k.advance()
-                            self.weigh(
-                                scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment]
+                            grown = self.weigh(
+                                scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment], True
                             )
                             warpgroup.wait_group(0)
                             pipe_v.consumer_release(at_v)
                             at_v.advance()
                             self.convert(acc_S, tOrP)
-                            softmax.rescale(out)
+                            if grown:
+                                softmax.rescale(out)
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
                     pipe_v.consumer_wait(at_v)

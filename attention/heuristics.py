@@ -9,17 +9,18 @@ from .config import FlashConfig, FlashFacts
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
-# CTA takes for one tile of K and V on an H200 (bench/NOTES.md; those of 96 and 192 by their neighbours' rates). All
-# compile without spills, and without serialised WGMMAs.
+# CTA takes for one tile of K and V on an H200 (bench/NOTES.md). All compile without spills, and without serialised
+# WGMMAs; 192x128 would spill with a cap.
 SM_90 = {
-    64: (((192, 128, 2, 3), 1.43), ((128, 128, 3, 2), 1.15), ((64, 128, 2, 1), 0.83)),
-    96: (((128, 128, 2, 2), 1.40), ((64, 128, 2, 1), 1.05)),
-    128: (((128, 176, 2, 2), 2.15), ((128, 128, 2, 2), 1.64), ((64, 128, 2, 1), 1.29)),
-    192: (((128, 112, 2, 2), 2.05), ((64, 112, 2, 1), 1.60)),
-    256: (((128, 80, 2, 2), 1.92), ((64, 80, 2, 1), 1.50)),
+    64: (((192, 128, 2, 3), 1.45), ((192, 112, 3, 3), 1.31), ((128, 128, 3, 2), 1.11), ((64, 128, 2, 1), 0.78)),
+    96: (((128, 128, 2, 2), 1.28), ((64, 128, 2, 1), 0.97)),
+    128: (((192, 80, 4, 3), 1.33), ((128, 128, 2, 2), 1.52), ((64, 128, 2, 1), 1.09)),
+    192: (((128, 112, 2, 2), 1.74), ((64, 112, 2, 1), 1.23)),
+    256: (((128, 80, 2, 2), 1.72), ((64, 80, 2, 1), 1.34)),
 }
-LONG_US = 30.0  # of a query tile: longer ones gain nothing from CTAs that stay, and draw the next (measured)
-TILE_US = 1.0  # what a query tile costs besides: its first scores, its last product and its store overlap with nothing
+UNCAPPED = {(64, (192, 128, 2, 3))}
+# What a query tile costs besides, for each warpgroup: its first scores and its last product overlap with little.
+TILE_US = 1.0
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). A warp of
 # 32 rows reads K and V from shared memory half as often as one of 16, but has twice the accumulators: 128x64 by four
@@ -135,7 +136,7 @@ def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
 
 def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
     """Microseconds: the sum over CTAs where whoever is free takes the next tile, else the last wave's end."""
-    costs = [n * tile_us + TILE_US for n in visits(extents, config.tile_m, config.tile_n)]
+    costs = [n * tile_us + TILE_US * config.groups for n in visits(extents, config.tile_m, config.tile_n)]
     if extents.uneven:
         return max(sum(costs) * extents.heads / extents.sms, max(costs))
     return -(-len(costs) * extents.heads // extents.sms) * max(costs)
@@ -144,21 +145,20 @@ def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
 def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
     """Configurations of the sm_90 path and their microseconds a tile.
 
-    Where query tiles differ, CTAs stay and draw the next one if tiles are short; else each tile has a CTA of its own.
+    Where query tiles differ, and are more than run at once, CTAs draw them.
     """
-    found = []
-    for (tile_m, tile_n, stages, groups), tile_us in SM_90[max(facts.head_dim, facts.head_dim_v)]:
-        counts = visits(extents, tile_m, tile_n)
-        more = len(counts) * extents.heads > extents.sms
-        short = sum(counts) * tile_us < len(counts) * LONG_US
-        dynamic = facts.packed or extents.uneven and more and short
-        found.append((FlashConfig(tile_m, tile_n, stages, groups, dynamic), tile_us))
+    found, dim = [], max(facts.head_dim, facts.head_dim_v)
+    for tiles, tile_us in SM_90[dim]:
+        if facts.softcap and (dim, tiles) in UNCAPPED:
+            continue
+        more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
+        found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))
     return found
 
 
 def most_ctas(config: FlashConfig, extents: Extents) -> int:
-    """CTAs to launch at most: as many as run at once, if they stay; else one for each query tile."""
-    return extents.sms * config.ctas if config.dynamic or not extents.uneven else 2**30
+    """CTAs to launch at most: as many as run at once."""
+    return extents.sms * config.ctas
 
 
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:

@@ -7,9 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
+from .config import ELEMENT
 from .lengths import PackedLengths
 
 WARP = 32
+L2_BYTES = 2**25  # of K and V that are worked on at a time, so that they stay in L2
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,28 @@ class QueryTile:
 
 @dataclass(frozen=True)
 class QueryScheduler:
-    """Query tiles of one head after the other, the last ones first: where rows see what is before them those are the
-    longest, and the heads' keys and values stay in L2."""
+    """Query tiles of `together` heads after those of as many others; among them the last tiles of each head first.
+
+    Where rows see what is before them the last tiles are the longest, and short ones are left for the end: there who
+    is free takes one, and all are done at about the same time.
+    """
 
     tiles_m: Int32
     heads: Int32
     batch: Int32
     shared: Int32  # heads of Q that share a head of K and V
+    together: Int32 | int = 1
+
+    @staticmethod
+    def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
+        """For Q (B, H, Sq, D) and K (B, Hkv, Sk, D): as many heads together as there is room for in L2, if their tiles
+        differ in length."""
+        (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
+        shared, together = heads // heads_kv, 1
+        if facts.band.left or facts.band.right:
+            fit = L2_BYTES // ((facts.head_dim + facts.head_dim_v) * ELEMENT) // cols
+            together = cutlass.min(cutlass.max(fit, 1) * shared, heads * batch)
+        return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, shared, together)
 
     @property
     def count(self) -> Int32:
@@ -42,9 +59,11 @@ class QueryScheduler:
 
     def of_words(self, words: tuple) -> QueryTile:
         (index,) = words
-        m = self.tiles_m - 1 - index % self.tiles_m
-        rest = index // self.tiles_m
-        h, b = rest % self.heads, rest // self.heads
+        begin = index // (self.together * self.tiles_m) * self.together  # the first of the heads that are together
+        here = cutlass.min(self.together, self.heads * self.batch - begin)
+        rest = index - begin * self.tiles_m
+        m, head = self.tiles_m - 1 - rest // here, begin + rest % here
+        h, b = head % self.heads, head // self.heads
         return QueryTile(m, h, b, h // self.shared)
 
     def decode(self, index) -> QueryTile:

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 
 LN2 = 0.6931471805599453
+SLACK = 8.0  # p is at most 2 ** SLACK
 
 
 def rows_and_columns(acc: cute.Tensor, tiles_m: int = 1) -> cute.Tensor:
@@ -93,6 +94,42 @@ class OnlineSoftmax:
                     total = total + scores[r, c]
             if const_expr(self.adds):
                 self.total[r] = self.total[r] * self.factor[r] + total
+
+    @cute.jit
+    def step_lazily(self, scores: cute.Tensor):  # (rows, columns), replaced by p
+        """A tile of scores after the first one. Returns whether O is to be rescaled, the same in all threads of a warp.
+
+        What p is taken against stays what it was until a score is much larger: p is at most 2 ** SLACK then, and O and
+        the sums, which are divided by each other, are as exact (FlashAttention-4, Dao et al. 2025). So nearly all steps
+        rescale nothing, and ask no other thread for its largest score. Each row decides for itself.
+        """
+        columns, larger = const_expr(cute.size(scores, mode=[1])), cutlass.Boolean(False)
+        slack = SLACK / self.scale_log2
+        for r in range_constexpr(cute.size(self.total)):
+            largest = scores[r, 0]
+            for c in range_constexpr(1, columns):
+                largest = cute.arch.fmax(largest, scores[r, c])
+            self.factor[r] = Float32(1.0)
+            grows = cute.arch.vote_any_sync(largest > self.largest[r] + slack)
+            if grows:
+                largest = quad_max(largest)
+                if largest > self.largest[r] + slack:
+                    self.factor[r] = exp2((self.largest[r] - largest) * self.scale_log2)
+                    self.largest[r] = largest
+                if const_expr(self.adds):
+                    self.total[r] = self.total[r] * self.factor[r]
+            larger = larger | grows
+            against = self.largest[r] * self.scale_log2
+            if self.largest[r] == -Float32.inf:
+                against = Float32(0.0)
+            total = Float32(0.0)  # begun with 0, as in `step`
+            for c in range_constexpr(columns):
+                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
+                if const_expr(self.adds):
+                    total = total + scores[r, c]
+            if const_expr(self.adds):
+                self.total[r] = self.total[r] + total
+        return larger
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O

@@ -26,15 +26,20 @@ class TileQueue:
     counter: cute.Tensor  # (1,) Int32, 0 before and after
 
     @cute.jit
-    def draw(self, count: Int32, ctas: Int32) -> Int32:
-        """The next tile's number, in lane 0 of the producer warp."""
+    def draw(self, ctas: Int32) -> Int32:
+        """The next tile's number in lane 0 of the producer warp, which need not wait for it yet."""
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
-            before = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if before == count - 1:
-                self.counter[0] = Int32(0)
-            number = before + ctas
+            number = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu") + ctas
         return number
+
+    @cute.jit
+    def drawn(self, number: Int32, count: Int32, ctas: Int32) -> Int32:
+        """The number in all lanes."""
+        if cute.arch.lane_idx() == 0:
+            if number == count - 1 + ctas:
+                self.counter[0] = Int32(0)
+        return cute.arch.shuffle_sync(number, 0)
 
     @cute.jit
     def tell(self, number: Int32, words: tuple, state):

@@ -25,8 +25,9 @@ class Weighing:
         span,  # lengths.Span
         softcap: Float32,
         kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
+        lazily: cutlass.Constexpr = False,  # OnlineSoftmax.step_lazily
     ):
-        """Scores to P: the cap, the mask, the softmax."""
+        """Scores to P: the cap, the mask, the softmax. Returns whether O is to be rescaled."""
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
         if const_expr(kind == EITHER):
@@ -34,7 +35,12 @@ class Weighing:
                 self.mask(scores, source, tiles.at_partial(i), row, tile, span)
         elif const_expr(kind == PARTIAL):
             self.mask(scores, source, tiles.at_partial(i), row, tile, span)
-        softmax.step(scores)
+        grown = cutlass.Boolean(True)
+        if const_expr(lazily):
+            grown = softmax.step_lazily(scores)
+        else:
+            softmax.step(scores)
+        return grown
 
     @cute.jit
     def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):

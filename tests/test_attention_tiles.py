@@ -1,14 +1,16 @@
 """Which tiles of K and V a query tile visits, against masks made element by element."""
 
+import dataclasses
+import functools
 import itertools
 
 import pytest
 import torch
 
-from attention.config import BandKind
+from attention.config import BandKind, FlashConfig, FlashFacts
 from attention.k_tiles import FULL, BandSource
 from attention.lengths import Span
-from attention.scheduler import QueryTile
+from attention.scheduler import L2_BYTES, QueryScheduler, QueryTile
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 129, 200)
 BOUNDS = [(None, None), (None, 0), (0, 0), (5, 0), (16, 3), (0, 40), (100, None), (None, 1), (31, 100)]
@@ -67,3 +69,29 @@ def test_bounds_of_a_row(bounds):
         for row in range(sq):
             begin, end = (number(x) for x in source.bounds(row, Span(0, sq, sk)))
             assert [begin <= c < end for c in range(sk)] == mask[row].tolist()
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 4, 8])
+def test_query_tiles_by_number(together):
+    """Every query tile has a number; of heads that are together all last tiles come first."""
+    heads, batch, tiles_m = 4, 2, 3
+    scheduler = QueryScheduler(tiles_m, heads, batch, 2, together)
+    tiles = [scheduler.decode(index) for index in range(number(scheduler.count))]
+    found = [tuple(number(x) for x in (t.b, t.h, t.m)) for t in tiles]
+    assert sorted(found) == list(itertools.product(range(batch), range(heads), range(tiles_m)))
+    assert all(number(t.h_kv) == number(t.h) // 2 for t in tiles)
+    sections = [(b * heads + h) // together for b, h, _ in found]
+    assert sections == sorted(sections)
+    for section in set(sections):
+        order = [m for s, (_, _, m) in zip(sections, found, strict=True) if s == section]
+        assert order == sorted(order, reverse=True)
+
+
+def test_heads_together():
+    """As many as there is room for in L2, and all that share a head of K; without a band one after the other."""
+    of = functools.partial(QueryScheduler.of, q_shape=(2, 32, 8192, 128), k_shape=(2, 8, 8192, 128))
+    facts = FlashFacts("sm_90a", "sm_90", FlashConfig(128, 128, 2, 2), band=BandKind(right=True))
+    assert number(of(facts).together) == L2_BYTES // (8192 * 512) * 4
+    assert number(of(dataclasses.replace(facts, head_dim=64, head_dim_v=64)).together) == 64  # no more than there are
+    assert number(of(facts, k_shape=(2, 8, 2**20, 128)).together) == 4
+    assert of(dataclasses.replace(facts, band=BandKind())).together == 1
