@@ -5,10 +5,13 @@ import math
 import torch
 
 import attention.ops as ops
+import attention.packed as packed
 import attention.plan as plan
-from attention import decode, runtime
+from attention import decode, runtime, sparse_plan
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
+
+from .emulate_blocks import Walked
 
 LOG2E = plan.LOG2E
 
@@ -16,20 +19,48 @@ LOG2E = plan.LOG2E
 class EmulatedFlash:
     """The function that stands for the compiled attention kernel of some facts."""
 
+    built = set()  # facts of all kernels since the last install: how many a GPU run would compile
+
     def __init__(self, facts):
         self.facts = facts
+        self.built.add(facts.key())
 
-    def __call__(self, q, k, v, out, lse, counter, scale_log2, softcap, left, right, max_ctas):
+    def __call__(self, q, k, v, out, lse, counter, *more):
+        """`more` are, of packed sequences, where they begin, and the scalars."""
+        self.insist(q, k, v, out, lse, *more[-4:])
+        assert (counter is not None) == self.facts.config.dynamic
+        if not self.facts.packed:
+            self.attend(q, k, v, out, lse, *more[:-1])
+            return
+        *cu, scale_log2, softcap, left, right, _ = more
+        assert len(cu) == 2 and all(t.dtype is torch.int32 and t.is_contiguous() for t in cu)
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        (rows, cols), scalars = (t.tolist() for t in cu), (scale_log2, softcap, left, right)
+        for a, b, c, d in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
+            if a < b and c < d:
+                parts = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d], out[a:b]))
+                self.attend(*parts, None if lse is None else lse[None, :, a:b], *scalars)
+
+    def insist(self, q, k, v, out, lse, softcap, left, right, max_ctas):
+        """What a compiled function checks of its arguments, and what the host promises."""
         facts = self.facts
         widths = {"q": facts.head_dim, "k": facts.head_dim, "v": facts.head_dim_v, "out": facts.head_dim_v}
+        rank = 3 if facts.packed else 4
         for (name, width), t in zip(widths.items(), (q, k, v, out), strict=True):
-            assert t.dim() == 4 and t.shape[3] == width and t.dtype is TORCH[facts.dtype], name
-            assert t.data_ptr() % 16 == 0 and t.stride(3) == 1, name
-            assert all(stride % 8 == 0 for stride in t.stride()[:3]), f"{name}: strides {t.stride()}"
+            assert t.dim() == rank and t.shape[-1] == width and t.dtype is TORCH[facts.dtype], name
+            assert t.data_ptr() % 16 == 0 and t.stride(-1) == 1, name
+            assert all(stride % 8 == 0 for stride in t.stride()[:-1]), f"{name}: strides {t.stride()}"
         assert all(0 <= x < 2**30 and isinstance(x, int) for x in (left, right)) and max_ctas > 0
-        assert (counter is not None) == facts.config.dynamic
-        rows, columns = q.shape[2], k.shape[2]
-        assert left <= columns and right <= rows and min(rows, columns) > 0
+        assert (lse is not None) == facts.lse
+        if lse is not None:
+            shape = (q.shape[1], q.shape[0]) if facts.packed else q.shape[:3]
+            assert lse.shape == shape and lse.is_contiguous() and lse.dtype is torch.float32
+
+    def attend(self, q, k, v, out, lse, scale_log2, softcap, left, right):
+        """Of (B, H, Sq, D) tensors, all items of one length, into out and lse."""
+        facts, rows, columns = self.facts, q.shape[2], k.shape[2]
         group = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(group, 1).float() for t in (k, v))
         scores = q.float() @ k.mT
@@ -43,27 +74,51 @@ class EmulatedFlash:
         scores = scores * scale_log2
         log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
         out.copy_(torch.exp2(scores - log2).masked_fill(log2.isneginf(), 0.0) @ v)
-        assert (lse is not None) == facts.lse
         if lse is not None:
-            assert lse.shape == q.shape[:3] and lse.is_contiguous() and lse.dtype is torch.float32
             lse.copy_(log2[..., 0] / LOG2E)
 
 
 class EmulatedDecode(EmulatedFlash):
-    """The same of the decoding kernel, of calls without lengths and pages: those are test_decode.py's."""
+    """The same of the decoding kernel, which sees of an item's cache its own rows alone."""
 
-    def __call__(self, q, k, v, out, lse, seqlens, table, parts, part_lses, scale_log2, softcap, left, right, *launch):
-        count, ctas = launch
-        assert seqlens is None and table is None and (parts is not None) == self.facts.split == (count > 1)
+    def __call__(self, q, k, v, out, lse, seqlens, table, parts, part_lses, *more):
+        *scalars, count, ctas = more
+        facts = self.facts
+        assert (seqlens is not None) == facts.seqlens and (table is not None) == (facts.page_size > 0)
+        assert (parts is not None) == facts.split == (count > 1)
         if parts is not None:
             assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
-        super().__call__(q, k, v, out, lse, None, scale_log2, softcap, left, right, ctas)
+        self.insist(q, k, v, out, lse, *scalars[1:], ctas)
+        if seqlens is None:
+            self.attend(q, k, v, out, lse, *scalars)
+            return
+        for b, length in enumerate(seqlens.tolist()):
+            one, kv = slice(b, b + 1), (k[b : b + 1], v[b : b + 1])
+            length = max(length, 0)
+            if table is not None:
+                pages = table[b, : -(-length // facts.page_size)].long()
+                kv = (t[pages].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
+            kv = (t[:, :, :length] for t in kv)
+            self.attend(q[one], *kv, out[one], None if lse is None else lse[one], *scalars)
+
+
+class EmulatedBlocks(Walked, EmulatedFlash):
+    """The same of the kernel of a block mask."""
+
+    def __init__(self, facts):
+        EmulatedFlash.__init__(self, facts)
+
+
+def emulated(facts) -> EmulatedFlash:
+    return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
-    monkeypatch.setattr(ops, "_PLANS", {})
-    monkeypatch.setattr(runtime, "function_for", EmulatedFlash)
+    for module in (ops, packed, sparse_plan):
+        monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(EmulatedFlash, "built", set())
+    monkeypatch.setattr(runtime, "function_for", emulated)
     monkeypatch.setattr(decode, "function_for", EmulatedDecode)

@@ -1,4 +1,4 @@
-"""A few tiny products on each path, for compute-sanitizer: `python -m tests.sanitize_cases [NAME...]`.
+"""A few tiny products, and attention, on each path, for compute-sanitizer: `python -m tests.sanitize_cases [NAME...]`.
 
 They are small, as a sanitizer slows every access down, and ragged, as it is at edges that accesses go wrong. Results
 are compared too: a kernel that does nothing has no memory errors.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 import cute_kernels
+from bench.gates.products_attention import Attend
 from cute_kernels import candidates, explain, gemm
 from cute_kernels.config import GemmConfig
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
@@ -89,6 +90,13 @@ def grouped(one_pattern: bool):
     check(bsr_grouped_linear, (x, W, groups), poisoned(*exact.shape), exact, by_torch, W.shape[2], {})
 
 
+def attend(*shape, **terms):
+    """Attention into NaN on the GPU, with operands drawn on the CPU and compared there."""
+    case = Attend(*shape, **terms)
+    complaint = case.call().complaint(case.call(str(on_gpu(torch.empty(0)).device)).run().cpu())
+    assert not complaint, complaint
+
+
 FP16, FP32 = torch.float16, torch.float32
 CASES: dict[str, Callable[[], None]] = {
     "dense ragged": lambda: dense(200, 136, 72),
@@ -106,6 +114,19 @@ CASES: dict[str, Callable[[], None]] = {
     "bsr batch of patterns": lambda: batched(False, 136),
     "bsr grouped, one pattern": lambda: grouped(True),
     "bsr grouped, patterns": lambda: grouped(False),
+    "attention": lambda: attend("dense", 1, 2, 2, 300, 177, 128),
+    "attention, causal, tiles drawn": lambda: attend("dense", 2, 68, 17, 65, 70, 64, causal=True),
+    "attention, a window": lambda: attend("dense", 1, 4, 1, 130, 200, 256, window=(70, 30), lse=False),
+    "attention, softcap": lambda: attend("dense", 1, 2, 1, 200, 130, 96, softcap=5.0, causal=True, dtype=FP16),
+    "attention, packed": lambda: attend("packed", 5, 4, 2, 150, 170, 128, causal=True),
+    "attention, packed, tiles drawn": lambda: attend("packed", 9, 32, 8, 100, 90, 64, lse=False),
+    "attention, 128x128 blocks": lambda: attend("blocks", 1, 72, 9, 200, 300, 64, block=(128, 128)),
+    "attention, 64x64 blocks": lambda: attend("blocks", 1, 72, 9, 200, 170, 128, block=(64, 64), lse=False),
+    "attention, 128x64 blocks": lambda: attend("blocks", 1, 2, 1, 200, 170, 256, block=(128, 64)),
+    "decoding, K and V split": lambda: attend("dense", 2, 8, 2, 1, 333, 128, splits=3),
+    "decoding, a cache": lambda: attend("cache", 3, 6, 2, 3, 200, 256, causal=True, splits=1, lse=False),
+    "decoding, pages of 16, split": lambda: attend("cache", 4, 8, 2, 3, 208, 64, causal=True, splits=3, page=16),
+    "decoding, pages of 128": lambda: attend("cache", 3, 4, 2, 40, 256, 128, window=(70, 0), splits=2, page=128),
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": lambda: only("split", lambda: dense(136, 200, 520)),

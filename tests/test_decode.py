@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attention import attention, decode, reference
 from attention import ops as attention_ops
@@ -13,6 +15,7 @@ from attention.decode_tiles import DecodeScheduler, DecodeTile, PackedBandSource
 from attention.lengths import Span
 
 from .test_attention_tiles import BOUNDS, number, seen
+from .test_properties import ON_GPU, RELAXED, settings
 
 BF16 = torch.bfloat16
 with_parts = decode.with_parts
@@ -369,3 +372,43 @@ def test_gpu_graph(path, page_size):
         graph.replay()
         torch.cuda.synchronize()
         check(got, truth(q, parts, causal=True))
+
+
+# Page size and mask: each is a kernel, and another one with splits.
+KERNELS = [(None, {"causal": True}), (16, {"causal": True}), (64, {"window": (70, 3)})]
+
+
+def check_any(data, device):
+    """Any lengths, those that cannot be among them, heads, rows and splits."""
+    page_size, terms = data.draw(st.sampled_from(KERNELS), "kernel")
+    heads, shared, rows = (data.draw(st.integers(1, most), name) for name, most in (("H", 3), ("shared", 9), ("Sq", 9)))
+    capacity = data.draw(st.integers(1, 600 // (page_size or 1)), "capacity") * (page_size or 1)
+    edges = st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, -1, capacity, capacity + 1])
+    lengths = data.draw(st.lists(st.one_of(edges, st.integers(0, capacity)), min_size=1, max_size=9), "lengths")
+    q, parts = cache(
+        len(lengths),
+        heads,
+        capacity,
+        64,
+        64,
+        lengths,
+        page_size,
+        device=device,
+        q_shape=(len(lengths), heads * shared, rows),
+    )
+    splits = data.draw(st.sampled_from([None, 1, 2, 5, 40]), "splits")
+    more = {"return_lse": True} if splits is None else {}
+    check(run(q, parts, splits, **terms, **more), truth(q, parts, **terms))
+
+
+@settings(max_examples=40, **RELAXED)
+@given(st.data())
+def test_any_cache_host_side(emulated, data):
+    check_any(data, "cpu")
+
+
+@pytest.mark.gpu
+@settings(ON_GPU, max_examples=60)
+@given(st.data())
+def test_any_cache_on_the_gpu(path, data):
+    check_any(data, "cuda")

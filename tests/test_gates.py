@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from bench.gates import correctness, determinism, gate, resources, speed, stability
 from bench.gates.gate import FAILED, PASSED, SKIPPED, Skip
 from bench.gates.products import OPS, Product, within_a_thousandth
+from bench.gates.products_attention import Attend
 from bench.rows import Candidate, Case, Problem
 from cute_kernels.catalog import kernel_configurations
 from cute_kernels.legality import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
 
-from . import emulate, gpu_record, planted
+from . import emulate, emulate_attention, gpu_record, planted
 
 BOTH = ("sm_80", "sm_90")
 
@@ -28,7 +30,8 @@ def test_correct_products_pass_on_both_paths(emulated, quick):
     found = correctness.check(quick=quick, device="cpu", families=BOTH)
     assert found.verdict == PASSED, found.details
     # A kernel costs a second to compile, and a quick run on a GPU has a minute for everything.
-    assert len(emulate.Emulated.built) <= (20 if quick else 200)
+    built = emulate.Emulated.built | emulate_attention.EmulatedFlash.built
+    assert len(built) <= (30 if quick else 240)
     ops = {product.op for product in correctness.products(quick)}
     blocks = {product.block for product in correctness.products(quick)} - {None}
     assert ops == set(OPS) and blocks >= set(correctness.BLOCKS)
@@ -97,9 +100,29 @@ def test_determinism(emulated):
         return out
 
     random.seed(0)
-    found = determinism.check(device="cpu", families=["sm_90"], ops=OPS | {"gemm": unsteady})
+    cases = determinism.products("cpu")[:5]
+    found = determinism.check(cases, device="cpu", families=["sm_90"], ops=OPS | {"gemm": unsteady})
     assert found.verdict == FAILED and "2 different results in 20 runs" in found.details[0]
     assert all("gemm" in line for line in found.details)
+
+
+def test_rare_faults_are_counted(emulated):
+    """Of many runs without a hash: in the output, and in the lse."""
+    case = determinism.attention_products(1)[0]
+    for where in ((0, 0, 0, 0), (0, 0, 0, -1)):
+        runs = []
+
+        def rare(*args, where=where, runs=runs, **terms):
+            found = OPS["attention"](*args, **terms)
+            runs.append(found)
+            if len(runs) % 5 == 0:
+                found[where] += 1e-6
+            return found
+
+        assert determinism.repeats(case.call(), 14, OPS | {"attention": rare}) == 2
+    found = determinism.check([case], runs=1, many=14, ops=OPS | {"attention": rare}, device="cpu", families=["sm_90"])
+    assert found.verdict == FAILED and "of 14 results differ from the first" in found.details[0]
+    assert found.summary.startswith("1 of 1 products changed")
 
 
 def test_a_hash_is_one_of_values_in_their_order():
@@ -108,11 +131,29 @@ def test_a_hash_is_one_of_values_in_their_order():
 
 
 def test_varied_shapes(emulated):
-    cases = [Product(**{**vars(case), "path": BOTH[i % 2]}) for i, case in enumerate(stability.products(24))]
+    cases = [replace(case, path=BOTH[i % 2]) for i, case in enumerate(stability.products(24))]
     assert stability.products(24) == stability.products(24) and len(set(cases)) == 24
+    attending = stability.attention_products(True, BOTH)
+    assert attending == stability.attention_products(True, BOTH) and len(set(attending)) == 16
+    cases += attending
     assert stability.varied(cases, device="cpu") == []
     bad = stability.varied(cases, OPS | {"bsr_linear": planted.wrong(OPS["bsr_linear"])}, "cpu")
     assert bad and all("bsr_linear" in line for line in bad)
+    few = attending[:4]
+    bad = stability.varied(few, OPS | {"attention": planted.wrong(OPS["attention"], 0.1)}, "cpu")
+    assert len(bad) == 3 and all(" attention " in line for line in bad)
+
+
+def test_what_runs_at_once_is_renewed(emulated):
+    """Other numbers, and the truth of them."""
+    for case in stability.concurrent(["sm_90"]):
+        if case.op != "gemm":
+            case = replace(case, rows=200, cols=192) if isinstance(case, Attend) else replace(case, m=256, k=256)
+        call = case.call()
+        before = call.run()
+        call.renew(0)
+        after = call.run()
+        assert not torch.equal(before, after) and call.complaint(after) == "" and call.complaint(before)
 
 
 def test_stability_needs_a_gpu(monkeypatch):
@@ -265,6 +306,15 @@ def test_floors(tmp_path):
         "sources": "abc",
         "rows": {"a": {"ratio": 1.1, "asked": 1.05}, "b": {"ratio": 0.6, "asked": None}},
     }
+
+
+def test_rows_have_one_peer():
+    """Of which none patches the compiler for this process, and which a row is held against."""
+    found = speed.gate_cases()
+    assert len({case.name for case in found}) == len(found) == 17
+    for case in found:
+        (peer,) = case.peers
+        assert peer.name == case.against and not case.patches_dsl
 
 
 def test_no_peer_is_no_ratio():

@@ -255,23 +255,33 @@ def test_cuda_graph(path):
 
 
 lengths = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 128, 176, 177]), st.integers(0, 400))
+RANDOM = {
+    "pairs": st.lists(st.tuples(lengths, lengths), min_size=1, max_size=40),
+    "more": st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    "heads": st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    "kernel": st.sampled_from([CAUSAL, FULL, BOTH]),
+    "seed": st.integers(0, 2**31),
+}
+
+
+def check_random(pairs, more, heads, kernel, seed, device):
+    torch.manual_seed(seed)
+    rows, cols = zip(*pairs, strict=True)
+    q, k, v, cu = qkv(rows, cols, *heads, **kernel[0], device=device, more=more)
+    check(q, k, v, cu, **kernel[1])
+
+
+@settings(GPU_FUZZ, max_examples=10)
+@given(**RANDOM)
+def test_random_lengths_host_side(emulated, **drawn):
+    check_random(**drawn, device="cpu")
 
 
 @gpu
 @GPU_FUZZ
-@given(
-    pairs=st.lists(st.tuples(lengths, lengths), min_size=1, max_size=40),
-    more=st.tuples(st.integers(0, 200), st.integers(0, 200)),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
-    kernel=st.sampled_from([CAUSAL, FULL, BOTH]),
-    name=st.sampled_from(["sm_80", "sm_90"]),
-    seed=st.integers(0, 2**31),
-)
-def test_random_lengths(pairs, more, heads, kernel, name, seed):
+@given(**RANDOM, name=st.sampled_from(["sm_80", "sm_90"]))
+def test_random_lengths(name, **drawn):
     if name == "sm_90" and torch.cuda.get_device_capability() != (9, 0):
         name = "sm_80"
-    torch.manual_seed(seed)
-    rows, cols = zip(*pairs, strict=True)
-    q, k, v, cu = qkv(rows, cols, *heads, **kernel[0], device="cuda", more=more)
     with cute_kernels.path(name):
-        check(q, k, v, cu, **kernel[1])
+        check_random(**drawn, device="cuda")

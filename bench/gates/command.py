@@ -2,8 +2,8 @@
 
     resources     registers, spills, shared memory and tensor-core instructions of every kernel; needs no GPU
     tables        whether the shipped tuned tables were measured on these kernels; needs no GPU
-    correctness   a matrix of products on every path against fp64; without a GPU through the ops' CPU reference
-    determinism   one hash of every output in repeated runs
+    correctness   a matrix of products, and attention, on every path against fp64; without a GPU the ops' CPU reference
+    determinism   one hash of every output in repeated runs, and the same bits in a thousand
     stability     hundreds of shapes, streams and threads at once, CUDA graphs, memory
     speed         ratios to peers against the floors of this card
     counters      how busy the tensor cores are, counted by ncu

@@ -8,6 +8,8 @@ Every output is full of NaN beforehand. A result passes if
 - of fp16 operands of unit variance, one of them over sqrt(K), the absolute error is below 1e-3: with fp32 output
   everywhere, with fp16 output where |exact| < 4. Above 4, one rounding to fp16 alone may cost 2e-3.
 
+Of attention: products_attention.AttendCall.complaint.
+
 Without a GPU the same matrix runs through the ops' CPU reference, which tests the ops' checks and shapes, no kernel.
 """
 
@@ -19,6 +21,7 @@ import torch
 from ..rows import reason
 from .gate import Gate, judged
 from .products import BF16, FP16, FP32, OPS, Product
+from .products_attention import Attend
 
 NAME = "correctness"
 TYPES = ((BF16, BF16), (FP16, FP16), (BF16, FP32), (FP16, FP32))
@@ -38,6 +41,26 @@ DENSE_TERMS = (
 MATMUL_TERMS = ("bias+gelu", "row bias+relu", "residual+silu", "squared_relu")
 LINEAR_TERMS = ("bias", "bias+gelu", "bias+gelu_tanh", "silu")
 PATTERNS = ("empty_rows", "uniform", "power_law", "one_full_row", "no_blocks")
+QUICK_ATTENTION = 5
+ATTENTION = (  # ragged; each is a kernel of its own
+    Attend("dense", 2, 8, 2, 200, 333, 128, causal=True),
+    Attend("packed", 5, 4, 2, 200, 333, 64, window=(70, 30)),
+    Attend("blocks", 2, 4, 2, 300, 430, 64, block=(64, 64)),
+    Attend("cache", 4, 8, 2, 3, 512, 128, causal=True, splits=3, page=16),
+    Attend("dense", 2, 4, 2, 333, 200, 64, window=(100, None), softcap=5.0, lse=False, dtype=FP16),
+    Attend("dense", 1, 2, 2, 1000, 1100, 64),
+    Attend("dense", 1, 4, 4, 300, 333, 96, dtype=FP16),
+    Attend("dense", 1, 4, 1, 333, 333, 192, 128, causal=True, lse=False),
+    Attend("dense", 1, 4, 2, 200, 333, 256, causal=True),
+    Attend("packed", 33, 4, 2, 150, 150, 128, causal=True),
+    Attend("packed", 3, 4, 4, 300, 200, 96, softcap=20.0, dtype=FP16, lse=False),
+    Attend("blocks", 2, 4, 2, 300, 430, 128, block=(128, 128)),
+    Attend("blocks", 1, 4, 4, 300, 430, 96, block=(64, 128), causal=True, lse=False),
+    Attend("blocks", 2, 2, 2, 200, 300, 256, block=(128, 64), dtype=FP16),
+    Attend("cache", 4, 8, 2, 3, 512, 64, window=(200, 2), splits=1, page=64, dtype=FP16),
+    Attend("cache", 8, 8, 1, 9, 1000, 256, causal=True, splits=4),
+    Attend("dense", 2, 8, 2, 1, 3000, 128, splits=7, lse=False),
+)
 
 
 def paths() -> list[str | None]:
@@ -47,10 +70,11 @@ def paths() -> list[str | None]:
     return ["sm_80", "sm_90"] if torch.cuda.get_device_capability() == (9, 0) else ["sm_80"]
 
 
-def products(quick: bool = False) -> list[Product]:
-    """The matrix, paths left open. With `quick` as few as show every block, layout, type and kind of epilogue once."""
+def products(quick: bool = False) -> list[Product | Attend]:
+    """The matrix, paths left open. With `quick` as few as show every block, layout, type and kind of epilogue once, and
+    every form of attention."""
     found = quick_products() if quick else [*dense_products(), *sparse_products()]
-    return list(dict.fromkeys(found))
+    return [*dict.fromkeys(found), *ATTENTION[: QUICK_ATTENTION if quick else None]]
 
 
 def quick_products() -> Iterator[Product]:
@@ -99,19 +123,19 @@ def sparse_products() -> Iterator[Product]:
     yield Product("bsr_matmul", 128, 37, 192, "nn", (32, 48), "empty_rows")
 
 
-def on_path(product: Product, path: str | None) -> bool:
-    """Whether a family of kernels takes it: sm_90's TMA needs A's and B's strides to be multiples of 16 bytes."""
+def on_path(product: Product | Attend, path: str | None) -> bool:
+    """Whether a family of kernels takes it: sm_90's TMA needs the operands' strides to be multiples of 16 bytes."""
     return path != "sm_90" or all(extent % 8 == 0 for extent in product.extents)
 
 
-def spread(cases: Iterable[Product], families: Iterable[str | None]) -> list[Product]:
+def spread(cases: Iterable[Product | Attend], families: Iterable[str | None]) -> list[Product | Attend]:
     """Every case on every path that takes it."""
     cases = list(cases)
     return [replace(case, path=path) for path in families for case in cases if on_path(case, path)]
 
 
 def check(
-    cases: Iterable[Product] | None = None,
+    cases: Iterable[Product | Attend] | None = None,
     *,
     quick: bool = False,
     ops: Mapping[str, Callable] = OPS,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention import attention, block_sparse_attention
 from cute_kernels import explain, gemm
 from cute_kernels import path as forced_path
 from cute_kernels.catalog import squared_relu
@@ -20,7 +21,23 @@ from tests.cases import PATTERNS, mask_to_indices
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+
+
+def one_tensor(op: Callable) -> Callable:
+    """The op, with an lse that it gives as one more column of the output, in fp32: bits that are compared together."""
+
+    def call(*args, out: Tensor, **terms) -> Tensor:
+        found = op(*args, out=out, **terms)
+        if isinstance(found, Tensor):
+            return found
+        out, lse = found
+        return torch.cat([out.float(), (lse if out.dim() == 4 else lse.t())[..., None]], -1)  # packed: (H, rows)
+
+    return call
+
+
 OPS: dict[str, Callable] = {"gemm": gemm, "bsr_matmul": bsr_matmul, "bsr_linear": bsr_linear}
+OPS |= {op.__name__: one_tensor(op) for op in (attention, block_sparse_attention)}
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,11 @@ class Call:
         """What cute_kernels.explain says of the call: it compiles the kernel, and lets messages name a tile."""
         out = reference.poisoned(*self.shape, dtype=self.product.out_dtype, device=self.device)
         return under(self.product.path, lambda: explain(OPS[self.product.op], *self.args, out=out, **self.terms))
+
+    def renew(self, turn: int) -> None:
+        """Other numbers of the same scale in the last dense operand, in place."""
+        x = next(arg for arg in self.args[::-1] if isinstance(arg, Tensor))
+        x.copy_(-x.roll(1 + turn, 0))
 
     def complaint(self, out: Tensor) -> str:
         """What is wrong with a result, "" if nothing is: see `correctness`."""

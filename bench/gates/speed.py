@@ -9,7 +9,7 @@ code got slower, not whether it is fast enough.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +22,7 @@ from .gate import FAILED, PASSED, Gate, Skip, need_gpu
 NAME = "speed"
 MARGIN = 0.06
 REPEATS = 3
-QUICK_STEP = 3  # a quick run takes every third of bench.cases.gate_cases(): some three seconds each
+QUICK_STEP = 3  # a quick run takes every third of gate_cases(): some three seconds each
 SET_FLOORS = "python -m bench gates --set-floors"
 
 
@@ -121,7 +121,29 @@ def gate_cases() -> list[Case]:
     """The rows that are held to floors."""
     from .. import cases
 
-    return list(cases.gate_cases())
+    return [*cases.gate_cases(), *attention_cases()]
+
+
+def attention_cases() -> list[Case]:
+    """A row of `bench --attention` for each kernel of attention, beside one peer that needs nothing but torch."""
+    from .. import cases_attention as cases
+    from ..peers_attention import CUDNN, FLASH
+
+    batch, keys, asked = cases.CACHES[0]
+    return [
+        beside(CUDNN, cases.forward(cases.FIRST, True)),
+        beside(CUDNN, cases.forward((2, 8192, 32, 64), False)),
+        beside(FLASH, cases.older(cases.FIRST, True)),
+        beside(cases.OUR_DENSE, cases.sparse(128, 1 / 8, FLASH, 1.0, dense=True)),
+        beside(cases.COPY, cases.decoding(batch, keys, asked)),
+    ]
+
+
+def beside(peer: str, case: Case) -> Case:
+    """The case with this one of its peers alone; what was asked of a ratio to another peer is not asked of this one."""
+    asked = case.asked if case.against == peer else None
+    peers = [other for other in case.peers if other.name == peer]
+    return replace(case, peers=peers, against=peer, asked=asked, patches_dsl=False)
 
 
 def check(
@@ -131,7 +153,7 @@ def check(
     quick: bool = False,
     measure: Callable[[Case], float] = measure,
 ) -> Gate:
-    """Measure and judge: by default bench.cases.gate_cases(), with `quick` every third, against the card's floors."""
+    """Measure and judge: by default gate_cases(), with `quick` every third, against the card's floors."""
     if floors is None:
         need_gpu()
         floors = read_floors(floors_path())

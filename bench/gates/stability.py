@@ -16,9 +16,11 @@ from ..rows import reason
 from .correctness import paths, spread
 from .gate import Gate, judged, need_gpu
 from .products import BF16, FP16, OPS, Call, Product
+from .products_attention import Attend, AttendCall
 
 NAME = "stability"
 LAUNCHES, QUICK_LAUNCHES = 400, 100
+ATTENTION, QUICK_ATTENTION = 80, 16  # launches of attention besides
 THREADS, STREAMS, ROUNDS = 4, 4, 25
 BLOCKS = ((128, 128), (64, 64), (32, 32))
 PATTERNS = ("uniform", "bernoulli", "empty_rows", "power_law", "banded", "one_full_row")
@@ -43,18 +45,40 @@ def products(count: int, seed: int = 0) -> list[Product]:
     return found
 
 
-def concurrent(families: Iterable[str | None]) -> list[Product]:
+def attention_products(quick: bool, families: Iterable[str | None], seed: int = 0) -> list[Attend]:
+    """The same of attention: each form's random lengths and heads, on one path after the other."""
+    draw, families = random.Random(seed), list(families)
+    found = []
+    for i in range(QUICK_ATTENTION if quick else ATTENTION):
+        batch, kv_heads, cols = draw.randint(2, 5), draw.randint(1, 3), draw.randint(1, 700)
+        heads, rows = kv_heads * draw.randint(1, 4), draw.randint(1, 700)
+        sizes = batch, heads, kv_heads, rows, cols
+        case = (
+            Attend("dense", *sizes, 64, causal=True),
+            Attend("packed", *sizes, 64, causal=True),
+            Attend("blocks", *sizes, 64, block=(128, 128)),
+            Attend("cache", batch, heads, kv_heads, draw.randint(1, 9), 16 * (cols // 16 + 1), 128, page=16),
+        )[i % 4]
+        found.append(replace(case, path=families[i // 4 % len(families)]))
+    return found
+
+
+def concurrent(families: Iterable[str | None]) -> list[Product | Attend]:
     """What runs at once: every op, large enough that launches overlap."""
     cases = [
         Product("gemm", 1000, 776, 1032, "nn", terms="bias+gelu"),
         Product("bsr_matmul", 1024, 520, 1024, "nn", (128, 128), "power_law"),
         Product("gemm", 520, 1000, 776, "nt"),
         Product("bsr_linear", 768, 264, 1024, "nn", (64, 64), "empty_rows", FP16, FP16, "bias"),
+        Attend("dense", 3, 8, 2, 1000, 1100, 64, causal=True),
+        Attend("packed", 9, 8, 2, 1000, 1000, 64, causal=True),
+        Attend("blocks", 2, 12, 2, 1000, 1100, 64, block=(128, 128)),
+        Attend("cache", 4, 8, 2, 2, 4096, 128, splits=7, page=16),
     ]
     return spread(cases, families)
 
 
-def varied(cases: Iterable[Product], ops: Mapping[str, Callable] = OPS, device: str = "cuda") -> list[str]:
+def varied(cases: Iterable[Product | Attend], ops: Mapping[str, Callable] = OPS, device: str = "cuda") -> list[str]:
     """One after another, each against the truth; what is wrong."""
     problems = []
     for case in cases:
@@ -64,25 +88,24 @@ def varied(cases: Iterable[Product], ops: Mapping[str, Callable] = OPS, device: 
     return problems
 
 
-def on_streams(calls: list[Call], alone: list[torch.Tensor], ops: Mapping[str, Callable]) -> list[str]:
+def on_streams(calls: list, alone: list[torch.Tensor], ops: Mapping[str, Callable], streams: list) -> list[str]:
     """Several streams at once, fed from one thread."""
-    streams = [torch.cuda.Stream() for _ in range(STREAMS)]
     torch.cuda.synchronize()
     results = []
     for i in range(ROUNDS * len(calls)):
-        with torch.cuda.stream(streams[i % STREAMS]):
+        with torch.cuda.stream(streams[(i + i // len(calls)) % len(streams)]):
             results.append((i % len(calls), calls[i % len(calls)].run(ops)))
     torch.cuda.synchronize()
     return different("streams", results, calls, alone)
 
 
-def on_threads(calls: list[Call], alone: list[torch.Tensor], ops: Mapping[str, Callable]) -> list[str]:
+def on_threads(calls: list, alone: list[torch.Tensor], ops: Mapping[str, Callable], streams: list) -> list[str]:
     """Several threads at once, a stream each."""
     results, problems = [], []
 
     def work(first: int):
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(streams[first]):
                 for i in range(first, first + ROUNDS):
                     results.append((i % len(calls), calls[i % len(calls)].run(ops)))
                 torch.cuda.current_stream().synchronize()
@@ -90,7 +113,7 @@ def on_threads(calls: list[Call], alone: list[torch.Tensor], ops: Mapping[str, C
             problems.append(f"thread {first}: {reason(error)}")
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(streams))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,7 +121,7 @@ def on_threads(calls: list[Call], alone: list[torch.Tensor], ops: Mapping[str, C
     return problems + different("threads", results, calls, alone)
 
 
-def different(where: str, results: list, calls: list[Call], alone: list[torch.Tensor]) -> list[str]:
+def different(where: str, results: list, calls: list, alone: list[torch.Tensor]) -> list[str]:
     """Which calls gave other bits than alone, and how often."""
     wrong = [index for index, out in results if not torch.equal(out, alone[index])]
     return [
@@ -107,7 +130,7 @@ def different(where: str, results: list, calls: list[Call], alone: list[torch.Te
     ]
 
 
-def in_graphs(calls: list[Call], ops: Mapping[str, Callable]) -> list[str]:
+def in_graphs(calls: list[Call | AttendCall], ops: Mapping[str, Callable]) -> list[str]:
     """All calls captured in one CUDA graph, replayed on new inputs; each replay against the truth."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -115,19 +138,13 @@ def in_graphs(calls: list[Call], ops: Mapping[str, Callable]) -> list[str]:
     problems = []
     for turn in range(3):
         for call in calls:
-            renew(call, turn)
+            call.renew(turn)
         graph.replay()
         torch.cuda.synchronize()
         for call, out in zip(calls, outs, strict=True):
             if complaint := call.complaint(out):
                 problems.append(f"graph, replay {turn}: {call.product.name}: {complaint.splitlines()[0]}")
     return problems
-
-
-def renew(call: Call, turn: int) -> None:
-    """Other numbers of the same scale in the call's last dense operand, in place."""
-    x = next(arg for arg in call.args[::-1] if isinstance(arg, torch.Tensor))
-    x.copy_(-x.roll(1 + turn, 0))
 
 
 def held() -> tuple[int, int]:
@@ -158,13 +175,16 @@ def check(
     cases = products(QUICK_LAUNCHES if quick else LAUNCHES)
     # Four products make a turn of all ops; the next turn takes the next path.
     runs = [replace(case, path=families[i // 4 % len(families)]) for i, case in enumerate(cases)]
+    runs += attention_products(quick, families)
     problems = varied(runs, ops)
     calls = [case.call("cuda") for case in concurrent(families)]
     alone = [call.run(ops) for call in calls]
     at_once = 2 * ROUNDS * (len(calls) + THREADS)
-    problems += [*on_streams(calls, alone, ops), *on_threads(calls, alone, ops)]
+    # The same streams twice: each keeps its workspace for good.
+    streams, others = ([torch.cuda.Stream() for _ in range(count)] for count in (STREAMS, THREADS))
+    problems += [*on_streams(calls, alone, ops, streams), *on_threads(calls, alone, ops, others)]
     before = held()
-    problems += [*on_streams(calls, alone, ops), *on_threads(calls, alone, ops)]
+    problems += [*on_streams(calls, alone, ops, streams), *on_threads(calls, alone, ops, others)]
     problems += growth(before, held())
     problems += in_graphs(calls, ops)
     return judged(
