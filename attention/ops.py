@@ -1,10 +1,13 @@
 """attention: what a torch user calls. Validate, plan, launch; as cute_kernels.ops does for products.
 
-An eager call with metadata seen before costs a key, a look-up and the launch. Under torch.compile the calls go through
-the registered ops of torch_op.py.
+An eager call with metadata seen before costs a look-up, a test of its tensors and the launch. Under torch.compile the
+calls go through the registered ops of torch_op.py.
 """
 
+from functools import partial
+
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import checks as common
 from cute_kernels.explain import explains
@@ -15,10 +18,11 @@ from . import checks, decode
 from . import plan as planning
 from .block_mask import BlockMask
 from .mask_mods import window_bounds
-from .plan import FlashPlan, launch, near, remember, without_kernel
+from .packed import attention_packed, plan_packed
+from .plan import FlashPlan, Plans, launch, spans_of, without_kernel
 from .sparse_plan import launch_blocks, plan_blocks
 
-_PLANS: dict[tuple, FlashPlan] = {}
+_PLANS = Plans()
 
 
 def attention(
@@ -68,7 +72,7 @@ def attention(
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if torch.compiler.is_compiling():
+    if is_compiling():
         from .torch_op import traced_attention
 
         tensors = cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
@@ -76,42 +80,29 @@ def attention(
     if type(window) is list:
         window = tuple(window)
     if packed:
-        from .packed import attention_packed
-
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
-    try:
-        pq, pk, pv, po = q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            (pq & 15, pk & 15, pv & 15, po & 15) if (pq | pk | pv | po) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
-            None if seqlens_k is None else decode.key_of(seqlens_k, block_table),
+    terms = (
+        causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
+        out is None, seqlens_k is None, block_table is None,
+    )  # fmt: skip
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    if seqlens_k is not None or block_table is not None:
+        tensors += (seqlens_k,) if block_table is None else (seqlens_k, block_table)
+    plan = _PLANS.known(terms, tensors, out)
+    if plan is None:
+        make = partial(
+            plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
+            out=out, seqlens_k=seqlens_k, block_table=block_table,
         )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None  # whatever it is, the plan's checks will name it
-    if plan is None or (block_table is not None and seqlens_k is None):
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse}
-        terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-        plan = plan_attention(q, k, v, **terms, out=out)
-        remember(_PLANS, key, plan)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        common.check_no_grad("attention", q, k, v)
-    if out is not None:
-        spans = plan.spans
-        if out.requires_grad or near(po, pq, spans, 0) or near(po, pk, spans, 1) or near(po, pv, spans, 2):
-            common.check_out("attention", out, q, k, v)
-    cached = seqlens_k is not None
+        plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        if cached:
+        if seqlens_k is not None:
             terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-        out, lse = without_kernel(plan, lambda: _reference(q, k, v, **terms), out)
-    elif cached:
+        out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out)
+    elif seqlens_k is not None:
         out, lse = launch(plan, q, k, v, out, seqlens_k, block_table)
     else:
         out, lse = launch(plan, q, k, v, out)
@@ -133,7 +124,7 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
     compiled with: see attention.element_mask. CPU tensors run the reference. What is made of a mask, once and without
     waiting for the GPU, is kept as long as the BlockMask: to pass the same one again costs nothing more.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         from .torch_op import traced_block_sparse
 
         return traced_block_sparse(q, k, v, block_mask, causal, softcap, scale, return_lse, out)
@@ -144,7 +135,7 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
     terms = {"causal": causal, "softcap": softcap, "scale": scale}
     plan = plan_block_sparse(q, k, v, mask, **terms, return_lse=return_lse, out=out)
     common.check_no_grad("block_sparse_attention", q, k, v)
-    out, lse = without_kernel(plan, lambda: _reference(q, k, v, **terms, block_mask=mask), out)
+    out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out)
     return (out, lse) if return_lse else out
 
 
@@ -176,8 +167,6 @@ def plan_attention(
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        from .packed import plan_packed
-
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
@@ -229,7 +218,7 @@ def _checked_plan(op: str, q, k, v, softcap, scale, return_lse, out, columns: in
     plan = FlashPlan(op, (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3]), q.dtype, q.device)
     if out is not None:
         checks.check_out(op, out, plan.out_shape, q.dtype, q.device, (q, k, v))
-        plan.spans = tuple(common.dense_bytes(t) for t in (q, k, v, out))
+        plan.spans = spans_of(q, k, v, out)
     plan.empty = 0 in plan.out_shape or columns == 0
     return plan
 

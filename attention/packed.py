@@ -1,5 +1,7 @@
 """attention of packed sequences: what ops.attention does with cu_seqlens. Validate, plan, launch."""
 
+from functools import partial
+
 import torch
 
 from cute_kernels import checks as common
@@ -8,37 +10,29 @@ from cute_kernels.runtime.plan import forced_path
 from . import checks, reference
 from . import plan as planning
 from .mask_mods import window_bounds
-from .plan import FlashPlan, launch, remember, without_kernel
+from .plan import FlashPlan, Plans, launch, spans_of, without_kernel
 
 OP = "attention"
 MOST = 2**31 - 1024  # tiles and positions are int32, and a tile may begin at the last row
 LEAST_TILE = 64  # rows of the smallest query tile
-_PLANS: dict[tuple, FlashPlan] = {}
+_PLANS = Plans()
 
 
 def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse, out, **terms):
     """See ops.attention; terms are causal, window, softcap and scale."""
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
-    try:
-        key = (
-            *((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
-            *(t.data_ptr() % 16 for t in tensors),
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16),
-            *terms.values(), return_lse, forced_path(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None  # whatever it is, the plan's checks will name it
+    once = cu_seqlens_q is cu_seqlens_k
+    key = *terms.values(), return_lse, forced_path(), out is None, once
+    given = (q, k, v) if out is None else (q, k, v, out)
+    given += (cu_seqlens_q,) if once else (cu_seqlens_q, cu_seqlens_k)
+    plan = _PLANS.known(key, given, out)
     if plan is None:
-        plan = plan_packed(*tensors, **terms, return_lse=return_lse, out=out)
-        remember(_PLANS, key, plan)
-    common.check_no_grad(OP, q, k, v)
-    if out is not None:
-        common.check_out(OP, out, q, k, v)
+        make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out)
+        plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
         out, lse = launch(plan, q, k, v, out, cu_seqlens_q, cu_seqlens_k)
     else:
-        out, lse = without_kernel(plan, lambda: _reference(plan, *tensors, terms), out)
+        out, lse = without_kernel(plan, partial(_reference, plan, *tensors, terms), out)
     return (out, lse) if return_lse else out
 
 
@@ -56,6 +50,7 @@ def plan_packed(
     plan = FlashPlan(OP, (rows, heads, v.shape[-1]), (heads, rows), q.dtype, q.device)
     if out is not None:
         checks.check_out(OP, out, plan.out_shape, q.dtype, q.device, (q, k, v))
+        plan.spans = spans_of(q, k, v, out)
     plan.empty = 0 in plan.out_shape or cols == 0
     if plan.empty or not planning.has_kernel(q):
         return plan

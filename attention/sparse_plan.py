@@ -5,6 +5,7 @@ and the key of its element mask. They are kept as long as the mask is.
 """
 
 import weakref
+from functools import partial
 
 import torch
 
@@ -15,12 +16,12 @@ from . import plan as planning
 from .block_mask import TABLES, BlockMask
 from .config import BlockKind
 from .element_mask import element_mask
-from .plan import FlashPlan, launch, remember, without_kernel
+from .plan import FlashPlan, Plans, launch, without_kernel
 
 OP = "block_sparse_attention"
 LONG = 2.0  # times the mean: rows so long come first, whatever head they are of
 MOST_TILES = 2**31 - 1
-_PLANS: dict[tuple, FlashPlan] = {}
+_PLANS = Plans()
 
 
 class Derived:
@@ -118,25 +119,20 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int) -> tuple:
 def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
     try:
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15),
-            causal, softcap, scale, return_lse, forced_path(),
-            mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, Derived.of(mask).element[0],
+        element = Derived.of(mask).element[0]
+        terms = (
+            causal, softcap, scale, return_lse, forced_path(), out is None,
+            mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
         )  # fmt: skip
-        plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        key = plan = None  # whatever it is, the checks will name it
+        terms = None  # whatever it is, the checks will name it
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         from .ops import plan_block_sparse
 
-        terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse}
-        plan = plan_block_sparse(q, k, v, mask, **terms, out=out)
-        remember(_PLANS, key, plan)
-    common.check_no_grad(OP, q, k, v)
-    if out is not None:
-        common.check_out(OP, out, q, k, v)
+        more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
+        plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out)  # nothing to compute
     if causal:

@@ -118,7 +118,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
     for module in (ops, packed, sparse_plan):
-        monkeypatch.setattr(module, "_PLANS", {})
+        monkeypatch.setattr(module, "_PLANS", plan.Plans())
     monkeypatch.setattr(EmulatedFlash, "built", set())
     monkeypatch.setattr(runtime, "function_for", emulated)
     monkeypatch.setattr(decode, "function_for", EmulatedDecode)

@@ -29,7 +29,7 @@ def attend(request, monkeypatch):
 
     attend.device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "emulated":
-        monkeypatch.setattr(sparse_plan, "_PLANS", {})
+        monkeypatch.setattr(sparse_plan, "_PLANS", plan.Plans())
         monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
         monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS["sm_90"], 132, ""))
         monkeypatch.setattr(attention.runtime, "function_for", Walked)
