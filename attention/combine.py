@@ -20,7 +20,10 @@ UNROLL = 8  # parts that a warp loads at once
 
 
 class Combine:
-    """Compiles to the kernel for one width of O; `early`: launched before the parts are there, it waits for them."""
+    """Compiles to the kernel for one width of O.
+
+    `early`: launched before the parts are there, it waits for them, and lets the kernel after it start likewise.
+    """
 
     threads = 32 * WARPS
 
@@ -36,6 +39,8 @@ class Combine:
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         splits: Int32,
     ):
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(tidx // 32), tidx % 32
         q, h, b = cute.arch.block_idx()

@@ -19,14 +19,15 @@ from . import checks
 from .config import DecodeFacts, FlashConfig, FlashFacts
 from .runtime import flash_args
 
-# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups), with as much of K and V in
-# flight as shared memory holds. Which are the fastest is not measured.
+# By the larger of the two head dimensions: (tile_n, stages, CTAs an SM), with as much of K and V in flight as shared
+# memory holds. Two CTAs, with half of it each, take turns at what is not loading; they are measured at 128 only, and
+# above it their rings would be too short.
 SM_90 = {
-    64: (64, 128, 6, 1),
-    96: (64, 128, 4, 1),
-    128: (64, 128, 3, 1),
-    192: (64, 64, 4, 1),
-    256: (64, 64, 3, 1),
+    64: (128, 3, 2),
+    96: (64, 4, 2),
+    128: (64, 3, 2),
+    192: (64, 4, 1),
+    256: (64, 3, 1),
 }
 # Without and with pages or a head dimension above 128, which take registers: (tile_m, tile_n, stages, warps), the first
 # that fits.
@@ -124,7 +125,8 @@ def pick(facts: DecodeFacts) -> DecodeFacts:
     """The facts with the configuration that they take by themselves."""
     dim = max(facts.head_dim, facts.head_dim_v)
     if facts.path == "sm_90":
-        return replace(facts, config=FlashConfig(*SM_90[dim]))
+        tile_n, stages, ctas = SM_90[dim]
+        return replace(facts, config=FlashConfig(TILE_M, tile_n, stages, 1, ctas=ctas))
     found = (replace(facts, config=FlashConfig(*c)) for c in SM_80[facts.page_size > 0 or dim > 128])
     return next(f for f in found if f.smem_bytes <= f.spec.smem)
 
@@ -140,10 +142,10 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     if None not in bounds:
         columns = min(columns, sum(bounds) + rows)
     items = batch * k.shape[1] * -(-shared * rows // TILE_M)
-    ctas = sms if facts.path == "sm_90" else sms * CTAS_SM_80
+    ctas = sms * (facts.config.ctas if facts.path == "sm_90" else CTAS_SM_80)
     count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
     plan.facts = replace(facts, split=count > 1)
-    plan.scalars += (count, sms)
+    plan.scalars += (count, ctas)
     plan.function = with_parts(function_for(plan.facts), plan, cached, q.device)
     plan.notes.append(f"decoding: {shared} heads of q to a tile of {TILE_M} rows, K and V split among {count} CTAs")
 

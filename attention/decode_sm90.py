@@ -7,10 +7,16 @@
     K, V       1 thread + bytes of TMA   1 thread for each of 4 warps; `stages` stages each
 
 The consumers' step over a tile is that of flash_sm90. They also load Q, a few rows of many heads, while the ring fills.
-The rings are deep: what is in flight, not the products, sets the speed.
+The rings are deep: what is in flight, not the products, sets the speed. Up to head dimension 128 two CTAs share an SM:
+while one begins or ends, the other loads.
 
 There are fewer heads of K and V than SMs, so the tiles of each are split among CTAs. Each part has its own softmax and
-leaves its O and LSE in fp32; a second kernel (combine), whose launch overlaps the end of this one, makes the result.
+leaves its O and LSE in fp32; a second kernel (combine) makes the result.
+
+Both are launched early (programmatic dependent launch), this one also where nothing is split: CTAs may start and make
+their barriers before the kernel ahead of them in the stream has ended, if it allows that. They wait for its end before
+they read or write anything in global memory, so a kernel's end is also that of all ahead of it. This kernel lets the
+next one start when its last loads are issued, combine at once: its CTAs leave room for others.
 
 With pages, a tile of K or V is loaded in boxes of no more than a page's rows. The page numbers of a tile are read while
 the tile before is loaded, lane j having that of box j.
@@ -93,7 +99,9 @@ class DecodeSm90(FlashSm90):
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=cfg.ctas,
+            preferred_smem_carveout=100,  # not in what is exported; unnamed, the DSL would ask a GPU for its size
+            use_pdl=True,
             stream=stream,
         )  # fmt: skip
         if const_expr(facts.split):
@@ -145,6 +153,7 @@ class DecodeSm90(FlashSm90):
             for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)
         )
         pipe_k, pipe_v = self.make_pipelines(storage)
+        cute.arch.griddepcontrol_wait()  # before it nothing in global memory is read or written
 
         if warp == 4:
             tKsK, tKgK = self.partition(tma_k, sK, mK, (self.box, facts.head_dim))
@@ -168,8 +177,7 @@ class DecodeSm90(FlashSm90):
                         before, pages = pages, after
                     self.load_boxes(tma_v, gV, tVsV, pipe_v, at_v, tile, tiles.at(tiles.count - 1), before)
                     at_v.advance()
-            if const_expr(facts.split):
-                cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_launch_dependents()
         else:
             thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
             tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, 0]  # (MMA, 1, MMA_K)

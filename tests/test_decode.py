@@ -153,6 +153,9 @@ def test_best_splits():
     assert decode.best_splits(8, 128, 132) == 16 and decode.best_splits(8, 1024, 132) == 16
     assert decode.best_splits(64, 128, 132) == 2 and decode.best_splits(132, 128, 132) == 1
     assert decode.best_splits(1, 1024, 132) == 128 and decode.best_splits(8, 1, 132) == 1
+    # 8 heads of K and V, two CTAs an SM, tiles of 64 rows.
+    for (batch, rows), count in {(1, 2**14): 32, (1, 2**17): 33, (8, 2**14): 4, (16, 2**14): 2}.items():
+        assert decode.best_splits(8 * batch, rows // 64, 264) == count
 
 
 def test_which_calls_it_serves():
@@ -187,10 +190,10 @@ def test_what_the_kernel_is_called_with(monkeypatch, page_size, path):
     decode.use(plan, facts, q, parts["k"], parts["seqlens_k"], parts["block_table"], (None, None), 132)
     tables = parts["seqlens_k"], parts["block_table"]
     plan.function(q, parts["k"], parts["v"], "out", "lse", None, *tables, *plan.scalars)
-    got, facts, splits = made[0].got, plan.facts, 33 if path == "sm_90" else 64
+    got, facts, splits = made[0].got, plan.facts, 4096 // plan.facts.config.tile_n
     assert got["seqlens_k"] is tables[0] and got["block_table"] is tables[1]
     assert facts.split and facts.seqlens and facts.page_size == (page_size or 0)
-    assert 1 < got["splits"] <= splits and got["ctas"] == 132 and (got["left"], got["right"]) == (0, 0)
+    assert 1 < got["splits"] <= splits and got["ctas"] == 264 and (got["left"], got["right"]) == (0, 0)
     assert got["parts"].shape == (got["splits"], 2, 8, 3, 64) and got["part_lses"].shape == (got["splits"], 2, 8, 3)
     assert got["parts"].dtype == got["part_lses"].dtype == torch.float32 and got["scale_log2"] == 0.5
     assert facts.smem_bytes <= 232_448

@@ -1,6 +1,7 @@
-"""Decoding kernels compile without spills, and without WGMMAs that the compiler serialised."""
+"""Decoding kernels compile without spills, without WGMMAs that the compiler serialised, and wait before they load."""
 
 import os
+import re
 
 import pytest
 
@@ -23,6 +24,7 @@ SM_90_CASES = [
     (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
     (64, 256, {"seqlens": True, "band": BOTH}),
 ]
+GLOBAL = set("LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UBLKCP UTMAPF UBLKPF CCTL".split())
 # With pages and head dimension 256 a few addresses are spilled.
 SM_80_CASES = [
     *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
@@ -43,13 +45,26 @@ def facts_of(arch, path, d, dv, terms) -> DecodeFacts:
 
 
 def inspected(facts: DecodeFacts) -> tuple:
-    """(resources, problems) of a kernel."""
+    """(resources, dynamic shared memory, problems) of a kernel."""
     built = compile_decode(facts, keep_cubin=True)
-    resources = inspect.resources(cubin_of(built.compiled), facts.arch)
+    cubin = cubin_of(built.compiled)
+    resources = inspect.resources(cubin, facts.arch)
     smem = {"dynamic_smem": built.metadata["smem"], "smem_limit": facts.spec.smem}
     tensor_core = "HGMMA" if facts.path == "sm_90" else "HMMA"
     # sm_90's consumers are one warpgroup: there are registers enough without setmaxnreg.
-    return resources, inspect.problems(resources, tensor_core=tensor_core, warp_specialised=False, **smem)
+    problems = inspect.problems(resources, tensor_core=tensor_core, warp_specialised=False, **smem)
+    return resources, built.metadata["smem"], problems + (early_problems(cubin) if facts.path == "sm_90" else [])
+
+
+def early_problems(cubin: bytes) -> list[str]:
+    """Where one of the kernels does not wait for the kernel before it first of all, or does not let the next start."""
+    found = []
+    for kernel in re.split(r"(?=\.section\s+\.text)", inspect.disassemble(cubin))[1:]:
+        ops = [op.partition(".")[0] for op in inspect.instructions(kernel)]
+        before = ops[: ops.index("ACQBULK")] if "ACQBULK" in ops else ops
+        if GLOBAL & set(before) or ops.count("ACQBULK") != 1 or not GLOBAL & set(ops) or "PREEXIT" not in ops:
+            found.append(f"before ACQBULK: {before}")
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +81,13 @@ def decode_outcomes(request):
 def test_decode_kernel(facts, decode_outcomes):
     outcome = decode_outcomes[facts].result()
     assert not outcome.error
-    resources, problems = outcome.value
+    resources, smem, problems = outcome.value
     assert problems == []
     if facts.path == "sm_90":
         assert resources.utmaldg >= 3 * facts.config.tile_n // facts.box
         assert resources.wgmma_waits < resources.wgmmas / 4
+        assert facts.config.ctas == (2 if max(facts.head_dim, facts.head_dim_v) <= 128 else 1)
+        # What an SM has, and what it takes of shared memory itself; one of its four parts has two of a CTA's five warps
+        # or, of two CTAs, three.
+        assert facts.config.ctas * (smem + 1024) <= 233_472
+        assert (1 + facts.config.ctas) * 32 * (-(-resources.registers // 8) * 8) <= 16_384
