@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
-from .config import FlashConfig, FlashFacts
+from .config import ELEMENT, FlashConfig, FlashFacts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+L2_BYTES = 2**25  # of K and V that are worked on at a time, so that they stay in L2
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
 # CTA takes for one tile of K and V on an H200 (bench/NOTES.md). All compile without spills, and without serialised
@@ -104,6 +105,11 @@ def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = 
     facts = (FlashFacts(spec.target, "sm_80", c, head_dim=head_dim, head_dim_v=head_dim_v) for c in configs)
     # A third stage only where two CTAs still share an SM.
     return [f.config for f in facts if f.smem_bytes * (1 + (f.config.stages > 2)) <= spec.smem]
+
+
+def heads_in_l2(cols: int, width: int) -> int:
+    """How many heads' K and V, of `cols` rows and together `width` wide, stay in L2, but one at the least."""
+    return max(L2_BYTES // (width * ELEMENT) // max(cols, 1), 1)
 
 
 @dataclass(frozen=True)

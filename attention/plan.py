@@ -44,6 +44,7 @@ class FlashPlan:
     facts: FlashFacts | None = None
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # of q, k, v and out: None, or what makes the kernel's tensor of it
+    order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
     spans: tuple = (0, 0, 0, 0)  # bytes of q, k, v and, negative, of out, 1 where they have gaps; for calls with out
     empty: bool = False  # no row, or nothing to attend to
 

@@ -8,10 +8,10 @@ from cutlass import Int32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from .config import ELEMENT
+from .heuristics import L2_BYTES
 from .lengths import PackedLengths
 
 WARP = 32
-L2_BYTES = 2**25  # of K and V that are worked on at a time, so that they stay in L2
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from . import plan as planning
 from .block_mask import TABLES, BlockMask
 from .config import BlockKind
 from .element_mask import element_mask
+from .heuristics import heads_in_l2
 from .plan import FlashPlan, Plans, launch, without_kernel
 
 OP = "block_sparse_attention"
@@ -75,17 +76,17 @@ def with_causal(mask: BlockMask) -> BlockMask:
     return Derived.of(mask).get("causal", mask.device, mask.with_causal, tables)
 
 
-def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
+def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int = 1) -> torch.Tensor:
     """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
 
-    Tiles much longer than the mean come first, by length; then head by head, so that its keys and values stay in L2,
-    each head's longest tiles first.
+    Tiles much longer than the mean come first, by length; then those of `together` heads after those of as many others,
+    so that their keys and values stay in L2, the longest tiles first.
     """
     count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m).long()
     most = mask.n_block_cols
-    head = torch.arange(1, batch * heads + 1, device=count.device)[:, None]
+    section = torch.arange(batch * heads, device=count.device)[:, None] // together + 1
     long = count * count.numel() > count.sum() * LONG
-    return (most - count + (most + 1) * head.masked_fill(long, 0)).flatten().sort(stable=True).indices
+    return (most - count + (most + 1) * section.masked_fill(long, 0)).flatten().sort(stable=True).indices
 
 
 def tile_counts(count: torch.Tensor, mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
@@ -99,20 +100,20 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
     return mask.n_block_rows * (mask.blocksize[0] // tile_m)
 
 
-def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int) -> tuple:
+def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int) -> tuple:
     """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table, and
     what the element mask reads."""
     derived = Derived.of(mask)
 
     def make() -> tuple:
         index = torch.cat([mask.partial_index, mask.full_index], -1)
-        order = tile_order(mask, batch, heads, tile_m)
+        order = tile_order(mask, batch, heads, tile_m, together)
         counts = (mask.partial_count, mask.partial_count + mask.full_count)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
         table = torch.stack([order.to(torch.int32), *counts], -1)
         return index, mask.partial_index.shape[-1], table
 
-    made = derived.get((batch, heads, tile_m), mask.device, make, lambda value: (value[0], value[2]))
+    made = derived.get((batch, heads, tile_m, together), mask.device, make, lambda value: (value[0], value[2]))
     return *made, *derived.element[1]
 
 
@@ -137,7 +138,7 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         return without_kernel(plan, None, out)  # nothing to compute
     if causal:
         mask = with_causal(mask)
-    return launch(plan, q, k, v, out, blocks_of(mask, q.shape[0], q.shape[1], plan.facts.config.tile_m))
+    return launch(plan, q, k, v, out, blocks_of(mask, q.shape[0], q.shape[1], *plan.order))
 
 
 def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
@@ -156,6 +157,8 @@ def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scal
             "scalars b, h, q and kv, and must be written with comparisons, arithmetic, &, | and ~, without torch's "
             "functions, `and`, `or` and `if`"
         ) from error
-    tiles = extents[0] * -(-extents[1] // plan.facts.config.tile_m)
+    tile_m = plan.facts.config.tile_m
+    plan.order = tile_m, heads_in_l2(k.shape[2], k.shape[3] + v.shape[3]) * (q.shape[1] // k.shape[1])
+    tiles = extents[0] * -(-extents[1] // tile_m)
     if tiles > MOST_TILES:
         raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from attention.config import BandKind, FlashConfig, FlashFacts
+from attention.heuristics import L2_BYTES
 from attention.k_tiles import FULL, BandSource
 from attention.lengths import Span
-from attention.scheduler import L2_BYTES, QueryScheduler, QueryTile
+from attention.scheduler import QueryScheduler, QueryTile
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 129, 200)
 BOUNDS = [(None, None), (None, 0), (0, 0), (5, 0), (16, 3), (0, 40), (100, None), (None, 1), (31, 100)]

@@ -230,6 +230,14 @@ class TestOrder:
         assert order[2:] == [n for n in range(16) if n not in order[:2]]
 
 
+    def test_heads_together(self):
+        """Of two heads the longest rows come first, whichever it is of them; then those of the next two."""
+        blocks = torch.ones(1, 4, 3, 3, dtype=torch.bool).tril()
+        mask = BlockMask.from_blocks(blocks, (128, 128))
+        order = sparse_plan.tile_order(mask, 1, 4, 128, together=2).tolist()
+        assert order == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
 class TestElementMasks:
     def test_keys(self):
         ids = torch.zeros(3, dtype=torch.int32)
