@@ -153,6 +153,8 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
 def with_parts(function: Callable, plan, cached: bool, device: torch.device) -> Callable:
     """The compiled function, to be called with q, k, v, out, lse, (seqlens_k, block_table if cached) and scalars."""
     *_, count, _ = plan.scalars
+    if count == 1 and not cached:
+        return lambda q, k, v, out, lse, counter, *rest: function(q, k, v, out, lse, None, None, None, None, *rest)
     shape = (count, *plan.out_shape)
 
     def call(q, k, v, out, lse, counter, *rest):

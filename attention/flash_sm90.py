@@ -34,8 +34,9 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.gemm_sm90 import ALIGN, smem_layout
 
 from .config import FlashFacts
-from .k_tiles import BandSource
+from .k_tiles import FULL, BandSource
 from .lengths import DenseLengths
+from .order import finish_first
 from .scheduler import QueryScheduler
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
@@ -326,6 +327,8 @@ class FlashSm90(Weighing):
                             grown = self.weigh(
                                 scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment], True
                             )
+                            if const_expr(cfg.groups == 3 and tiles.kinds[segment] == FULL):
+                                finish_first(*(softmax.total[r] for r in range(2)), sQ.iterator.toint())
                             warpgroup.wait_group(0)
                             pipe_v.consumer_release(at_v)
                             at_v.advance()

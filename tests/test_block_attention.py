@@ -229,7 +229,6 @@ class TestOrder:
         assert order[:2] == [8 + 7 - 5, 8 + 7 - 4], "both tiles of the long row; tiles count from the last of a head"
         assert order[2:] == [n for n in range(16) if n not in order[:2]]
 
-
     def test_heads_together(self):
         """Of two heads the longest rows come first, whichever it is of them; then those of the next two."""
         blocks = torch.ones(1, 4, 3, 3, dtype=torch.bool).tril()
