@@ -36,15 +36,15 @@ class QueryScheduler:
     heads: Int32
     batch: Int32
     shared: Int32  # heads of Q that share a head of K and V
-    together: Int32 | int = 1
+    together: Int32 | None = None  # None: one
 
     @staticmethod
     def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
         """For Q (B, H, Sq, D) and K (B, Hkv, Sk, D): as many heads together as there is room for in L2, if their tiles
-        differ in length."""
+        differ in length. On the sm_80 path one: there are no registers for finding tiles of more."""
         (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
-        shared, together = heads // heads_kv, 1
-        if facts.band.left or facts.band.right:
+        shared, together = heads // heads_kv, None
+        if facts.path == "sm_90" and (facts.band.left or facts.band.right):
             fit = L2_BYTES // ((facts.head_dim + facts.head_dim_v) * ELEMENT) // cols
             together = cutlass.min(cutlass.max(fit, 1) * shared, heads * batch)
         return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, shared, together)
@@ -59,10 +59,13 @@ class QueryScheduler:
 
     def of_words(self, words: tuple) -> QueryTile:
         (index,) = words
-        begin = index // (self.together * self.tiles_m) * self.together  # the first of the heads that are together
-        here = cutlass.min(self.together, self.heads * self.batch - begin)
-        rest = index - begin * self.tiles_m
-        m, head = self.tiles_m - 1 - rest // here, begin + rest % here
+        if self.together is None:
+            m, head = self.tiles_m - 1 - index % self.tiles_m, index // self.tiles_m
+        else:
+            begin = index // (self.together * self.tiles_m) * self.together  # the first of the heads that are together
+            here = cutlass.min(self.together, self.heads * self.batch - begin)
+            rest = index - begin * self.tiles_m
+            m, head = self.tiles_m - 1 - rest // here, begin + rest % here
         h, b = head % self.heads, head // self.heads
         return QueryTile(m, h, b, h // self.shared)
 

@@ -72,7 +72,7 @@ def test_bounds_of_a_row(bounds):
             assert [begin <= c < end for c in range(sk)] == mask[row].tolist()
 
 
-@pytest.mark.parametrize("together", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("together", [None, 1, 2, 3, 4, 8])
 def test_query_tiles_by_number(together):
     """Every query tile has a number; of heads that are together all last tiles come first."""
     heads, batch, tiles_m = 4, 2, 3
@@ -81,7 +81,7 @@ def test_query_tiles_by_number(together):
     found = [tuple(number(x) for x in (t.b, t.h, t.m)) for t in tiles]
     assert sorted(found) == list(itertools.product(range(batch), range(heads), range(tiles_m)))
     assert all(number(t.h_kv) == number(t.h) // 2 for t in tiles)
-    sections = [(b * heads + h) // together for b, h, _ in found]
+    sections = [(b * heads + h) // (together or 1) for b, h, _ in found]
     assert sections == sorted(sections)
     for section in set(sections):
         order = [m for s, (_, _, m) in zip(sections, found, strict=True) if s == section]
@@ -95,4 +95,5 @@ def test_heads_together():
     assert number(of(facts).together) == L2_BYTES // (8192 * 512) * 4
     assert number(of(dataclasses.replace(facts, head_dim=64, head_dim_v=64)).together) == 64  # no more than there are
     assert number(of(facts, k_shape=(2, 8, 2**20, 128)).together) == 4
-    assert of(dataclasses.replace(facts, band=BandKind())).together == 1
+    assert of(dataclasses.replace(facts, band=BandKind())).together is None
+    assert of(dataclasses.replace(facts, path="sm_80")).together is None
