@@ -38,16 +38,25 @@ MASKS = {
 }
 
 
+# What a kernel without LSE, or one of packed sequences, adds to the others' code is the same for all head dimensions.
+ALL_FEATURES = 128
+
+
 def configurations(spec):
-    """The first candidate of sm_90 and of sm_80 with each set of features, the others with LSE; other GPUs' picks."""
+    """Of sm_90 and of sm_80 the first candidate with each set of features, the others with LSE; other GPUs' picks.
+
+    The third set, and packed sequences with the two in the middle, at one head dimension.
+    """
     for path in ("sm_80", "sm_90") if spec.path == "sm_90" else ("sm_80",):
         for dim in HEAD_DIMS:
-            for band, softcap, lse in FEATURES if path == spec.name else FEATURES[-1:]:
+            for i, (band, softcap, lse) in enumerate(FEATURES):
+                if path != spec.name and i < 3 or i == 2 and dim != ALL_FEATURES:
+                    continue
                 facts = FlashFacts(spec.target, path, None, "bfloat16", dim, dim, band, softcap, lse)
                 for config in candidates(facts, spec)[: None if facts.lse and path == spec.name else 1]:
                     dynamic = path == "sm_90" and (band.left or band.right)
                     yield replace(facts, config=replace(config, dynamic=dynamic))
-                if path == spec.name:
+                if path == spec.name and (i in (0, 3) or dim == ALL_FEATURES):
                     yield pick(replace(facts, packed=True), EXTENTS)
         yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128), EXTENTS)
         yield from with_blocks(spec, path)
@@ -60,14 +69,17 @@ def candidates(facts: FlashFacts, spec) -> list:
 
 
 def with_blocks(spec, path):
-    """Block masks: on a path's first architecture all, on others the largest."""
+    """Block masks: on a path's first architecture all, on others the largest.
+
+    Masks with tensors, which cost the most, with every block shape; those without in turn, each with either shape.
+    """
     facts = FlashFacts(spec.target, path, None, "bfloat16", softcap=True, lse=True)
-    for dim in HEAD_DIMS if path == spec.name else (128, 256):
+    for turn, dim in enumerate(HEAD_DIMS if path == spec.name else (128, 256)):
         facts = replace(facts, head_dim=dim, head_dim_v=dim)
         for blocksize in BLOCKSIZES:
             yield pick(replace(facts, blocks=BlockKind(*blocksize, MASKS["tensors"])), EXTENTS)
         if path == spec.name:
-            for block, name in ((64, "function"), (128, "function"), (64, "none"), (128, "none")):
+            for block, name in ((64, "function"), (128, "none")) if turn % 2 else ((128, "function"), (64, "none")):
                 plain = replace(facts, softcap=False, lse=False)
                 yield pick(replace(plain, blocks=BlockKind(block, block, MASKS[name])), EXTENTS)
     for dims in ((192, 128), (64, 256)):

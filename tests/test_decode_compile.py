@@ -1,6 +1,8 @@
-"""Decoding kernels compile without spills, without WGMMAs that the compiler serialised, and wait before they load."""
+"""Decoding kernels compile without spills, without WGMMAs that the compiler serialised, and wait before they load.
 
-import os
+Where they are compiled: see `outcome_of` in conftest.py.
+"""
+
 import re
 
 import pytest
@@ -11,7 +13,6 @@ from attention.heuristics import HEAD_DIMS
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.parallel import attempt, worker_pool
 
 BOTH = BandKind(left=True, right=True)
 ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "band": BOTH}
@@ -67,19 +68,10 @@ def early_problems(cubin: bytes) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="session")
-def decode_outcomes(request):
-    """Facts -> the future of their kernel's outcome, for the tests that were selected."""
-    selected = [item.callspec.params for item in request.session.items if "decode_outcomes" in item.fixturenames]
-    pool = worker_pool(os.cpu_count() or 1)
-    yield {params["facts"]: pool.submit(attempt, inspected, params["facts"]) for params in selected}
-    pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("facts", entries(), ids=str)
-def test_decode_kernel(facts, decode_outcomes):
-    outcome = decode_outcomes[facts].result()
+def test_decode_kernel(facts, outcome_of):
+    outcome = outcome_of(inspected, facts)
     assert not outcome.error
     resources, smem, problems = outcome.value
     assert problems == []

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from cute_kernels.catalog import kernel_configurations
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import compile_for, cubin_of
-from tests import tiny_kernels
+from cute_kernels.runtime.kernels import compile_kernel
+from tests import sass, tiny_kernels
 from tests.tiny_kernels import ARCHS
 
 
@@ -96,6 +98,28 @@ def test_opcodes_are_read_past_predicates_and_uniform_registers():
     # Modifiers are cut where lower case begins; only the base opcode is counted.
     assert [opcode.split(".")[0] for opcode in inspect.instructions(sass)] == [o.split(".")[0] for o in read]
     assert "WARPGROUP.DEPBAR.LE" in list(inspect.instructions(sass))
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
+def test_kernels_read_from_memory_are_what_nvdisasm_says(arch, monkeypatch):
+    """The quick reading of tests/sass.py, of a kernel of which a part was met before, and of one met as a whole."""
+    dense = kernel_configurations(arch.rstrip("a"), quick=True)[0]
+    cubins = [cubin(arch, tiny_kernels.spill), cubin_of(compile_kernel(dense, keep_cubin=True).compiled)]
+    asked = []
+    monkeypatch.setattr(sass, "_known", {})
+    monkeypatch.setattr(sass, "nvdisasm", lambda data: asked.append(data) or disassemble(data))
+    disassemble = inspect.disassemble
+    told = [inspect.resources(data, arch) for data in cubins]
+    monkeypatch.setattr(inspect, "disassemble", sass.disassemble)
+    for _ in range(2):
+        read = [inspect.resources(data, arch) for data in cubins]
+        assert read == told and [r.opcodes for r in read] == [r.opcodes for r in told]
+    assert told[0].stl > 0 and (arch != "sm_90a" or told[1].wgmma_waits > 0)
+    assert set(asked) <= set(cubins) and len(asked) == len(set(asked)), "once each, and never again"
+    known = next(bits for _, bits in sass._known)
+    sass._known[cubins[0][48:52], known] = "ANOTHER"
+    with pytest.raises(AssertionError, match="ANOTHER"):
+        sass._learn(cubins[0][48:52], sass.code_of(cubins[0]), disassemble(cubins[0]))
 
 
 def test_the_wrong_architecture_is_refused():

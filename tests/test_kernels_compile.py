@@ -3,18 +3,50 @@
 That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from cute_kernels.arch import ARCHS
 from cute_kernels.catalog import kernel_configurations, name_of
 from cute_kernels.runtime.parallel import inspect_kernel
 
+TURNS = ("sm_86", "sm_89")
+
+
+def selected(spec):
+    """An architecture's kernels.
+
+    sm_80, sm_86 and sm_89 have the same ones, and the same instructions for them. So each configuration is compiled for
+    all three with each block shape and either form, without and with a heavy epilogue as far as it has them; what
+    varies one of them further (other operands, other epilogues, batches) for sm_80 and for one of the others, in turn.
+    """
+    facts = kernel_configurations(spec.name)
+    if spec.name not in TURNS:
+        return facts
+    seen, further = set(), []
+    for each in facts:
+        block = each.block and (each.block.bm, each.block.bk)
+        combination = each.config, block, each.transposed, each.epilogue.is_light
+        further += [each] if combination in seen else []
+        seen.add(combination)
+    elsewhere = set(further[TURNS.index(spec.name) :: len(TURNS)])
+    return [each for each in facts if each not in elsewhere]
+
 
 def entries():
     for spec in ARCHS.values():
-        for facts in kernel_configurations(spec.name):
+        for facts in selected(spec):
             mark = getattr(pytest.mark, spec.name)
             yield pytest.param(facts, id=f"{spec.target}: {name_of(facts)}", marks=mark)
+
+
+def test_what_takes_turns_is_left_out_nowhere():
+    every, *turns = ({replace(f, arch="") for f in selected(ARCHS[name])} for name in ("sm_80", *TURNS))
+    assert set.union(*turns) == every
+    for spec in ARCHS.values():
+        configs = {(f.config, f.block and f.block.bm) for f in kernel_configurations(spec.name)}
+        assert {(f.config, f.block and f.block.bm) for f in selected(spec)} == configs
 
 
 @pytest.mark.slow
