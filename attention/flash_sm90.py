@@ -327,6 +327,7 @@ class FlashSm90(Weighing):
                             grown = self.weigh(
                                 scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment], True
                             )
+                            # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
                             if const_expr(cfg.groups == 3 and tiles.kinds[segment] == FULL):
                                 finish_first(*(softmax.total[r] for r in range(2)), sQ.iterator.toint())
                             warpgroup.wait_group(0)
