@@ -46,6 +46,15 @@ def quad_sum(x: Float32) -> Float32:
     return x + cute.arch.shuffle_sync_bfly(x, 2)
 
 
+@cute.jit
+def largest_of(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+    """The largest score of a row that this thread holds."""
+    largest = scores[r, 0]
+    for c in range_constexpr(1, cute.size(scores, mode=[1])):
+        largest = cute.arch.fmax(largest, scores[r, c])
+    return largest
+
+
 @dataclass(frozen=True)
 class OnlineSoftmax:
     """Largest scores and sums of one thread's rows."""
@@ -72,26 +81,35 @@ class OnlineSoftmax:
             self.total.fill(0.0)
 
     @cute.jit
+    def against(self, largest: Float32) -> Float32:
+        """What a row's scaled scores are taken against: 0 where none has been seen."""
+        against = largest * self.scale_log2
+        if largest == -Float32.inf:
+            against = Float32(0.0)
+        return against
+
+    @cute.jit
+    def exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr, against: Float32) -> Float32:
+        """A row's scores to p; returns their sum, of this thread's columns, 0 where sums are not added up."""
+        # Not begun with what there was before: the compiler then puts all maxima before all exponentials, and a
+        # dense kernel of head dimension 128 takes 12 % longer.
+        total = Float32(0.0)
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
+            if const_expr(self.adds):
+                total = total + scores[r, c]
+        return total
+
+    @cute.jit
     def step(self, scores: cute.Tensor):  # (rows, columns), replaced by p
         """One tile of scores."""
-        columns = const_expr(cute.size(scores, mode=[1]))
         for r in range_constexpr(cute.size(self.total)):
-            largest = scores[r, 0]
-            for c in range_constexpr(1, columns):
-                largest = cute.arch.fmax(largest, scores[r, c])
+            largest = largest_of(scores, r)
             largest = cute.arch.fmax(self.largest[r], quad_max(largest))
-            against = largest * self.scale_log2
-            if largest == -Float32.inf:
-                against = Float32(0.0)
+            against = self.against(largest)
             self.factor[r] = exp2(self.largest[r] * self.scale_log2 - against)
             self.largest[r] = largest
-            # Not begun with what there was before: the compiler then puts all maxima before all exponentials, and a
-            # dense kernel of head dimension 128 takes 12 % longer.
-            total = Float32(0.0)
-            for c in range_constexpr(columns):
-                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
-                if const_expr(self.adds):
-                    total = total + scores[r, c]
+            total = self.exponentials(scores, r, against)
             if const_expr(self.adds):
                 self.total[r] = self.total[r] * self.factor[r] + total
 
@@ -103,12 +121,9 @@ class OnlineSoftmax:
         the sums, which are divided by each other, are as exact (FlashAttention-4, Dao et al. 2025). So nearly all steps
         rescale nothing, and ask no other thread for its largest score. Each row decides for itself.
         """
-        columns, larger = const_expr(cute.size(scores, mode=[1])), cutlass.Boolean(False)
-        slack = SLACK / self.scale_log2
+        larger, slack = cutlass.Boolean(False), SLACK / self.scale_log2
         for r in range_constexpr(cute.size(self.total)):
-            largest = scores[r, 0]
-            for c in range_constexpr(1, columns):
-                largest = cute.arch.fmax(largest, scores[r, c])
+            largest = largest_of(scores, r)
             self.factor[r] = Float32(1.0)
             grows = cute.arch.vote_any_sync(largest > self.largest[r] + slack)
             if grows:
@@ -119,14 +134,7 @@ class OnlineSoftmax:
                 if const_expr(self.adds):
                     self.total[r] = self.total[r] * self.factor[r]
             larger = larger | grows
-            against = self.largest[r] * self.scale_log2
-            if self.largest[r] == -Float32.inf:
-                against = Float32(0.0)
-            total = Float32(0.0)  # begun with 0, as in `step`
-            for c in range_constexpr(columns):
-                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
-                if const_expr(self.adds):
-                    total = total + scores[r, c]
+            total = self.exponentials(scores, r, self.against(self.largest[r]))
             if const_expr(self.adds):
                 self.total[r] = self.total[r] + total
         return larger
