@@ -162,11 +162,6 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     return found
 
 
-def most_ctas(config: FlashConfig, extents: Extents) -> int:
-    """CTAs to launch at most: as many as run at once."""
-    return extents.sms * config.ctas
-
-
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     """The facts with the configuration that is estimated to be the fastest, or the sm_80 path's first that fits."""
     if facts.blocks is not None:

@@ -154,7 +154,7 @@ def plan_kernel(
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
     `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
     """
-    from .heuristics import Extents, most_ctas, pick
+    from .heuristics import Extents, pick
     from .runtime import function_for
 
     spec, sms, _ = device_arch(q.get_device())
@@ -180,9 +180,8 @@ def plan_kernel(
     plan.scalars = (scale_log2, cap, left, right)
     if choose is not None and choose(plan, facts, sms):
         return
-    extents = Extents(*extents, *bounds, sms)
-    plan.facts = pick(facts, extents)
-    plan.scalars += (most_ctas(plan.facts.config, extents),)
+    plan.facts = pick(facts, Extents(*extents, *bounds, sms))
+    plan.scalars += (sms * plan.facts.config.ctas,)  # as many as run at once
     plan.function = function_for(plan.facts)
 
 
