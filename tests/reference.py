@@ -124,3 +124,24 @@ def dense_of(crow, col, values: Tensor, shape, device=None) -> Tensor:
         for p in range(crow[r], crow[r + 1]):
             dense[r * bm : (r + 1) * bm, col[p] * bk : (col[p] + 1) * bk] = values[p]
     return dense
+
+
+def band_mask(rows: int, cols: int, left: int | None, right: int | None, device="cpu") -> Tensor:
+    """(rows, cols) bool: row i sees columns i + cols - rows - left to i + cols - rows + right; None: without bound."""
+    away = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - (cols - rows)
+    seen = torch.ones_like(away, dtype=torch.bool)
+    if left is not None:
+        seen &= away >= -left
+    if right is not None:
+        seen &= away <= right
+    return seen
+
+
+def attention_plainly(q, k, v, seen, *, softcap=None, scale=None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention from the whole matrix of scores, every step rounded to the operands' dtype."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)

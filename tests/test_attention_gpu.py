@@ -16,7 +16,7 @@ import cute_kernels
 from attention import attention
 from cute_kernels import explain
 
-from .reference import assert_as_good_as_torch, normal, poisoned, poisoned_empty
+from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal, poisoned, poisoned_empty
 from .test_properties import ON_GPU, RELAXED, settings
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -36,19 +36,9 @@ def qkv(Sq, Sk, D=64, Dv=None, B=2, H=4, heads=2, dtype=BF16, device="cuda"):
 
 def plainly(q, k, v, dtype, *, causal=False, window=None, softcap=None, scale=None):
     """(out, lse) from the whole matrix of scores, every step of it rounded to `dtype`."""
-    q, k, v = (t.to(dtype) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
-    column = torch.arange(k.shape[2], device=q.device)
-    left, right = window or (None, None)
-    if left not in (None, -1):
-        scores = scores.masked_fill(column < position - left, -math.inf)
-    if causal or right not in (None, -1):
-        scores = scores.masked_fill(column > position + (0 if causal else right), -math.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+    left, right = (None if bound == -1 else bound for bound in window or (None, None))
+    seen = band_mask(q.shape[2], k.shape[2], left, 0 if causal else right, q.device)
+    return attention_plainly(*(t.to(dtype) for t in (q, k, v)), seen, softcap=softcap, scale=scale)
 
 
 def assert_right(out, lse, q, k, v, plan=None, **terms):

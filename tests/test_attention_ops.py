@@ -10,6 +10,8 @@ from attention import ops as attention_ops
 from attention.checks import tma_ready
 from cute_kernels import explain
 
+from .reference import attention_plainly, band_mask
+
 BF16 = torch.bfloat16
 
 
@@ -21,21 +23,8 @@ def qkv(B=2, H=4, heads=2, Sq=33, Sk=47, D=64, Dv=64, dtype=BF16):
 
 def truth(q, k, v, left=None, right=None, scale=None, softcap=None):
     """(out, lse) in fp64, from the whole matrix of scores."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    row = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    column = torch.arange(k.shape[2])
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if left is not None:
-        seen &= column >= row - left
-    if right is not None:
-        seen &= column <= row + right
-    scores = scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().nan_to_num(0.0) @ v, lse
+    seen = band_mask(q.shape[2], k.shape[2], left, right)
+    return attention_plainly(*(t.double() for t in (q, k, v)), seen, softcap=softcap, scale=scale)
 
 
 @pytest.mark.parametrize("lengths", [(33, 47), (47, 33), (1, 90), (64, 64), (5, 1)])

@@ -14,7 +14,9 @@ from attention.config import BandKind, FlashFacts
 from attention.decode_tiles import DecodeScheduler, DecodeTile, PackedBandSource
 from attention.lengths import Span
 
-from .test_attention_tiles import BOUNDS, number, seen
+from .emulate_blocks import number
+from .reference import band_mask
+from .test_attention_tiles import BOUNDS
 from .test_properties import ON_GPU, RELAXED, settings
 
 BF16 = torch.bfloat16
@@ -78,7 +80,7 @@ def test_splits_of_packed_rows(shared, bounds):
     band = BandKind(left is not None, right is not None)
     for sq, sk, splits in itertools.product((1, 2, 9), (0, 1, 16, 47, 129), (1, 2, 7)):
         source = PackedBandSource(band, 64, tile, left or 0, right or 0, shared, splits)
-        span, mask = Span(0, sq, sk), seen(sq, sk, left, right)
+        span, mask = Span(0, sq, sk), band_mask(sq, sk, left, right)
         packed = mask.repeat_interleave(shared, 0)
         for m in range(-(-sq * shared // 64)):
             part = packed[m * 64 : (m + 1) * 64]

@@ -218,9 +218,10 @@ class AttendCall:
         exact_lse = torch.full(self.shape[:-1], -torch.inf, dtype=torch.float64, device=self.device)
         for where, q, k, v, seen in self.pieces():
             wide = tuple(t.double() for t in (q, k, v))
-            rounded, _ = plainly(q, k, v, seen, self.product.softcap)
-            out, lse = plainly(*wide, seen, self.product.softcap)
-            weighed, _ = plainly(*wide[:2], wide[2].abs(), seen, self.product.softcap)
+            cap = {"softcap": self.product.softcap}
+            rounded, _ = reference.attention_plainly(q, k, v, seen, **cap)
+            out, lse = reference.attention_plainly(*wide, seen, **cap)
+            weighed, _ = reference.attention_plainly(*wide[:2], wide[2].abs(), seen, **cap)
             for whole, part in ((exact, out), (by_torch, rounded), (spread, weighed), (exact_lse, lse)):
                 whole[where] = part.transpose(1, 2)[0] if self.product.form == "packed" else part
         return exact, by_torch, spread, exact_lse
@@ -250,24 +251,8 @@ class AttendCall:
 
     def band(self, rows: int, cols: int) -> Tensor:
         """(rows, cols) bool: what causal and window let each row see."""
-        left, right = window_bounds(self.product.window, self.product.causal)
-        away = torch.arange(cols, device=self.device) - torch.arange(rows, device=self.device)[:, None] - (cols - rows)
-        seen = torch.ones_like(away, dtype=torch.bool)
-        if left is not None:
-            seen &= away >= -left
-        if right is not None:
-            seen &= away <= right
-        return seen
-
-
-def plainly(q, k, v, seen, softcap) -> tuple[Tensor, Tensor]:
-    """(out, lse) from the whole matrix of scores, every step rounded to the operands' dtype."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+        bounds = window_bounds(self.product.window, self.product.causal)
+        return reference.band_mask(rows, cols, *bounds, device=self.device)
 
 
 def near_each(out: Tensor, exact: Tensor, spread: Tensor) -> None:
