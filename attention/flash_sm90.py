@@ -11,11 +11,15 @@
 A consumer's step over K/V tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah
 et al. 2024):
 
-    wait K[i] -> issue S' = Q K[i]' -> wait V[i-1] -> issue O += P V[i-1] -> wait S', release K[i]
-    softmax of S' -> wait O, release V[i-1] -> P = S', and O *= factor where a row's largest score has grown by much
+    wait K[i] -> issue S' = Q K[i]' -> wait V[i-1] -> issue O += P V[i-1] -> wait S'
+    softmax of S', release K[i] -> wait O -> P = S', O *= factor where a row's largest score has grown by much
+    -> release V[i-1]
 
 So the softmax of one tile runs while the tensor cores do the product of the tile before. Between warpgroups, turns by
 named barriers (FlashFacts.takes_turns): while one of them does its softmax, another has the tensor cores.
+
+A full tile's softmax is first tried without asking for the largest scores (FlashFacts.tries). If that fails, a warp
+computes its scores again, for which K[i] is kept until then.
 
     group 0    | QK, PV | softmax        | QK, PV | softmax ...
     group 1             | QK, PV | softmax        | QK, PV | ...
@@ -36,8 +40,10 @@ from cute_kernels.gemm_sm90 import ALIGN, smem_layout
 from .config import FlashFacts
 from .k_tiles import FULL, BandSource
 from .lengths import DenseLengths
-from .order import finish_first
+from .mask import cap_scores
+from .order import finish_first, read_here
 from .scheduler import QueryScheduler
+from .scores_again import scores_again
 from .softmax import OnlineSoftmax, rows_and_columns
 from .store import store_rows
 from .tile_queue import SLOTS, WORDS, TileQueue
@@ -195,7 +201,7 @@ class FlashSm90(Weighing):
         tidx = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
-        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        step = cute.arch.grid_dim()[0]
         if warp == 0:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
@@ -221,7 +227,8 @@ class FlashSm90(Weighing):
                 at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 told = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-                index, words = first, scheduler.words(first)
+                index = read_here("ctaid.x")
+                words = scheduler.words(index)
                 while index < scheduler.count:
                     tile = scheduler.of_words(words)
                     span = lengths.of(tile.b)
@@ -273,31 +280,32 @@ class FlashSm90(Weighing):
             # P as the A operand: the accumulators' order is that of its k.
             tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
             scores, out = rows_and_columns(acc_S), rows_and_columns(acc_O)
-            softmax = OnlineSoftmax.of_rows(2, scale_log2)
+            softmax = OnlineSoftmax.of_rows(2, scale_log2, slack=facts.slack)
             lse = cute.make_rmem_tensor(2, Float32)
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
-            row0 = group * ROWS + tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4  # of this thread, in the tile
             heard = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+            turns = self.turns(group)
             if const_expr(self.facts.takes_turns):
                 if group == cfg.groups - 1:
-                    self.pass_turn(group)  # group 0 goes first
-            index, words = first, scheduler.words(first)
+                    self.pass_turn(turns)  # group 0 goes first
+            index = read_here("ctaid.x")
+            words = scheduler.words(index)
             while index < scheduler.count:
                 tile = scheduler.of_words(words)
                 span = lengths.of(tile.b)
                 tiles = source.for_tile(tile, span)
-                row = tile.m * cfg.tile_m + row0
+                row = self.first_row(tile)
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
                     # The first tile's scores.
                     pipe_q.consumer_wait(state_q)
                     pipe_k.consumer_wait(at_k)
-                    self.wait_turn(group)
+                    self.wait_turn(turns)
                     self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
-                    self.pass_turn(group)
+                    self.pass_turn(turns)
                     warpgroup.wait_group(0)
                     pipe_k.consumer_release(at_k)
                     at_k.advance()
@@ -316,26 +324,32 @@ class FlashSm90(Weighing):
                         begin = 1 if const_expr(segment == 0) else cutlass.max(tiles.ends[segment - 1], 1)
                         for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
                             pipe_k.consumer_wait(at_k)
-                            self.wait_turn(group)
+                            self.wait_turn(turns)
                             self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
                             pipe_v.consumer_wait(at_v)
                             self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
-                            self.pass_turn(group)
+                            self.pass_turn(turns)
                             warpgroup.wait_group(1)
-                            pipe_k.consumer_release(at_k)
+                            if const_expr(facts.tries and tiles.kinds[segment] == FULL):
+                                sK_i = sK[None, None, at_k.index]
+                                grown = self.try_to_weigh(acc_S, softmax, sQ[None, None, 0], sK_i, softcap)
+                                pipe_k.consumer_release(at_k)
+                            else:
+                                pipe_k.consumer_release(at_k)
+                                kind = const_expr(tiles.kinds[segment])
+                                grown = self.weigh(
+                                    scores, softmax, source, tiles, i, row, tile, span, softcap, kind, True
+                                )
                             at_k.advance()
-                            grown = self.weigh(
-                                scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment], True
-                            )
                             # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
                             if const_expr(cfg.groups == 3 and tiles.kinds[segment] == FULL):
                                 finish_first(*(softmax.total[r] for r in range(2)), sQ.iterator.toint())
                             warpgroup.wait_group(0)
-                            pipe_v.consumer_release(at_v)
-                            at_v.advance()
                             self.convert(acc_S, tOrP)
                             if grown:
-                                softmax.rescale(out)
+                                softmax.rescale_lazily(out)
+                            pipe_v.consumer_release(at_v)  # after what others wait for
+                            at_v.advance()
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
                     pipe_v.consumer_wait(at_v)
@@ -356,6 +370,28 @@ class FlashSm90(Weighing):
                 else:
                     index += step
                     words = scheduler.words(index)
+
+    def first_row(self, tile) -> Int32:
+        """Of this thread's two rows of the query tile the first."""
+        thread = read_here("tid.x") - WARPGROUP
+        return tile.m * self.cfg.tile_m + thread // 32 * 16 + thread % 32 // 4
+
+    @cute.jit
+    def try_to_weigh(self, acc_S: cute.Tensor, softmax: OnlineSoftmax, sQ, sK, softcap: Float32):
+        """Scores of a full tile to P, blindly or not. Returns whether O is to be rescaled.
+
+        sQ: (tile_m, D); sK: (tile_n, D), not yet released.
+        """
+        scores, grown = rows_and_columns(acc_S), cutlass.Boolean(False)
+        if const_expr(self.facts.softcap):
+            cap_scores(scores, softcap)
+        if not softmax.try_step(scores, self.cfg.groups < 3):
+            warpgroup.wait_group(0)  # for the registers of P
+            scores_again(acc_S, sQ, sK, 4)
+            if const_expr(self.facts.softcap):
+                cap_scores(scores, softcap)
+            grown = softmax.step_lazily(scores)
+        return grown
 
     @cute.jit
     def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):
@@ -381,16 +417,18 @@ class FlashSm90(Weighing):
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def wait_turn(self, group):
-        if not self.facts.takes_turns:
-            return
-        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
+    def turns(self, group: Int32) -> Int32:
+        """The barrier at which a group waits for its turn and, times 16, that of the next group."""
+        numbers = TURN_BARRIER + group + 16 * (TURN_BARRIER + (group + 1) % self.cfg.groups)
+        return cute.arch.make_warp_uniform(numbers)
 
-    def pass_turn(self, group):
-        if not self.facts.takes_turns:
-            return
-        after = (group + 1) % self.cfg.groups
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
+    def wait_turn(self, turns: Int32):
+        if self.facts.takes_turns:
+            cute.arch.barrier(barrier_id=turns % 16, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, turns: Int32):
+        if self.facts.takes_turns:
+            cute.arch.barrier_arrive(barrier_id=turns // 16, number_of_threads=2 * WARPGROUP)
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin: tuple) -> tuple:
         """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand whose tiles begin at `begin`."""

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
+from cutlass.cutlass_dsl import select_
+
+from .order import after
 
 LN2 = 0.6931471805599453
-SLACK = 8.0  # p is at most 2 ** SLACK
+LARGE = 2.0**15  # more than a p of 16 bits should be; fp16 ends at 65504
 
 
 def rows_and_columns(acc: cute.Tensor, tiles_m: int = 1) -> cute.Tensor:
@@ -64,16 +67,20 @@ class OnlineSoftmax:
     total: cute.Tensor  # (rows,), of this thread's columns only, until `finish`
     factor: cute.Tensor  # (rows,), what the last step asks O to be multiplied by
     adds: cutlass.Constexpr[bool] = True  # whether `step` adds up `total`, and not the product of P with ones
+    slack: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
 
     @staticmethod
-    def of_rows(rows: int, scale_log2: Float32, total: cute.Tensor | None = None) -> "OnlineSoftmax":
+    def of_rows(
+        rows: int, scale_log2: Float32, total: cute.Tensor | None = None, slack: float = 0.0
+    ) -> "OnlineSoftmax":
         """With registers of its own; for use inside a kernel.
 
         `total`: of whole rows, kept by the kernel, as if V had one more column, of ones.
         """
         largest, factor = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
         adds = total is None
-        return OnlineSoftmax(scale_log2, largest, cute.make_rmem_tensor(rows, Float32) if adds else total, factor, adds)
+        total = cute.make_rmem_tensor(rows, Float32) if adds else total
+        return OnlineSoftmax(scale_log2, largest, total, factor, adds, slack)
 
     def clear(self):
         self.largest.fill(-Float32.inf)
@@ -117,11 +124,12 @@ class OnlineSoftmax:
     def step_lazily(self, scores: cute.Tensor):  # (rows, columns), replaced by p
         """A tile of scores after the first one. Returns whether O is to be rescaled, the same in all threads of a warp.
 
-        What p is taken against stays what it was until a score is much larger: p is at most 2 ** SLACK then, and O and
-        the sums, which are divided by each other, are as exact (FlashAttention-4, Dao et al. 2025). So nearly all steps
-        rescale nothing, and ask no other thread for its largest score. Each row decides for itself.
+        What p is taken against stays what it was until a score is larger by a factor of more than 2 ** slack: p is at
+        most that then, and O and the sums are divided by each other (FlashAttention-4, Dao et al. 2025). With much
+        slack nearly all steps rescale nothing, and ask no other thread for its largest score; with little, the p of a
+        row's largest score is exact more often (FlashFacts.slack). Each row decides for itself.
         """
-        larger, slack = cutlass.Boolean(False), SLACK / self.scale_log2
+        larger, slack = cutlass.Boolean(False), self.slack / self.scale_log2
         for r in range_constexpr(cute.size(self.total)):
             largest = largest_of(scores, r)
             self.factor[r] = Float32(1.0)
@@ -140,11 +148,57 @@ class OnlineSoftmax:
         return larger
 
     @cute.jit
+    def try_step(self, scores: cute.Tensor, apart: cutlass.Constexpr):  # (rows, columns), replaced by p
+        """A tile of scores after the first one, if that can be had without their largest. Returns whether it could, the
+        same in all threads of a warp; else the scores are lost, and nothing else has changed.
+
+        p is taken against what it was before. That its sum is small says that no p is large: so no score is compared,
+        and the first p is there as soon as its score. A row that has seen nothing has sums of inf or NaN.
+
+        apart: to multiply and add row by row, as if the second row's offset came of the first row's last result. Then
+        an offset is read from the register file once, and not for each score: by two warpgroups, whose products P V
+        read P from the registers at the same time, 5 % faster; by three, no faster.
+        """
+        rows, columns = const_expr(cute.size(self.total)), const_expr(cute.size(scores, mode=[1]))
+        sums = []
+        for r in range_constexpr(rows):
+            against = self.largest[r] * self.scale_log2
+            if const_expr(apart and r > 0):
+                against = after(against, scores[r - 1, columns - 1])
+            if const_expr(apart):
+                for c in range_constexpr(columns):
+                    scores[r, c] = scores[r, c] * self.scale_log2 - against
+            else:
+                sums.append(self.exponentials(scores, r, against))
+        for r in range_constexpr(rows if apart else 0):
+            total = Float32(0.0)
+            for c in range_constexpr(columns):
+                scores[r, c] = exp2(scores[r, c])
+                total = total + scores[r, c]
+            sums.append(total)
+        small = cutlass.Boolean(True)
+        for r in range_constexpr(rows):
+            small = small & (sums[r] < LARGE)
+        small = cute.arch.vote_all_sync(small)
+        for r in range_constexpr(rows):
+            # Not in a branch, where ptxas adds the sums up once more to save their registers.
+            self.total[r] = select_(small, self.total[r] + sums[r], self.total[r])
+        return small
+
+    @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O
         """Multiply O by the last step's factors."""
         for r in range_constexpr(cute.size(self.total)):
             for c in range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * self.factor[r]
+
+    @cute.jit
+    def rescale_lazily(self, out: cute.Tensor):  # (rows, columns) of O
+        """The same, after `step_lazily`: of a warp's rows with number r, all or none."""
+        for r in range_constexpr(cute.size(self.total)):
+            if cute.arch.vote_any_sync(self.factor[r] != 1.0):
+                for c in range_constexpr(cute.size(out, mode=[1])):
+                    out[r, c] = out[r, c] * self.factor[r]
 
     @cute.jit
     def finish(self, out: cute.Tensor, lse: cute.Tensor):  # (rows, columns) of O; (rows,)
