@@ -63,6 +63,7 @@ def test_dense(device, path, growth, spikes, dtype, terms):
 def test_tiles(monkeypatch, D, tiles, causal):
     """Every shape of tiles, and more query tiles than a CTA's first one."""
     monkeypatch.setattr(heuristics, "SM_90", {D: ((tiles, 1.0),)})
+    monkeypatch.setattr(heuristics, "EVEN", set())
     monkeypatch.setattr(ops, "_PLANS", Plans())
     q, k, v = operands(D, 40, 500, heads=80)
     out = poisoned(*q.shape, device="cuda")
