@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 import cute_kernels
+from attention import attention
 from bench.gates.products_attention import Attend
 from cute_kernels import candidates, explain, gemm
 from cute_kernels.config import GemmConfig
@@ -97,6 +98,16 @@ def attend(*shape, **terms):
     assert not complaint, complaint
 
 
+def outgrown():
+    """Attention whose scores grow from tile to tile, so that warps multiply theirs again."""
+    from . import test_outgrown
+
+    q, k, v = test_outgrown.operands(128, 40, 500, device="cpu", rows=130, columns=300, heads=1)
+    out = on_gpu(poisoned(*q.shape))
+    _, lse = attention(*map(on_gpu, (q, k, v)), scale=1 / 8, return_lse=True, out=out)
+    test_outgrown.check(q, k, v, out.cpu(), lse.cpu(), torch.ones(130, 300, dtype=torch.bool))
+
+
 FP16, FP32 = torch.float16, torch.float32
 CASES: dict[str, Callable[[], None]] = {
     "dense ragged": lambda: dense(200, 136, 72),
@@ -118,6 +129,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, causal, tiles drawn": lambda: attend("dense", 2, 68, 17, 65, 70, 64, causal=True),
     "attention, a window": lambda: attend("dense", 1, 4, 1, 130, 200, 256, window=(70, 30), lse=False),
     "attention, softcap": lambda: attend("dense", 1, 2, 1, 200, 130, 96, softcap=5.0, causal=True, dtype=FP16),
+    "attention, scores that grow": outgrown,
     "attention, packed": lambda: attend("packed", 5, 4, 2, 150, 170, 128, causal=True),
     "attention, packed, tiles drawn": lambda: attend("packed", 9, 32, 8, 100, 90, 64, lse=False),
     "attention, 128x128 blocks": lambda: attend("blocks", 1, 72, 9, 200, 300, 64, block=(128, 128)),
