@@ -387,7 +387,7 @@ class FlashSm90(Weighing):
             cap_scores(scores, softcap)
         if not softmax.try_step(scores, self.cfg.groups < 3):
             warpgroup.wait_group(0)  # for the registers of P
-            scores_again(acc_S, sQ, sK, 4)
+            scores_again(acc_S, sQ, sK, WARPGROUP // 32)
             if const_expr(self.facts.softcap):
                 cap_scores(scores, softcap)
             grown = softmax.step_lazily(scores)
