@@ -380,13 +380,13 @@ class FlashSm90(Weighing):
     def try_to_weigh(self, acc_S: cute.Tensor, softmax: OnlineSoftmax, sQ, sK, softcap: Float32):
         """Scores of a full tile to P, blindly or not. Returns whether O is to be rescaled.
 
-        sQ: (tile_m, D); sK: (tile_n, D), not yet released.
+        sQ: (tile_m, D); sK: (tile_n, D), not yet released. Some warps of a warpgroup may have to weigh again and others
+        not, so that nothing in between may be the warpgroup's: no wait for its products, and P V is still on its way.
         """
         scores, grown = rows_and_columns(acc_S), cutlass.Boolean(False)
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
         if not softmax.try_step(scores, self.cfg.groups < 3):
-            warpgroup.wait_group(0)  # for the registers of P
             scores_again(acc_S, sQ, sK, WARPGROUP // 32)
             if const_expr(self.facts.softcap):
                 cap_scores(scores, softcap)

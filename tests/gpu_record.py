@@ -1,8 +1,8 @@
 """Run the GPU tests and record what happened: `python -m tests.gpu_record [--sanitize] [--out FOLDER] [pytest args]`.
 
 Writes FOLDER/<card>/tests.json: the machine, the versions, the state of the sources, counts, failures, and with
---sanitize the verdicts of compute-sanitizer's memcheck and racecheck on tests/sanitize_cases.py. The exit status is 0
-only if all of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
+--sanitize the verdicts of compute-sanitizer's memcheck, racecheck and synccheck on tests/sanitize_cases.py. The exit
+status is 0 only if all of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
 """
 
 import argparse
@@ -25,9 +25,9 @@ import torch
 from bench.record import RESULTS, card_name
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 # The DSL probes for driver functions that may be absent; as API errors those would hide the real ones.
-TOOL_OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
+TOOL_OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
 MOST_FAILURES = 50
 
 

@@ -7,7 +7,7 @@
     stability     hundreds of shapes, streams and threads at once, CUDA graphs, memory
     speed         ratios to peers against the floors of this card
     counters      how busy the tensor cores are, counted by ncu
-    sanitizer     memcheck and racecheck of compute-sanitizer
+    sanitizer     memcheck, racecheck and synccheck of compute-sanitizer
 
 The exit status is 1 if a gate failed, 2 if the call is wrong, else 0. A gate that cannot be asked is skipped with its
 reason. On a GPU machine all of it is written to <out>/<card>/gates.json, unless --only left gates out.

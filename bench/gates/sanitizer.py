@@ -1,4 +1,4 @@
-"""The sanitizer gate: compute-sanitizer's memcheck and racecheck on the tiny cases of tests/sanitize_cases.py."""
+"""The sanitizer gate: compute-sanitizer's three tools on the tiny cases of tests/sanitize_cases.py."""
 
 from collections.abc import Callable
 
