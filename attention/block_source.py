@@ -80,16 +80,20 @@ class OrderedScheduler(QueryScheduler):
     """Query tiles in an order of the caller's: the longest first, say."""
 
     table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's number of heads one by one, partial blocks, blocks
+    words_each = 5
 
     def words(self, index) -> tuple:
-        """A row of the table; past its end the last one, which no one works on."""
+        """QueryScheduler's, and how many blocks are partial and how many there are.
+
+        From the table; past its end the last row's, which no one works on.
+        """
         row = cutlass.min(index, self.count - 1)
-        return tuple(Int32(self.table[row, i]) for i in range(3))
+        number, partial, blocks = (Int32(self.table[row, i]) for i in range(3))
+        return *QueryScheduler.words(self, number), partial, blocks
 
     def of_words(self, words: tuple) -> BlockQueryTile:
-        number, partial, blocks = words
-        tile = QueryScheduler.of_words(self, (number,))
-        return BlockQueryTile(tile.m, tile.h, tile.b, tile.h_kv, partial, blocks)
+        m, h, b, partial, blocks = words
+        return BlockQueryTile(m, h, b, h // self.shared, partial, blocks)
 
 
 def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:

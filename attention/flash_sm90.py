@@ -244,9 +244,14 @@ class FlashSm90(Weighing):
                         gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
                         # A tile's number may be a load, so it is asked for one step ahead, once past the end.
                         n, ahead = tiles.at(0), tiles.at(1)
+                        gQ = tQgQ[None, tile.m, 0, tile.h, span.b]
+                        # To L2, long before there is a place for it. At 256 it is no faster, and at 96 and 192 the
+                        # producer has no registers.
+                        if const_expr(facts.head_dim in (64, 128)):
+                            cute.prefetch(tma_q, gQ)
                         self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
                         at_k.advance()
-                        self.load(tma_q, tQgQ[None, tile.m, 0, tile.h, span.b], tQsQ, pipe_q, state_q)
+                        self.load(tma_q, gQ, tQsQ, pipe_q, state_q)
                         state_q.advance()
                         for i in cutlass.range(1, tiles.count, unroll=1):
                             if const_expr(cfg.dynamic):
@@ -291,9 +296,9 @@ class FlashSm90(Weighing):
                 if group == cfg.groups - 1:
                     self.pass_turn(turns)  # group 0 goes first
             index = read_here("ctaid.x")
-            words = scheduler.words(index)
+            words = scheduler.words(index) if const_expr(cfg.dynamic) else ()
             while index < scheduler.count:
-                tile = scheduler.of_words(words)
+                tile = scheduler.of_words(words) if const_expr(cfg.dynamic) else scheduler.decode(index)
                 span = lengths.of(tile.b)
                 tiles = source.for_tile(tile, span)
                 row = self.first_row(tile)
@@ -354,9 +359,13 @@ class FlashSm90(Weighing):
                     state_q.advance()
                     pipe_v.consumer_wait(at_v)
                     self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
+                    if const_expr(cfg.dynamic):  # while the last product runs
+                        index, words = queue.hear(scheduler.words_each, heard)
                     warpgroup.wait_group(0)
                     pipe_v.consumer_release(at_v)
                     at_v.advance()
+                elif const_expr(cfg.dynamic):
+                    index, words = queue.hear(scheduler.words_each, heard)
                 softmax.finish(out, lse)
                 store_rows(acc_O, cute.domain_offset((span.q0, 0), mO[None, None, tile.h, span.b]), row, span.rows)
                 if const_expr(mLSE is not None):
@@ -365,11 +374,9 @@ class FlashSm90(Weighing):
                             if row + 8 * r < span.rows:
                                 mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
                 if const_expr(cfg.dynamic):
-                    index, words = queue.hear(len(words), heard)
                     heard.advance()
                 else:
                     index += step
-                    words = scheduler.words(index)
 
     def first_row(self, tile) -> Int32:
         """Of this thread's two rows of the query tile the first."""

@@ -37,6 +37,7 @@ class QueryScheduler:
     batch: Int32
     shared: Int32  # heads of Q that share a head of K and V
     together: Int32 | None = None  # None: one
+    words_each = 3
 
     @staticmethod
     def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
@@ -54,11 +55,7 @@ class QueryScheduler:
         return self.tiles_m * self.heads * self.batch
 
     def words(self, index) -> tuple:
-        """What is looked up of tile number `index`: here only the number."""
-        return (index,)
-
-    def of_words(self, words: tuple) -> QueryTile:
-        (index,) = words
+        """What `of_words` makes a tile of without dividing: m, h and b of tile number `index`."""
         if self.together is None:
             m, head = self.tiles_m - 1 - index % self.tiles_m, index // self.tiles_m
         else:
@@ -66,7 +63,10 @@ class QueryScheduler:
             here = cutlass.min(self.together, self.heads * self.batch - begin)
             rest = index - begin * self.tiles_m
             m, head = self.tiles_m - 1 - rest // here, begin + rest % here
-        h, b = head % self.heads, head // self.heads
+        return m, head % self.heads, head // self.heads
+
+    def of_words(self, words: tuple) -> QueryTile:
+        m, h, b = words
         return QueryTile(m, h, b, h // self.shared)
 
     def decode(self, index) -> QueryTile:
@@ -87,6 +87,7 @@ class PackedScheduler:
     tiles_m: Int32  # of a head: at most so many; of what `counted` gives, as many as there are
     heads: Int32
     shared: Int32  # heads of Q that share a head of K and V
+    words_each = 3
 
     @staticmethod
     def at_most(lengths: PackedLengths, tile_m: int, heads, shared) -> "PackedScheduler":

@@ -8,7 +8,7 @@ from cutlass import Int32, pipeline, range_constexpr
 SLOTS = 2  # numbers of tiles that the producer may be ahead
 
 
-WORDS = 4  # of a slot: a number and up to three words about the tile
+WORDS = 6  # of a slot: a number and up to five words about the tile
 
 
 @dataclass(frozen=True)
