@@ -102,11 +102,31 @@ def entries():
             yield pytest.param(facts, id=name_of(facts), marks=getattr(pytest.mark, spec.name))
 
 
+def divided(sass: str) -> list[str]:
+    """Instructions of a whole warpgroup between the vote that sends some of its warps to weigh their scores again, and
+    the mma.sync instructions by which they do."""
+    found, since = [], []
+    for opcode in inspect.instructions(sass):
+        if opcode.startswith("VOTE"):
+            since = []
+        elif opcode.startswith("WARPGROUP"):
+            since.append(opcode)
+        elif opcode.startswith("HMMA"):
+            found += since
+            since = []
+    return found
+
+
 def inspected(facts: FlashFacts) -> tuple:
     """(resources, problems) of a kernel."""
     built = compile_flash(facts, keep_cubin=True)
-    resources = inspect.resources(cubin_of(built.compiled), facts.arch)
-    found = inspect.problems(
+    cubin = cubin_of(built.compiled)
+    resources = inspect.resources(cubin, facts.arch)
+    alone = []
+    if facts.path == "sm_90" and facts.tries:
+        alone = [f"{opcode}, which not all warps may reach" for opcode in divided(inspect.disassemble(cubin))]
+        alone += [] if resources.hmma else ["no scores are weighed again"]
+    found = alone + inspect.problems(
         resources,
         tensor_core="HGMMA" if facts.path == "sm_90" else "HMMA",
         dynamic_smem=built.metadata["smem"],
