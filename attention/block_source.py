@@ -80,7 +80,6 @@ class OrderedScheduler(QueryScheduler):
     """Query tiles in an order of the caller's: the longest first, say."""
 
     table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's number of heads one by one, partial blocks, blocks
-    words_each = 5
 
     def words(self, index) -> tuple:
         """QueryScheduler's, and how many blocks are partial and how many there are.

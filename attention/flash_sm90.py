@@ -360,12 +360,12 @@ class FlashSm90(Weighing):
                     pipe_v.consumer_wait(at_v)
                     self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
                     if const_expr(cfg.dynamic):  # while the last product runs
-                        index, words = queue.hear(scheduler.words_each, heard)
+                        index, words = queue.hear(len(words), heard)
                     warpgroup.wait_group(0)
                     pipe_v.consumer_release(at_v)
                     at_v.advance()
                 elif const_expr(cfg.dynamic):
-                    index, words = queue.hear(scheduler.words_each, heard)
+                    index, words = queue.hear(len(words), heard)
                 softmax.finish(out, lse)
                 store_rows(acc_O, cute.domain_offset((span.q0, 0), mO[None, None, tile.h, span.b]), row, span.rows)
                 if const_expr(mLSE is not None):

@@ -37,7 +37,6 @@ class QueryScheduler:
     batch: Int32
     shared: Int32  # heads of Q that share a head of K and V
     together: Int32 | None = None  # None: one
-    words_each = 3
 
     @staticmethod
     def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
@@ -87,7 +86,6 @@ class PackedScheduler:
     tiles_m: Int32  # of a head: at most so many; of what `counted` gives, as many as there are
     heads: Int32
     shared: Int32  # heads of Q that share a head of K and V
-    words_each = 3
 
     @staticmethod
     def at_most(lengths: PackedLengths, tile_m: int, heads, shared) -> "PackedScheduler":
