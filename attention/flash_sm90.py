@@ -359,7 +359,9 @@ class FlashSm90(Weighing):
                     state_q.advance()
                     pipe_v.consumer_wait(at_v)
                     self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
-                    if const_expr(cfg.dynamic):  # while the last product runs
+                    # While the last product runs. Its wait must stand in its branch, or ptxas waits after each of its
+                    # instructions: so this stands in both.
+                    if const_expr(cfg.dynamic):
                         index, words = queue.hear(len(words), heard)
                     warpgroup.wait_group(0)
                     pipe_v.consumer_release(at_v)
