@@ -65,8 +65,8 @@ def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
     if len(fields) == 0:
         if not isinstance(value, types.FunctionType):
             raise TypeError(
-                f"under torch.compile the mask_mod, a {type(value).__name__}, must be a plain function, or a dataclass of "
-                "ints, tensors and such masks, as those of mask_mods.py are"
+                f"under torch.compile the mask_mod, a {type(value).__name__}, must be a plain function, or a dataclass "
+                "of ints, tensors and such masks, as those of mask_mods.py are"
             )
         name = _function(value)
         depend_on(value)

@@ -370,7 +370,7 @@ MATMUL = [
         "epilogue",
         lambda c: c.update(epilogue=torch.sort),
         TypeError,
-        "torch.sort has no form in a kernel; there are abs,",
+        "torch.sort has no form in a kernel; there are abs",
     ),
     ("grad of b", lambda c: c.update(b=c["b"].requires_grad_()), RuntimeError, "bsr_matmul does not compute gradients"),
     ("grad of W", lambda c: c["W"].values.requires_grad_(), RuntimeError, r"no_grad\(\) or detach\(\)"),
