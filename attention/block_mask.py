@@ -51,7 +51,8 @@ class BlockMask:
             that goes past the last column must not be full; one that goes past the last row may be.
         lengths: (Sq, Sk).
         blocksize: (block_q, block_k), each 64 or 128.
-        mask_mod: which elements of partial blocks are seen; see mask_mods.py. None: all.
+        mask_mod: which elements of partial blocks are seen: a function of (b, h, q, kv) that torch can trace, see
+            mask_mods.py and element_mask.py. None: all.
         check: whether to look at the contents of the lists, which synchronises once. With False, lists that are wrong
             make a kernel read memory that is not K's or V's.
 

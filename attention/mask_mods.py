@@ -1,9 +1,9 @@
 """Element masks: which (query row, key column) of a block are seen.
 
-A mask_mod is called with (b, h, q, kv), integer tensors that broadcast, or scalars in a kernel, and returns whether row
-q of item b and head h sees column kv. These are written with operators that both have, as frozen dataclasses: what a
-kernel passes as arguments are the fields that hold tensors, the others are constants when it is compiled; two masks
-of equal constants are equal, so that they may be part of a key.
+A mask_mod is called with (b, h, q, kv), integer tensors of no dimension, and returns whether row q of item b and head
+h sees column kv. Torch traces it (cute_kernels.traced): what it captures is a constant if it is a number, and an
+argument of the kernel if it is a tensor. These are frozen dataclasses: two of equal numbers are equal, and `moved` and
+torch.compile find their tensors.
 
 Where lengths differ, rows are aligned to the end: row q is at position q + offset, with offset = Sk - Sq.
 """

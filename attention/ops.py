@@ -117,7 +117,8 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). One that has 1 batch item or 1 head serves all. Under
-            torch.compile only a BlockMask, made outside, whose mask_mod is of mask_mods.py or captures no tensor.
+            torch.compile only a BlockMask, made outside; tensors that a function of it captures are read when the
+            graph runs, so they must not be written to inside of it.
         causal: a row also sees no column after its own, as in attention.
 
     Returns and raises as attention does, and raises ValueError or TypeError for a mask_mod that a kernel cannot be

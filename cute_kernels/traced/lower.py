@@ -37,10 +37,6 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
             value = values[node.args[0]].to(TYPES[node.dtype])
         elif node.op in ("remainder", "floordiv", "truncdiv", "fmod") and node.dtype in INTEGER:
             value = _divide(node, values, ranges)
-        elif node.op in ("eq", "ne") and (divided := _divided(program, node)) is not None:
-            value = OPERATIONS[node.op](
-                *(values[i] if i != node.args[0] else _rest(divided, values) for i in node.args)
-            )
         else:
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         values.append(value)
@@ -89,13 +85,19 @@ def _range(node, ranges) -> tuple[int, int]:
 def _divide(node, values, ranges):
     """Floor or truncated quotient or remainder."""
     x, y = (values[i] for i in node.args)
-    (least, _), (divisor, largest) = (ranges[i] for i in node.args)
+    (least, most), (divisor, largest) = (ranges[i] for i in node.args)
     kind, quotient = TYPES[node.dtype], node.op in ("floordiv", "truncdiv")
     positive = divisor > 0
     if least >= 0 and positive:  # all four agree, and unsigned ones are the shortest
         x, y = (UNSIGNED[node.dtype](v) for v in (x, y))
         return (x // y if quotient else x % y).to(kind)
-    power = positive and divisor == largest and divisor & (divisor - 1) == 0
+    constant = positive and divisor == largest
+    power = constant and divisor & (divisor - 1) == 0
+    whole = -(least // divisor) * divisor if constant else 0  # a multiple that makes x positive, if added
+    if constant and not power and node.op in ("floordiv", "remainder") and whole + most < 2**TYPES[node.dtype].width:
+        x = UNSIGNED[node.dtype](x) + UNSIGNED[node.dtype](whole)
+        y = UNSIGNED[node.dtype](divisor)
+        return (x // y).to(kind) - kind(whole // divisor) if quotient else (x % y).to(kind)
     if node.op == "floordiv":
         return x >> kind(divisor.bit_length() - 1) if power else x // y
     if node.op == "remainder":
@@ -106,23 +108,6 @@ def _divide(node, values, ranges):
         return select_(wrong, rest + y, rest)
     rest = x % y
     return rest if node.op == "fmod" else (x - rest) // y  # exact, so that rounding does not matter
-
-
-def _divided(program: Program, node):
-    """The remainder that a comparison with 0 asks for: then its sign does not matter. None elsewhere."""
-    first = len(program.inputs)
-    x, y = (program.nodes[i - first] if i >= first else None for i in node.args)
-    if x is None or y is None or x.op != "remainder" or x.dtype not in INTEGER or y.op != "const" or y.args[0] != 0:
-        return None
-    divisor = program.nodes[x.args[1] - first] if x.args[1] >= first else None
-    if divisor is not None and divisor.op == "const" and divisor.args[0] & (divisor.args[0] - 1) == 0:
-        return None  # a power of two has the shorter form
-    return x
-
-
-def _rest(node, values):
-    x, y = (values[i] for i in node.args)
-    return x % y
 
 
 def _load(load: Load, values, ranges, tensors, dtype: str):
