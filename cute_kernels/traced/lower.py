@@ -94,7 +94,7 @@ def _divide(node, values, ranges):
     constant = positive and divisor == largest
     power = constant and divisor & (divisor - 1) == 0
     whole = -(least // divisor) * divisor if constant else 0  # a multiple that makes x positive, if added
-    if constant and not power and node.op in ("floordiv", "remainder") and whole + most < 2**TYPES[node.dtype].width:
+    if constant and not power and node.op in ("floordiv", "remainder") and whole + most < 2 ** TYPES[node.dtype].width:
         x = UNSIGNED[node.dtype](x) + UNSIGNED[node.dtype](whole)
         y = UNSIGNED[node.dtype](divisor)
         return (x // y).to(kind) - kind(whole // divisor) if quotient else (x % y).to(kind)

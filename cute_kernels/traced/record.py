@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from .aten import CONSTANTS, RULES, aten, names
 from .builder import Builder, Element, Value
@@ -67,8 +68,8 @@ def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int
         device: where the tensors are that the function will be called with.
 
     Raises:
-        TraceError: it does what a kernel cannot, or returns something other than one tensor of the inputs' shape.
-        ValueError: a captured tensor is on another device.
+        TraceError: it does what a kernel cannot, captures a tensor of another device, or returns something other than
+            one tensor of the inputs' shape.
     """
     recorder = Recorder(what, inputs, shape, torch.device(device))
     with torch.inference_mode(False), torch.no_grad(), recorder, _Values(recorder):
@@ -105,25 +106,27 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        flat = tree_leaves((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.fail(f"{_called(func)} is random, and a kernel is compiled once")
         if not any(self.traced(x) for x in flat):
             return self.at_once(func, args, kwargs, flat)
         rule = RULES.get(func)
         if rule is None:
             return self.decomposed(func, args, kwargs)
-        spec = torch.utils._pytree.tree_structure((args, kwargs))
+        spec = tree_structure((args, kwargs))
         elements = func in (aten.index.Tensor, aten.select.int)
         whole = args[0] if elements else None
         try:
             parts = [self.operand(x, x is whole) if isinstance(x, Tensor) else x for x in flat]
             meta = [x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x for x in flat]
-            meta_args, meta_kwargs = torch.utils._pytree.tree_unflatten(meta, spec)
+            meta_args, meta_kwargs = tree_unflatten(meta, spec)
             out = func(*meta_args, **{k: v if k != "device" else "meta" for k, v in meta_kwargs.items()})
             if out.dtype not in DTYPES:
                 raise TypeError(f"its result is {out.dtype}; kernels have {', '.join(TORCH_DTYPES)}")
             if not elements and func not in CONSTANTS and tuple(out.shape) != self.shape:
                 raise TypeError("its result has another shape; the function is called on one element at a time")
-            parts, named = torch.utils._pytree.tree_unflatten(parts, spec)
+            parts, named = tree_unflatten(parts, spec)
             named = {k: v for k, v in named.items() if k not in FACTORY}
             value = rule(self.builder, DTYPES[out.dtype], *parts, **named)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -136,16 +139,17 @@ class Recorder(TorchDispatchMode):
         """An operation on captured tensors, or on none: its result is a tensor of the program."""
         if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
             kwargs = {**kwargs, "device": self.device}
-        for x in flat:
-            if isinstance(x, Tensor) and id(x) not in self.made:
-                self.read[id(x)] = x
+        captured = [x for x in flat if isinstance(x, Tensor) and id(x) not in self.made]
+        if captured and func._schema.is_mutable:
+            self.fail(f"{_called(func)} writes to a captured tensor")
+        self.read.update((id(x), x) for x in captured)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Refused(
                 f"{self.what} computes {_called(func)} of captured tensors, which a CUDA graph that is being captured "
                 "would do again in every replay; call it once before the capture, or compute it outside of the function"
             )
         out = func(*args, **kwargs)
-        for x in torch.utils._pytree.tree_leaves(out):
+        for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self.made[id(x)] = x
         return out
@@ -155,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("aten", "prims"):
             table = torch._decomp.decomposition_table
             with self:
-                if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+                if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
                     return func.decompose(*args, **kwargs)
                 if func in table and not func.is_view and not func._schema.is_mutable:
                     return table[func](*args, **kwargs)
@@ -202,7 +206,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self, result) -> Traced:
         """The trace, once the function has returned."""
-        if isinstance(result, Tensor) and not self.traced(result) and result.dim() == 0:
+        if isinstance(result, Tensor) and not self.traced(result) and result.shape == self.shape:
             value = self.operand(result, False)
         elif not self.traced(result) or isinstance(self.known[id(result)][1], Element):
             got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -244,13 +248,10 @@ class _Values(TorchFunctionMode):
         for i in indices:
             if isinstance(i, bool) or not isinstance(i, (int, Tensor)):
                 self.recorder.fail(f"an index is {i!r}; index with numbers and integer tensors, one for each dimension")
-        for dim in reversed(range(len(indices))):
-            if not isinstance(indices[dim], Tensor):
-                if self.recorder.traced(tensor):
-                    tensor = aten.index(tensor, [torch.tensor(indices[dim], device="cpu")])
-                    continue
-                tensor = tensor.select(dim, indices[dim])
-        return aten.index(tensor, [i for i in indices if isinstance(i, Tensor)])
+        for i, extent in zip(indices, tensor.shape, strict=False):
+            if isinstance(i, int) and not -extent <= i < extent:
+                raise IndexError(f"index {i} is out of bounds for a dimension of {extent} elements")
+        return aten.index(tensor, [i if isinstance(i, Tensor) else torch.tensor(i, device="cpu") for i in indices])
 
 
 def _called(func) -> str:
