@@ -139,7 +139,8 @@ class Recorder(TorchDispatchMode):
         """An operation on captured tensors, or on none: its result is a tensor of the program."""
         if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
             kwargs = {**kwargs, "device": self.device}
-        captured = [x for x in flat if isinstance(x, Tensor) and id(x) not in self.made]
+        fresh = func is aten.lift_fresh.default  # of torch.tensor, which nobody else has
+        captured = [] if fresh else [x for x in flat if isinstance(x, Tensor) and id(x) not in self.made]
         if captured and func._schema.is_mutable:
             self.fail(f"{_called(func)} writes to a captured tensor")
         self.read.update((id(x), x) for x in captured)
