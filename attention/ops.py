@@ -14,7 +14,7 @@ from cute_kernels.explain import explains
 from cute_kernels.runtime.plan import forced_path
 from sparse_collective import BsrMatrix
 
-from . import checks, decode
+from . import checks, decode, kept
 from . import plan as planning
 from .block_mask import BlockMask
 from .mask_mods import window_bounds
@@ -145,16 +145,14 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
     checks.check_tensor("block_sparse_attention: k", k)
     if isinstance(block_mask, BlockMask):
         return block_mask
-    if isinstance(block_mask, BsrMatrix) or (
-        isinstance(block_mask, torch.Tensor) and block_mask.layout is torch.sparse_bsr
-    ):
-        return BlockMask.from_bsr(block_mask)
+    if isinstance(block_mask, kept.FlexBlockMask):
+        return kept.of_flex(block_mask)
+    if isinstance(block_mask, BsrMatrix):
+        return kept.of_bsr(block_mask)
     if isinstance(block_mask, torch.Tensor):
-        return BlockMask.from_blocks(block_mask, lengths=(q.shape[-2], k.shape[-2]))
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
-    if isinstance(block_mask, FlexBlockMask):
-        return BlockMask.from_flex(block_mask)
+        if block_mask.layout is torch.sparse_bsr:
+            return kept.of_torch_bsr(block_mask)
+        return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
     raise TypeError(
         "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
         f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
