@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-from cute_kernels.runtime.derived import MOST, Derived, capturing, state_of
+from cute_kernels.runtime.derived import MOST, Derived, captured, state_of
 from sparse_collective.bsr import BsrMatrix
 
 from .block_mask import BlockMask
@@ -35,6 +35,11 @@ class _OfFlex:
     def __init__(self, parts: tuple):
         self.parts, self.derived = parts, Derived()
 
+    def is_of(self, count, index, full_count, full_index, mask_mod) -> bool:
+        """Whether these are the very parts."""
+        a, b, c, d, e = self.parts
+        return count is a and index is b and full_count is c and full_index is d and mask_mod is e
+
     def __reduce__(self) -> tuple:
         return type(None), ()  # in a copy of the mask, or in a file, None stands for this
 
@@ -46,28 +51,29 @@ def of_flex(mask: FlexBlockMask) -> BlockMask:
     and a table would then keep all of them alive for ever.
     """
     parts = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, mask.mask_mod
-    lists = parts[:2] if parts[2] is None or parts[3] is None else parts[:4]
-    state, device = state_of(*lists), parts[1].device
-    if state is None or capturing(device):
+    count, _, full_count, full_index, _ = parts
+    lists = parts[:2] if full_count is None or full_index is None else parts[:4]
+    state = state_of(*lists)
+    if state is None or captured(count):
         return BlockMask.from_flex(mask)
     kept = mask.__dict__.get(_ATTRIBUTE)
-    if kept is None or not all(map(operator.is_, kept.parts, parts)):
+    if kept is None or not kept.is_of(*parts):
         kept = mask.__dict__[_ATTRIBUTE] = _OfFlex(parts)
     state = state, mask.seq_lengths, mask.BLOCK_SIZE
-    return kept.derived.get("mask", device, lambda: (BlockMask.from_flex(mask), memory_of(*lists)), _tables, state)[0]
+    return kept.derived.get("mask", count, lambda: (BlockMask.from_flex(mask), memory_of(*lists)), _tables, state)[0]
 
 
 def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
     """BlockMask.from_blocks(blocks, lengths=lengths) of a bool tensor, made once for each lengths."""
     state = state_of(blocks)
-    if state is None or capturing(blocks.device):
+    if state is None or captured(blocks):
         return BlockMask.from_blocks(blocks, lengths=lengths)
 
     def make() -> tuple:
         return BlockMask.from_blocks(blocks, lengths=lengths), memory_of(blocks)
 
     state = state, blocks.shape, blocks.stride(), blocks.dtype
-    return with_tensor(blocks, MOST_LENGTHS).get(lengths, blocks.device, make, _tables, state)[0]
+    return with_tensor(blocks, MOST_LENGTHS).get(lengths, blocks, make, _tables, state)[0]
 
 
 def of_bsr(pattern: BsrMatrix) -> BlockMask:
@@ -82,13 +88,13 @@ def of_torch_bsr(pattern: Tensor) -> BlockMask:
     """
     indices = pattern.crow_indices(), pattern.col_indices()  # new aliases each time
     state = state_of(*indices)
-    if state is None or capturing(pattern.device):
+    if state is None or captured(indices[0]):
         return BlockMask.from_bsr(pattern)
 
     def make() -> tuple:
         return BlockMask.from_bsr(pattern), memory_of(*indices)
 
-    return with_tensor(pattern).get("mask", pattern.device, make, _tables, (state, pattern.shape))[0]
+    return with_tensor(pattern).get("mask", indices[0], make, _tables, (state, pattern.shape))[0]
 
 
 def with_tensor(tensor: Tensor, most: int = MOST) -> Derived:
@@ -118,27 +124,25 @@ def _tables(value: tuple) -> tuple:
     return tables(value[0])
 
 
-def of_op_tensors(tensors: list[Tensor], more: list[Tensor], key: tuple, make: Callable, written: bool) -> BlockMask:
+def of_op_tensors(tensors: list[Tensor], more: list[Tensor], key: tuple, make: Callable, watched: bool) -> BlockMask:
     """`make(*aliases)` of the tensors of a mask that come to a registered op, made once while they live.
 
     Args:
         tensors: what it is made of. torch.compile hands on the very objects that the graph was called with.
         more: further tensors that it holds, of which the contents do not matter.
         key: what else it depends on.
-        written: whether `tensors` may be written to.
+        watched: whether writes to `tensors` count; a BlockMask's lists must not be written to.
     """
     first, *others = tensors
-    # Of tensors with these ids: two references are equal if they are one object, and one to a dead tensor equals none.
-    state = tuple([weakref.ref(t) for t in (*others, *more)])
-    if written:
-        versions = state_of(*tensors)
-        state = None if versions is None or capturing(first.device) else (state, versions)
-    key = *key, *[id(t) for t in others], *[id(t) for t in more]
 
-    def made() -> tuple:
+    def make_of_aliases() -> tuple:
         memory = memory_of(*tensors)
         return make(*memory), memory
 
-    if state is None:
-        return made()[0]
-    return with_tensor(first).get(key, first.device, made, _tables, state)[0]
+    versions = state_of(*tensors) if watched else ()
+    if versions is None:
+        return make(*tensors)
+    # Of tensors with these ids: two references are equal if they are one object, and one to a dead tensor equals none.
+    state = *[weakref.ref(t) for t in (*others, *more)], *versions
+    key = *key, *[id(t) for t in others], *[id(t) for t in more]
+    return with_tensor(first).get(key, first, make_of_aliases, _tables, state)[0]

@@ -53,7 +53,7 @@ def tables(mask: BlockMask) -> tuple:
 
 def with_causal(mask: BlockMask) -> BlockMask:
     """mask.with_causal(), made once."""
-    return Derived.of(mask).get("causal", mask.device, mask.with_causal, tables)
+    return Derived.of(mask).get("causal", mask.partial_count, mask.with_causal, tables)
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int = 1) -> torch.Tensor:
@@ -93,7 +93,7 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: in
         table = torch.stack([order.to(torch.int32), *counts], -1)
         return index, mask.partial_index.shape[-1], table
 
-    made = kept.get((batch, heads, tile_m, together), mask.device, make, lambda value: (value[0], value[2]))
+    made = kept.get((batch, heads, tile_m, together), mask.partial_count, make, lambda value: (value[0], value[2]))
     return *made, *kept.element[1]
 
 

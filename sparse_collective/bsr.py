@@ -387,7 +387,7 @@ class BsrMatrix:
         if self.plans is None:
             return make()
         state = state_of(self.crow_indices, self.col_indices)
-        return self.plans.get(key, self.device, make, tensors_of, state)
+        return self.plans.get(key, self.crow_indices, make, tensors_of, state)
 
     def sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
         """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs.
