@@ -9,7 +9,6 @@ a BsrMatrix, whose indices must not be written to, a graph takes the conversion 
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable
 
