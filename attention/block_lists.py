@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_collective.arguments import pair
 
-from .mask_mods import MaskMod
+from .element_mask import call
 
 BLOCKS = (64, 128)
 MOST = 2**29  # rows or columns: positions and the bounds of windows are int32, and so are their sums
@@ -49,19 +49,6 @@ def block_rows(begin: int, end: int, block: int, length: int, device) -> Tensor:
     """(end - begin, block) int32 elements of these blocks; past the length the last one again, which is harmless."""
     rows = torch.arange(begin * block, end * block, dtype=torch.int32, device=device)
     return rows.clamp(max=length - 1).view(-1, block)
-
-
-def call(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """The element mask, of a shape that broadcasts to the arguments' common one.
-
-    Raises:
-        TypeError: it returned something other than a bool tensor.
-    """
-    seen = mask_mod(b, h, q, kv)
-    if not isinstance(seen, Tensor) or seen.dtype is not torch.bool:
-        got = f"a tensor of {seen.dtype}" if isinstance(seen, Tensor) else type(seen).__name__
-        raise TypeError(f"mask_mod must return a bool tensor, got {got}; write it with comparisons, & and |")
-    return seen
 
 
 def tables_of_mask_mod(mask_mod, heads, lengths, blocksize, device) -> tuple[Tensor, Tensor]:

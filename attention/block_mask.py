@@ -20,6 +20,7 @@ from sparse_collective.bsr import BsrMatrix
 
 from . import block_lists, convert
 from .block_lists import band_tables, grid
+from .element_mask import call
 from .mask_mods import Band, MaskMod, both, moved
 
 __all__ = ["BlockLists", "BlockMask"]
@@ -304,7 +305,7 @@ class BlockMask:
         partial, full = (t.index_select(2, row).index_select(3, col) for t in self.tables())
         if self.mask_mod is not None:
             b, h = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (batch, heads))
-            partial = partial & block_lists.call(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q[:, None], kv)
+            partial = partial & call(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q[:, None], kv)
         return (partial | full).expand(batch, heads, -1, -1)
 
     def to_dense(self, batch: int | None = None, heads: int | None = None) -> Tensor:

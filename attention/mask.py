@@ -2,8 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
+
+from cute_kernels.traced.lower import lower
 
 LOG2E = 1.4426950408889634
 
@@ -52,7 +54,6 @@ def mask_elements(
 ):
     """-inf where the element mask is false, and past the last column."""
     mine = col0 + cute.arch.lane_idx() % 4 * 2
-    mask_mod = const_expr(None if kind.mask is None else kind.mask.with_tensors(tensors))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         q = row + 8 * r
         if const_expr(len(tensors) > 0):
@@ -60,8 +61,8 @@ def mask_elements(
         for c in range_constexpr(cute.size(scores, mode=[1])):
             column = mine + const_expr(c // 2 * 8 + c % 2)
             seen = column < span.cols
-            if const_expr(mask_mod is not None):
+            if const_expr(kind.mask is not None):
                 if const_expr(len(tensors) > 0):
                     column = cutlass.min(column, span.cols - 1)
-                seen = seen & Boolean(mask_mod(tile.b, tile.h, q, column))
+                seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, column], tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

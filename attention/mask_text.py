@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_op import depend_on, function_named, register_function
+from cute_kernels.runtime.torch_op import depend_on, function_named, register
 
 from .mask_mods import MaskMod
 
@@ -33,22 +34,16 @@ def _fields(cls: type) -> tuple[str, ...]:
 
 @torch.compiler.assume_constant_result
 def _function(fn) -> str:
-    """The name under which a graph refers to a function."""
-    try:
-        return register_function(fn)
-    except TypeError:
-        raise TypeError(
-            f"under torch.compile the mask_mod {getattr(fn, '__name__', fn)!r} must be a plain function that captures "
-            "numbers and functions alone, or a dataclass of ints, tensors and such masks, as those of mask_mods.py are"
-        ) from None
+    """The name under which a graph refers to a function; the op traces it when it runs."""
+    return register(f"{fn.__qualname__} at {id(fn):x}", fn)  # which is kept, so no other has its id
 
 
 def written(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[Tensor]]:
     """(text, numbers, tensors) of a mask_mod; torch.compile traces it.
 
     Raises:
-        TypeError: it is neither a dataclass of ints, bools, None, tensors and such masks, nor a plain function of
-            which code, captured numbers and functions say all; or so is a part of it.
+        TypeError: it, or a part of it, is neither a dataclass of ints, bools, None, tensors and such masks, nor a plain
+            function.
     """
     numbers: list[int] = []
     tensors: list[Tensor] = []
@@ -68,6 +63,11 @@ def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
         return f'["int", {len(numbers) - 1}]'
     fields = _fields(type(value))
     if len(fields) == 0:
+        if not isinstance(value, types.FunctionType):
+            raise TypeError(
+                f"under torch.compile the mask_mod, a {type(value).__name__}, must be a plain function, or a dataclass "
+                "of ints, tensors and such masks, as those of mask_mods.py are"
+            )
         name = _function(value)
         depend_on(value)
         return f'["function", "{name}"]'

@@ -117,8 +117,9 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). One that has 1 batch item or 1 head serves all. Under
-            torch.compile no torch.sparse_bsr tensor, which it does not take (BsrMatrix.from_torch makes a pattern
-            outside), and the mask_mod is of mask_mods.py or captures no tensor.
+            torch.compile no torch.sparse_bsr tensor, which it does not take: make BsrMatrix.from_torch(t) outside.
+            Tensors that a mask's function captures are read when the graph runs, so they must not be written to inside
+            of it.
         causal: a row also sees no column after its own, as in attention.
 
     Returns and raises as attention does, and raises ValueError or TypeError for a mask_mod that a kernel cannot be
@@ -128,7 +129,7 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
     torch.compile too: to pass the same object again costs nothing more than a look-up. It is made again
 
     - of FlexAttention's BlockMask, when one of its lists was written to or replaced, or its mask_mod, lengths or block
-      size; what mask_mod captures counts as it was when the mask was first passed;
+      size;
     - of a bool tensor, when it was written to, and for each (Sq, Sk), of which the latest 8 are kept;
     - of a BsrMatrix or torch.sparse_bsr tensor, when its indices were written to;
     - of a BlockMask never: its lists must not be written to.

@@ -28,7 +28,7 @@ def flash_args(facts: FlashFacts) -> tuple:
     if facts.blocks is not None:
         index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
-        mask = (fake_tensor(t, n, n - 1, 1) for t, n in mask)
+        mask = (fake_tensor(dtype, rank, contiguous, 1) for dtype, rank, contiguous in mask)
         more = [(index, Int32(1), table, *mask)]
     return *tensors, lse, counter, *more, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
 

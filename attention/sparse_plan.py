@@ -8,14 +8,13 @@ from functools import partial
 
 import torch
 
-from cute_kernels import checks as common
 from cute_kernels.runtime import derived
 from cute_kernels.runtime.plan import forced_path
 
 from . import plan as planning
 from .block_mask import TABLES, BlockMask
 from .config import BlockKind
-from .element_mask import element_mask
+from .element_mask import check_extents, element_mask, trace_mask
 from .heuristics import heads_in_l2
 from .plan import FlashPlan, Plans, launch, without_kernel
 
@@ -28,20 +27,34 @@ _PLANS = Plans()
 class Derived(derived.Derived):
     """What is made of one mask."""
 
-    __slots__ = ("element",)
+    __slots__ = ("_checked", "_element")
 
-    def __init__(self, mask: BlockMask):
+    def __init__(self):
         super().__init__()
-        self.element = element_mask(mask.mask_mod)  # (ElementMask, tensors)
-        for tensor in self.element[1]:
-            common.check_device(OP, mask.device, **{"mask_mod's tensor": tensor})
+        self._element = None, (None, ())
+        self._checked: set[tuple[int, int]] = set()
+
+    def element(self, mask: BlockMask, batch: int, heads: int) -> tuple:
+        """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads; (None, ())
+        without one."""
+        if mask.mask_mod is None:
+            return None, ()
+        found, element = self._element
+        now = trace_mask(mask.mask_mod, mask.device)
+        if now is not found:
+            element = element_mask(mask.mask_mod, mask.device)
+            self._element, self._checked = (now, element), set()
+        if (batch, heads) not in self._checked:
+            check_extents(*element, batch, heads, mask.lengths)
+            self._checked.add((batch, heads))
+        return element
 
     @classmethod
     def of(cls, mask: BlockMask) -> "Derived":
         """Kept in the mask itself: mask_mod may refer to what holds the mask."""
         found = mask.derived
         if found is None:
-            found = cls(mask)
+            found = cls()
             mask._set(derived=found)
         return found
 
@@ -94,13 +107,13 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: in
         return index, mask.partial_index.shape[-1], table
 
     made = kept.get((batch, heads, tile_m, together), mask.partial_count, make, lambda value: (value[0], value[2]))
-    return *made, *kept.element[1]
+    return *made, *kept.element(mask, batch, heads)[1]
 
 
 def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
     try:
-        element = Derived.of(mask).element[0]
+        element = Derived.of(mask).element(mask, *q.shape[:2])[0]
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
@@ -126,17 +139,8 @@ def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scal
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
-    kind = BlockKind(*mask.blocksize, Derived.of(masked).element[0])
-    try:
-        planning.plan_kernel(plan, q, k, v, out, **terms, blocks=kind)
-    except Exception as error:
-        if kind.mask is None:
-            raise
-        raise ValueError(
-            f"{OP}: no kernel could be compiled with this mask_mod ({type(error).__name__}, above); it is called with "
-            "scalars b, h, q and kv, and must be written with comparisons, arithmetic, &, | and ~, without torch's "
-            "functions, `and`, `or` and `if`"
-        ) from error
+    element, _ = Derived.of(masked).element(masked, *q.shape[:2])
+    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element))
     tile_m = plan.facts.config.tile_m
     plan.order = tile_m, heads_in_l2(k.shape[2], k.shape[3] + v.shape[3]) * (q.shape[1] // k.shape[1])
     tiles = extents[0] * -(-extents[1] // tile_m)

@@ -7,11 +7,10 @@ architecture, and a bundle can carry them to machines that should not compile.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from . import candidates, functions
+from . import candidates, checks, functions
 from .arch import ARCHS, ArchSpec, arch_named
-from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts, UserFunction
+from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
 from .legality import MOST_ATOMIC, unsupported
-from .runtime.function_key import function_key
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
@@ -35,7 +34,7 @@ def loaded(bias: str, residual: str) -> EpilogueSpec:
 
 
 COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
-SQUARED_RELU = UserFunction(function_key(squared_relu), squared_relu)
+SQUARED_RELU = checks.epilogue_program("gemm", squared_relu)
 FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=SQUARED_RELU)
 
 
@@ -411,7 +410,7 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias else []
     terms += [f"residual({spec.residual})"] if spec.residual else []
     terms += [spec.activation] if spec.activation else []
-    terms += [spec.function.fn.__name__] if spec.function else []
+    terms += ["function"] if spec.function else []
     return "+".join(terms)
 
 

@@ -4,10 +4,11 @@ import warnings
 
 import torch
 
-from .config import EpilogueSpec, UserFunction
+from .config import EpilogueSpec
 from .dtypes import NAMES, OPERANDS
 from .functions import ACTIVATIONS
-from .runtime.function_key import function_key
+from .traced.memo import traced
+from .traced.program import FLOAT, Program
 
 
 def check_tensor(name: str, value) -> None:
@@ -155,5 +156,26 @@ def epilogue_spec(op, kind, bias, activation, residual, alpha, function) -> Epil
         bias_dtype=NAMES[bias.dtype] if kind else None,
         residual=None if residual is None else "any",
         activation=activation,
-        function=None if function is None else UserFunction(function_key(function), function),
+        function=None if function is None else epilogue_program(op, function),
     )
+
+
+def epilogue_program(op: str, function) -> Program:
+    """What a user's epilogue function computes, traced by torch once for each state that the function can be in.
+
+    Raises:
+        TypeError: it is no function of one tensor, does what a kernel cannot, or returns something other than a
+            floating-point tensor of its argument's shape; the message names the line.
+    """
+    if isinstance(function, Program):
+        return function
+    what = f"{op}: the epilogue function"
+    if not callable(function):
+        raise TypeError(f"{what} must be a function of one tensor, got {type(function).__name__}")
+    program = traced(function, what, ("float32",), (2, 3), torch.device("cpu")).program
+    if program.dtype not in FLOAT:
+        raise TypeError(
+            f"{what} returns a tensor of torch.{program.dtype}; it must be of a floating-point dtype (use .float(), or "
+            "torch.where(condition, x, y) with a number for y)"
+        )
+    return program

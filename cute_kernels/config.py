@@ -1,10 +1,10 @@
 """What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from .arch import MMA_K, ArchSpec, arch_named
+from .traced.program import Program
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 PAIRED_ROWS = 64  # height of the blocks of which two rows are one tile
@@ -101,17 +101,6 @@ class BlockFacts:
 
 
 @dataclass(frozen=True)
-class UserFunction:
-    """A user's epilogue function, equal to another if its code and what it captures are the same."""
-
-    key: str  # function_key(fn)
-    fn: Callable = field(compare=False, repr=False)
-
-    def __call__(self, x):
-        return self.fn(x)
-
-
-@dataclass(frozen=True)
 class EpilogueSpec:
     """Which terms an epilogue has. The order they apply in is fixed:
 
@@ -120,7 +109,7 @@ class EpilogueSpec:
                                     with `bias_items` each item of a batch of A has its own
     x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
     x = activation(x)               a name in functions.ACTIVATIONS
-    x = function(x)                 the user's own
+    x = function(x)                 the user's own, traced
     """
 
     scale: bool = False
@@ -129,7 +118,7 @@ class EpilogueSpec:
     bias_items: bool = False
     residual: str | None = None
     activation: str | None = None
-    function: UserFunction | None = None
+    function: Program | None = None
 
     @property
     def is_light(self) -> bool:
@@ -162,7 +151,7 @@ class GemmFacts:
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
 
     def key(self) -> str:
-        """A text that is the same in every process; a user's function enters by the hash of its code."""
+        """A text that is the same in every process; a user's function enters by what it computes."""
         return repr(self)
 
     @cached_property

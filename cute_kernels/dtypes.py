@@ -9,7 +9,7 @@ OPERANDS = (torch.bfloat16, torch.float16)
 
 
 def cutlass_dtype(name: str):
-    """The compiler's numeric type of a name: float16, bfloat16, float32, int32 or int64."""
+    """The compiler's numeric type of a name; a bool is a byte in memory."""
     import cutlass
 
     return {
@@ -18,4 +18,5 @@ def cutlass_dtype(name: str):
         "float32": cutlass.Float32,
         "int32": cutlass.Int32,
         "int64": cutlass.Int64,
+        "bool": cutlass.Uint8,
     }[name]

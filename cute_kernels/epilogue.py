@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 
-from . import functions
+from .traced.activations import ACTIVATIONS
+from .traced.lower import lower
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,16 @@ def apply(
             m, n = cutlass.min(cD[v][0], extent[0] - 1), cutlass.min(cD[v][1], extent[1] - 1)
             rC[v] = args.residual[m, n, outer[0], outer[1]].to(Float32)
         x = x + args.beta * rC.load()
-    if const_expr(spec.activation is not None):
-        x = functions.ACTIVATIONS[spec.activation](x)
-    if const_expr(spec.function is not None):
-        x = spec.function(x)
     rD.store(x)
+    if const_expr(spec.activation is not None or spec.function is not None):
+        for v in range_constexpr(size):
+            rD[v] = elementwise(spec, rD[v])
+
+
+def elementwise(spec, x: Float32) -> Float32:
+    """The activation and the user's function of one value."""
+    if spec.activation is not None:
+        x = ACTIVATIONS[spec.activation](x)
+    if spec.function is not None:
+        x = lower(spec.function, [x]).to(Float32)
+    return x

@@ -3,10 +3,11 @@
 import torch
 
 from . import functions
+from .traced.evaluate import evaluate
 
 
 def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
-    """The epilogue's terms, in their order, on an fp32 or fp64 accumulator (..., M, N)."""
+    """The epilogue's terms, in their order, on an fp32 or fp64 accumulator (..., M, N); function: a Program."""
     x = acc * alpha if alpha != 1.0 else acc
     if bias is not None:
         x = x + bias.to(x.dtype)
@@ -15,14 +16,8 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
     if activation is not None:
         x = functions.ACTIVATIONS[activation](x)
     if function is not None:
-        try:
-            x = function(x)
-        except Exception as error:
-            raise TypeError(
-                f"the epilogue function failed on a torch tensor ({error}); written with Python's operators and "
-                "cute_kernels.functions it runs on CPU tensors too"
-            ) from error
-    return x
+        x = evaluate(function, [x])
+    return x.expand(acc.shape)
 
 
 def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, function):

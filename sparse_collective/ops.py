@@ -18,7 +18,6 @@ from cute_kernels.explain import explains
 from cute_kernels.heuristics import Extents, resident_clusters, workspace_words
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.ops import bias_view, viewed
-from cute_kernels.runtime.function_key import function_key
 from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
 from . import balance
@@ -41,7 +40,7 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
         out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
-        epilogue: a Python function of the fp32 accumulators (see cute_kernels.functions).
+        epilogue: a function of the fp32 accumulators, traced by torch (see cute_kernels.gemm).
         deterministic: False permits sums whose order differs from run to run, where few columns meet long block rows of
             blocks at least 48 wide; see cute_kernels.gemm.
 
@@ -146,6 +145,8 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
         return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups, deterministic)
     if deterministic is not True:
         checks.check_deterministic(op, deterministic)
+    if epilogue is not None:
+        epilogue = checks.epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
     if W.check and not W.checked:
@@ -159,7 +160,7 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
             None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
             None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
-            activation, epilogue and function_key(epilogue), forced_path(), deterministic,
+            activation, epilogue, forced_path(), deterministic,
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):

@@ -11,6 +11,7 @@ from attention.block_source import with_blocks
 from attention.k_tiles import FULL
 from attention.lengths import Span
 from attention.scheduler import QueryScheduler
+from cute_kernels.traced.evaluate import evaluate
 
 
 def number(x) -> int:
@@ -80,7 +81,9 @@ class Walked:
             if kind.mask is None:
                 seen[:, kv] = True
             elif len(kv):
-                seen[:, kv] = kind.mask.with_tensors(tensors)(tile.b, tile.h, q, kv).expand(len(q), len(kv))
+                b, h = (torch.tensor(int(x)) for x in (tile.b, tile.h))
+                indices = [x.to(torch.int32) for x in (b, h, q, kv)]
+                seen[:, kv] = evaluate(kind.mask.program, indices, tensors).expand(len(q), len(kv))
         assert len(visited) == count, "a tile is visited twice"
         if count:
             number(tiles.at(count))  # a kernel asks one ahead

@@ -30,11 +30,12 @@ FEATURES = (
 )
 
 HALF = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+CPU = torch.device("cpu")
 ROWS = torch.zeros(1, dtype=torch.int32)
 MASKS = {
     "none": None,
-    "function": element_mask(by_head)[0],
-    "tensors": element_mask(And(RowRange(ROWS, ROWS), Band(None, 0, 3)))[0],
+    "function": element_mask(by_head, CPU)[0],
+    "tensors": element_mask(And(RowRange(ROWS, ROWS + 1), Band(None, 0, 3)), CPU)[0],
 }
 
 

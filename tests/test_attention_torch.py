@@ -1,5 +1,7 @@
 """The registered attention ops: their schemas, torch.compile without graph breaks, masks, and changing shapes."""
 
+import functools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -279,15 +281,28 @@ def test_errors_under_compile(change, terms, text):
         compiled(lambda q, k, v: attention(q, k, v, **terms), "eager")(**call)
 
 
+def same_document(ids, b, h, q, kv):
+    return ids[q] == ids[kv]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_function_that_captures_a_tensor(backend):
+    """What is in the tensor when the graph runs counts."""
+    step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
+    call, ids = qkv("cpu"), torch.arange(200) // 70
+    mask = BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] >= ids[kv], (200, 200))
+    for _ in range(2):
+        assert torch.equal(step(*call, mask), block_sparse_attention(*call, mask))
+        ids.add_(torch.arange(200) % 2)
+
+
 def test_masks_that_cannot_cross():
     step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m), "eager")
     call, ids = qkv("cpu"), torch.zeros(200, dtype=torch.int32)
     with pytest.raises(Exception, match="under torch.compile block_mask must be a BlockMask, Flex.* got list"):
         step(*call, [torch.ones(2, 2, dtype=torch.bool)])
-    with pytest.raises(
-        Exception, match="must be a plain function that captures numbers and functions alone, or a data"
-    ):
-        step(*call, BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] == ids[kv], (200, 200)))
+    with pytest.raises(Exception, match="must be a plain function, or a dataclass of ints, tensors and such masks"):
+        step(*call, BlockMask.from_mask_mod(functools.partial(same_document, ids), (200, 200)))
     with pytest.raises(RuntimeError, match="no mask_mod class x.Y in this process; trace the model here first"):
         mask_text.read('["x.Y"]', [], [])
 

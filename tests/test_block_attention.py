@@ -1,6 +1,5 @@
 """block_sparse_attention as the GPU runs it; and its host side and sources on CPU tensors (emulate_blocks.py)."""
 
-import functools
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 import attention.runtime
 from attention import BlockMask, block_sparse_attention, ops, patterns, plan, reference, sparse_plan
-from attention.element_mask import element_mask
+from attention.element_mask import check_extents, element_mask
 from attention.mask_mods import And, Band, RowRange, SameDocument
 from cute_kernels.arch import ARCHS
 
@@ -240,30 +239,43 @@ class TestOrder:
 class TestElementMasks:
     def test_keys(self):
         ids = torch.zeros(3, dtype=torch.int32)
-        key = lambda mask: element_mask(mask)[0]  # noqa: E731
+        key = lambda mask: element_mask(mask, CPU)[0]  # noqa: E731
         assert key(Band(3, 0)) == key(Band(3, 0)) != key(Band(4, 0))
-        assert key(SameDocument(ids, ids, False)) == key(SameDocument(ids + 1, ids, False))
-        assert key(SameDocument(ids, ids, False)) != key(SameDocument(ids.long(), ids, False))
+        assert key(SameDocument(ids, ids, False)) == key(SameDocument(more := ids + 1, more, False))
+        assert key(SameDocument(more, ids, False)) == key(SameDocument(ids, more, False))
+        assert key(SameDocument(more, ids, False)) != key(SameDocument(ids.long(), ids, False))
         assert key(capturing(3)) == key(capturing(3)) != key(capturing(4))
-        assert element_mask(And(RowRange(ids, ids), by_head))[0].tensors == (("int32", 1), ("int32", 1))
+        assert element_mask(And(RowRange(ids, ids + 0), by_head), CPU)[0].tensors == [("int32", 1, 0)] * 2
+
+    def test_tensors(self):
+        """Each once, as views: a bool is a byte, a scalar has a dimension, and strides stay."""
+        flags, table, scalar = torch.ones(4, dtype=torch.bool), torch.zeros(5, 8).t(), torch.tensor(3)
+        mask, tensors = element_mask(lambda b, h, q, kv: flags[q] & flags[kv] & (table[q, h] < scalar), CPU)
+        assert mask.tensors == [("bool", 1, 0), ("float32", 2, None), ("int64", 1, 0)]
+        assert [t.data_ptr() for t in tensors] == [t.data_ptr() for t in (flags, table, scalar)]
+        assert [t.dtype for t in tensors] == [torch.uint8, torch.float32, torch.int64]
 
     @pytest.mark.parametrize(
-        "mask_mod, error, text",
+        "mask_mod, text",
         [
-            (lambda b, h, q, kv: kv < NUMBERS[q], ValueError, "captures the tensor 'NUMBERS'"),
-            (functools.partial(by_head, 0), TypeError, "plain function"),
+            (lambda b, h, q, kv: q - kv, "must return a bool tensor, got a tensor of torch.int32"),
+            (lambda b, h, q, kv: q < torch.zeros(3), "as a whole; index it by b, h, q or kv"),
+            (lambda b, h, q, kv: torch.zeros(3, dtype=torch.uint8)[q] > 0, "kernels have float32, bfloat16"),
         ],
     )
-    def test_what_no_kernel_can_take(self, mask_mod, error, text):
-        with pytest.raises(error, match=text):
-            element_mask(mask_mod)
+    def test_what_no_kernel_can_take(self, mask_mod, text):
+        with pytest.raises(TypeError, match=text):
+            element_mask(mask_mod, CPU)
 
-    def test_a_captured_tensor(self):
-        with pytest.raises(ValueError, match="SameDocument"):
-            element_mask(capturing(torch.zeros(3)))
+    def test_a_tensor_that_is_too_short(self):
+        ids = torch.zeros(200, dtype=torch.int32)
+        mask, tensors = element_mask(lambda b, h, q, kv: ids[q] == ids[kv // 2], CPU)
+        check_extents(mask, tensors, 1, 1, (200, 1000))
+        with pytest.raises(IndexError, match=r"dimension 0 of a tensor of shape \(200,\) with q, which goes up to 200"):
+            check_extents(mask, tensors, 1, 1, (201, 1000))
 
 
-NUMBERS = torch.zeros(3, dtype=torch.int32)
+CPU = torch.device("cpu")
 
 
 def capturing(value):

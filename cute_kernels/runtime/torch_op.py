@@ -1,26 +1,32 @@
 """The ops as torch.library knows them, for torch.compile and opcheck; eager calls go around it.
 
-A Python function cannot cross an op's schema: a user's epilogue is registered here by the hash of its code, and the
-graph carries that name.
+A Python function cannot cross an op's schema: a user's is registered here by what it computes, and the graph carries
+that name.
 """
 
+import hashlib
 import types
 
 import torch
 from torch import Tensor
 
-from .function_key import function_key
+from .. import checks
 
 _FUNCTIONS: dict[str, object] = {}
 
 
 @torch.compiler.assume_constant_result
 def register_function(fn) -> str | None:
-    """The name under which a graph refers to an epilogue function."""
+    """The name under which a graph refers to an epilogue function: that of its program."""
     if fn is None:
         return None
-    name = function_key(fn)
-    _FUNCTIONS[name] = fn
+    program = checks.epilogue_program("torch.compile", fn)
+    return register(hashlib.sha256(program.text.encode()).hexdigest(), program)
+
+
+def register(name: str, function) -> str:
+    """Keep what a graph will ask for by this name."""
+    _FUNCTIONS[name] = function
     return name
 
 
@@ -92,10 +98,11 @@ def _captured(fn):
 
 
 def function_named(name: str | None):
+    """What was registered under a name."""
     if name is None:
         return None
     if name not in _FUNCTIONS:
-        raise RuntimeError(f"no epilogue function {name[:12]} in this process; trace the model here first")
+        raise RuntimeError(f"no function {name[:12]} in this process; trace the model here first")
     return _FUNCTIONS[name]
 
 

@@ -1,0 +1,1 @@
+"""Functions that users write, as programs that torch and the compiler both run: one front for epilogues and masks."""

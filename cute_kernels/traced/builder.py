@@ -1,0 +1,110 @@
+"""Writes a Program: values and operations on them, with torch's type promotion made explicit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .program import BOUNDS, DTYPES, HALF, INTEGER, Load, Node, Program
+
+
+class Value(NamedTuple):
+    """A scalar of the program."""
+
+    number: int
+    dtype: str
+
+
+class Element(NamedTuple):
+    """A captured tensor of which the first dimensions are indexed, by values; a Value once all are."""
+
+    slot: int
+    indices: tuple[Value, ...]
+
+
+class Builder:
+    """Nodes so far. Equal nodes are one; numbers are constants of the dtype they are used in."""
+
+    def __init__(self, inputs: Sequence[str]):
+        self.inputs = [Value(i, dtype) for i, dtype in enumerate(inputs)]
+        self.nodes: list[Node] = []
+        self.tensors: list[tuple[str, int]] = []
+        self._known: dict[tuple, Value] = {}
+
+    def program(self, output: Value) -> Program:
+        return Program.of([x.dtype for x in self.inputs], self.tensors, self.nodes, output.number)
+
+    def node(self, op: str, dtype: str, *args) -> Value:
+        key = op, dtype, *(repr(x) for x in args)  # 0.0 and -0.0 are two constants
+        if key not in self._known:
+            self._known[key] = Value(len(self.inputs) + len(self.nodes), dtype)
+            self.nodes.append(Node(op, dtype, args))
+        return self._known[key]
+
+    def const(self, number, dtype: str) -> Value:
+        """A Python number as torch converts it to a tensor's dtype."""
+        if dtype in BOUNDS:
+            low, high = BOUNDS[dtype]
+            number = bool(number) if dtype == "bool" else int(number)
+            if not low <= number <= high:
+                raise OverflowError(f"{number} does not fit into {dtype}")
+        else:
+            number = torch.tensor(number, dtype=getattr(torch, dtype)).item()  # rounded here, once
+        return self.node("const", dtype, number)
+
+    def number(self, value: Value) -> int | float | bool | None:
+        """A constant's number; None of any other value."""
+        node = self.nodes[value.number - len(self.inputs)] if value.number >= len(self.inputs) else None
+        return node.args[0] if node is not None and node.op == "const" else None
+
+    def cast(self, x, dtype: str) -> Value:
+        """A value or a Python number as a value of a dtype."""
+        if not isinstance(x, Value):
+            return self.const(x, dtype)
+        if x.dtype == dtype:
+            return x
+        number = self.number(x)
+        if number is not None and (dtype not in INTEGER or x.dtype in BOUNDS):  # of a float, torch's C++ cast decides
+            return self.const(number, dtype)
+        if x.dtype in HALF and dtype != "float32":
+            x = self.cast(x, "float32")
+        if dtype == "bool":
+            return self.node("ne", "bool", x.number, self.const(0, x.dtype).number)
+        if dtype in HALF and x.dtype != "float32":
+            x = self.cast(x, "float32")
+        return self.node("cast", dtype, x.number)
+
+    def op(self, op: str, dtype: str, *args) -> Value:
+        """An operation whose operands and result have one dtype; 16-bit floats are rounded after it."""
+        compute = "float32" if dtype in HALF else dtype
+        return self.cast(self.node(op, compute, *(self.cast(x, compute).number for x in args)), dtype)
+
+    def compare(self, op: str, x, y) -> Value:
+        """A bool; operands are converted to the dtype that torch compares them in."""
+        dtype = self.common(x, y)
+        compute = "float32" if dtype in HALF else dtype
+        return self.node(op, "bool", *(self.cast(self.cast(v, dtype), compute).number for v in (x, y)))
+
+    def common(self, *args) -> str:
+        """The dtype that torch promotes values and numbers to."""
+        like = [torch.empty((1,), dtype=getattr(torch, x.dtype)) if isinstance(x, Value) else x for x in args]
+        dtype = like[0].dtype if isinstance(like[0], torch.Tensor) else torch.result_type(like[0], like[0])
+        for x in like[1:]:
+            dtype = torch.result_type(torch.empty((1,), dtype=dtype), x)
+        return DTYPES[dtype]
+
+    def where(self, condition, x, y, dtype: str) -> Value:
+        compute = "float32" if dtype in HALF else dtype
+        branches = (self.cast(self.cast(v, dtype), compute).number for v in (x, y))
+        return self.cast(self.node("where", compute, self.cast(condition, "bool").number, *branches), dtype)
+
+    def tensor(self, dtype: str, rank: int) -> int:
+        """A slot for one more tensor that is read."""
+        self.tensors.append((dtype, rank))
+        return len(self.tensors) - 1
+
+    def load(self, slot: int, indices: Sequence[Value]) -> Value:
+        direct = tuple(i.number < len(self.inputs) for i in indices)
+        return self.node("load", self.tensors[slot][0], *Load(slot, tuple(i.number for i in indices), direct))

@@ -1,0 +1,208 @@
+"""A Program in a kernel: on scalars of the compiler, operation by operation, with torch's semantics.
+
+Integers wrap; floor division and remainder take the divisor's sign, as torch's and Python's do and C's do not; NaN
+compares false, differs from everything and wins a maximum; rounding is to even. Functions of floats are libdevice's but
+for gelu, sigmoid and silu, whose errors functions.py states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
+from cutlass.cutlass_dsl import select_
+
+from . import activations
+from .program import BOUNDS, FLOAT, INTEGER, POSITION, Load, Program
+
+TYPES = {
+    "float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16,
+    "int32": Int32, "int64": Int64, "bool": Boolean,
+}  # fmt: skip
+UNSIGNED = {"int32": Uint32, "int64": Uint64}
+
+
+def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
+    """The result for these scalars, of the program's dtypes. Nothing outside of `tensors` is read, as long as direct
+    indices lie inside them."""
+    values, ranges = list(inputs), ranges_of(program)
+    for node in program.nodes:
+        if node.op == "const":
+            value = TYPES[node.dtype](node.args[0])
+        elif node.op == "load":
+            value = _load(Load(*node.args), values, ranges, tensors, node.dtype)
+        elif node.op == "cast":
+            value = values[node.args[0]].to(TYPES[node.dtype])
+        elif node.op in ("remainder", "floordiv", "truncdiv", "fmod") and node.dtype in INTEGER:
+            value = _divide(node, values, ranges)
+        elif node.op in ("eq", "ne") and (divided := _divided(program, node)) is not None:
+            value = OPERATIONS[node.op](
+                *(values[i] if i != node.args[0] else _rest(divided, values) for i in node.args)
+            )
+        else:
+            value = OPERATIONS[node.op](*(values[i] for i in node.args))
+        values.append(value)
+    return values[program.output]
+
+
+# ---------------------------------------------------------------------- integers
+
+
+def ranges_of(program: Program) -> list[tuple[int, int] | None]:
+    """(least, largest) of each integer value, None of others. The inputs are positions."""
+    ranges = [POSITION if dtype in INTEGER else None for dtype in program.inputs]
+    for node in program.nodes:
+        ranges.append(_range(node, ranges) if node.dtype in INTEGER else None)
+    return ranges
+
+
+def _range(node, ranges) -> tuple[int, int]:
+    low, high = whole = BOUNDS[node.dtype]
+    if node.op == "const":
+        low = high = node.args[0]
+    elif node.op == "cast":
+        low, high = ranges[node.args[0]] or whole
+    elif node.op in ("add", "sub", "mul", "max", "min", "floordiv", "remainder", "shr"):
+        (a, b), (c, d) = (ranges[i] for i in node.args)
+        if node.op == "add":
+            low, high = a + c, b + d
+        elif node.op == "sub":
+            low, high = a - d, b - c
+        elif node.op == "mul":
+            corners = a * c, a * d, b * c, b * d
+            low, high = min(corners), max(corners)
+        elif node.op == "max":
+            low, high = max(a, c), max(b, d)
+        elif node.op == "min":
+            low, high = min(a, c), min(b, d)
+        elif node.op == "floordiv" and c > 0:
+            low, high = min(a // c, a // d), max(b // c, b // d)
+        elif node.op == "remainder" and c > 0:
+            low, high = 0, d - 1
+        elif node.op == "shr" and c >= 0:
+            low, high = min(a, 0), max(b, 0)
+    return (low, high) if whole[0] <= low and high <= whole[1] else whole
+
+
+def _divide(node, values, ranges):
+    """Floor or truncated quotient or remainder."""
+    x, y = (values[i] for i in node.args)
+    (least, _), (divisor, largest) = (ranges[i] for i in node.args)
+    kind, quotient = TYPES[node.dtype], node.op in ("floordiv", "truncdiv")
+    positive = divisor > 0
+    if least >= 0 and positive:  # all four agree, and unsigned ones are the shortest
+        x, y = (UNSIGNED[node.dtype](v) for v in (x, y))
+        return (x // y if quotient else x % y).to(kind)
+    power = positive and divisor == largest and divisor & (divisor - 1) == 0
+    if node.op == "floordiv":
+        return x >> kind(divisor.bit_length() - 1) if power else x // y
+    if node.op == "remainder":
+        if power:
+            return x & kind(divisor - 1)
+        rest = x % y  # of the sign of x
+        wrong = rest < 0 if positive else (rest != 0) & ((rest ^ y) < 0)
+        return select_(wrong, rest + y, rest)
+    rest = x % y
+    return rest if node.op == "fmod" else (x - rest) // y  # exact, so that rounding does not matter
+
+
+def _divided(program: Program, node):
+    """The remainder that a comparison with 0 asks for: then its sign does not matter. None elsewhere."""
+    first = len(program.inputs)
+    x, y = (program.nodes[i - first] if i >= first else None for i in node.args)
+    if x is None or y is None or x.op != "remainder" or x.dtype not in INTEGER or y.op != "const" or y.args[0] != 0:
+        return None
+    divisor = program.nodes[x.args[1] - first] if x.args[1] >= first else None
+    if divisor is not None and divisor.op == "const" and divisor.args[0] & (divisor.args[0] - 1) == 0:
+        return None  # a power of two has the shorter form
+    return x
+
+
+def _rest(node, values):
+    x, y = (values[i] for i in node.args)
+    return x % y
+
+
+def _load(load: Load, values, ranges, tensors, dtype: str):
+    """An element; indices that are computed are kept inside the tensor."""
+    tensor, at = tensors[load.slot], []
+    for dim, (number, direct) in enumerate(zip(load.indices, load.direct, strict=True)):
+        index = values[number]
+        if not direct:
+            extent = type(index)(tensor.shape[dim])
+            if ranges[number][0] < 0:
+                index = cutlass.max(select_(index < 0, index + extent, index), type(index)(0))
+            index = cutlass.min(index, extent - 1)
+        at.append(index)
+    value = tensor[tuple(at)] if at else tensor[0]
+    return value != 0 if dtype == "bool" else value
+
+
+# ---------------------------------------------------------------------- operations
+
+
+def _is_float(x) -> bool:
+    return type(x) is Float32
+
+
+def _abs(x):
+    return cute.math.absf(x) if _is_float(x) else cute.math.absi(x)
+
+
+def _max(x, y):
+    return cute.arch.fmax(x, y, nan=True) if _is_float(x) else cutlass.max(x, y)
+
+
+def _min(x, y):
+    return cute.arch.fmin(x, y, nan=True) if _is_float(x) else cutlass.min(x, y)
+
+
+def _remainder(x, y):
+    """Of floats: of the divisor's sign."""
+    rest = cute.math.rem(x, y)
+    return select_((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
+
+
+def _floor_divide(x, y):
+    """Of floats, as torch does: the quotient of what the remainder leaves, rounded to the nearest whole number."""
+    rest = cute.math.rem(x, y)
+    quotient = (x - rest) / y
+    quotient = select_((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), quotient - 1.0, quotient)
+    whole = cute.math.floor(quotient)
+    whole = select_(quotient - whole > 0.5, whole + 1.0, whole)
+    whole = select_(quotient == 0.0, cute.math.copysign(Float32(0.0), x / y), whole)
+    return select_(y == 0.0, x / y, whole)
+
+
+def _not(x):
+    return ~x
+
+
+def _math(name: str):
+    return lambda *args: getattr(cute.math, name)(*args)
+
+
+OPERATIONS = {
+    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y,
+    "neg": lambda x: -x, "abs": _abs, "max": _max, "min": _min,
+    "floordiv": _floor_divide, "remainder": _remainder, "fmod": lambda x, y: cute.math.rem(x, y),
+    "rcp": lambda x: 1.0 / x, "round": _math("roundeven"),
+    "sigmoid": activations.sigmoid, "silu": activations.silu, "gelu": activations.gelu,
+    "gelu_tanh": activations.gelu_tanh,
+    "isnan": lambda x: x != x,
+    "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y, "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
+    "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y, "not": _not,
+    "shl": lambda x, y: x << y, "shr": lambda x, y: x >> y,
+    "where": select_,
+}  # fmt: skip
+OPERATIONS |= {
+    name: _math(name)
+    for name in (
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "sinh",
+        "cosh", "asin", "acos", "atan", "atan2", "erf", "erfc", "floor", "ceil", "trunc", "pow",
+    )
+}  # fmt: skip
+assert FLOAT

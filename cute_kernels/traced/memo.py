@@ -1,0 +1,237 @@
+"""Traces a function once for each state that it can be in.
+
+A trace holds as long as the function would do the same again. What decides that is its code, its defaults, what it
+captures, and the globals that it names, followed into the functions and objects among them. A call with a function
+that was traced before looks whether all of these are what they were, in about a microsecond; a new function with an
+old one's code (a lambda in a loop) is compared with that one's state, in about five. A function whose state cannot be
+read is traced in each call, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .record import Traced, trace
+
+MOST = 4096  # traces that are kept
+LARGEST = 100  # values of a state
+PLAIN = (bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
+STABLE = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+)
+STABLE += (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Modules whose contents stay as they are
+LIBRARIES = ("torch", "math", "numpy", "operator", "builtins", "cute_kernels", "sparse_collective", "attention")
+MISSING = object()
+
+
+class _Unreadable(Exception):
+    """Part of a state has no value that can be compared."""
+
+
+@dataclass
+class State:
+    """What a function read when it was walked through.
+
+    `key` is hashable, and equal for functions that do the same; objects in it stand by their ids, and `alive` says
+    whether they are still those. `holds()` says whether the function would be walked through to the same key.
+    """
+
+    key: Any = None
+    alive: list[weakref.ref] = field(default_factory=list)
+    cells: list[tuple] = field(default_factory=list)  # (cell, contents)
+    items: list[tuple] = field(default_factory=list)  # (dict, key, value)
+    lists: list[tuple] = field(default_factory=list)  # (list, set or dict, its contents)
+    seen: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(function: Callable) -> State | None:
+        """None of a function whose state cannot be read."""
+        state = State()
+        try:
+            state.key = state.walk(function)
+        except _Unreadable:
+            return None
+        return state
+
+    def holds(self) -> bool:
+        for cell, value in self.cells:
+            if _contents(cell) is not value:
+                return False
+        for owner, name, value in self.items:
+            if owner.get(name, MISSING) is not value:
+                return False
+        for owner, values in self.lists:
+            if len(owner) != len(values) or any(a is not b for a, b in zip(owner, values, strict=True)):
+                return False
+        return True
+
+    def walk(self, value: Any):
+        """The part of the key that a value is."""
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if kind is float or kind is complex:
+            return kind, repr(value)  # 0.0 and -0.0 differ, and a NaN is itself
+        if id(value) in self.seen:
+            return self.seen[id(value)]
+        if len(self.seen) >= LARGEST:
+            raise _Unreadable
+        self.seen[id(value)] = len(self.seen)
+        if kind is types.FunctionType:
+            return self.function(value)
+        if isinstance(value, Tensor):
+            self.alive.append(weakref.ref(value))
+            return id(value), value.shape, value.stride(), value.dtype, value.device
+        if isinstance(value, type):
+            return self.type(value)
+        if kind is property:
+            return kind, self.walk(value.fget)
+        if kind in (staticmethod, classmethod):
+            return kind, self.walk(value.__func__)
+        if isinstance(value, STABLE):
+            return kind, value
+        if isinstance(value, types.ModuleType):
+            if _library(value.__name__):
+                return value.__name__
+            raise _Unreadable  # its attributes may change, and which of them are read is not known
+        if kind in (list, set, tuple, frozenset):
+            if kind in (list, set):
+                self.lists.append((value, tuple(value)))
+            return kind, tuple([self.walk(part) for part in value])
+        if kind is dict:
+            self.lists.append((value, tuple(value)))
+            self.items += [(value, k, v) for k, v in value.items()]
+            return kind, tuple([(self.walk(k), self.walk(v)) for k, v in value.items()])
+        if kind is types.MethodType:
+            return kind, self.walk(value.__func__), self.walk(value.__self__)
+        if isinstance(value, functools.partial):
+            return kind, self.walk(value.func), self.walk(value.args), self.walk(value.keywords)
+        parameters = getattr(kind, "__dataclass_params__", None)
+        if parameters is not None and parameters.frozen:
+            return self.walk(kind), tuple([self.walk(getattr(value, name)) for name in kind.__dataclass_fields__])
+        fields = getattr(value, "__dict__", None)
+        if fields is None or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
+            raise _Unreadable
+        return self.walk(kind), self.walk(fields)
+
+    def type(self, value: type):
+        """A class stands by its id, with the attributes and methods of those of its bases that are of no library."""
+        self.alive.append(weakref.ref(value))
+        parts = []
+        for base in value.__mro__:
+            if not _library(base.__module__):
+                for name, part in vars(base).items():
+                    if name == "__call__" or not name.startswith("__"):
+                        self.items.append((vars(base), name, part))
+                        parts.append((name, self.walk(part)))
+        return id(value), tuple(parts)
+
+    def function(self, value: types.FunctionType):
+        cells, scope = value.__closure__ or (), value.__globals__
+        names = [name for name in global_names(value.__code__) if name in scope]
+        self.cells += [(cell, _contents(cell)) for cell in cells]
+        self.items += [(scope, name, scope[name]) for name in names]
+        parts = [*(_contents(cell) for cell in cells), *(scope[name] for name in names), *(value.__defaults__ or ())]
+        parts += [value.__kwdefaults__]
+        return value.__code__, tuple(names), tuple([self.walk(part) for part in parts])
+
+
+def _library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
+def _contents(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty: a name that is assigned later
+        return MISSING
+
+
+@functools.lru_cache(maxsize=MOST)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code, and code nested in it, looks up in its module."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return tuple(sorted(names.union(*(global_names(c) for c in nested))))
+
+
+# ---------------------------------------------------------------------- what is kept
+
+_OF_FUNCTION: dict[int, tuple] = {}  # id of a function -> (weak reference, arguments, State, versions, Traced)
+_OF_STATE: dict[tuple, tuple] = {}  # (State.key, arguments) -> (State.alive, Program, weak references to its tensors)
+
+
+def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
+    """trace(), kept for functions of the same state; see record.trace for the arguments and what it raises.
+
+    The captured tensors, and what was computed of them, are kept as long as the function is.
+    """
+    arguments = what, inputs, shape, device
+    known = _OF_FUNCTION.get(id(function))
+    if known is not None:
+        ref, given, state, versions, result = known
+        if ref() is function and given == arguments and state.holds() and versions == _versions(result.read):
+            return result
+    state = State.of(function)
+    if state is None:
+        return trace(function, *arguments)
+    result = _of_state(state, arguments)
+    if result is None:
+        result = trace(function, *arguments)
+        if not result.read and len(result.tensors) == len(_captured(state, result.tensors)):
+            if len(_OF_STATE) >= MOST:
+                _OF_STATE.clear()
+            refs = tuple(weakref.ref(t) for t in result.tensors)
+            _OF_STATE[state.key, arguments] = state.alive, result.program, refs
+    versions = _versions(result.read)
+    if versions is not None:
+        try:
+            ref = weakref.ref(function, functools.partial(_forget, id(function)))
+        except TypeError:  # a built-in function
+            return result
+        state.seen.clear()
+        _OF_FUNCTION[id(function)] = ref, arguments, state, versions, result
+    return result
+
+
+def _forget(key: int, _) -> None:
+    _OF_FUNCTION.pop(key, None)
+
+
+def _of_state(state: State, arguments: tuple) -> Traced | None:
+    """The trace of another function of this state."""
+    known = _OF_STATE.get((state.key, arguments))
+    if known is None:
+        return None
+    alive, program, refs = known
+    tensors = tuple(ref() for ref in refs)
+    if any(ref() is None for ref in alive) or any(t is None for t in tensors):
+        return None
+    return Traced(program, tensors, ())
+
+
+def _captured(state: State, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of a trace's tensors that are part of the function's state."""
+    ids = {id(ref()) for ref in state.alive}
+    return [t for t in tensors if id(t) in ids]
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple | None:
+    """How often each has been written to; None where torch does not count it."""
+    try:
+        return tuple([t._version for t in tensors])
+    except RuntimeError:  # made under torch.inference_mode
+        return None

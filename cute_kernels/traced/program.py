@@ -1,0 +1,118 @@
+"""What a user's function computes: a short list of typed operations on scalars, which torch and the compiler both run.
+
+A Program is made by tracing the function (record.py). Each operation has the dtype of its result and takes earlier
+values by their numbers; every conversion of torch's type promotion stands in it. So it means the same whatever runs it:
+evaluate.py on torch tensors of any shape that broadcast, lower.py on the scalars of a kernel.
+
+The text of a Program names all of it, and is the key of kernels that are compiled with it:
+
+    (a:int32, b:int32) [int64 1] 2:int64 = load 0 a+; 3:bool = lt a b -> 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+HALF = ("bfloat16", "float16")  # computed in float32 and rounded after each operation, as torch does
+FLOAT, INTEGER = ("float32", *HALF), ("int32", "int64")
+DTYPES = {getattr(torch, name): name for name in (*FLOAT, *INTEGER, "bool")}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+BOUNDS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "bool": (0, 1)}
+POSITION = (0, 2**30)  # what the inputs of a mask lie in: no two rows or columns are further apart
+
+
+class Node(NamedTuple):
+    """One operation. `args` are numbers of values; of a "const" the value; of a "load" see Load."""
+
+    op: str
+    dtype: str
+    args: tuple
+
+
+class Load(NamedTuple):
+    """args of a "load": element [value of each index] of a tensor. A direct index is an input, which the caller keeps
+    inside the tensor; others count from the end where they are negative, and are kept inside it."""
+
+    slot: int
+    indices: tuple[int, ...]  # numbers of values
+    direct: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Equal to another if what it computes is the same. Values are the inputs, then the nodes."""
+
+    text: str
+    inputs: tuple[str, ...] = field(compare=False)  # dtypes
+    tensors: tuple[tuple[str, int], ...] = field(compare=False)  # dtype and rank of each tensor that is read
+    nodes: tuple[Node, ...] = field(compare=False)
+    output: int = field(compare=False)
+
+    @staticmethod
+    def of(inputs: Sequence[str], tensors: Sequence[tuple[str, int]], nodes: Sequence[Node], output: int) -> Program:
+        """The Program of what `output` depends on."""
+        nodes, output = _needed(len(inputs), nodes, output)
+        parts = [f"{i}:{node.dtype} = {_text(node)}" for i, node in enumerate(nodes, len(inputs))]
+        tables = ", ".join(f"{dtype} {rank}" for dtype, rank in tensors)
+        text = f"({', '.join(inputs)}) [{tables}] {'; '.join(parts)} -> {output}"
+        return Program(text, tuple(inputs), tuple(tensors), nodes, output)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        first = len(self.inputs)
+        return self.inputs[self.output] if self.output < first else self.nodes[self.output - first].dtype
+
+    @property
+    def direct(self) -> tuple[tuple[int, int, int], ...]:
+        """(tensor, its dimension, input) wherever an input is an index by itself."""
+        found = set()
+        for node in self.nodes:
+            if node.op == "load":
+                load = Load(*node.args)
+                pairs = enumerate(zip(load.indices, load.direct, strict=True))
+                found |= {(load.slot, dim, value) for dim, (value, direct) in pairs if direct}
+        return tuple(sorted(found))
+
+
+def operands(node: Node) -> tuple[int, ...]:
+    """The numbers of the values that a node takes."""
+    if node.op == "const":
+        return ()
+    return node.args[1] if node.op == "load" else node.args
+
+
+def _text(node: Node) -> str:
+    if node.op == "load":
+        load = Load(*node.args)
+        indices = (f"{i}{'' if direct else '+'}" for i, direct in zip(load.indices, load.direct, strict=True))
+        return f"load {load.slot} {' '.join(indices)}"
+    return " ".join([node.op, *(repr(x) for x in node.args)])
+
+
+def _needed(first: int, nodes: Sequence[Node], output: int) -> tuple[tuple[Node, ...], int]:
+    """The nodes that the output depends on, and its number among them."""
+    wanted = {output}
+    for number in range(first + len(nodes) - 1, first - 1, -1):
+        if number in wanted:
+            wanted.update(operands(nodes[number - first]))
+    new = {i: i for i in range(first)}
+    kept = []
+    for number, node in enumerate(nodes, first):
+        if number not in wanted:
+            continue
+        new[number] = first + len(kept)
+        if node.op == "load":
+            load = Load(*node.args)
+            node = node._replace(args=tuple(load._replace(indices=tuple(new[i] for i in load.indices))))
+        elif node.op != "const":
+            node = node._replace(args=tuple(new[i] for i in node.args))
+        kept.append(node)
+    return tuple(kept), new[output]

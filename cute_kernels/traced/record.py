@@ -1,0 +1,289 @@
+"""Traces a user's function with torch: what it does to tensors is written down as a Program.
+
+The function is called once with tensors that have a dtype and no data (torch's "meta" device). Every operation on them
+passes through `Recorder` as an ATen operation, after torch has done its part: type promotion, methods, torch.* and
+torch.nn.functional, composite functions. So what the function means is what torch says it means. What torch cannot
+trace raises where it stands: a branch on a value, `and`, `or` and `not`, a chained comparison, `.item()`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .aten import CONSTANTS, RULES, aten, names
+from .builder import Builder, Element, Value
+from .program import DTYPES, TORCH_DTYPES, Program
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+LINE = 100  # characters of a source line in a message
+INSTEAD = (
+    "its value is not known while the function is compiled. Write torch.where(condition, x, y) for a branch or a "
+    "conditional expression, &, | and ~ (with parentheses) for and, or and not, and (a < x) & (x < b) for a < x < b"
+)
+FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")  # said by the result's dtype
+VALUES = ("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy")
+VALUES = {getattr(Tensor, name) for name in VALUES}
+SHAPES = {getattr(Tensor, n) for n in ("size", "numel", "nelement", "dim", "stride", "__len__", "data_ptr")}
+SHAPES |= {getattr(Tensor, n).__get__ for n in ("shape", "ndim")}
+
+
+class TraceError(TypeError):
+    """The function does what a kernel cannot; the message says where, and what to write instead."""
+
+
+class Refused(Exception):
+    """The same inside of the trace, where torch would take a TypeError of x * y for a hint to try y * x."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as a Program, and the tensors that it reads, in the order of `program.tensors`.
+
+    `read`: captured tensors whose contents the program depends on, with what was computed of them when it was traced:
+    it holds as long as they are not written to.
+    """
+
+    program: Program
+    tensors: tuple[Tensor, ...]
+    read: tuple[Tensor, ...]
+
+
+def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
+    """Call `function` with tensors of the dtypes `inputs`, and write down what it does.
+
+    Args:
+        what: how messages call the function, such as "mask_mod".
+        shape: of the inputs and of the result. It has no meaning, and the function may not ask for it.
+        device: where the tensors are that the function will be called with.
+
+    Raises:
+        TraceError: it does what a kernel cannot, or returns something other than one tensor of the inputs' shape.
+        ValueError: a captured tensor is on another device.
+    """
+    recorder = Recorder(what, inputs, shape, torch.device(device))
+    with torch.inference_mode(False), torch.no_grad(), recorder, _Values(recorder):
+        try:
+            result = function(*recorder.inputs)
+        except Refused as refused:
+            raise TraceError(str(refused)) from refused.__cause__
+        except Exception as error:
+            raise TraceError(f"{what} failed while torch traced it{_line(error)}: {_first(error)}") from error
+    try:
+        return recorder.finish(result)
+    except TypeError as error:
+        raise TraceError(f"{what}: {error}") from error
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operation on the function's inputs; those on captured tensors alone are done at once."""
+
+    def __init__(self, what: str, inputs: Sequence[str], shape: tuple[int, ...], device: torch.device):
+        super().__init__()
+        self.what, self.shape, self.device = what, shape, device
+        self.builder = Builder(inputs)
+        self.inputs = [torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta") for dtype in inputs]
+        # By id, with the tensor itself, so that no other gets its id
+        self.known: dict[int, tuple[Tensor, Value | Element]] = {}
+        for tensor, value in zip(self.inputs, self.builder.inputs, strict=True):
+            self.known[id(tensor)] = tensor, value
+        self.slots: dict[int, tuple[Tensor, int]] = {}
+        self.made: dict[int, Tensor] = {}  # computed of captured tensors, or of none
+        self.read: dict[int, Tensor] = {}  # captured tensors that were
+
+    def traced(self, tensor) -> bool:
+        return isinstance(tensor, Tensor) and id(tensor) in self.known
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        if not any(self.traced(x) for x in flat):
+            return self.at_once(func, args, kwargs, flat)
+        rule = RULES.get(func)
+        if rule is None:
+            return self.decomposed(func, args, kwargs)
+        spec = torch.utils._pytree.tree_structure((args, kwargs))
+        elements = func in (aten.index.Tensor, aten.select.int)
+        whole = args[0] if elements else None
+        try:
+            parts = [self.operand(x, x is whole) if isinstance(x, Tensor) else x for x in flat]
+            meta = [x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x for x in flat]
+            meta_args, meta_kwargs = torch.utils._pytree.tree_unflatten(meta, spec)
+            out = func(*meta_args, **{k: v if k != "device" else "meta" for k, v in meta_kwargs.items()})
+            if out.dtype not in DTYPES:
+                raise TypeError(f"its result is {out.dtype}; kernels have {', '.join(TORCH_DTYPES)}")
+            if not elements and func not in CONSTANTS and tuple(out.shape) != self.shape:
+                raise TypeError("its result has another shape; the function is called on one element at a time")
+            parts, named = torch.utils._pytree.tree_unflatten(parts, spec)
+            named = {k: v for k, v in named.items() if k not in FACTORY}
+            value = rule(self.builder, DTYPES[out.dtype], *parts, **named)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            self.fail(f"{_called(func)}: {_first(error)}", error)
+        out = torch.empty(out.shape, dtype=out.dtype, device="meta")
+        self.known[id(out)] = out, value
+        return out
+
+    def at_once(self, func, args, kwargs, flat):
+        """An operation on captured tensors, or on none: its result is a tensor of the program."""
+        if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
+            kwargs = {**kwargs, "device": self.device}
+        for x in flat:
+            if isinstance(x, Tensor) and id(x) not in self.made:
+                self.read[id(x)] = x
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Refused(
+                f"{self.what} computes {_called(func)} of captured tensors, which a CUDA graph that is being captured "
+                "would do again in every replay; call it once before the capture, or compute it outside of the function"
+            )
+        out = func(*args, **kwargs)
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.made[id(x)] = x
+        return out
+
+    def decomposed(self, func, args, kwargs):
+        """An operation without a rule, by what torch says that it is made of."""
+        if func.namespace in ("aten", "prims"):
+            table = torch._decomp.decomposition_table
+            with self:
+                if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+                    return func.decompose(*args, **kwargs)
+                if func in table and not func.is_view and not func._schema.is_mutable:
+                    return table[func](*args, **kwargs)
+        if func._schema.is_mutable:
+            self.fail(f"{_called(func)} writes to its argument; write x = f(x) in place of it")
+        self.fail(f"{_called(func)} has no form in a kernel; there are {', '.join(names())}")
+
+    def operand(self, tensor: Tensor, whole: bool) -> Value | Element:
+        """What stands for a tensor in the program; `whole`: one that is about to be indexed."""
+        if id(tensor) in self.known:
+            value = self.known[id(tensor)][1]
+            if isinstance(value, Element) and not whole:
+                raise TypeError("a captured tensor that is not fully indexed; index it by b, h, q or kv first")
+            return value
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            # A number that was made a tensor; or a captured one, whose value counts, unless kernels can read it
+            if id(tensor) in self.made or self.device.type != "cpu" or self.shape:
+                if id(tensor) not in self.made:
+                    self.read[id(tensor)] = tensor
+                dtype = DTYPES.get(tensor.dtype) or ("float32" if tensor.dtype.is_floating_point else "int64")
+                return self.builder.const(tensor.item(), dtype)
+        return self.element(tensor, whole)
+
+    def element(self, tensor: Tensor, whole: bool) -> Value | Element:
+        if tensor.device != self.device:
+            raise TypeError(f"a captured tensor is on {tensor.device}, but the call's are on {self.device}; move it")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"a captured tensor is {tensor.dtype}; kernels read {', '.join(TORCH_DTYPES)}")
+        if self.shape and tensor.dim():
+            raise TypeError(
+                f"a captured tensor of shape {tuple(tensor.shape)}: an epilogue sees one element at a time. Pass a "
+                "bias or a residual to the op, or capture a number"
+            )
+        if tensor.dim() and not whole:
+            raise TypeError(
+                f"a captured tensor of shape {tuple(tensor.shape)} as a whole; index it by b, h, q or kv, as table[q]"
+            )
+        if self.shape:
+            raise TypeError("a captured tensor: an epilogue captures numbers; pass float(tensor)")
+        if id(tensor) not in self.slots:
+            self.slots[id(tensor)] = tensor, self.builder.tensor(DTYPES[tensor.dtype], tensor.dim())
+        slot = self.slots[id(tensor)][1]
+        return Element(slot, ()) if tensor.dim() else self.builder.load(slot, ())
+
+    def finish(self, result) -> Traced:
+        """The trace, once the function has returned."""
+        if isinstance(result, Tensor) and not self.traced(result) and result.dim() == 0:
+            value = self.operand(result, False)
+        elif not self.traced(result) or isinstance(self.known[id(result)][1], Element):
+            got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"it must return one tensor, computed element by element from its arguments, not {got}")
+        else:
+            value = self.known[id(result)][1]
+            if tuple(result.shape) != self.shape:
+                raise TypeError("it must return as many elements as it is given")
+        tensors = tuple(tensor for tensor, _ in self.slots.values())
+        return Traced(self.builder.program(value), tensors, tuple(self.read.values()))
+
+    def fail(self, reason: str, cause: Exception | None = None):
+        raise Refused(f"{self.what}{_user_line()}: {reason}") from cause
+
+
+class _Values(TorchFunctionMode):
+    """Refuses what asks for a tensor's value or shape, and makes an index of each index tensor."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        recorder = self.recorder
+        if args and recorder.traced(args[0]):
+            if func in VALUES:
+                recorder.fail(f"it asks for the value of a tensor ({func.__name__}), but {INSTEAD}")
+            if func in SHAPES:
+                recorder.fail("it asks for the shape of its argument, which is one element of many at a time")
+        if func is Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(recorder.traced(i) for i in indices):
+                return self.element(args[0], indices)
+        return func(*args, **(kwargs or {}))
+
+    def element(self, tensor: Tensor, indices: tuple) -> Tensor:
+        """tensor[indices], one index for each of the first dimensions. Torch asks index tensors of no dimension for
+        their value."""
+        for i in indices:
+            if isinstance(i, bool) or not isinstance(i, (int, Tensor)):
+                self.recorder.fail(f"an index is {i!r}; index with numbers and integer tensors, one for each dimension")
+        for dim in reversed(range(len(indices))):
+            if not isinstance(indices[dim], Tensor):
+                if self.recorder.traced(tensor):
+                    tensor = aten.index(tensor, [torch.tensor(indices[dim], device="cpu")])
+                    continue
+                tensor = tensor.select(dim, indices[dim])
+        return aten.index(tensor, [i for i in indices if isinstance(i, Tensor)])
+
+
+def _called(func) -> str:
+    return f"torch.{str(func).partition('.')[2].partition('.')[0]}"
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _user_line() -> str:
+    """Where the user's function is just now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((PACKAGE, TORCH)):
+            return _where(name, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _line(error: Exception) -> str:
+    """Where in the user's function an error came from."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((PACKAGE, TORCH)):
+            found = _where(name, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _where(name: str, number: int) -> str:
+    text = linecache.getline(name, number).strip()
+    text = text if len(text) <= LINE else text[:LINE] + "..."
+    return f", {name}:{number}{f', {text!r}' if text else ''}"
