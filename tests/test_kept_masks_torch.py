@@ -94,6 +94,23 @@ def test_compiled_flex_masks(backend, conversions):
 
 
 @BACKENDS
+def test_a_mask_mod_that_captures_a_tensor(backend, conversions):
+    """What it reads may change, and the lists are not converted again for it."""
+    call, step = qkv(), compiled(backend)[0]
+    distance = torch.tensor(50, dtype=torch.int32)
+    mask = create_block_mask(lambda b, h, q, kv: (q - kv).abs() < 200, None, None, N, N, device="cpu")
+    mask.mask_mod = lambda b, h, q, kv: (q - kv).abs() < distance
+    step(*call, mask)
+    for run in (step, block_sparse_attention):
+        for value in (5, 100):
+            distance.fill_(value)
+            expected = block_sparse_attention(*call, BlockMask.from_flex(mask))
+            found = len(conversions)
+            assert torch.equal(run(*call, mask), expected)
+            assert len(conversions) - found == (run is block_sparse_attention and value == 5)
+
+
+@BACKENDS
 def test_compiled_batches(backend):
     """A pattern for each head, and one pattern with values for each item."""
     call, step = qkv(), compiled(backend)[0]
