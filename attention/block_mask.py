@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.derived import Derived
 from sparse_collective.arguments import describe, is_strided, pair
 from sparse_collective.bsr import BsrMatrix
 
@@ -74,8 +75,9 @@ class BlockMask:
     heads: int  # H, may be 1
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
+    derived: Derived | None  # what kernels must know of the mask, made when first needed
     __slots__ = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols")
-    __slots__ += ("__weakref__",)
+    __slots__ += ("derived", "__weakref__")
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class BlockMask:
             raise ValueError(f"B and H must be at least 1, got partial_count of shape {tuple(partial_count.shape)}")
         self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
         self._set(batch=partial_count.shape[0], heads=partial_count.shape[1], n_block_rows=rows, n_block_cols=cols)
+        self._set(derived=None)
         if check:
             self._check()
 

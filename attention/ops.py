@@ -14,7 +14,7 @@ from cute_kernels.explain import explains
 from cute_kernels.runtime.plan import forced_path
 from sparse_collective import BsrMatrix
 
-from . import checks, decode
+from . import checks, decode, kept
 from . import plan as planning
 from .block_mask import BlockMask
 from .mask_mods import window_bounds
@@ -117,13 +117,28 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). One that has 1 batch item or 1 head serves all. Under
-            torch.compile only a BlockMask, made outside; tensors that a function of it captures are read when the
-            graph runs, so they must not be written to inside of it.
+            torch.compile no torch.sparse_bsr tensor, which it does not take: make BsrMatrix.from_torch(t) outside.
+            Tensors that a mask's function captures are read when the graph runs, so they must not be written to inside
+            of it.
         causal: a row also sees no column after its own, as in attention.
 
     Returns and raises as attention does, and raises ValueError or TypeError for a mask_mod that a kernel cannot be
-    compiled with: see attention.element_mask. CPU tensors run the reference. What is made of a mask, once and without
-    waiting for the GPU, is kept as long as the BlockMask: to pass the same one again costs nothing more.
+    compiled with: see attention.element_mask. CPU tensors run the reference.
+
+    What is made of a mask, without waiting for the GPU, is kept as long as the object that was passed, under
+    torch.compile too: to pass the same object again costs nothing more than a look-up. It is made again
+
+    - of FlexAttention's BlockMask, when one of its lists was written to or replaced, or its mask_mod, lengths or block
+      size;
+    - of a bool tensor, when it was written to, and for each (Sq, Sk), of which the latest 8 are kept;
+    - of a BsrMatrix or torch.sparse_bsr tensor, when its indices were written to;
+    - of a BlockMask never: its lists must not be written to.
+
+    Writes are seen where torch counts them, which are operations in place on the tensor, its views or its detach(), and
+    assignments to its .data; not through .data, NumPy, kernels, or the index tensors that torch.sparse_bsr_tensor was
+    given. Of tensors that were made in inference mode torch counts none: these masks are converted at each call. While
+    a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since replays must see what was written
+    between them: pass one of these two where the mask does not change.
     """
     if is_compiling():
         from .torch_op import traced_block_sparse
@@ -146,16 +161,14 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
     checks.check_tensor("block_sparse_attention: k", k)
     if isinstance(block_mask, BlockMask):
         return block_mask
-    if isinstance(block_mask, BsrMatrix) or (
-        isinstance(block_mask, torch.Tensor) and block_mask.layout is torch.sparse_bsr
-    ):
-        return BlockMask.from_bsr(block_mask)
+    if isinstance(block_mask, kept.FlexBlockMask):
+        return kept.of_flex(block_mask)
+    if isinstance(block_mask, BsrMatrix):
+        return kept.of_bsr(block_mask)
     if isinstance(block_mask, torch.Tensor):
-        return BlockMask.from_blocks(block_mask, lengths=(q.shape[-2], k.shape[-2]))
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
-    if isinstance(block_mask, FlexBlockMask):
-        return BlockMask.from_flex(block_mask)
+        if block_mask.layout is torch.sparse_bsr:
+            return kept.of_torch_bsr(block_mask)
+        return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
     raise TypeError(
         "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
         f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"

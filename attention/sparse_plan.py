@@ -4,11 +4,11 @@ Of a mask are made, on its device and without waiting for it: the mask with caus
 and the key of its element mask. They are kept as long as the mask is.
 """
 
-import weakref
 from functools import partial
 
 import torch
 
+from cute_kernels.runtime import derived
 from cute_kernels.runtime.plan import forced_path
 
 from . import plan as planning
@@ -24,13 +24,13 @@ MOST_TILES = 2**31 - 1
 _PLANS = Plans()
 
 
-class Derived:
+class Derived(derived.Derived):
     """What is made of one mask."""
 
-    _of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+    __slots__ = ("_checked", "_element")
 
-    def __init__(self, mask: BlockMask):
-        self.kept = {}
+    def __init__(self):
+        super().__init__()
         self._element = None, (None, ())
         self._checked: set[tuple[int, int]] = set()
 
@@ -51,32 +51,12 @@ class Derived:
 
     @classmethod
     def of(cls, mask: BlockMask) -> "Derived":
-        found = cls._of.get(mask)
-        return cls._of.setdefault(mask, cls(mask)) if found is None else found
-
-    def get(self, key, device: torch.device, make, tensors_of):
-        """`make()`, kept under `key`.
-
-        While a CUDA graph is captured, what is not there yet becomes part of the graph and is not kept; what is there
-        was finished before, for torch.cuda.graph synchronises. Another stream waits for what one has made.
-        """
-        found = self.kept.get(key)
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if found is not None:
-            value, made_on, event = found
-            if event is not None and not capturing and made_on != torch._C._cuda_getCurrentRawStream(device.index):
-                stream = torch.cuda.current_stream(device)
-                stream.wait_event(event)
-                for tensor in tensors_of(value):
-                    tensor.record_stream(stream)
-            return value
-        value = make()
-        if device.type != "cuda":
-            self.kept[key] = value, None, None
-        elif not capturing:
-            stream = torch.cuda.current_stream(device)
-            self.kept[key] = value, stream.cuda_stream, stream.record_event()
-        return value
+        """Kept in the mask itself: mask_mod may refer to what holds the mask."""
+        found = mask.derived
+        if found is None:
+            found = cls()
+            mask._set(derived=found)
+        return found
 
 
 def tables(mask: BlockMask) -> tuple:
@@ -86,7 +66,7 @@ def tables(mask: BlockMask) -> tuple:
 
 def with_causal(mask: BlockMask) -> BlockMask:
     """mask.with_causal(), made once."""
-    return Derived.of(mask).get("causal", mask.device, mask.with_causal, tables)
+    return Derived.of(mask).get("causal", mask.partial_count, mask.with_causal, tables)
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int = 1) -> torch.Tensor:
@@ -116,7 +96,7 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
 def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int) -> tuple:
     """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table, and
     what the element mask reads."""
-    derived = Derived.of(mask)
+    kept = Derived.of(mask)
 
     def make() -> tuple:
         index = torch.cat([mask.partial_index, mask.full_index], -1)
@@ -126,8 +106,8 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: in
         table = torch.stack([order.to(torch.int32), *counts], -1)
         return index, mask.partial_index.shape[-1], table
 
-    made = derived.get((batch, heads, tile_m, together), mask.device, make, lambda value: (value[0], value[2]))
-    return *made, *derived.element(mask, batch, heads)[1]
+    made = kept.get((batch, heads, tile_m, together), mask.partial_count, make, lambda value: (value[0], value[2]))
+    return *made, *kept.element(mask, batch, heads)[1]
 
 
 def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:

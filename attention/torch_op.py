@@ -1,19 +1,18 @@
 """The attention ops as torch.library knows them, for torch.compile and opcheck; eager calls go around them.
 
 Each op gives (out, lse), an lse of no element where none is asked for; its twin `.._out` gives lse alone. A BlockMask
-crosses the schema as its lists, lengths and block size, its mask_mod as mask_text.py has it.
+crosses the schema as its lists, lengths and block size, its mask_mod as mask_text.py has it; what users hold besides as
+`crossing` has it, so that it is converted inside the op, once (kept.py).
 """
-
-import weakref
 
 import torch
 from torch import Tensor
 
-from . import mask_text
-from .block_mask import TABLES, BlockMask
+from cute_kernels.runtime.derived import captured
+from sparse_collective.bsr import BsrMatrix
 
-MOST_MASKS = 64
-_MASKS: dict[tuple, tuple] = {}  # ids of its tensors, and the rest of a mask -> (weak references to them, the mask)
+from . import convert, kept, mask_text
+from .block_mask import TABLES, BlockMask
 
 
 @torch.library.custom_op("attention::attention", mutates_args=())
@@ -90,10 +89,11 @@ def block_sparse_op(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    form: str = "lists",
 ) -> tuple[Tensor, Tensor]:
     from .ops import block_sparse_attention
 
-    mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors)
+    mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
     terms = {"causal": causal, "softcap": softcap, "scale": scale}
     return _pair(q, block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse), return_lse)
 
@@ -113,6 +113,7 @@ def _(
     softcap=None,
     scale=None,
     return_lse=False,
+    form="lists",
 ):
     return _fake("block_sparse_attention", q, k, v, return_lse)
 
@@ -133,10 +134,11 @@ def block_sparse_out_op(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    form: str = "lists",
 ) -> Tensor:
     from .ops import block_sparse_attention
 
-    mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors)
+    mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
     terms = {"causal": causal, "softcap": softcap, "scale": scale}
     return _pair(q, block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse, out=out), return_lse)[1]
 
@@ -157,6 +159,7 @@ def _(
     softcap=None,
     scale=None,
     return_lse=False,
+    form="lists",
 ):
     return _fake("block_sparse_attention", q, k, v, return_lse)[1]
 
@@ -176,19 +179,44 @@ def traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out, *
 
 def traced_block_sparse(q, k, v, block_mask, causal, softcap, scale, return_lse, out):
     """block_sparse_attention inside a torch.compile trace."""
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(
-            "block_sparse_attention: under torch.compile block_mask must be a BlockMask; make it outside, with "
-            "BlockMask.from_blocks, from_bsr or from_flex"
-        )
-    lists = [getattr(block_mask, name) for name in TABLES]
-    mask = lists, list(block_mask.lengths), list(block_mask.blocksize), *mask_text.written(block_mask.mask_mod)
-    terms = causal, _float(softcap), _float(scale), return_lse
+    mask, form = crossing(block_mask)
+    terms = causal, _float(softcap), _float(scale), return_lse, form
     if out is None:
         out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms)
     else:
         lse = torch.ops.attention.block_sparse_attention_out(q, k, v, *mask, out, *terms)
     return (out, lse) if return_lse else out
+
+
+def crossing(block_mask) -> tuple[tuple, str]:
+    """What a mask is to a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
+
+    (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
+    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".
+    """
+    from torch.nn.attention.flex_attention import noop_mask
+
+    if isinstance(block_mask, BlockMask):
+        lists = [getattr(block_mask, name) for name in TABLES]
+        mask_mod = mask_text.written(block_mask.mask_mod)
+        return (lists, list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
+    if isinstance(block_mask, kept.FlexBlockMask):
+        lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+            lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+        mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+        sizes = list(block_mask.seq_lengths), list(block_mask.BLOCK_SIZE)
+        return (lists, *sizes, *mask_text.written(mask_mod)), "flex"
+    if isinstance(block_mask, BsrMatrix):
+        indices = [block_mask.crow_indices, block_mask.col_indices]
+        return (indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []), "bsr"
+    if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
+        return ([block_mask], [], [], None, [], []), "blocks"
+    raise TypeError(
+        "block_sparse_attention: under torch.compile block_mask must be a BlockMask, FlexAttention's BlockMask, a "
+        f"BsrMatrix or a bool tensor, got {type(block_mask).__name__}; of a torch.sparse_bsr tensor, which "
+        "torch.compile does not take, make BsrMatrix.from_torch(t) outside"
+    )
 
 
 def _float(value):
@@ -217,20 +245,26 @@ def _fake(
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
-def _block_mask(lists, lengths, blocksize, *mask_mod) -> BlockMask:
-    """A mask of lists that were checked, or trusted, where the caller's mask was made.
+def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str = "lists"):
+    """What `crossing` was given, as block_sparse_attention takes it; a BlockMask is made once of the same tensors.
 
-    The latest ones are kept, while their lists live, for what is made of a mask once (sparse_plan) is kept with it.
+    The contents of lists and indices were checked, or trusted, where the caller's mask was made.
     """
-    tensors = (*lists, *mask_mod[2])
-    key = *(id(t) for t in tensors), *lengths, *blocksize, mask_mod[0], *mask_mod[1]
-    refs, mask = _MASKS.get(key, ((), None))
-    if mask is not None and all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
-        return mask
-    facts = {"lengths": tuple(lengths), "blocksize": tuple(blocksize)}
-    # Of aliases, since what is kept must not keep the caller's tensors alive
-    mask = BlockMask(*(t.detach() for t in lists), **facts, mask_mod=mask_text.read(*mask_mod), check=False)
-    if len(_MASKS) >= MOST_MASKS:
-        _MASKS.pop(next(iter(_MASKS)))
-    _MASKS[key] = tuple(weakref.ref(t) for t in tensors), mask
-    return mask
+    if form == "blocks":
+        return lists[0]
+
+    lengths, blocksize = tuple(lengths), tuple(blocksize)
+
+    def make(*lists: Tensor) -> BlockMask:
+        if form == "bsr":
+            return BlockMask.from_blocks(*convert.blocks_of_indices(*lists, lengths, blocksize, None))
+        facts = {"lengths": lengths, "blocksize": blocksize}
+        facts["mask_mod"] = mask_text.read(mask_mod, numbers, [t.detach() for t in tensors])
+        if form == "flex":
+            lists, facts = convert.tables_of_flex(*lists, *[None] * (4 - len(lists)), **facts)
+        return BlockMask(*lists, **facts, check=False)
+
+    if form == "flex" and captured(lists[0]):
+        return make(*lists)  # see kept.py
+    key = form, *lengths, *blocksize, mask_mod, *numbers
+    return kept.of_op_tensors(lists, tensors, key, make, watched=form != "lists")

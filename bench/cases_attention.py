@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
 from cute_kernels import explain, path
+from sparse_collective import BsrMatrix
 
 from . import ceilings, timing
 from . import peers_attention as peers
@@ -25,6 +26,7 @@ SUITE = "attention"
 DTYPE = torch.bfloat16
 COPY = "copy bandwidth"
 OUR_DENSE = "ours, dense"
+OUR_KEPT = "ours, BlockMask"  # in rows of other masks that users hold
 FORWARD = "forward"  # how the names of rows begin that a geometric mean is asked of
 EIGHTH = "block-sparse 128x128, 0.125"
 
@@ -206,12 +208,22 @@ def uniform(rows: int, cols: int, per_row: int, seed: int = 0) -> Tensor:
     return scores.argsort(1).argsort(1) < per_row
 
 
-def sparse(side: int, density: float, against: str, asked: float, settings: int = 1, dense: bool = False) -> Case:
+def sparse(
+    side: int,
+    density: float,
+    against: str,
+    asked: float,
+    settings: int = 1,
+    dense: bool = False,
+    held: str | None = None,
+) -> Case:
     """block_sparse_attention of random full blocks beside FlexAttention, and FA4 where its tiles fit the blocks.
 
     Args:
         settings: how many of FlexAttention's are tried for blocks smaller than its tiles.
         dense: whether our own dense attention of the same shape takes turns too.
+        held: which of HELD each call of ours is given, made once outside as users do, and nothing else prepared. A
+            kept BlockMask takes turns then, and of the peers only that which the row is held against.
     """
     B, S, H, D = SPARSE
     blocks = uniform(S // side, S // side, round(density * S / side))
@@ -221,16 +233,38 @@ def sparse(side: int, density: float, against: str, asked: float, settings: int 
     whole = Attention(lambda: x.q, lambda: x.k, lambda: x.v)
     ours_dense = Candidate(OUR_DENSE, dense_problem(SPARSE).flops, lambda: ours_of(whole)[0])
 
-    def ours():
+    def ours(of: Callable = kept_mask if held is None else HELD[held]):
         if dense:
             with contextlib.suppress(Exception):  # compiled before FA4 is imported; its own line will say
                 ours_dense.setup()
-        return ours_of(x, block_sparse_attention, args=lambda: BlockMask.from_blocks(x.blocks, x.block_size))
+        return ours_of(x, block_sparse_attention, args=lambda: of(x))
 
+    flex, fa4 = peers.flex_attention(x, problem.flops, settings=settings), peers.fa4(x, problem.flops)
     others = [ours_dense] if dense else []
-    others.append(peers.flex_attention(x, problem.flops, settings=settings))
-    others += [peers.fa4(x, problem.flops)] if side == 128 else []
-    return case(f"block-sparse {side}x{side}, {density:.3g}", problem, x, others, against, asked, ours)
+    others += [flex, fa4] if side == 128 else [flex]
+    name = f"block-sparse {side}x{side}, {density:.3g}"
+    if held is not None:
+        name += f", {held}"
+        others = [other for other in others if other.name == against]
+        others.insert(0, Candidate(OUR_KEPT, problem.flops, lambda: ours(kept_mask)[0]))
+    return case(name, problem, x, others, against, asked, ours)
+
+
+def kept_mask(x: Attention) -> BlockMask:
+    return BlockMask.from_blocks(x.blocks, x.block_size)
+
+
+def bsr_pattern(x: Attention) -> BsrMatrix:
+    """A matrix of zeros, of which the pattern counts."""
+    rows, cols = x.blocks.nonzero(as_tuple=True)
+    crow = torch.arange(len(x.blocks) + 1, device=rows.device, dtype=torch.int32) * (len(rows) // len(x.blocks))
+    values = torch.zeros(len(cols), *x.block_size, dtype=DTYPE, device=rows.device)
+    return BsrMatrix(crow, cols.int(), values, (x.q.shape[1], x.k.shape[1]))
+
+
+# Masks that users hold, and what makes one.
+FLEX_MASK, BOOL_MASK, BSR_MASK = "FlexAttention's mask", "bool tensor", "BsrMatrix"
+HELD = {FLEX_MASK: peers.flex_mask_of_blocks, BOOL_MASK: lambda x: x.blocks, BSR_MASK: bsr_pattern}
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
@@ -261,7 +295,8 @@ def attention_cases(mode: str) -> Iterator[Case]:
         for causal in (False, True):
             yield older(shape, causal)
     for density in (1 / 8, 1 / 4, 1 / 2):
-        yield sparse(64, density, FLEX, 1.5, settings=len(peers.FLEX_SETTINGS) if full else 1)
+        for held in (None, FLEX_MASK):
+            yield sparse(64, density, FLEX, 1.5, settings=len(peers.FLEX_SETTINGS) if full else 1, held=held)
     for shape in SHAPES:
         for causal in (False, True):
             yield forward(shape, causal, flex=full or shape == FIRST)
@@ -271,6 +306,8 @@ def attention_cases(mode: str) -> Iterator[Case]:
                 yield small(shape, causal, graph)
     for density in (1 / 8, 1 / 4, 1 / 2):
         yield sparse(128, density, FA4, 1.10, dense=density == 1 / 8)
+        for held in HELD if density == 1 / 8 else (FLEX_MASK,):
+            yield sparse(128, density, FA4, 1.10, held=held)
     yield sliding_window()
     for batch, keys, asked in CACHES:
         yield decoding(batch, keys, asked)

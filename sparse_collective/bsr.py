@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.heuristics import NOT_KNOWN, Shares
+from cute_kernels.runtime.derived import Derived, state_of
 from cute_kernels.sweep_tile import CHUNK
 
 from . import arguments, balance, index_check
@@ -30,7 +31,6 @@ from .sweep import SweepPlan, sweep_plan
 __all__ = ["BsrMatrix", "random_bsr"]
 
 INT32_MAX = 2**31 - 1
-MOST_PLANS = 64  # kept for one matrix: one for each kernel and width of the other operand
 
 _LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns, with what BsrMatrix.recall takes over
 
@@ -72,7 +72,7 @@ class BsrMatrix:
     even: bool  # whether all block rows are known to hold equally many blocks
     shares: Shares  # of block columns that its rows need, where known; what kernels are chosen by
     key: tuple  # what an op's plan depends on, hashable
-    plans: dict | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
+    plans: Derived | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
     __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "batch", "nnz", "plans", "even")
     __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "shares", "key", "__weakref__")
 
@@ -105,7 +105,7 @@ class BsrMatrix:
             raise ValueError(f"values has {total} blocks, but shape {shape} has only {items * rows * cols}")
         self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape, batch=batch)
         self._set(blocksize=(bm, bk), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
-        self._set(check=bool(check), checked=False, even=False, plans={})
+        self._set(check=bool(check), checked=False, even=False, plans=Derived())
         self._set_shares(NOT_KNOWN)
 
     def _set(self, **attributes: object) -> None:
@@ -379,34 +379,15 @@ class BsrMatrix:
         matrix._set_shares(self.shares)
         return matrix
 
-    def derived(self, key: tuple, make: Callable[[], tuple]) -> tuple:
-        """`make()`, a tuple of tensors made of the indices alone, on their device; kept under `key`.
+    def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple):
+        """`make()`, made of the indices alone, on their device, and `tensors_of` it its tensors; kept under `key`.
 
-        Made again if an index tensor has been changed in place. While a CUDA graph is captured, what is not there yet
-        becomes part of the graph and is not kept; what is there was finished before, for torch.cuda.graph synchronises.
+        Made again if an index tensor has been changed in place; see Derived for streams and CUDA graphs.
         """
         if self.plans is None:
             return make()
-        versions = self.crow_indices._version, self.col_indices._version
-        found = self.plans.get(key)
-        cuda = self.device.type == "cuda"
-        if found is not None and found[1] == versions:
-            elsewhere = cuda and found[2] != torch._C._cuda_getCurrentRawStream(self.device.index)
-            if elsewhere and not torch.cuda.is_current_stream_capturing():  # a capture may not wait for what is outside
-                stream = torch.cuda.current_stream(self.device)
-                stream.wait_event(found[3])
-                for tensor in found[0]:
-                    tensor.record_stream(stream)
-            return found[0]
-        made = make()
-        if not cuda:
-            self.plans[key] = (made, versions, None, None)
-        elif not torch.cuda.is_current_stream_capturing():
-            if len(self.plans) >= MOST_PLANS:
-                self.plans.clear()
-            stream = torch.cuda.current_stream(self.device)
-            self.plans[key] = (made, versions, stream.cuda_stream, stream.record_event())
-        return made
+        state = state_of(self.crow_indices, self.col_indices)
+        return self.plans.get(key, self.crow_indices, make, tensors_of, state)
 
     def sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
         """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs.

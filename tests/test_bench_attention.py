@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention import reference
 from bench import __main__ as command
@@ -17,6 +18,7 @@ from bench import findings_attention as findings
 from bench import peers_attention as peers
 from bench import record, table, timing
 from bench.rows import FASTEST, OURS, Case, Row, Timing
+from sparse_collective import BsrMatrix
 
 
 def by_name(mode="quick") -> dict[str, Case]:
@@ -36,7 +38,7 @@ def row(name: str, ratio: float, asked=None, peers_at=(1.0,), against=FASTEST) -
 @pytest.mark.parametrize("mode", ["quick", "full"])
 def test_cases_are_what_is_asked(mode):
     found = list(cases.attention_cases(mode))
-    assert len(found) == len({case.name for case in found}) == 42
+    assert len(found) == len({case.name for case in found}) == 50
     for case in found:
         names = [peer.name for peer in case.peers]
         assert len(set(names)) == len(names) and (case.against in names or case.against == FASTEST)
@@ -45,6 +47,12 @@ def test_cases_are_what_is_asked(mode):
     flex = [case.name for case in found if peers.FLEX in [peer.name for peer in case.peers]]
     assert len([name for name in flex if name.startswith("forward")]) == (18 if mode == "full" else 2)
     assert findings.EIGHTH in by_name()
+    held = [case for case in found if cases.OUR_KEPT in [peer.name for peer in case.peers]]
+    assert len(held) == 8 and sum(case.name.endswith(cases.FLEX_MASK) for case in held) == 6
+    for case in held:
+        base = by_name(mode)[case.name.rpartition(", ")[0]]
+        assert (case.against, case.asked, case.problem) == (base.against, base.asked, base.problem)
+        assert [peer.name for peer in case.peers] == [cases.OUR_KEPT, case.against]
 
 
 @pytest.mark.parametrize("queries, keys", [(40, 40), (1, 40), (24, 40), (40, 24)])
@@ -149,9 +157,29 @@ def test_a_run_measures_and_writes_everything(on_cpu, tmp_path, capsys):
     assert set(errors["errors"]) == {OURS, peers.FLASH, peers.FA4}
     assert all(0 < e["rms"] < e["max"] < 0.05 for e in errors["errors"].values())
     names = [check["name"] for check in data["checks"]]
+    shares = [check for check in data["checks"] if check["name"].endswith("that of a kept BlockMask")]
+    assert len(shares) == 8 and all(check["value"] is not None for check in shares)
     assert names[:2] == ["forward, geometric mean of 4", "forward, worst"] and any("our own dense" in n for n in names)
     shown = capsys.readouterr().out
     assert "Error against fp64" in shown and "host cost of a call, µs: 7.000, asked at most 8" in shown
+
+
+@pytest.mark.parametrize("held", cases.HELD)
+def test_masks_that_users_hold(on_cpu, monkeypatch, held):
+    """Each call is given the object itself, the same one, and computes what a BlockMask does."""
+    given, real = [], cases.block_sparse_attention
+    monkeypatch.setattr(
+        cases, "block_sparse_attention", lambda q, k, v, m, **more: given.append(m) or real(q, k, v, m, **more)
+    )
+    monkeypatch.setattr(cases.ours_of, "__defaults__", (cases.attention, None, None))
+    case = cases.sparse(128, 1 / 8, peers.FA4, 1.1, held=held)
+    call, _ = case.ours()
+    kept = case.peers[0].setup()
+    kinds = {cases.FLEX_MASK: FlexBlockMask, cases.BOOL_MASK: torch.Tensor, cases.BSR_MASK: BsrMatrix}
+    first = given[0]
+    assert isinstance(first, kinds[held]) and not isinstance(given[-1], kinds[held])
+    given.clear()
+    assert torch.equal(call(), kept()) and given[0] is first
 
 
 def test_rows_whose_op_raises_say_so(on_cpu, monkeypatch, tmp_path, capsys):

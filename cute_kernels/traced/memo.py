@@ -13,6 +13,7 @@ import dis
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,14 +108,16 @@ class State:
             if _library(value.__name__):
                 return value.__name__
             raise _Unreadable  # its attributes may change, and which of them are read is not known
-        if kind in (list, set, tuple, frozenset):
+        if kind in (list, set, frozenset) or isinstance(value, tuple):
             if kind in (list, set):
                 self.lists.append((value, tuple(value)))
             return kind, tuple([self.walk(part) for part in value])
-        if kind is dict:
+        if kind in (dict, OrderedDict):
             self.lists.append((value, tuple(value)))
             self.items += [(value, k, v) for k, v in value.items()]
             return kind, tuple([(self.walk(k), self.walk(v)) for k, v in value.items()])
+        if isinstance(value, (list, set, dict)):
+            raise _Unreadable  # a subclass, which may hold more than its elements
         if kind is types.MethodType:
             return kind, self.walk(value.__func__), self.walk(value.__self__)
         if isinstance(value, functools.partial):
@@ -125,7 +128,13 @@ class State:
         fields = getattr(value, "__dict__", None)
         if fields is None or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
             raise _Unreadable
-        return self.walk(kind), self.walk(fields)
+        return self.walk(kind), self.fields(fields)
+
+    def fields(self, owner: dict) -> tuple:
+        """Attributes of an object."""
+        named = [(name, value) for name, value in owner.items() if name != ATTRIBUTE]
+        self.items += [(owner, name, value) for name, value in named]
+        return tuple([(name, self.walk(value)) for name, value in named])
 
     def type(self, value: type):
         """A class stands by its id, with the attributes and methods of those of its bases that are of no library."""
@@ -170,8 +179,28 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------------- what is kept
 
-_OF_FUNCTION: dict[int, tuple] = {}  # id of a function -> (weak reference, arguments, State, versions, Traced)
+ATTRIBUTE = "_cute_kernels_trace"  # of functions and objects
 _OF_STATE: dict[tuple, tuple] = {}  # (State.key, arguments) -> (State.alive, Program, weak references to its tensors)
+
+
+class Kept:
+    """A function's latest trace. It is an attribute of the function, and not in a table, which would keep functions for
+    ever that refer to what holds them."""
+
+    __slots__ = ("arguments", "function", "result", "state", "versions")
+
+    def __init__(self, function: Callable, arguments: tuple, state: State, result: Traced):
+        self.function, self.arguments, self.state, self.result = weakref.ref(function), arguments, state, result
+        self.versions = _versions(result.read)
+
+    def is_of(self, function: Callable, arguments: tuple) -> bool:
+        """Whether it is this very function, no copy, and would be traced to the same."""
+        if self.function() is not function or self.arguments != arguments or not self.state.holds():
+            return False
+        return not self.versions or self.versions == _versions(self.result.read)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # in a copy, or in a file, None stands for this
 
 
 def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
@@ -180,11 +209,10 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
     The captured tensors, and what was computed of them, are kept as long as the function is.
     """
     arguments = what, inputs, shape, device
-    known = _OF_FUNCTION.get(id(function))
-    if known is not None:
-        ref, given, state, versions, result = known
-        if ref() is function and given == arguments and state.holds() and versions == _versions(result.read):
-            return result
+    fields = getattr(function, "__dict__", None)
+    known = None if fields is None else fields.get(ATTRIBUTE)
+    if known is not None and known.is_of(function, arguments):
+        return known.result
     state = State.of(function)
     if state is None:
         return trace(function, *arguments)
@@ -196,19 +224,10 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
                 _OF_STATE.clear()
             refs = tuple(weakref.ref(t) for t in result.tensors)
             _OF_STATE[state.key, arguments] = state.alive, result.program, refs
-    versions = _versions(result.read)
-    if versions is not None:
-        try:
-            ref = weakref.ref(function, functools.partial(_forget, id(function)))
-        except TypeError:  # a built-in function
-            return result
+    if type(fields) is dict and _versions(result.read) is not None:
         state.seen.clear()
-        _OF_FUNCTION[id(function)] = ref, arguments, state, versions, result
+        fields[ATTRIBUTE] = Kept(function, arguments, state, result)
     return result
-
-
-def _forget(key: int, _) -> None:
-    _OF_FUNCTION.pop(key, None)
 
 
 def _of_state(state: State, arguments: tuple) -> Traced | None:
