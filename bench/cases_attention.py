@@ -264,7 +264,7 @@ def bsr_pattern(x: Attention) -> BsrMatrix:
 
 # Masks that users hold, and what makes one.
 FLEX_MASK, BOOL_MASK, BSR_MASK = "FlexAttention's mask", "bool tensor", "BsrMatrix"
-HELD = {FLEX_MASK: peers.flex_mask_of_blocks, BOOL_MASK: lambda x: x.blocks, BSR_MASK: bsr_pattern}
+HELD = {FLEX_MASK: peers.flex_mask, BOOL_MASK: lambda x: x.blocks, BSR_MASK: bsr_pattern}
 
 
 # -- decoding ------------------------------------------------------------------------------------------------

@@ -241,7 +241,9 @@ def flex_mask(x: Attention):
         def seen(b, h, i, j):  # said in full, though it is not applied to blocks kept wholly, which all are
             return blocks[i // bq, j // bk]
 
-        return flex_mask_of_blocks(x, seen)
+        counts, indices = x.kept_blocks()
+        full = {"full_kv_num_blocks": counts, "full_kv_indices": indices, "BLOCK_SIZE": x.block_size}
+        return flex.BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, mask_mod=seen, **full)
     (left, right), offset = x.bounds, x.offset
     if left is None and right is None:
         return None
@@ -254,14 +256,6 @@ def flex_mask(x: Attention):
         return (j >= i + (offset - left)) & (j <= i + (offset + right))
 
     return flex.create_block_mask(near, None, None, Q_LEN=x.q.shape[1], KV_LEN=x.k.shape[1], device=x.q.device)
-
-
-def flex_mask_of_blocks(x: Attention, mask_mod: Callable | None = None):
-    """FlexAttention's block mask of x's blocks, each kept wholly, so that none needs a mask_mod."""
-    flex = needs("torch.nn.attention.flex_attention", "torch")
-    counts, indices = x.kept_blocks()
-    full = {"full_kv_num_blocks": counts, "full_kv_indices": indices, "BLOCK_SIZE": x.block_size}
-    return flex.BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, mask_mod=mask_mod, **full)
 
 
 @peer(FA4)
