@@ -296,13 +296,13 @@ def operand_tiles(facts: FlashFacts) -> tuple:
 def first_vector(op: OperandTile, thread) -> tuple:
     """(line, element) of the first vector that a thread copies: neighbours copy neighbouring chunks of a line.
 
-    Where all threads copy more lines at once than the tile has, those whose line is past the last one must copy nothing.
+    Where all threads copy more lines at once than the tile has, those with a line past its last must copy nothing.
     """
     return thread // op.chunks, thread % op.chunks * VECTOR
 
 
 def lines_at_once(op: OperandTile) -> int:
-    """Lines of which all threads copy `op.chunks` chunks each; of head dimension 96 those are 4, of others 8."""
+    """How many lines all threads copy `op.chunks` chunks of at a time: 4 chunks at head dimension 96, 8 at others."""
     return op.threads // op.chunks
 
 

@@ -143,9 +143,9 @@ class GemmFacts:
 
     Majors name the contiguous mode as the kernel sees it: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a
     tensor with no contiguous mode. Alignments are in elements: what base pointer and strides are multiples of, at
-    most 8; on the sm_80 path, and of D also on the sm_90 path, the contiguous extent as well. `ranks` are those of the torch tensors a, b and d.
-    `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output. `ordered`
-    says that a table orders the work tiles of a sparse product, whose rows differ in length.
+    most 8; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch tensors
+    a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output.
+    `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
     """
 
     arch: str  # the compiler's target

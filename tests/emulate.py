@@ -94,7 +94,7 @@ class Emulated:
                 assert right, f"{name}: stride {stride} of mode {mode}, {major}-major, aligned to {align}"
 
     def insist_on_whole_granules(self, d):
-        """TMA stores 16 bytes at a time: of a contiguous extent that ends inside of them, it writes what lies behind."""
+        """TMA stores 16 bytes at a time: where a contiguous extent ends inside of them, it writes what lies behind."""
         if self.facts.tma_store:
             mode = fake.contiguous_mode(self.facts, 2)
             assert d.shape[mode] * d.element_size() % 16 == 0, f"TMA would write past the end of d {tuple(d.shape)}"

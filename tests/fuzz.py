@@ -1,12 +1,13 @@
 """The fuzz: random calls of every op on both paths, in guarded memory, against the truth.
 
     python -m tests.fuzz [--cases 12000] [--minutes 3] [--seed 0] [--jobs N] [--only TEXT] [--out FILE]
-    python -m tests.fuzz --replay 'Case(...)'        one case again, as a failure prints it
+    python -m tests.fuzz --replay "Case(...)"        one case again, as a failure prints it
 
 A worker process draws, with hypothesis and a seed that follows from --seed, some dozens of cases of one family after
 the other: cases of a family share kernels, which compile in the worker, so that all CPUs compile at once. Failures do
 not end it. The report has the seed, how many cases ran of every op on each path, and every failure with the case to
-replay. The exit status is 0 if none failed and all cases ran. With no GPU the CPU's references run, on small cases.
+replay. The exit status is 0 if none failed; where the time is up first, the report says how many of the cases ran. With
+no GPU the CPU's references run, on small cases.
 """
 
 import argparse
@@ -159,12 +160,20 @@ class Fuzz:
 
 
 def tasks_of(cases: int, seed: int, only: str) -> list:
-    """(family, cases, seed) of all families, the same number of cases each."""
-    found = [f for module in MODULES for f in module.families() if only in f.name]
+    """(family, cases, seed) of all families, the same number of cases each; the ops and paths in turns.
+
+    So if the time is up before all have run, it is not one op alone that was left out.
+    """
+    found, turn = [], collections.Counter()
+    for module in MODULES:
+        for family in module.families():
+            if only in family.name:
+                found.append((turn[family.name], len(found), family))
+                turn[family.name] += 1
     if not found:
         raise SystemExit(f"fuzz: no op and path is called {only!r}")
     each = -(-cases // len(found))
-    return [(family, each, seed * 100_003 + i) for i, family in enumerate(found)]
+    return [(family, each, seed * 100_003 + i) for _, i, family in sorted(found, key=lambda entry: entry[:2])]
 
 
 def replay(text: str, device: str) -> int:
@@ -193,18 +202,15 @@ def report_of(fuzz: Fuzz, wanted: int, seed: int, device: str, seconds: float) -
 
 
 def text_of(report: dict) -> str:
-    lines = [
-        f"fuzz: {report['cases']} cases of seed {report['seed']} in {report['seconds']} s, {report['failed']} failed"
-    ]
+    ran = f"{report['cases']} of {report['wanted']} cases of seed {report['seed']} in {report['seconds']} s"
+    lines = [f"fuzz: {ran}, {report['failed']} failed"]
     lines += [f"  {name}: {count}" for name, count in report["counts"].items()]
     lines += [f"  failed: {name}: {count}" for name, count in report["kinds"].items()]
     shown = {}
     for failure in report["failures"]:  # one of each kind
         shown.setdefault(failure["kind"], failure)
     for failure in shown.values():
-        lines += [f"{failure['kind']}: {failure['text']}", f"  python -m tests.fuzz --replay '{failure['case']}'"]
-    if report["cases"] < report["wanted"]:
-        lines.append(f"fuzz: the time was up after {report['cases']} of {report['wanted']} cases")
+        lines += [f"{failure['kind']}: {failure['text']}", f'  python -m tests.fuzz --replay "{failure["case"]}"']
     return "\n".join(lines)
 
 
@@ -214,9 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="when to stop, whatever is left (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="what all is drawn from (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
-    parser.add_argument(
-        "--only", default="", help="ops and paths whose name holds this, such as 'paged attention sm_80'"
-    )
+    parser.add_argument("--only", default="", help="ops and paths whose name holds this, such as 'gemm sm_80'")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="write the report here, too")
     parser.add_argument("--replay", help="one case, as a failure prints it")
@@ -232,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(text_of(report))
-    return int(report["failed"] > 0 or report["cases"] < report["wanted"])
+    return int(report["failed"] > 0 or report["cases"] == 0)
 
 
 if __name__ == "__main__":

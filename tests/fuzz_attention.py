@@ -20,7 +20,7 @@ from .guard_zones import Placement, Wrong, Zones
 from .reference import assert_as_good_as_torch, attention_plainly, normal
 
 OPS = ("attention", "packed attention", "block_sparse_attention", "cached attention", "paged attention")
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (96, 64), (96, 128))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (96, 64), (96, 192))
 HEADS = ((3, 3), (8, 2), (4, 1), (2, 2), (6, 3), (9, 3))
 BLOCKSIZES = ((128, 128), (64, 64), (128, 64), (64, 128))
 PAGES = (16, 32, 64, 128)
@@ -199,7 +199,7 @@ def run(case: Case, device: str = "cpu") -> None:
 def batched(case: Case, zones: Zones, kind: dict, terms: dict) -> tuple:
     """(call, (q, k, v) plainly, what each row sees): of attention, of a cache and of pages."""
     f, device = case.family, kind["device"]
-    B, (H, Hkv), (D, Dv) = len(case.rows), case.heads, f.dims
+    B, (H, Hkv), D = len(case.rows), case.heads, f.dims[0]
     size = f.page_size
     length = case.capacity * size if size else case.capacity or case.cols[0]
     q = with_nan_rows(normal(B, H, case.rows[0], D, **kind), case.nan_q)

@@ -177,10 +177,9 @@ def test_rows_of_nan(where, path, op, lse):
     """A row of q that is NaN makes its row of out NaN, and its lse; a row of k all that see it. No other row is NaN."""
     cached = op in ("cached attention", "paged attention")
     base = fuzz_attention.Family(op, path, "bf16", (64, 64), True, False, None, lse)
+    calls = [(1, 2, 90), (3, 2, 90)] if cached else [(None, 3, 200), (None, 200, 200), (3, 3, 300)]
     cases = []
-    for splits, rows, cols in (
-        [(None, 3, 200), (None, 200, 200), (3, 3, 300)] if not cached else [(1, 2, 90), (3, 2, 90)]
-    ):
+    for splits, rows, cols in calls:
         family = dataclasses.replace(
             base, splits=splits if cached or op == "attention" else None,
             page_size=16 if op == "paged attention" else 0,
