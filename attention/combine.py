@@ -92,10 +92,10 @@ class Combine:
         for w in range_constexpr(WARPS):
             factors[w] = exp2((largests[w] - against) * LOG2E)
             total = total + factors[w] * totals[w]
-        inverse, lse = Float32(0.0), -Float32.inf
-        if total > 0.0:
-            inverse = cute.arch.rcp_approx(total)
-            lse = against + cute.math.log2(total, approx=True, ftz=True) * LN2
+        inverse = cute.arch.rcp_approx(total)
+        lse = against + cute.math.log2(total, approx=True, ftz=True) * LN2
+        if total == 0.0:  # which NaN is not: a part of NaN makes the row NaN
+            inverse, lse = Float32(0.0), -Float32.inf
         for begin in range_constexpr(0, self.head_dim_v, self.threads):
             column = begin + tidx
             if column < self.head_dim_v:

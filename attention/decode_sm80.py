@@ -18,7 +18,7 @@ from .combine import Combine
 from .config import ELEMENT, DecodeFacts
 from .decode_store import packed, store_tile
 from .decode_tiles import CacheLengths, DecodeScheduler, PackedBandSource
-from .flash_sm80 import FlashSm80, first_vector, vectors
+from .flash_sm80 import FlashSm80, first_vector, lines_at_once, vectors
 from .lengths import DenseLengths
 from .softmax import OnlineSoftmax, rows_and_columns
 
@@ -180,6 +180,24 @@ class DecodeSm80(FlashSm80):
         end: Int32 | None,
     ):
         """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros."""
+        if const_expr(lines_at_once(op) <= op.lines):
+            self.copy_lines_of_cache(op, mX, mTable, pages, tile, n, to_tile, end)
+        elif first_vector(op, cute.arch.thread_idx()[0])[0] < op.lines:
+            self.copy_lines_of_cache(op, mX, mTable, pages, tile, n, to_tile, end)
+
+    @cute.jit
+    def copy_lines_of_cache(
+        self,
+        op: cutlass.Constexpr,
+        mX: cute.Tensor,
+        mTable: cute.Tensor | None,
+        pages: Int32,
+        tile,
+        n: Int32,
+        to_tile: Int32,
+        end: Int32 | None,
+    ):
+        """This thread's vectors of them."""
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         to = op.offset(line, element * ELEMENT)
         head = mX.iterator.toint() + (Int64(tile.h_kv) * mX.stride[1] + element) * ELEMENT

@@ -208,6 +208,14 @@ class FlashSm80(Weighing):
     @cute.jit
     def copy(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
         """Copy tile n of an operand to `tile`; lines from `end` on, if that is given, become zeros."""
+        if const_expr(lines_at_once(op) <= op.lines):
+            self.copy_lines(op, thread, n, tile, end)
+        elif thread[0] < op.lines:
+            self.copy_lines(op, thread, n, tile, end)
+
+    @cute.jit
+    def copy_lines(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
+        """This thread's vectors of them."""
         line, to, source, pitch = thread
         source = source + n * op.lines * pitch
         passed = const_expr(0)
@@ -286,11 +294,19 @@ def operand_tiles(facts: FlashFacts) -> tuple:
 
 
 def first_vector(op: OperandTile, thread) -> tuple:
-    """(line, element) of the first vector that a thread copies: neighbours copy neighbouring chunks of a line."""
+    """(line, element) of the first vector that a thread copies: neighbours copy neighbouring chunks of a line.
+
+    Where all threads copy more lines at once than the tile has, those with a line past its last must copy nothing.
+    """
     return thread // op.chunks, thread % op.chunks * VECTOR
+
+
+def lines_at_once(op: OperandTile) -> int:
+    """How many lines all threads copy `op.chunks` chunks of at a time: 4 chunks at head dimension 96, 8 at others."""
+    return op.threads // op.chunks
 
 
 def vectors(op: OperandTile) -> list:
     """(lines, bytes) from a thread's first vector to each one that it copies."""
-    at_once = op.threads // op.chunks
-    return [(j, byte) for j in range(0, op.lines, at_once) for byte in range(0, op.line_bytes, op.chunks * CHUNK)]
+    steps = range(0, op.line_bytes, op.chunks * CHUNK)
+    return [(j, byte) for j in range(0, op.lines, lines_at_once(op)) for byte in steps]

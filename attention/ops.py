@@ -59,7 +59,8 @@ def attention(
             give wrong results, but no access out of the tensors. A CUDA graph may change them between replays.
 
     Returns:
-        (B, H, Sq, Dv) of q's dtype, `out` if it was given. A row that sees no column gets 0, and an lse of -inf.
+        (B, H, Sq, Dv) of q's dtype, `out` if it was given. A row that sees no column gets 0, and an lse of -inf; one
+        that sees a score of NaN gets NaN, and an lse of NaN.
         Packed: (total_q, H, Dv), and an lse (H, total_q), as FlashAttention's. Rows from cu_seqlens_q[B] on, which are
         of no sequence, see no column.
 

@@ -204,13 +204,16 @@ class OnlineSoftmax:
 
     @cute.jit
     def finish(self, out: cute.Tensor, lse: cute.Tensor):  # (rows, columns) of O; (rows,)
-        """Divide O by the sums, and give each row's log of its sum of exponentials: 0 and -inf for an empty row."""
+        """Divide O by the sums, and give each row's log of its sum of exponentials: 0 and -inf for an empty row.
+
+        A score of NaN is no largest one, but its p is NaN, and so is the sum: that makes O and LSE NaN.
+        """
         for r in range_constexpr(cute.size(self.total)):
             total = quad_sum(self.total[r]) if const_expr(self.adds) else self.total[r]
-            inverse = Float32(0.0)
-            lse[r] = -Float32.inf
-            if total > 0.0:
-                inverse = cute.arch.rcp_approx(total)
-                lse[r] = (self.largest[r] * self.scale_log2 + cute.math.log2(total, approx=True, ftz=True)) * LN2
+            inverse = cute.arch.rcp_approx(total)
+            lse[r] = (self.largest[r] * self.scale_log2 + cute.math.log2(total, approx=True, ftz=True)) * LN2
+            if total == 0.0:  # which NaN is not
+                inverse = Float32(0.0)
+                lse[r] = -Float32.inf
             for c in range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * inverse

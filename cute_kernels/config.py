@@ -131,10 +131,10 @@ class GemmFacts:
     """Everything that selects one compiled kernel.
 
     Majors name the contiguous mode as the kernel sees it: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a
-    tensor with no contiguous mode. Alignments are in elements: what base pointer, strides and, on the sm_80 path,
-    the contiguous extent are multiples of, at most 8. `ranks` are those of the torch tensors a, b and d.
-    `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output. `ordered`
-    says that a table orders the work tiles of a sparse product, whose rows differ in length.
+    tensor with no contiguous mode. Alignments are in elements: what base pointer and strides are multiples of, at
+    most 8; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch tensors
+    a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output.
+    `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
     """
 
     arch: str  # the compiler's target
@@ -160,7 +160,7 @@ class GemmFacts:
 
     @property
     def tma_store(self) -> bool:
-        """Whether D's strides meet TMA's rule; elsewhere the store goes element by element."""
+        """Whether D's strides and contiguous extent meet TMA's rule; elsewhere the store goes element by element."""
         return (
             self.path == "sm_90"
             and not self.config.few

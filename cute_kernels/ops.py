@@ -106,11 +106,11 @@ def gemm(
         return without_kernel(plan, a, b, bias, activation, residual, alpha, beta, out, epilogue)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d = out
+    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
     if plan.views:
-        a, b, d, bias, residual = viewed(plan.views, a, b, out, bias, residual)
+        a, b, d, bias, residual = viewed(plan.views, a, b, d, bias, residual)
     plan.function(a, b, d, bias, residual, alpha, beta, plan.group, plan.max_ctas)
-    return out
+    return out.copy_(result) if plan.staged else out
 
 
 def viewed(views: tuple, *tensors) -> list:
@@ -178,7 +178,8 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec, determinist
     from .runtime.workspace import with_workspace
 
     K, N = a.shape[-1], b.shape[-1]
-    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
+    stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
+    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
     results = [t for t in (d, residual) if t is not None]
     # A batch of A with one B is one tall matrix, wherever the strides allow it and no bias counts rows.
     fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
@@ -189,7 +190,7 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec, determinist
     if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
         plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
         rows = (d if views[2] is None else views[2](d)).shape[-2]
-        views = (lambda t: t.new_zeros(rows, 8), lambda t: t.new_zeros(8, N), *views[2:])
+        views = (lambda t: t.new_zeros(rows, 8), lambda t: t.new_zeros(N, 8).t(), *views[2:])  # for TMA, at any N
     if any(view is not None for view in views):
         plan.views = views
     va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
@@ -226,11 +227,16 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
         return _as_matrix
     wide = t.expand(*batch, *t.shape[-2:])
     _, copied = flatten_batch(wide, 3)
-    if copied and name == "out":
-        raise ValueError(f"gemm: out's batch dimensions, strides {t.stride()}, do not flatten; pass a contiguous out")
     if copied:
         plan.notes.append(f"{name} is copied: its batch dimensions, broadcast to {tuple(batch)}, have no single stride")
     return lambda t: flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]
+
+
+def stage(plan: Plan, out, needed: bool) -> None:
+    """Note whether `out` is written through a contiguous result: one whose leading dimensions have no single stride."""
+    plan.staged = needed
+    if needed:
+        plan.notes.append(f"out is copied to: its leading dimensions, strides {out.stride()}, do not fold into one")
 
 
 def bias_view(bias):

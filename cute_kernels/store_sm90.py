@@ -10,7 +10,8 @@ its own, so warpgroups never wait for each other:
 
 Of a tile whose K was split, a CTA stores its share of the chunks.
 
-Where D's strides do not meet TMA's rule (multiples of 16 bytes), `store_direct` writes element by element.
+Where D's strides or contiguous extent do not meet TMA's rule (multiples of 16 bytes, which it writes whole),
+`store_direct` writes element by element.
 """
 
 import cutlass

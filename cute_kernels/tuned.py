@@ -124,7 +124,7 @@ def problem_class(problem: Problem, path: str) -> str:
     words += [",".join(problem.majors), problem.dtype, f"out {out_bytes}B"]
     words.append("light" if problem.epilogue.is_light else "loaded")
     if path == "sm_90":
-        tma = problem.majors[2] != "any" and problem.layouts[2].align * out_bytes % 16 == 0
+        tma = problem.majors[2] != "any" and problem.layouts[2].vector * out_bytes % 16 == 0
         words.append("tma" if tma else "direct")
     else:
         words.append("copies " + ",".join(str(layout.vector) for layout in problem.layouts))

@@ -17,7 +17,7 @@ from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
 from cute_kernels.heuristics import Extents, resident_clusters, workspace_words
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
-from cute_kernels.ops import bias_view, viewed
+from cute_kernels.ops import bias_view, stage, viewed
 from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
 from . import balance
@@ -186,15 +186,22 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
         return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue, groups)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d, col = out, W.col_indices
+    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
+    col = W.col_indices
     if plan.views:
-        b, d, bias, residual = viewed(plan.views, b, out, bias, residual)
+        b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at these
         col, values = col.new_zeros(1), values.new_zeros(*values.shape[:-3], 1, *W.blocksize)
+    _launch(plan, W, col, values, b, d, bias, residual, groups)
+    return out.copy_(result) if plan.staged else out
+
+
+def _launch(plan: Plan, W, col, values, b, d, bias, residual, groups) -> None:
+    """Run the plan's kernel on the tensors as it views them."""
     if plan.swept:
         tables = W.sweep_plan(*plan.swept)
         plan.function(W.crow_indices, *tables, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
-        return out
+        return
     pattern = W.pair_plan() if plan.paired else (col,)
     more = () if plan.paired else (groups,)
     # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
@@ -202,10 +209,9 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order = W.work_order(tiles, plan.paired)
         function(W.crow_indices, *pattern, order, *more, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
-        return out
+        return
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
     plan.function(W.crow_indices, *pattern, None, *more, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
-    return out
 
 
 def _ordered(plan: Plan) -> tuple:
@@ -354,7 +360,9 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
     from cute_kernels.runtime.workspace import with_workspace
 
     fold = W.batch is None
-    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
+    if fold and out is not None and out.dim() > 2:
+        stage(plan, out, not folds_into_rows(out) if linear else flatten_batch(out, 3)[1])
+    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
     views = (
         _view_of("x" if linear else "b", b, linear, plan) if fold else None,
         _view_of("out", d, linear, plan) if fold else None,
@@ -364,9 +372,9 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
     if W.shape[-1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
         plan.notes.append("K is 0: the kernel sums over nothing")
         columns = W.blocksize[1]
-        rows = b.numel() if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
-        zeros = (rows if linear else columns, columns if linear else b.shape[-1])
-        views = (lambda t: t.new_zeros(zeros), *views[1:])
+        rows = 1 if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
+        N = rows if linear else b.shape[-1]  # K-major on either side, which suits TMA at any N
+        views = (lambda t: t.new_zeros(N, columns) if linear else t.new_zeros(N, columns).t(), *views[1:])
     if any(view is not None for view in views):
         plan.views = views
     vb, vd = (t if view is None else view(t) for t, view in zip((b, d), views, strict=False))
@@ -440,17 +448,9 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
     if linear and folds_into_rows(t):  # (..., K) is one matrix (tokens, K)
         return lambda t: flatten_batch(t, 2)[0]
     if linear:
-        if name == "out":
-            raise ValueError(
-                f"bsr_linear: out's leading dimensions, strides {t.stride()}, do not fold; pass it contiguous"
-            )
         plan.notes.append(f"{name} is copied: its leading dimensions, strides {t.stride()}, do not fold into one")
         return lambda t: flatten_batch(t, 2)[0]
     _, copied = flatten_batch(t, 3)
-    if copied and name == "out":
-        raise ValueError(
-            f"bsr_matmul: out's batch dimensions, strides {t.stride()}, do not flatten; pass it contiguous"
-        )
     if copied:
         plan.notes.append(f"{name} is copied: its batch dimensions, strides {t.stride()}, have no single stride")
     return lambda t: flatten_batch(t, 3)[0]

@@ -19,7 +19,7 @@ from cute_kernels import checks, reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.legality import unsupported
-from cute_kernels.runtime import kernels
+from cute_kernels.runtime import fake, kernels
 from cute_kernels.sweep_tile import CONSUMERS, Geometry
 from sparse_collective.pairs_collective import PairedSource
 
@@ -55,6 +55,7 @@ class Emulated:
             acc = (self.swept if cfg.sweep else self.paired if cfg.pairs else self.sparse)(*parts, b)
         self.insist("b", b, 1)
         self.insist("d", d, 2)
+        self.insist_on_whole_granules(d)
         assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
         spec = self.facts.epilogue
         assert (bias is not None) == bool(spec.bias) and (residual is not None) == bool(spec.residual)
@@ -91,6 +92,12 @@ class Emulated:
             if extent > 1:  # the stride of an extent of 1 is not looked at
                 right = stride == 1 if mode == contiguous else stride % align == 0
                 assert right, f"{name}: stride {stride} of mode {mode}, {major}-major, aligned to {align}"
+
+    def insist_on_whole_granules(self, d):
+        """TMA stores 16 bytes at a time: where a contiguous extent ends inside of them, it writes what lies behind."""
+        if self.facts.tma_store:
+            mode = fake.contiguous_mode(self.facts, 2)
+            assert d.shape[mode] * d.element_size() % 16 == 0, f"TMA would write past the end of d {tuple(d.shape)}"
 
     def sparse(self, crow, col, order, groups, values, b):
         """W @ b from the stored blocks alone, or its transpose; of a batch item by item, or run by run of columns."""

@@ -58,7 +58,8 @@ class Walked:
             weights = (scores * scale_log2 * math.log(2)).masked_fill(~seen, -math.inf)
             if lse is not None:
                 lse[tile.b, tile.h, part] = weights.logsumexp(-1)
-            o[tile.b, tile.h, part] = (weights.softmax(-1).nan_to_num(0.0) @ v[tile.b, tile.h_kv].float()).to(o.dtype)
+            weights = weights.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+            o[tile.b, tile.h, part] = (weights @ v[tile.b, tile.h_kv].float()).to(o.dtype)
         assert len(done) == number(scheduler.count) == batch * heads * plain.tiles_m, "every query tile, once"
 
     def seen(self, tiles, tile, rows, cols, tensors):

@@ -3,6 +3,9 @@
 Writes FOLDER/<card>/tests.json: the machine, the versions, the state of the sources, counts, failures, and with
 --sanitize the verdicts of compute-sanitizer's memcheck, racecheck and synccheck on tests/sanitize_cases.py. The exit
 status is 0 only if all of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
+
+With --fuzz the fuzz (tests/fuzz.py) runs instead, to which all other arguments go, such as `--cases 100000 --minutes 20
+--seed 7`; it writes FOLDER/<card>/fuzz.json.
 """
 
 import argparse
@@ -167,6 +170,7 @@ def commit() -> str | None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_record", description=__doc__.splitlines()[0])
     parser.add_argument("--sanitize", action="store_true", help="also run compute-sanitizer on a few tiny cases")
+    parser.add_argument("--fuzz", action="store_true", help="run the fuzz in place of the tests")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that each process may take")
     options, rest = parser.parse_known_args(arguments)
@@ -174,6 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds none"
         print(f"gpu_record: no CUDA GPU ({why}). `python -m pytest` runs all tests that need none.", file=sys.stderr)
         return 2
+    if options.fuzz:
+        return fuzz(rest, options.out, options.limit)
     record = {"machine": machine(), "tests": tests(rest, options.limit)}
     passed = record["tests"]["status"] == 0
     if options.sanitize:
@@ -185,6 +191,22 @@ def main(arguments: list[str] | None = None) -> int:
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(summary(record), f"gpu_record: written to {path}", sep="\n")
     return 0 if passed else 1
+
+
+def fuzz(arguments: list[str], out: Path, limit: float) -> int:
+    """Run the fuzz in a process of its own, and add the machine to its report; returns its exit status."""
+    about = machine()
+    path = out / card_name(about["card"]) / "fuzz.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    status, _ = run([sys.executable, "-m", "tests.fuzz", *arguments, "--out", str(path)], limit, show=True)
+    if not path.exists():
+        print(f"gpu_record: the fuzz ended without a report ({status})", file=sys.stderr)
+        return 1
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({"machine": about, "arguments": arguments, "status": status, **report}, indent=1) + "\n")
+    print(f"gpu_record: written to {path}")
+    return 0 if status == 0 else 1
 
 
 def summary(record: dict) -> str:

@@ -230,13 +230,15 @@ def test_views_without_alignment(device):
 
 
 def test_leading_dimensions_that_do_not_fold(device, path):
-    """x is copied, and explain says so; out cannot be, and is refused."""
+    """x is copied, out is copied to, and explain says so; nothing around out is written."""
     W = bsr("bernoulli", (64, 64), device)
     m, k = W.shape
     plan = check(W, normal(3, 10, k, device=device).transpose(0, 1), linear=True)
     assert any("x is copied" in note for note in plan.notes)
-    with pytest.raises(ValueError, match="do not fold; pass it contiguous"):
-        bsr_linear(normal(10, 3, k, device=device), W, out=poisoned(3, 10, m, device=device).transpose(0, 1))
+    for out in (poisoned(3, 10, m, device=device).transpose(0, 1), poisoned(10, 5, m + 8, device=device)[:, :3, :m]):
+        x = normal(10, 3, k, device=device)
+        plan = check(W, x, linear=True, out=out)
+        assert plan.staged and any("out is copied to" in note for note in plan.notes)
 
 
 @LINEAR

@@ -52,6 +52,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
     empty: bool = False
+    staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
     uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
     swept: tuple = ()  # for the sweep kernel: arguments of BsrMatrix.sweep_plan
     paired: bool = False  # for the kernel over pairs of block rows
@@ -131,7 +132,10 @@ def choose(
         if best:
             facts = best[1]
             if facts.warp_specialised and not facts.tma_store:
-                notes.append("store: element by element, since D's strides are not multiples of 16 bytes")
+                notes.append(
+                    "store: element by element, since D's address, strides or contiguous extent are not multiples of "
+                    "16 bytes"
+                )
             if pick := tuned_pick(card, name, problem, spec, sms, notes):  # before an atomic split too: it was measured
                 return facts_for(problem, name, spec, pick.config), pick.group, pick.ctas, notes
             if facts.config.atomic:
@@ -169,9 +173,22 @@ def candidates_for(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConf
     return candidates.candidates_sm80(problem.block, spec)
 
 
+def store_align(d: Layout, out_dtype: str) -> int:
+    """GemmFacts' alignment of D on the sm_90 path: 16 bytes, in elements, where it may be stored by TMA, else 1.
+
+    TMA writes whole granules of 16 bytes. Where the contiguous extent ends inside of one, what lies behind each row (a
+    neighbour's columns, where D is a slice) would be overwritten: so the extent must be a multiple of them too.
+    """
+    granule = 16 // (4 if out_dtype == "float32" else 2)
+    return d.vector if d.vector % granule == 0 else 1
+
+
 def facts_for(problem: Problem, name: str, spec: ArchSpec, config: GemmConfig) -> GemmFacts:
-    # TMA clips a contiguous extent of any length; cp.async copies whole vectors, so there the extent counts too.
-    aligns = tuple(lay.align if name == "sm_90" else lay.vector for lay in problem.layouts)
+    a, b, d = problem.layouts
+    if name == "sm_90":  # TMA's loads clip a contiguous extent of any length
+        aligns = a.align, b.align, store_align(d, problem.out_dtype)
+    else:  # cp.async copies whole vectors, so the extent counts too
+        aligns = a.vector, b.vector, d.vector
     if problem.block:
         aligns = (8, *aligns[1:])
     return GemmFacts(

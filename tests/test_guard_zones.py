@@ -1,0 +1,210 @@
+"""Every op writes its result and nothing else, and reads nothing but its operands: extents 1 to 17 past multiples of 8.
+
+The same calls run the CPU's references, the host side with torch in the kernels' place, and the kernels on a GPU.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from . import emulate, fuzz_attention, fuzz_products
+from .guard_zones import PATTERN, Placement, Wrong, Zones
+
+MORE = range(1, 18)
+PATHS = ("sm_90", "sm_80")
+
+
+@pytest.fixture(params=["reference", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request, monkeypatch):
+    """The device of the tensors: on the CPU the ops' own references, or the host side of a GPU's calls."""
+    if request.param == "emulated":
+        emulate.install(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def complete(run, cases, where: str) -> None:
+    """Run all; of those that fail, name the kinds and the first of each."""
+    wrong = {}
+    for case in cases:
+        try:
+            run(case, where)
+        except Exception as error:
+            wrong.setdefault(getattr(error, "kind", type(error).__name__), []).append(f"{error}\n{case}")
+    assert not wrong, "\n".join(f"{len(found)} of {kind}; the first: {found[0]}" for kind, found in wrong.items())
+
+
+# The harness itself
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 1, 4), (0, 4), (6,)], ids=str)
+def test_placements(shape):
+    """All elements are there, and nothing else is the tensor's."""
+    values = torch.randn(shape).bfloat16()
+    order = tuple(reversed(range(len(shape))))
+    for place in (Placement(), Placement(order, (1,) * len(shape), 3)):
+        zones = Zones()
+        given, out = zones.input(values, place), zones.output(shape, torch.bfloat16, place)
+        assert torch.equal(given, values) and given.stride() == out.stride() and out.isnan().all()
+        out.copy_(given)
+        zones.check()
+        assert (zones.outputs[0][1] != PATTERN[2]).sum() <= values.numel()
+
+
+@pytest.mark.parametrize("at", [-1, 7, 8 * 5])
+def test_a_stray_write_is_seen(at):
+    """One element before, in the gap behind a row, and after the last one."""
+    zones = Zones()
+    out = zones.output((5, 7), torch.bfloat16, Placement(pads=(0, 1)))
+    out.zero_()
+    zones.check()
+    zones.outputs[0][1][out.storage_offset() + at] = 0
+    with pytest.raises(Wrong, match=rf"1 elements around out .* \[{at}\] elements after its first"):
+        zones.check()
+
+
+def test_a_changed_input_is_seen():
+    zones = Zones()
+    x = zones.input(torch.zeros(3, 3), Placement(pads=(0, 1)), "x")
+    x[1, 1] = -0.0
+    with pytest.raises(Wrong, match="input changed: 1 elements of x's buffer"):
+        zones.check()
+
+
+# Products
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("pad", [0, 8], ids=["tight", "wide"])
+@pytest.mark.parametrize("op", ["gemm", "bsr_matmul", "bsr_linear"])
+def test_products(where, path, op, pad, transposed):
+    """Out's contiguous extent is the one that the operands' columns or tokens give, or that of out's rows."""
+    block = None if op == "gemm" else (64, 64)
+    majors = (False, False, transposed)
+    family = fuzz_products.Family(op, path, "bf16", "bf16", 8, 8, majors, None, None, False, block)
+    plain = Placement()
+
+    def case(more):
+        base = 192 if where == "cuda" else 24
+        n = base + more
+        m, k = (n, 64) if block is None else (3, 2)
+        if block is None and not transposed:
+            m = 65
+        tall, wide = (m, n) if op != "bsr_linear" else (n, m * 64)
+        rows = tall if block is None or op == "bsr_linear" else tall * 64
+        fast = rows if transposed else wide
+        # Pitches of multiples of 8, of the smallest that there are, and wider ones
+        pitch = fuzz_products.multiple(fast, 8) + pad
+        pads = (pitch - fast, 0) if transposed else (0, pitch - fast)
+        order = (1, 0) if transposed else (0, 1)
+        b = fuzz_products.multiple(n, 8) - n
+        place_b = Placement((0, 1), (0, 0 if op == "bsr_linear" else b))
+        places = (plain, place_b, Placement(order, pads), plain)
+        return fuzz_products.Case(family, m, n, k, 1, 0.5, None, places, True, 7 + more)
+
+    complete(fuzz_products.run, map(case, MORE), where)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16)], ids=str)
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32"])
+def test_columns_of_every_kind_of_kernel(where, path, block, out_dtype):
+    """bsr_linear's out transposed, and bsr_matmul's not: few tokens and many, tall rows of blocks and long ones."""
+    cases = []
+    for op, order in (("bsr_linear", (1, 0)), ("bsr_matmul", (0, 1))):
+        family = fuzz_products.Family(op, path, "bf16", out_dtype, 8, 8, (False,) * 3, "col", "relu", False, block)
+        for n in (1, 3, 12, 17, 65) if where == "cpu" else (1, 3, 12, 17, 65, 193, 1001):
+            gap = fuzz_products.multiple(n, 8) - n + 8
+            place = Placement(order, (gap, 0) if op == "bsr_linear" else (0, gap))
+            place_b = Placement((0, 1), (0, gap)) if op == "bsr_matmul" else Placement()
+            for m, k in ((2, 2), (1, 512 // block[1])) if where == "cpu" else ((2, 2), (1, 64), (24, 16)):
+                places = (Placement(), place_b, place, Placement())
+                cases.append(fuzz_products.Case(family, m, n, k, 1, 0.5, None, places, True, n + m))
+    complete(fuzz_products.run, cases, where)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("batch", ["values", "patterns"])
+def test_grouped_products(where, path, batch, transposed):
+    family = fuzz_products.Family(
+        "bsr_grouped_linear", path, "bf16", "bf16", 8, 8, (False, False, transposed), "items", "silu", False, (64, 64),
+        batch, 64,
+    )  # fmt: skip
+    order = (1, 0) if transposed else (0, 1)
+    places = (Placement(), Placement(pads=(0, 8)), Placement(order, (8, 8)), Placement())
+    cases = [fuzz_products.Case(family, 2, n, 2, 3, 0.5, None, places, True, n) for n in (0, 1, 2, 5)]
+    complete(fuzz_products.run, cases, where)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("swap", [False, True], ids=["BHSD", "BSHD"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 64)], ids=str)
+@pytest.mark.parametrize("op", fuzz_attention.OPS)
+def test_attention(where, path, op, dims, swap):
+    """Lengths 1 to 17 past a multiple of 8; rows further apart than they are long."""
+    base = fuzz_attention.Family(op, path, "bf16", dims, op != "cached attention", False, None, True)
+    family = dataclasses.replace(
+        base, page_size=16 if op == "paged attention" else 0,
+        blocksize=(64, 64) if op == "block_sparse_attention" else None,
+    )  # fmt: skip
+    cached = op in ("cached attention", "paged attention")
+    order = () if not swap else (1, 0, 2) if op == "packed attention" else (0, 2, 1, 3)
+
+    def case(more):
+        length = (200 if where == "cuda" else 24) + more
+        rows = 1 if cached else length
+        places = []
+        for align in (1, 8, 8, 8):  # q is copied where it may not be read as it is
+            pads = (0,) * (2 if op == "packed attention" else 3) + (align,)
+            places.append(Placement(order, pads, 8))
+        capacity = -(-2 * length // 16) if family.page_size else 2 * length if cached else 0
+        terms = {"window": None, "density": 0.6, "nan_q": (), "nan_k": (), "give_out": True, "seed": more}
+        lengths = (rows,) * 2, (length, 2 * length if cached else length)
+        return fuzz_attention.Case(family, (6, 3), *lengths, capacity, places=tuple(places), **terms)
+
+    complete(fuzz_attention.run, map(case, MORE), where)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no lse"])
+@pytest.mark.parametrize("op", fuzz_attention.OPS)
+def test_rows_of_nan(where, path, op, lse):
+    """A row of q that is NaN makes its row of out NaN, and its lse; a row of k all that see it. No other row is NaN."""
+    cached = op in ("cached attention", "paged attention")
+    base = fuzz_attention.Family(op, path, "bf16", (64, 64), True, False, None, lse)
+    calls = [(1, 2, 90), (3, 2, 90)] if cached else [(None, 3, 200), (None, 200, 200), (3, 3, 300)]
+    cases = []
+    for splits, rows, cols in calls:
+        family = dataclasses.replace(
+            base, splits=splits if cached or op == "attention" else None,
+            page_size=16 if op == "paged attention" else 0,
+            blocksize=(128, 128) if op == "block_sparse_attention" else None,
+        )  # fmt: skip
+        for nan_q, nan_k in [((0.3,), ()), ((), (0.7,)), ((0.0, 0.99), (0.01,)), ((), (1.0,)), ((), ())]:
+            capacity = -(-cols // 16) if family.page_size else cols if cached else 0
+            more = {"nan_q": nan_q, "nan_k": nan_k, "places": (Placement(),) * 4, "give_out": True, "seed": 5}
+            cases.append(fuzz_attention.Case(family, (4, 2), (rows,) * 2, (cols,) * 2, capacity, None, 1.0, **more))
+    complete(fuzz_attention.run, cases, where)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dims", fuzz_attention.DIMS, ids=str)
+@pytest.mark.parametrize("heads", [(3, 3), (8, 2)], ids=str)
+def test_pages_in_a_wider_buffer(where, path, dims, heads):
+    """Pages whose rows lie further apart than they are long, and more of them than a CTA has stages for."""
+    cases = []
+    for page_size, pad, splits in [(16, 0, None), (16, 8, None), (32, 1, None), (64, 8, 1), (16, 8, 1), (16, 8, 2)]:
+        family = fuzz_attention.Family(
+            "paged attention", path, "bf16", dims, True, False, None, True, splits, page_size
+        )
+        for rows, cols in [(1, (512, 300)), (3, (36, 130))]:
+            places = (Placement(), *(Placement(pads=(0, 0, 0, pad)),) * 2, Placement())
+            more = {"nan_q": (), "nan_k": (), "places": places, "give_out": True, "seed": 3}
+            capacity = -(-max(cols) // page_size) + 1
+            cases.append(fuzz_attention.Case(family, heads, (rows,) * 2, cols, capacity, None, 1.0, **more))
+    complete(fuzz_attention.run, cases if where == "cuda" else cases[:4], where)
