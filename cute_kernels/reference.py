@@ -16,8 +16,8 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
     if activation is not None:
         x = functions.ACTIVATIONS[activation](x)
     if function is not None:
-        x = evaluate(function, [x])
-    return x.expand(acc.shape)
+        x = evaluate(function, [x]).expand(x.shape)  # a constant is one number
+    return x
 
 
 def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, function):
