@@ -194,11 +194,13 @@ def cases(draw, family: Family, most: int = 300):
             x = (*lead, tokens) if leading is None else leading
             shapes = (), (*x, K), (*x, M)
     a, b, out, residual = shapes[0], shapes[1], shapes[2], shapes[2]
+    # Folded with the others, a dimension of extent 1 is not the contiguous one, which the sm_90 path asks for.
+    transposed = f.majors[1] and not (leading and leading[-1] == 1)
     places = tuple(
         draw(placements(shape, aligned, t))
         for shape, aligned, t in (
             (a, f.align, f.majors[0]),
-            (b, f.align, f.majors[1]),
+            (b, f.align, transposed),
             (out, f.align_out, f.majors[2]),
             (residual, 1, f.majors[2]),
         )

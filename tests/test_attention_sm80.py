@@ -2,8 +2,9 @@
 
 import pytest
 
-from attention.config import FlashConfig, FlashFacts
-from attention.flash_sm80 import VECTOR, first_vector, operand_tiles, vectors
+from attention import decode
+from attention.config import DecodeFacts, FlashConfig, FlashFacts
+from attention.flash_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
 from attention.heuristics import HEAD_DIMS, candidates_sm80
 from cute_kernels.arch import ARCHS
 
@@ -20,6 +21,20 @@ CASES = sorted(
 EVERY_CONFIG = sorted({(d, d, config) for d, dv, config in CASES if d == dv}, key=str)
 
 
+# Of decoding: of every architecture, with and without pages
+DECODING = sorted(
+    {
+        (d, dv, decode.pick(facts).config)
+        for d in HEAD_DIMS
+        for dv in HEAD_DIMS
+        for spec in ARCHS.values()
+        for page_size in (0, 16)
+        for facts in (DecodeFacts(spec.target, "sm_80", None, head_dim=d, head_dim_v=dv, page_size=page_size),)
+    },
+    key=str,
+)
+
+
 def tiles(case) -> tuple:
     d, dv, config = case
     return operand_tiles(FlashFacts("sm_80", "sm_80", config, head_dim=d, head_dim_v=dv))
@@ -30,6 +45,8 @@ def copied(op) -> dict:
     places = {}
     for thread in range(op.threads):
         line, element = first_vector(op, thread)
+        if lines_at_once(op) > op.lines and line >= op.lines:
+            continue
         to = op.offset(line, element * 2)
         for lines, byte in vectors(op):
             x, add = op.split(lines, byte)
@@ -39,7 +56,7 @@ def copied(op) -> dict:
     return places
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(case for case in DECODING if case not in CASES)], ids=str)
 def test_every_element_is_copied_once(case):
     for op in tiles(case):
         expected = {(line, e) for line in range(op.lines) for e in range(0, op.line_bytes // 2, VECTOR)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import candidates
+from cute_kernels import candidates, explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.config import BlockFacts
@@ -268,6 +268,32 @@ def test_extents_of_zero(device, path, shape):
     assert out.shape == (m, n) and torch.equal(out, bias.relu().expand(m, n))
     out = bsr_linear(normal(n, k, device=device), W, bias[:, 0], "relu")
     assert out.shape == (n, m) and torch.equal(out, bias.relu().t().expand(n, m))
+
+
+@pytest.mark.parametrize("side", [16, 64])
+def test_no_columns_of_w(device, path, side):
+    """K = 0: x of one dimension is one row; and any number of columns, on either path."""
+    W = BsrMatrix.from_dense(torch.zeros(64, 0, dtype=BF16, device=device), (side, side))
+    bias = normal(64, device=device)
+    out = poisoned(64, device=device)
+    assert bsr_linear(normal(0, device=device), W, bias, "relu", out=out) is out and torch.equal(out, bias.relu())
+    for n in (1, 5, 8, 12):
+        out = bsr_matmul(W, normal(0, n, device=device), bias[:, None], out=poisoned(64, n, device=device))
+        assert torch.equal(out, bias[:, None].expand(64, n))
+        out = bsr_linear(normal(n, 1, 0, device=device), W, bias, out=poisoned(n, 1, 64, device=device))
+        assert torch.equal(out, bias.expand(n, 1, 64))
+
+
+def test_batches_of_out_that_do_not_flatten(device, path):
+    """bsr_matmul and gemm copy to it, and explain says so."""
+    W = bsr("bernoulli", (64, 64), device)
+    (m, k), b = W.shape, normal(2, 3, W.shape[1], 40, device=device)
+    out = poisoned(3, 2, m, 40, device=device).transpose(0, 1)
+    plan = check(W, b, out=out)
+    assert plan.staged and any("out is copied to" in note for note in plan.notes)
+    a, out = normal(2, 3, 24, k, device=device), poisoned(3, 2, 24, 40, device=device).transpose(0, 1)
+    assert gemm(a, b, out=out) is out and explain(gemm, a, b, out=out).staged
+    assert_as_good_as_torch(out, *exact_and_torch(a, b, BF16), k=k)
 
 
 # What must not be touched

@@ -193,6 +193,20 @@ def test_explain_of_a_kernel(emulated):
     assert "few columns" in str(explain(bsr_matmul, W, normal(224, 8)))
 
 
+@pytest.mark.parametrize(("dtype", "granule"), [(torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)], ids=str)
+def test_tma_stores_whole_granules_alone(emulated, dtype, granule):
+    """Out in a wider buffer, either major: by TMA where its contiguous extent is a multiple of 16 bytes too."""
+    for n in range(257, 274):
+        for transposed in (False, True):
+            out = poisoned(136, 288, dtype=dtype)[:, :n]
+            args = (normal(136, 64), operand(64, n, "t")) if not transposed else (normal(n, 64), operand(64, 136, "n"))
+            plan = explain(gemm, *args, out=out.t() if transposed else out)
+            whole = n % granule == 0
+            assert plan.facts.path == "sm_90" and plan.facts.tma_store == whole
+            assert plan.facts.aligns == (8, 8, granule if whole else 1), "few kernels"
+            assert ("contiguous extent" in str(plan)) != whole
+
+
 def test_path_is_a_context():
     assert forced_path() is None
     with cute_kernels.path("sm_80"):
