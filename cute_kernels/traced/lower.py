@@ -43,6 +43,11 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
     return values[program.output]
 
 
+def _select(condition, x, y):
+    """x or y, of their type: what the compiler's own gives has none."""
+    return type(x)(select_(condition, x, y))
+
+
 # ---------------------------------------------------------------------- integers
 
 
@@ -105,7 +110,7 @@ def _divide(node, values, ranges):
             return x & kind(divisor - 1)
         rest = x % y  # of the sign of x
         wrong = rest < 0 if positive else (rest != 0) & ((rest ^ y) < 0)
-        return select_(wrong, rest + y, rest)
+        return _select(wrong, rest + y, rest)
     rest = x % y
     return rest if node.op == "fmod" else (x - rest) // y  # exact, so that rounding does not matter
 
@@ -118,7 +123,7 @@ def _load(load: Load, values, ranges, tensors, dtype: str):
         if not direct:
             extent = type(index)(tensor.shape[dim])
             if ranges[number][0] < 0:
-                index = cutlass.max(select_(index < 0, index + extent, index), type(index)(0))
+                index = cutlass.max(_select(index < 0, index + extent, index), type(index)(0))
             index = cutlass.min(index, extent - 1)
         at.append(index)
     value = tensor[tuple(at)] if at else tensor[0]
@@ -147,18 +152,18 @@ def _min(x, y):
 def _remainder(x, y):
     """Of floats: of the divisor's sign."""
     rest = cute.math.rem(x, y)
-    return select_((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
+    return _select((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
 def _floor_divide(x, y):
     """Of floats, as torch does: the quotient of what the remainder leaves, rounded to the nearest whole number."""
     rest = cute.math.rem(x, y)
     quotient = (x - rest) / y
-    quotient = select_((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), quotient - 1.0, quotient)
+    quotient = _select((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), quotient - 1.0, quotient)
     whole = cute.math.floor(quotient)
-    whole = select_(quotient - whole > 0.5, whole + 1.0, whole)
-    whole = select_(quotient == 0.0, cute.math.copysign(Float32(0.0), x / y), whole)
-    return select_(y == 0.0, x / y, whole)
+    whole = _select(quotient - whole > 0.5, whole + 1.0, whole)
+    whole = _select(quotient == 0.0, cute.math.copysign(Float32(0.0), x / y), whole)
+    return _select(y == 0.0, x / y, whole)
 
 
 def _not(x):
@@ -181,7 +186,7 @@ OPERATIONS = {
     "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
     "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y, "not": _not,
     "shl": lambda x, y: x << y, "shr": lambda x, y: x >> y,
-    "where": select_,
+    "where": _select,
 }  # fmt: skip
 OPERATIONS |= {
     name: _math(name)

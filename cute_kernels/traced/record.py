@@ -185,21 +185,19 @@ class Recorder(TorchDispatchMode):
         return self.element(tensor, whole)
 
     def element(self, tensor: Tensor, whole: bool) -> Value | Element:
+        if self.shape:
+            raise TypeError(
+                f"a captured tensor of shape {tuple(tensor.shape)}: an epilogue sees one element at a time. Pass a "
+                "bias or a residual to the op, or capture a number, such as float(tensor)"
+            )
         if tensor.device != self.device:
             raise TypeError(f"a captured tensor is on {tensor.device}, but the call's are on {self.device}; move it")
         if tensor.dtype not in DTYPES:
             raise TypeError(f"a captured tensor is {tensor.dtype}; kernels read {', '.join(TORCH_DTYPES)}")
-        if self.shape and tensor.dim():
-            raise TypeError(
-                f"a captured tensor of shape {tuple(tensor.shape)}: an epilogue sees one element at a time. Pass a "
-                "bias or a residual to the op, or capture a number"
-            )
         if tensor.dim() and not whole:
             raise TypeError(
                 f"a captured tensor of shape {tuple(tensor.shape)} as a whole; index it by b, h, q or kv, as table[q]"
             )
-        if self.shape:
-            raise TypeError("a captured tensor: an epilogue captures numbers; pass float(tensor)")
         if id(tensor) not in self.slots:
             self.slots[id(tensor)] = tensor, self.builder.tensor(DTYPES[tensor.dtype], tensor.dim())
         slot = self.slots[id(tensor)][1]
