@@ -246,12 +246,19 @@ def sparse(
     if held is not None:
         name += f", {held}"
         others = [other for other in others if other.name == against]
-        others.insert(0, Candidate(OUR_KEPT, problem.flops, lambda: ours(kept_mask)[0]))
+        others.insert(0, Candidate(OUR_KEPT, problem.flops, lambda: ours(lambda x: as_kept(HELD[held](x)))[0]))
     return case(name, problem, x, others, against, asked, ours)
 
 
 def kept_mask(x: Attention) -> BlockMask:
     return BlockMask.from_blocks(x.blocks, x.block_size)
+
+
+def as_kept(held) -> BlockMask:
+    """The same mask as a BlockMask, with its mask_mod where it has one: what is left is the cost of passing it."""
+    if isinstance(held, Tensor):
+        return BlockMask.from_blocks(held)
+    return BlockMask.from_bsr(held) if isinstance(held, BsrMatrix) else BlockMask.from_flex(held)
 
 
 def bsr_pattern(x: Attention) -> BsrMatrix:
