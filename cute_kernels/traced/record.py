@@ -99,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self.slots: dict[int, tuple[Tensor, int]] = {}
         self.made: dict[int, Tensor] = {}  # computed of captured tensors, or of none
         self.read: dict[int, Tensor] = {}  # captured tensors that were
+        self.composite: str | None = None  # the operation that is being decomposed
 
     def traced(self, tensor) -> bool:
         return isinstance(tensor, Tensor) and id(tensor) in self.known
@@ -121,7 +122,7 @@ class Recorder(TorchDispatchMode):
             out = func(*meta_args, **{k: v if k != "device" else "meta" for k, v in meta_kwargs.items()})
             if out.dtype not in DTYPES:
                 raise TypeError(f"its result is {out.dtype}; kernels have {', '.join(TORCH_DTYPES)}")
-            if not elements and func not in CONSTANTS and tuple(out.shape) != self.shape:
+            if not elements and func not in CONSTANTS and tuple(out.shape) not in (self.shape, ()):
                 raise TypeError("its result has another shape; the function is called on one element at a time")
             parts, named = torch.utils._pytree.tree_unflatten(parts, spec)
             named = {k: v for k, v in named.items() if k not in FACTORY}
@@ -152,18 +153,19 @@ class Recorder(TorchDispatchMode):
 
     def decomposed(self, func, args, kwargs):
         """An operation without a rule, by what torch says that it is made of."""
-        if func.namespace in ("aten", "prims"):
-            table = torch._decomp.decomposition_table
+        table, mutable = torch._decomp.decomposition_table, func._schema.is_mutable
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if func.namespace == "aten" and (composite or func in table and not func.is_view and not mutable):
+            outer, self.composite = self.composite, self.composite or _called(func)
             with self:
-                if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-                    return func.decompose(*args, **kwargs)
-                if func in table and not func.is_view and not func._schema.is_mutable:
-                    return table[func](*args, **kwargs)
-        if func._schema.is_mutable:
+                result = func.decompose(*args, **kwargs) if composite else table[func](*args, **kwargs)
+            self.composite = outer
+            return result
+        if mutable and self.composite is None:
             self.fail(f"{_called(func)} writes to its argument; write x = f(x) in place of it")
-        self.fail(f"{_called(func)} has no form in a kernel; there are {', '.join(names())}")
+        self.fail(f"{self.composite or _called(func)} has no form in a kernel; there are {', '.join(names())}")
 
-    def operand(self, tensor: Tensor, whole: bool) -> Value | Element:
+    def operand(self, tensor: Tensor, whole: bool) -> Value | Element | int | float | bool:
         """What stands for a tensor in the program; `whole`: one that is about to be indexed."""
         if id(tensor) in self.known:
             value = self.known[id(tensor)][1]
@@ -175,6 +177,8 @@ class Recorder(TorchDispatchMode):
             if id(tensor) in self.made or self.device.type != "cpu" or self.shape:
                 if id(tensor) not in self.made:
                     self.read[id(tensor)] = tensor
+                if self.shape:
+                    return tensor.item()  # beside tensors of a dimension torch takes it for a number
                 dtype = DTYPES.get(tensor.dtype) or ("float32" if tensor.dtype.is_floating_point else "int64")
                 return self.builder.const(tensor.item(), dtype)
         return self.element(tensor, whole)
@@ -204,12 +208,14 @@ class Recorder(TorchDispatchMode):
         """The trace, once the function has returned."""
         if isinstance(result, Tensor) and not self.traced(result) and result.dim() == 0:
             value = self.operand(result, False)
+            if not isinstance(value, Value):
+                value = self.builder.const(value, DTYPES.get(result.dtype, "float32"))
         elif not self.traced(result) or isinstance(self.known[id(result)][1], Element):
             got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise TypeError(f"it must return one tensor, computed element by element from its arguments, not {got}")
         else:
             value = self.known[id(result)][1]
-            if tuple(result.shape) != self.shape:
+            if tuple(result.shape) not in (self.shape, ()):
                 raise TypeError("it must return as many elements as it is given")
         tensors = tuple(tensor for tensor, _ in self.slots.values())
         return Traced(self.builder.program(value), tensors, tuple(self.read.values()))
@@ -219,7 +225,10 @@ class Recorder(TorchDispatchMode):
 
 
 class _Values(TorchFunctionMode):
-    """Refuses what asks for a tensor's value or shape, and makes an index of each index tensor."""
+    """Refuses what asks for a tensor's value or shape, and makes an index of each index tensor.
+
+    Tensors that the function makes on the device of an input are made where the call's tensors are.
+    """
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -236,7 +245,12 @@ class _Values(TorchFunctionMode):
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(recorder.traced(i) for i in indices):
                 return self.element(args[0], indices)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is Tensor.new_tensor and recorder.traced(args[0]):
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": recorder.device})
+        if str(kwargs.get("device")) == "meta":
+            kwargs = {**kwargs, "device": recorder.device}
+        return func(*args, **kwargs)
 
     def element(self, tensor: Tensor, indices: tuple) -> Tensor:
         """tensor[indices], one index for each of the first dimensions. Torch asks index tensors of no dimension for
