@@ -25,11 +25,14 @@ from .program import DTYPES, TORCH_DTYPES, Program
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Where no line of the user's is
+OTHERS = PACKAGE, TORCH, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "functions.py")
 LINE = 100  # characters of a source line in a message
 INSTEAD = (
     "its value is not known while the function is compiled. Write torch.where(condition, x, y) for a branch or a "
     "conditional expression, &, | and ~ (with parentheses) for and, or and not, and (a < x) & (x < b) for a < x < b"
 )
+INDICES = (torch.int32, torch.int64, torch.int16, torch.int8)
 FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")  # said by the result's dtype
 VALUES = ("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy")
 VALUES = {getattr(Tensor, name) for name in VALUES}
@@ -135,6 +138,10 @@ class Recorder(TorchDispatchMode):
 
     def at_once(self, func, args, kwargs, flat):
         """An operation on captured tensors, or on none: its result is a tensor of the program."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.fail(f"{_called(func)} draws random numbers, which would be the same ones in every call")
+        if func._schema.is_mutable and not all(id(x) in self.made for x in _written(func, args, kwargs)):
+            self.fail(f"{_called(func)} writes to a captured tensor, which happens once, while the function is traced")
         if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
             kwargs = {**kwargs, "device": self.device}
         for x in flat:
@@ -258,6 +265,10 @@ class _Values(TorchFunctionMode):
         for i in indices:
             if isinstance(i, bool) or not isinstance(i, (int, Tensor)):
                 self.recorder.fail(f"an index is {i!r}; index with numbers and integer tensors, one for each dimension")
+            if isinstance(i, Tensor) and i.dtype not in INDICES:
+                self.recorder.fail(f"an index must be an integer, not {i.dtype}; write torch.where(condition, x, y)")
+        if self.recorder.traced(tensor) and not isinstance(self.recorder.known[id(tensor)][1], Element):
+            self.recorder.fail("only captured tensors can be indexed")
         for dim in reversed(range(len(indices))):
             if not isinstance(indices[dim], Tensor):
                 if self.recorder.traced(tensor):
@@ -265,6 +276,13 @@ class _Values(TorchFunctionMode):
                     continue
                 tensor = tensor.select(dim, indices[dim])
         return aten.index(tensor, [i for i in indices if isinstance(i, Tensor)])
+
+
+def _written(func, args, kwargs) -> list:
+    """The arguments that an operation writes to."""
+    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in torch.utils._pytree.tree_leaves(written) if isinstance(x, Tensor)]
 
 
 def _called(func) -> str:
@@ -280,7 +298,7 @@ def _user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, TORCH)):
+        if not name.startswith(OTHERS):
             return _where(name, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -291,7 +309,7 @@ def _line(error: Exception) -> str:
     found, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((PACKAGE, TORCH)):
+        if not name.startswith(OTHERS):
             found = _where(name, trace.tb_lineno)
         trace = trace.tb_next
     return found
