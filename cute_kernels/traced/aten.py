@@ -40,12 +40,22 @@ def names() -> list[str]:
 def _add(t: Builder, dtype: str, x, y, alpha=1):
     if dtype == "bool":
         return t.op("or", dtype, x, y)
-    return t.op("add", dtype, x, y if alpha == 1 else t.op("mul", dtype, y, alpha))
+    return _sum(t, "add", dtype, x, y, alpha)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(t: Builder, dtype: str, x, y, alpha=1):
-    return t.op("sub", dtype, x, y if alpha == 1 else t.op("mul", dtype, y, alpha))
+    if any(isinstance(v, Value) and v.dtype == "bool" for v in (x, y)):
+        raise TypeError("bool tensors are not subtracted; write ~ for not, or convert with .int()")
+    return _sum(t, "sub", dtype, x, y, alpha)
+
+
+def _sum(t: Builder, op: str, dtype: str, x, y, alpha):
+    """x + alpha y or x - alpha y, rounded once."""
+    if alpha == 1:
+        return t.op(op, dtype, x, y)
+    x, y = t.operand(x, dtype), t.operand(y, dtype)
+    return t.cast(t.op(op, x.dtype, x, t.op("mul", x.dtype, y, alpha)), dtype)
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -69,7 +79,10 @@ def _div_mode(t: Builder, dtype: str, x, y, rounding_mode=None):
         return _div(t, dtype, x, y)
     if rounding_mode == "floor":
         return t.op("floordiv", dtype, x, y)
-    return t.op("truncdiv", dtype, x, y) if dtype in INTEGER else t.op("trunc", dtype, t.op("div", dtype, x, y))
+    if dtype in INTEGER:
+        return t.op("truncdiv", dtype, x, y)
+    x, y = t.operand(x, dtype), t.operand(y, dtype)
+    return t.cast(t.op("trunc", x.dtype, t.op("div", x.dtype, x, y)), dtype)
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -107,18 +120,22 @@ def _sign(t: Builder, dtype: str, x):
 
 @rule(aten.pow.Tensor_Scalar)
 def _pow(t: Builder, dtype: str, x, exponent):
-    """Small whole exponents by products, halves by square roots, as torch does."""
+    """Small whole exponents by products, halves by square roots, as torch does; rounded once."""
     if dtype in INTEGER:
         if exponent < 0:
             raise ValueError("integers to negative integer powers are not allowed")
         return _product(t, dtype, x, int(exponent))
+    x = t.operand(x, dtype)
+    wide = x.dtype
     if exponent in (0, 1, 2, 3):
-        return _product(t, dtype, x, int(exponent))
-    if exponent == 0.5:
-        return t.op("sqrt", dtype, x)
-    if exponent in (-0.5, -1, -2):
-        return t.op("rsqrt" if exponent == -0.5 else "rcp", dtype, _product(t, dtype, x, 2 if exponent == -2 else 1))
-    return t.op("pow", dtype, x, exponent)
+        power = _product(t, wide, x, int(exponent))
+    elif exponent == 0.5:
+        power = t.op("sqrt", wide, x)
+    elif exponent in (-0.5, -1, -2):
+        power = t.op("rsqrt" if exponent == -0.5 else "rcp", wide, _product(t, wide, x, 2 if exponent == -2 else 1))
+    else:
+        power = t.op("pow", wide, x, exponent)
+    return t.cast(power, dtype)
 
 
 def _product(t: Builder, dtype: str, x, factors: int):
@@ -174,12 +191,12 @@ def _atan2(t: Builder, dtype: str, x, y):
 
 @rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def _remainder(t: Builder, dtype: str, x, y):
-    return t.op("remainder", dtype, x, y)
+    return t.op("remainder", dtype, t.cast(x, dtype), t.cast(y, dtype))  # torch rounds numbers, too, first
 
 
 @rule(aten.fmod.Tensor, aten.fmod.Scalar)
 def _fmod(t: Builder, dtype: str, x, y):
-    return t.op("fmod", dtype, x, y)
+    return t.op("fmod", dtype, t.cast(x, dtype), t.cast(y, dtype))
 
 
 # ---------------------------------------------------------------------- comparisons, choices, bounds
@@ -238,6 +255,11 @@ def _relu(t: Builder, dtype: str, x):
 @rule(aten.leaky_relu.default)
 def _leaky_relu(t: Builder, dtype: str, x, negative_slope=0.01):
     return t.where(t.compare("gt", x, 0), x, t.op("mul", dtype, x, negative_slope), dtype)
+
+
+@rule(aten.threshold.default)
+def _threshold(t: Builder, dtype: str, x, threshold, value):
+    return t.where(t.compare("le", x, t.cast(threshold, dtype)), value, x, dtype)
 
 
 @rule(aten.isnan.default)

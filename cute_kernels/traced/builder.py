@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .program import BOUNDS, DTYPES, HALF, INTEGER, Load, Node, Program
+from .evaluate import fold
+from .program import BOUNDS, DTYPES, HALF, Load, Node, Program
 
 
 class Value(NamedTuple):
@@ -24,8 +25,15 @@ class Element(NamedTuple):
     indices: tuple[Value, ...]
 
 
+def _fits(x, dtype: str) -> bool:
+    """Whether a Python number is one of a dtype of integers."""
+    low, high = BOUNDS[dtype]
+    return isinstance(x, Value) or low <= x <= high
+
+
 class Builder:
-    """Nodes so far. Equal nodes are one; numbers are constants of the dtype they are used in."""
+    """Nodes so far. Equal nodes are one; numbers are constants of the dtype they are used in, and so is what torch
+    computes of constants alone."""
 
     def __init__(self, inputs: Sequence[str]):
         self.inputs = [Value(i, dtype) for i, dtype in enumerate(inputs)]
@@ -37,6 +45,10 @@ class Builder:
         return Program.of([x.dtype for x in self.inputs], self.tensors, self.nodes, output.number)
 
     def node(self, op: str, dtype: str, *args) -> Value:
+        if op not in ("const", "load"):
+            constants = [self.nodes[i - len(self.inputs)] for i in args if i >= len(self.inputs)]
+            if len(constants) == len(args) and all(node.op == "const" for node in constants):
+                return self.const(fold(op, dtype, constants), dtype)
         key = op, dtype, *(repr(x) for x in args)  # 0.0 and -0.0 are two constants
         if key not in self._known:
             self._known[key] = Value(len(self.inputs) + len(self.nodes), dtype)
@@ -65,9 +77,6 @@ class Builder:
             return self.const(x, dtype)
         if x.dtype == dtype:
             return x
-        number = self.number(x)
-        if number is not None and (dtype not in INTEGER or x.dtype in BOUNDS):  # of a float, torch's C++ cast decides
-            return self.const(number, dtype)
         if x.dtype in HALF and dtype != "float32":
             x = self.cast(x, "float32")
         if dtype == "bool":
@@ -76,14 +85,22 @@ class Builder:
             x = self.cast(x, "float32")
         return self.node("cast", dtype, x.number)
 
+    def operand(self, x, dtype: str) -> Value:
+        """What an operation of a dtype computes with: 16-bit floats as float32. Numbers are not rounded to 16 bits."""
+        if isinstance(x, Value) and self.number(x) is None:
+            x = self.cast(x, dtype)
+        return self.cast(x, "float32" if dtype in HALF else dtype)
+
     def op(self, op: str, dtype: str, *args) -> Value:
         """An operation whose operands and result have one dtype; 16-bit floats are rounded after it."""
         compute = "float32" if dtype in HALF else dtype
-        return self.cast(self.node(op, compute, *(self.cast(x, compute).number for x in args)), dtype)
+        return self.cast(self.node(op, compute, *(self.operand(x, dtype).number for x in args)), dtype)
 
     def compare(self, op: str, x, y) -> Value:
         """A bool; operands are converted to the dtype that torch compares them in."""
         dtype = self.common(x, y)
+        if dtype == "int32" and not all(_fits(v, dtype) for v in (x, y)):
+            dtype = "int64"
         compute = "float32" if dtype in HALF else dtype
         return self.node(op, "bool", *(self.cast(self.cast(v, dtype), compute).number for v in (x, y)))
 

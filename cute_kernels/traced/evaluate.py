@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from .program import TORCH_DTYPES, Load, Program
+from .program import TORCH_DTYPES, Load, Node, Program
 
 OPERATIONS = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "abs": torch.abs,
@@ -55,3 +55,10 @@ def evaluate(program: Program, inputs: Sequence[Tensor], tensors: Sequence[Tenso
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         values.append(value)
     return values[program.output]
+
+
+def fold(op: str, dtype: str, constants: Sequence[Node]) -> int | float | bool:
+    """What an operation on constants computes."""
+    values = [torch.tensor(node.args[0], dtype=TORCH_DTYPES[node.dtype]) for node in constants]
+    result = values[0].to(TORCH_DTYPES[dtype]) if op == "cast" else OPERATIONS[op](*values)
+    return result.item()

@@ -166,8 +166,16 @@ def _floor_divide(x, y):
     return _select(y == 0.0, x / y, whole)
 
 
-def _not(x):
-    return ~x
+def _shift_left(x, y):
+    """As torch: 0 past the last bit, and by a negative number."""
+    bits = type(x).width
+    return _select((y >= 0) & (y < bits), x << (y & (bits - 1)), type(x)(0))
+
+
+def _shift_right(x, y):
+    """As torch: the sign past the last bit, and by a negative number."""
+    bits = type(x).width
+    return x >> _select((y >= 0) & (y < bits), y, type(y)(bits - 1))
 
 
 def _math(name: str):
@@ -184,8 +192,8 @@ OPERATIONS = {
     "isnan": lambda x: x != x,
     "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y, "ge": lambda x, y: x >= y,
     "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
-    "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y, "not": _not,
-    "shl": lambda x, y: x << y, "shr": lambda x, y: x >> y,
+    "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y, "not": lambda x: ~x,
+    "shl": _shift_left, "shr": _shift_right,
     "where": _select,
 }  # fmt: skip
 OPERATIONS |= {

@@ -26,11 +26,14 @@ from .program import DTYPES, TORCH_DTYPES, Program
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Where no line of the user's is
+OTHERS = PACKAGE, TORCH, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "functions.py")
 LINE = 100  # characters of a source line in a message
 INSTEAD = (
     "its value is not known while the function is compiled. Write torch.where(condition, x, y) for a branch or a "
     "conditional expression, &, | and ~ (with parentheses) for and, or and not, and (a < x) & (x < b) for a < x < b"
 )
+INDICES = (torch.int32, torch.int64, torch.int16, torch.int8)
 FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")  # said by the result's dtype
 VALUES = ("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy")
 VALUES = {getattr(Tensor, name) for name in VALUES}
@@ -100,6 +103,7 @@ class Recorder(TorchDispatchMode):
         self.slots: dict[int, tuple[Tensor, int]] = {}
         self.made: dict[int, Tensor] = {}  # computed of captured tensors, or of none
         self.read: dict[int, Tensor] = {}  # captured tensors that were
+        self.composite: str | None = None  # the operation that is being decomposed
 
     def traced(self, tensor) -> bool:
         return isinstance(tensor, Tensor) and id(tensor) in self.known
@@ -107,8 +111,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         flat = tree_leaves((args, kwargs))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.fail(f"{_called(func)} is random, and a kernel is compiled once")
         if not any(self.traced(x) for x in flat):
             return self.at_once(func, args, kwargs, flat)
         rule = RULES.get(func)
@@ -124,7 +126,7 @@ class Recorder(TorchDispatchMode):
             out = func(*meta_args, **{k: v if k != "device" else "meta" for k, v in meta_kwargs.items()})
             if out.dtype not in DTYPES:
                 raise TypeError(f"its result is {out.dtype}; kernels have {', '.join(TORCH_DTYPES)}")
-            if not elements and func not in CONSTANTS and tuple(out.shape) != self.shape:
+            if not elements and func not in CONSTANTS and tuple(out.shape) not in (self.shape, ()):
                 raise TypeError("its result has another shape; the function is called on one element at a time")
             parts, named = tree_unflatten(parts, spec)
             named = {k: v for k, v in named.items() if k not in FACTORY}
@@ -137,12 +139,14 @@ class Recorder(TorchDispatchMode):
 
     def at_once(self, func, args, kwargs, flat):
         """An operation on captured tensors, or on none: its result is a tensor of the program."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.fail(f"{_called(func)} draws random numbers, which would be the same ones in every call")
+        if func._schema.is_mutable and not all(id(x) in self.made for x in _written(func, args, kwargs)):
+            self.fail(f"{_called(func)} writes to a captured tensor, which happens once, while the function is traced")
         if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
             kwargs = {**kwargs, "device": self.device}
         fresh = func is aten.lift_fresh.default  # of torch.tensor, which nobody else has
         captured = [] if fresh else [x for x in flat if isinstance(x, Tensor) and id(x) not in self.made]
-        if captured and func._schema.is_mutable:
-            self.fail(f"{_called(func)} writes to a captured tensor")
         self.read.update((id(x), x) for x in captured)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Refused(
@@ -157,18 +161,19 @@ class Recorder(TorchDispatchMode):
 
     def decomposed(self, func, args, kwargs):
         """An operation without a rule, by what torch says that it is made of."""
-        if func.namespace in ("aten", "prims"):
-            table = torch._decomp.decomposition_table
+        table, mutable = torch._decomp.decomposition_table, func._schema.is_mutable
+        composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        if func.namespace == "aten" and (composite or func in table and not func.is_view and not mutable):
+            outer, self.composite = self.composite, self.composite or _called(func)
             with self:
-                if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-                    return func.decompose(*args, **kwargs)
-                if func in table and not func.is_view and not func._schema.is_mutable:
-                    return table[func](*args, **kwargs)
-        if func._schema.is_mutable:
+                result = func.decompose(*args, **kwargs) if composite else table[func](*args, **kwargs)
+            self.composite = outer
+            return result
+        if mutable and self.composite is None:
             self.fail(f"{_called(func)} writes to its argument; write x = f(x) in place of it")
-        self.fail(f"{_called(func)} has no form in a kernel; there are {', '.join(names())}")
+        self.fail(f"{self.composite or _called(func)} has no form in a kernel; there are {', '.join(names())}")
 
-    def operand(self, tensor: Tensor, whole: bool) -> Value | Element:
+    def operand(self, tensor: Tensor, whole: bool) -> Value | Element | int | float | bool:
         """What stands for a tensor in the program; `whole`: one that is about to be indexed."""
         if id(tensor) in self.known:
             value = self.known[id(tensor)][1]
@@ -180,6 +185,8 @@ class Recorder(TorchDispatchMode):
             if id(tensor) in self.made or self.device.type != "cpu" or self.shape:
                 if id(tensor) not in self.made:
                     self.read[id(tensor)] = tensor
+                if self.shape:
+                    return tensor.item()  # beside tensors of a dimension torch takes it for a number
                 dtype = DTYPES.get(tensor.dtype) or ("float32" if tensor.dtype.is_floating_point else "int64")
                 return self.builder.const(tensor.item(), dtype)
         return self.element(tensor, whole)
@@ -207,12 +214,14 @@ class Recorder(TorchDispatchMode):
         """The trace, once the function has returned."""
         if isinstance(result, Tensor) and not self.traced(result) and result.shape == self.shape:
             value = self.operand(result, False)
+            if not isinstance(value, Value):
+                value = self.builder.const(value, DTYPES.get(result.dtype, "float32"))
         elif not self.traced(result) or isinstance(self.known[id(result)][1], Element):
             got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise TypeError(f"it must return one tensor, computed element by element from its arguments, not {got}")
         else:
             value = self.known[id(result)][1]
-            if tuple(result.shape) != self.shape:
+            if tuple(result.shape) not in (self.shape, ()):
                 raise TypeError("it must return as many elements as it is given")
         tensors = tuple(tensor for tensor, _ in self.slots.values())
         return Traced(self.builder.program(value), tensors, tuple(self.read.values()))
@@ -222,7 +231,10 @@ class Recorder(TorchDispatchMode):
 
 
 class _Values(TorchFunctionMode):
-    """Refuses what asks for a tensor's value or shape, and makes an index of each index tensor."""
+    """Refuses what asks for a tensor's value or shape, and makes an index of each index tensor.
+
+    Tensors that the function makes on the device of an input are made where the call's tensors are.
+    """
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -239,7 +251,12 @@ class _Values(TorchFunctionMode):
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(recorder.traced(i) for i in indices):
                 return self.element(args[0], indices)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is Tensor.new_tensor and recorder.traced(args[0]):
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": recorder.device})
+        if str(kwargs.get("device")) == "meta":
+            kwargs = {**kwargs, "device": recorder.device}
+        return func(*args, **kwargs)
 
     def element(self, tensor: Tensor, indices: tuple) -> Tensor:
         """tensor[indices], one index for each of the first dimensions. Torch asks index tensors of no dimension for
@@ -247,10 +264,21 @@ class _Values(TorchFunctionMode):
         for i in indices:
             if isinstance(i, bool) or not isinstance(i, (int, Tensor)):
                 self.recorder.fail(f"an index is {i!r}; index with numbers and integer tensors, one for each dimension")
+            if isinstance(i, Tensor) and i.dtype not in INDICES:
+                self.recorder.fail(f"an index must be an integer, not {i.dtype}; write torch.where(condition, x, y)")
+        if self.recorder.traced(tensor) and not isinstance(self.recorder.known[id(tensor)][1], Element):
+            self.recorder.fail("only captured tensors can be indexed")
         for i, extent in zip(indices, tensor.shape, strict=False):
             if isinstance(i, int) and not -extent <= i < extent:
                 raise IndexError(f"index {i} is out of bounds for a dimension of {extent} elements")
         return aten.index(tensor, [i if isinstance(i, Tensor) else torch.tensor(i, device="cpu") for i in indices])
+
+
+def _written(func, args, kwargs) -> list:
+    """The arguments that an operation writes to."""
+    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
 
 
 def _called(func) -> str:
@@ -266,7 +294,7 @@ def _user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, TORCH)):
+        if not name.startswith(OTHERS):
             return _where(name, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -277,7 +305,7 @@ def _line(error: Exception) -> str:
     found, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((PACKAGE, TORCH)):
+        if not name.startswith(OTHERS):
             found = _where(name, trace.tb_lineno)
         trace = trace.tb_next
     return found
