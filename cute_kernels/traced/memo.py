@@ -1,10 +1,10 @@
 """Traces a function once for each state that it can be in.
 
-A trace holds as long as the function would do the same again. What decides that is its code, its defaults, what it
-captures, and the globals that it names, followed into the functions and objects among them. A call with a function
-that was traced before looks whether all of these are what they were, in about a microsecond; a new function with an
-old one's code (a lambda in a loop) is compared with that one's state, in about five. A function whose state cannot be
-read is traced in each call, which takes milliseconds.
+A trace holds as long as the function would do the same again. What decides that is its code, its defaults and
+attributes, what it captures, and the globals that it names, followed into the functions and objects among them. A call
+with a function that was traced before looks whether all of these are what they were, in a few microseconds; a new
+function with an old one's code (a lambda in a loop) is compared with that one's state, in about ten. A function whose
+state cannot be read is traced in each call, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,42 @@ STABLE = (
 STABLE += (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # Modules whose contents stay as they are
 LIBRARIES = ("torch", "math", "numpy", "operator", "builtins", "cute_kernels", "sparse_collective", "attention")
+DYNAMIC = {"globals", "vars", "locals", "eval", "exec", "__import__"}  # what these give is not in the code
 MISSING = object()
+ATTRIBUTE = "_cute_kernels_trace"  # of functions and objects: their latest trace
 
 
 class _Unreadable(Exception):
     """Part of a state has no value that can be compared."""
+
+
+class _Strong:
+    """What no weak reference can be made to."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self):
+        return self.value
+
+
+def _holder(value):
+    """Gives the value back when it is called, as long as others keep it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return _Strong(value)
+
+
+def _holders(values) -> list[tuple]:
+    return [(name, _holder(value)) for name, value in values.items()]
+
+
+def _same(holder, now) -> bool:
+    value = holder()
+    return value is now and (value is not None or type(holder) is _Strong)
 
 
 @dataclass
@@ -47,14 +78,16 @@ class State:
     """What a function read when it was walked through.
 
     `key` is hashable, and equal for functions that do the same; objects in it stand by their ids, and `alive` says
-    whether they are still those. `holds()` says whether the function would be walked through to the same key.
+    whether they are still those. `holds()` says whether the function would be walked through to the same key. Functions
+    and objects are not kept alive: they may lead back to the function whose state this is.
     """
 
     key: Any = None
     alive: list[weakref.ref] = field(default_factory=list)
-    cells: list[tuple] = field(default_factory=list)  # (cell, contents)
-    items: list[tuple] = field(default_factory=list)  # (dict, key, value)
-    lists: list[tuple] = field(default_factory=list)  # (list, set or dict, its contents)
+    functions: list[tuple] = field(default_factory=list)  # (function, code, defaults, holders of what it captures ...)
+    owners: list[tuple] = field(default_factory=list)  # (object, class or function, [(attribute, holder)])
+    items: list[tuple] = field(default_factory=list)  # (dict, key, holder)
+    lists: list[tuple] = field(default_factory=list)  # (list, set or dict, its contents or keys)
     seen: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
@@ -68,11 +101,31 @@ class State:
         return state
 
     def holds(self) -> bool:
-        for cell, value in self.cells:
-            if _contents(cell) is not value:
+        for ref, code, defaults, keywords, captured, names in self.functions:
+            function = ref()
+            if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
-        for owner, name, value in self.items:
-            if owner.get(name, MISSING) is not value:
+            if function.__kwdefaults__ is not keywords:
+                return False
+            for cell, holder in zip(function.__closure__ or (), captured, strict=True):
+                if not _same(holder, _contents(cell)):
+                    return False
+            scope = function.__globals__
+            for name, holder in names:
+                if not _same(holder, scope.get(name, MISSING)):
+                    return False
+        for ref, names in self.owners:
+            owner = ref()
+            if owner is None:
+                return False
+            fields = vars(owner)
+            if len(fields) - (ATTRIBUTE in fields) != len(names):
+                return False
+            for name, holder in names:
+                if not _same(holder, fields.get(name, MISSING)):
+                    return False
+        for owner, name, holder in self.items:
+            if not _same(holder, owner.get(name, MISSING)):
                 return False
         for owner, values in self.lists:
             if len(owner) != len(values) or any(a is not b for a, b in zip(owner, values, strict=True)):
@@ -114,7 +167,7 @@ class State:
             return kind, tuple([self.walk(part) for part in value])
         if kind in (dict, OrderedDict):
             self.lists.append((value, tuple(value)))
-            self.items += [(value, k, v) for k, v in value.items()]
+            self.items += [(value, k, _holder(v)) for k, v in value.items()]
             return kind, tuple([(self.walk(k), self.walk(v)) for k, v in value.items()])
         if isinstance(value, (list, set, dict)):
             raise _Unreadable  # a subclass, which may hold more than its elements
@@ -125,16 +178,19 @@ class State:
         parameters = getattr(kind, "__dataclass_params__", None)
         if parameters is not None and parameters.frozen:
             return self.walk(kind), tuple([self.walk(getattr(value, name)) for name in kind.__dataclass_fields__])
-        fields = getattr(value, "__dict__", None)
-        if fields is None or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
+        if not hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
             raise _Unreadable
-        return self.walk(kind), self.fields(fields)
+        return self.walk(kind), self.attributes(value)
 
-    def fields(self, owner: dict) -> tuple:
-        """Attributes of an object."""
-        named = [(name, value) for name, value in owner.items() if name != ATTRIBUTE]
-        self.items += [(owner, name, value) for name, value in named]
-        return tuple([(name, self.walk(value)) for name, value in named])
+    def attributes(self, value):
+        """Those of an object, which may change."""
+        try:
+            ref = weakref.ref(value)
+        except TypeError:
+            raise _Unreadable from None
+        fields = {name: part for name, part in vars(value).items() if name != ATTRIBUTE}
+        self.owners.append((ref, _holders(fields)))
+        return tuple([(name, self.walk(part)) for name, part in fields.items()])
 
     def type(self, value: type):
         """A class stands by its id, with the attributes and methods of those of its bases that are of no library."""
@@ -142,20 +198,24 @@ class State:
         parts = []
         for base in value.__mro__:
             if not _library(base.__module__):
+                self.owners.append((weakref.ref(base), _holders(vars(base))))
                 for name, part in vars(base).items():
                     if name == "__call__" or not name.startswith("__"):
-                        self.items.append((vars(base), name, part))
                         parts.append((name, self.walk(part)))
         return id(value), tuple(parts)
 
     def function(self, value: types.FunctionType):
-        cells, scope = value.__closure__ or (), value.__globals__
-        names = [name for name in global_names(value.__code__) if name in scope]
-        self.cells += [(cell, _contents(cell)) for cell in cells]
-        self.items += [(scope, name, scope[name]) for name in names]
-        parts = [*(_contents(cell) for cell in cells), *(scope[name] for name in names), *(value.__defaults__ or ())]
-        parts += [value.__kwdefaults__]
-        return value.__code__, tuple(names), tuple([self.walk(part) for part in parts])
+        captured, scope, names, found = [_contents(cell) for cell in value.__closure__ or ()], value.__globals__, (), {}
+        if not _library(scope.get("__name__") or ""):
+            names = global_names(value.__code__)
+            if not DYNAMIC.isdisjoint(names):
+                raise _Unreadable
+            found = {name: scope[name] for name in names if name in scope}
+        defaults, keywords = value.__defaults__, value.__kwdefaults__
+        holders = [_holder(part) for part in captured], _holders({name: scope.get(name, MISSING) for name in names})
+        self.functions.append((weakref.ref(value), value.__code__, defaults, keywords, *holders))
+        parts = [*captured, *found.values(), *(defaults or ()), keywords]
+        return value.__code__, tuple(found), tuple([self.walk(part) for part in parts]), self.attributes(value)
 
 
 def _library(module: str) -> bool:
@@ -179,7 +239,6 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------------- what is kept
 
-ATTRIBUTE = "_cute_kernels_trace"  # of functions and objects
 _OF_STATE: dict[tuple, tuple] = {}  # (State.key, arguments) -> (State.alive, Program, weak references to its tensors)
 
 
