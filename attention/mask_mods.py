@@ -1,9 +1,8 @@
 """Element masks: which (query row, key column) of a block are seen.
 
-A mask_mod is called with (b, h, q, kv), integer tensors that broadcast, or scalars in a kernel, and returns whether row
-q of item b and head h sees column kv. These are written with operators that both have, as frozen dataclasses: what a
-kernel passes as arguments are the fields that hold tensors, the others are constants when it is compiled; two masks
-of equal constants are equal, so that they may be part of a key.
+A mask_mod is called with (b, h, q, kv), integer tensors of no dimension, and returns whether row q of item b and head h
+sees column kv. Torch traces the call, see element_mask.py. These are frozen dataclasses: the fields that hold tensors
+become arguments of a kernel, the others constants of it.
 
 Where lengths differ, rows are aligned to the end: row q is at position q + offset, with offset = Sk - Sq.
 """

@@ -120,9 +120,10 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
             torch.compile only a BlockMask, made outside, whose mask_mod is of mask_mods.py or captures no tensor.
         causal: a row also sees no column after its own, as in attention.
 
-    Returns and raises as attention does, and raises ValueError or TypeError for a mask_mod that a kernel cannot be
-    compiled with: see attention.element_mask. CPU tensors run the reference. What is made of a mask, once and without
-    waiting for the GPU, is kept as long as the BlockMask: to pass the same one again costs nothing more.
+    Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see
+    attention.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
+    tensors run the reference. What is made of a mask, once and without waiting for the GPU, is kept as long as the
+    BlockMask: to pass the same one again costs nothing more.
     """
     if is_compiling():
         from .torch_op import traced_block_sparse

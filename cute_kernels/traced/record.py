@@ -70,8 +70,8 @@ def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int
         device: where the tensors are that the function will be called with.
 
     Raises:
-        TraceError: it does what a kernel cannot, or returns something other than one tensor of the inputs' shape.
-        ValueError: a captured tensor is on another device.
+        TraceError: it does what a kernel cannot, a captured tensor is on another device, or it returns something other
+            than one tensor of the inputs' shape or of none.
     """
     recorder = Recorder(what, inputs, shape, torch.device(device))
     with torch.inference_mode(False), torch.no_grad(), recorder, _Values(recorder):
