@@ -123,8 +123,9 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
             of it.
         causal: a row also sees no column after its own, as in attention.
 
-    Returns and raises as attention does, and raises ValueError or TypeError for a mask_mod that a kernel cannot be
-    compiled with: see attention.element_mask. CPU tensors run the reference.
+    Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see
+    attention.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
+    tensors run the reference.
 
     What is made of a mask, without waiting for the GPU, is kept as long as the object that was passed, under
     torch.compile too: to pass the same object again costs nothing more than a look-up. It is made again

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, Uint8, range_constexpr
+from cutlass import Int32, Uint8
 from cutlass.cute.runtime import from_dlpack, make_fake_stream
 from cutlass.cutlass_dsl import select_
 
@@ -37,8 +37,7 @@ class Elementwise:
 
     @cute.jit
     def each(self, i: Int32, tensors: tuple, outs: tuple):
-        for p in range_constexpr(len(self.programs)):
-            program = self.programs[p]
+        for p, program in enumerate(self.programs):
             outs[p][i] = stored(lower(program, [i], tensors[p]), program.dtype)
 
     @cute.kernel

@@ -39,7 +39,8 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
             value = _divide(node, values, ranges)
         else:
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
-        values.append(value)
+        kind = TYPES[node.dtype]
+        values.append(value if type(value) is kind else kind(value))  # a choice is of no type of the DSL
     return values[program.output]
 
 

@@ -1,0 +1,187 @@
+"""What kernels make of Programs: the same as torch, on special values, whatever the signs.
+
+Integers, bool values and IEEE arithmetic are compiled for this CPU, too, and run (traced_kernel.py). All operations are
+compiled for GPUs, and run where there is one.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.traced.evaluate import evaluate
+
+from . import traced_trees
+from .traced_cases import ALL, CLOSE, EXACT, FLOATS, HALVES, INTS, differences, of_pairs, pairs
+from .traced_kernel import arguments, compiled, on_host, programs_of, results
+from .traced_trees import COUNT, DTYPES, compute, leaves
+
+# Of floats on this CPU: the others are instructions of GPUs, or libdevice's functions, or flush denormals
+IEEE = {"const", "load", "cast", "add", "sub", "mul", "div", "neg", "abs", "where", "floor", "ceil", "trunc"}
+# Units in the last place that functions may err in a kernel, and what formulas of activations.py may err beside
+UNITS = {"float32": 8, "bfloat16": 2, "float16": 2}
+FORMULAS = {"sigmoid": (64, 1e-30), "silu": (64, 1e-30), "gelu": (2, 2e-6), "tanh gelu": (64, 2e-6)}
+TINY = {"float32": 1.2e-38, "bfloat16": 1.2e-38, "float16": 6.2e-5}  # below are denormals
+
+
+def functions_of(dtype: str, *tables, device="cpu") -> dict:
+    """Cases as functions of a position in their pairs of values."""
+    x, y = (t.to(device) for t in pairs(dtype, dtype))
+
+    def at(function):
+        return lambda i: of_pairs(function, x[i], y[i])
+
+    return {name: at(function) for table in tables for name, (function, dtypes) in table.items() if dtype in dtypes}
+
+
+def evaluated(found, count: int) -> torch.Tensor:
+    device = found.tensors[0].device if found.tensors else "cpu"
+    positions = torch.arange(count, dtype=torch.int32, device=device)
+    return evaluate(found.program, [positions], found.tensors).expand(count)
+
+
+def runs_on_host(found) -> bool:
+    nodes = [node for node in found.program.nodes if node.dtype in FLOATS]
+    return all(node.op in IEEE and node.dtype != "bfloat16" for node in nodes)
+
+
+@pytest.mark.parametrize("dtype", [*INTS, "bool", "float32"])
+def test_on_this_cpu(dtype):
+    functions = functions_of(dtype, EXACT)
+    traces = dict(zip(functions, programs_of(functions.values()), strict=True))
+    traces = {name: found for name, found in traces.items() if runs_on_host(found)}
+    assert len(traces) >= {"bool": 30, "float32": 40}.get(dtype, 70)
+    x, y = pairs(dtype, dtype)
+    wrong = {}
+    for (name, found), got in zip(traces.items(), on_host(list(traces.values()), len(x)), strict=True):
+        wrong[name] = differences(x, y, got, evaluated(found, len(x)), 0)
+    assert not {name: texts for name, texts in wrong.items() if texts}
+
+
+@given(st.lists(traced_trees.trees(("int", "bool")), min_size=4, max_size=8))
+@settings(deadline=None, max_examples=15, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+def test_any_integers_on_this_cpu(trees):
+    functions, expected = trees_of(trees)
+    traces = programs_of(functions)
+    for tree, found, got, value in zip(trees, traces, on_host(traces, COUNT), expected, strict=True):
+        assert torch.equal(got, value), f"{tree}: {found.program}"
+
+
+def trees_of(trees, device="cpu"):
+    """Functions of a position i, of which i // 7 is one of the leaves, and what torch computes."""
+    position = torch.arange(COUNT, dtype=torch.int32, device=device)
+    elements = {name: t.to(device) for name, t in leaves().items()} | {"int32": position // 7}
+    tensors = {name: t for name, t in elements.items() if name != "int32"}
+
+    def function(i, tree):
+        return compute(tree, *(tensors[name][i] if name in tensors else i // 7 for name in DTYPES)) | zero(i)
+
+    def zero(i):
+        return (i < 0).bool()  # what does not depend on a position has a shape of its own
+
+    expected = [compute(tree, *elements.values()) | zero(position) for tree in trees]
+    return [functools.partial(function, tree=tree) for tree in trees], expected
+
+
+# ---------------------------------------------------------------------- indices
+
+
+INDICES = {
+    "a position": lambda t, i: t[3, i],
+    "past the end": lambda t, i: t[i + 3, 2 * i],
+    "before the beginning": lambda t, i: t[i - 9, i - 30],
+    "64 bits": lambda t, i: t[i.long() * 2**40, 1 - i.long() * 2**40],
+    "one by one": lambda t, i: t[-1][9] + t[0][i - 20],
+    "of what was loaded": lambda t, i: t[t[0, i + 1] - 100, t[i % 7, 0] // 10],
+    "a constant": lambda t, i: t[torch.full_like(i, 20), i],
+    "a bool": lambda t, i: (t > 120)[i - 2, i],
+}
+
+
+class Clamped:
+    """A tensor whose elements are read as kernels do: negative indices count from the end, and none leads outside."""
+
+    def __init__(self, tensor, indices=()):
+        self.tensor, self.indices = tensor, indices
+
+    def __gt__(self, number):
+        return Clamped(self.tensor > number)
+
+    def __getitem__(self, more):
+        indices = self.indices + (more if isinstance(more, tuple) else (more,))
+        if len(indices) < self.tensor.dim():
+            return Clamped(self.tensor, indices)
+        indices = [torch.as_tensor(i).long() for i in indices]
+        pairs = zip(indices, self.tensor.shape, strict=True)
+        return self.tensor[tuple(torch.where(i < 0, i + n, i).clamp(0, n - 1) for i, n in pairs)]
+
+
+def check_indices(run, device="cpu"):
+    table, count = torch.arange(100, 170, device=device).view(7, 10), 10
+    traces = programs_of((functools.partial(function, table) for function in INDICES.values()), device)
+    positions = torch.arange(count, dtype=torch.int32, device=device)
+    for (name, function), got in zip(INDICES.items(), run(traces, count), strict=True):
+        assert torch.equal(got, function(Clamped(table), positions)), name
+
+
+def test_indices_on_this_cpu():
+    check_indices(on_host)
+
+
+# ---------------------------------------------------------------------- GPUs
+
+
+def programs(dtype: str, device="cpu") -> dict:
+    functions = functions_of(dtype, EXACT, CLOSE, device=device)
+    return dict(zip(functions, programs_of(functions.values(), device), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=getattr(pytest.mark, a.rstrip("a"))) for a in ("sm_80", "sm_90a")]
+)
+def test_every_operation_compiles(arch, dtype):
+    built = compiled(list(programs(dtype).values()), arch, keep_cubin=True)
+    assert inspect.resources(cubin_of(built), arch).instructions > 300
+
+
+def on_gpu(traces, count: int) -> list:
+    major, minor = torch.cuda.get_device_capability()
+    views, outs = arguments(traces, count)
+    compiled(traces, f"sm_{major}{minor}{'a' if major == 9 else ''}")(views, outs)
+    return results(traces, outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+def test_on_a_gpu(dtype):
+    x, y = pairs(dtype, dtype)
+    traces, wrong = programs(dtype, "cuda"), {}
+    for (name, found), got in zip(traces.items(), on_gpu(list(traces.values()), len(x)), strict=True):
+        expected = evaluated(found, len(x))
+        units, tiny = 1, TINY.get(dtype, 0.0)
+        if name in CLOSE:
+            units, tiny = FORMULAS.get(name, (UNITS.get(dtype, UNITS["float32"]), tiny))
+            units = min(units, 2) if dtype in HALVES else units
+        wrong[name] = differences(x, y, got.cpu(), expected.cpu(), units, tiny)
+    assert not {name: texts for name, texts in wrong.items() if texts}
+
+
+@pytest.mark.gpu
+def test_indices_on_a_gpu():
+    check_indices(on_gpu, "cuda")
+
+
+@pytest.mark.gpu
+@given(st.lists(traced_trees.trees(("int", "bool")), min_size=4, max_size=8))
+@settings(deadline=None, max_examples=10, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+def test_any_integers_on_a_gpu(trees):
+    functions, expected = trees_of(trees, "cuda")
+    traces = programs_of(functions, "cuda")
+    for tree, found, got, value in zip(trees, traces, on_gpu(traces, COUNT), expected, strict=True):
+        assert torch.equal(got, value), f"{tree}: {found.program}"

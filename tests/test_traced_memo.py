@@ -1,0 +1,469 @@
+"""A function is traced once for each state that it can be in, and what it captures is not kept alive."""
+
+import dataclasses
+import functools
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import nn
+from torch.nn.attention.flex_attention import and_masks, or_masks
+from torch.nn.functional import silu
+
+from cute_kernels import functions as F
+from cute_kernels.traced import memo
+from cute_kernels.traced.evaluate import evaluate
+
+CPU = torch.device("cpu")
+EPILOGUE, MASK = ("f", ("float32",), (2, 3), CPU), ("mask_mod", ("int32",) * 4, (), CPU)
+by, other, slope, relu, nothing = 2.0, 5.0, "a field's name", "a function's name", None
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Functions that were traced, in order; nothing is kept of other tests."""
+    found, trace = [], memo.trace
+
+    def noted(function, *arguments):
+        found.append(function)
+        return trace(function, *arguments)
+
+    monkeypatch.setattr(memo, "trace", noted)
+    monkeypatch.setattr(memo, "_OF_STATE", {})
+    monkeypatch.setattr(memo, "_OF_FUNCTION", {})
+    return found
+
+
+def value(function, x=1.0) -> float:
+    """What a function's Program computes."""
+    found = memo.traced(function, *EPILOGUE)
+    return evaluate(found.program, [torch.tensor([x])]).item()
+
+
+def scaling(factor):
+    return lambda x: x * factor
+
+
+def test_kept(traces):
+    function = scaling(2.0)
+    first = memo.traced(function, *EPILOGUE)
+    assert memo.traced(function, *EPILOGUE) is first and len(traces) == 1
+    assert memo.traced(scaling(2.0), *EPILOGUE).program is first.program and len(traces) == 1, "of equal state"
+    assert memo.traced(scaling(3.0), *EPILOGUE).program != first.program and len(traces) == 2
+    assert memo.traced(scaling(2), *EPILOGUE) and len(traces) == 3, "an int is no float"
+    assert [str(value(scaling(zero))) for zero in (0.0, -0.0)] == ["0.0", "-0.0"]
+
+
+def test_other_arguments(traces):
+    function = scaling(2.0)
+    memo.traced(function, *EPILOGUE)
+    wide = memo.traced(function, "g", ("bfloat16",), (2, 3), CPU)
+    assert wide.program.inputs == ("bfloat16",) and len(traces) == 2
+
+
+class Scale:
+    """An object with state."""
+
+    more = 1.0
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor * self.more
+
+    def method(self, x):
+        return self(x)
+
+    @property
+    def twice(self):
+        return 2 * self.factor
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+class Base:
+    factor = 2.0
+
+
+class Derived(Base):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaky:
+    slope: float  # a global has this name, too
+
+    def __call__(self, x):
+        return torch.where(x > 0, x, x * self.slope)
+
+
+@dataclasses.dataclass
+class Mutable:
+    factor: float
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+def changed_cell():
+    factor = 2.0
+
+    def function(x):
+        return x * factor
+
+    yield function
+    factor = 3.0
+    yield
+
+
+def changed_global():
+    global by
+    yield lambda x: x * by
+    by = 3.0
+    yield
+    by = 2.0
+
+
+def changed_global_of_a_callee():
+    global by
+    inner = lambda x: x * by  # noqa: E731
+    yield lambda x: inner(x)
+    by = 3.0
+    yield
+    by = 2.0
+
+
+def shadowed_builtin():
+    yield lambda x: abs(-x) * 2
+    globals()["abs"] = lambda x: x * -1.5
+    yield
+    del globals()["abs"]
+
+
+def changed_list():
+    factors = [1.0, 2.0]
+    yield lambda x: x * factors[1]
+    factors[1] = 3.0
+    yield
+
+
+def changed_nested_list():
+    factors = [[2.0]]
+    yield lambda x: x * factors[0][0]
+    factors[0][0] = 3.0
+    yield
+
+
+def longer_list():
+    factors = [1.0, 1.0]
+    yield lambda x: x * sum(factors)
+    factors.append(1.0)
+    yield
+
+
+def changed_dict():
+    factors = {"a": 2.0}
+    yield lambda x: x * factors["a"]
+    factors["a"] = 3.0
+    yield
+
+
+def longer_dict():
+    factors = {"a": 2.0}
+    yield lambda x: x * sum(factors.values())
+    factors["b"] = 1.0
+    yield
+
+
+def changed_attribute():
+    scale = Scale(2.0)
+    yield scale
+    scale.factor = 3.0
+    yield
+
+
+def changed_attribute_by_a_method():
+    scale = Scale(2.0)
+    yield scale.method
+    scale.factor = 3.0
+    yield
+
+
+def changed_attribute_by_a_property():
+    scale = Scale(1.0)
+    yield lambda x: x * scale.twice
+    scale.factor = 1.5
+    yield
+
+
+def changed_class_attribute():
+    yield Scale(2.0)
+    Scale.more = 1.5
+    yield
+    Scale.more = 1.0
+
+
+def changed_attribute_of_a_base():
+    derived = Derived()
+    yield lambda x: x * derived.factor
+    Base.factor = 3.0
+    yield
+    Base.factor = 2.0
+
+
+def shadowed_class_attribute():
+    derived = Derived()
+    yield lambda x: x * derived.factor
+    Derived.factor = 3.0
+    yield
+    del Derived.factor
+
+
+def shadowed_by_an_attribute():
+    derived = Derived()
+    yield lambda x: x * derived.factor
+    derived.factor = 3.0
+    yield
+
+
+def changed_slot():
+    slotted = Slotted()
+    slotted.factor = 2.0
+    yield slotted
+    slotted.factor = 3.0
+    yield
+
+
+def changed_field():
+    mutable = Mutable(2.0)
+    yield mutable
+    mutable.factor = 3.0
+    yield
+
+
+def changed_defaults():
+    def function(x, factor=2.0):
+        return x * factor
+
+    yield function
+    function.__defaults__ = (3.0,)
+    yield
+
+
+def changed_keyword_default():
+    def function(x, *, factor=2.0):
+        return x * factor
+
+    yield function
+    function.__kwdefaults__["factor"] = 3.0
+    yield
+
+
+def changed_code():
+    def function(x):
+        return x * 2.0
+
+    yield function
+    function.__code__ = (lambda x: x * 3.0).__code__  # as tools that load a module anew do
+    yield
+
+
+def changed_function_attribute():
+    def function(x):
+        return x * function.factor
+
+    function.factor = 2.0
+    yield function
+    function.factor = 3.0
+    yield
+
+
+def changed_module():
+    module = types.ModuleType("settings")
+    module.factor = 2.0
+    yield lambda x: x * module.factor
+    module.factor = 3.0
+    yield
+
+
+def changed_activation():
+    scale = nn.LeakyReLU(-2.0)
+    yield lambda x: scale(-x)
+    scale.negative_slope = -3.0
+    yield
+
+
+def changed_layer():
+    layers = nn.Sequential(nn.Identity(), nn.Threshold(5.0, 2.0))
+    yield layers
+    layers[1] = nn.Threshold(5.0, 3.0)
+    yield
+
+
+def changed_partial():
+    terms = functools.partial(torch.clamp, min=2.0)
+    yield terms
+    terms.keywords["min"] = 3.0
+    yield
+
+
+def changed_scalar_tensor():
+    factor = torch.tensor(2.0)
+    yield lambda x: x * factor
+    factor.fill_(3.0)
+    yield
+
+
+def changed_tensor():
+    """Computed of a captured tensor alone, while the function is traced."""
+    factors = torch.ones(2)
+    yield lambda x: x * factors.sum()
+    factors[0] += 1
+    yield
+
+
+def changed_none():
+    global nothing
+    yield lambda x: x * 2 if nothing is not None else x * 3
+    nothing = None
+    yield
+
+
+def looked_up_by_name():
+    global by
+    yield lambda x: x * globals()["by"]
+    by = 3.0
+    yield
+    by = 2.0
+
+
+CHANGES = [f for name, f in list(globals().items()) if name.startswith(("changed_", "shadowed_", "longer_", "looked_"))]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes(change, request):
+    """What computed 2 x computes 3 x after the change, whatever was kept."""
+    if change is changed_none:
+        globals()["nothing"] = Base()
+        gc.collect()
+    steps = change()
+    function = next(steps)
+    assert value(function) == value(function) == 2.0
+    next(steps)
+    try:
+        assert value(function) == value(function) == 3.0
+    finally:
+        next(steps, None)
+
+
+def test_names_that_are_globals_too(traces):
+    assert value(Leaky(0.5), -1.0) == -0.5
+    assert value(lambda x: F.relu(x) + torch.relu(x), 1.0) == 2.0
+    assert value(lambda x: x * Scale(3.0).factor) == 3.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.relu, torch.Tensor.relu, nnf.silu, nn.GELU(), nn.Sequential(nn.ReLU(), nn.Tanh()), Leaky(0.1), Scale(2.0),
+        functools.partial(torch.clamp, min=0.0), lambda x: nnf.silu(x), lambda x: silu(x), lambda x: F.gelu_tanh(x),
+        lambda x: x * by + other,
+    ],
+)  # fmt: skip
+def test_what_is_kept(function, traces):
+    memo.traced(function, *EPILOGUE)
+    memo.traced(function, *EPILOGUE)
+    assert len(traces) == 1
+
+
+def test_masks_are_kept(traces):
+    def make(table):
+        inner = or_masks(lambda b, h, q, kv: q - kv < table[h], lambda b, h, q, kv: kv < 3)
+        return and_masks(lambda b, h, q, kv: q >= kv, inner)
+
+    table = torch.arange(4)
+    mask = make(table)
+    first = memo.traced(mask, *MASK)
+    assert memo.traced(mask, *MASK) is first
+    again = memo.traced(make(table), *MASK)
+    assert again.program is first.program and again.tensors == (table,) and len(traces) == 1
+    table.fill_(7)
+    assert memo.traced(mask, *MASK) is first, "kernels read what is in it"
+    other = memo.traced(make(table.clone()), *MASK)
+    assert other.program == first.program and other.tensors[0] is not table and len(traces) == 2
+
+
+def test_what_is_computed_of_a_tensor_is_computed_again(traces):
+    table = torch.arange(4)
+    mask = lambda b, h, q, kv: (table + 1)[q] > kv  # noqa: E731
+    assert memo.traced(mask, *MASK).tensors[0].tolist() == [1, 2, 3, 4]
+    table[0] = 9
+    assert memo.traced(mask, *MASK).tensors[0].tolist() == [10, 2, 3, 4]
+    assert memo.traced(mask, *MASK) and len(traces) == 2
+
+
+# ---------------------------------------------------------------------- what is kept alive
+
+
+class Masks:
+    """An object that leads to a mask which leads to it."""
+
+    def __init__(self, table):
+        self.table = table
+        self.mask_mod = lambda b, h, q, kv: self.table[q] > kv
+
+
+def by_default(table):
+    def mask(b, h, q, kv, table=table):
+        return table[q] > kv
+
+    return mask
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda table: lambda b, h, q, kv: table[q] > kv,
+        lambda table: lambda b, h, q, kv: (table + 1)[q] > kv,
+        lambda table: lambda b, h, q, kv: table.sum() > kv,
+        lambda table: (lambda inner: lambda *at: ~inner(*at))(lambda b, h, q, kv: table[q] > kv),
+        lambda table: Masks(table).mask_mod,
+        by_default,
+    ],
+    ids=["captured", "computed", "read", "nested", "cycle", "default"],
+)
+def test_nothing_is_kept_alive(make):
+    table = torch.arange(1000)
+    mask = make(table)
+    memo.traced(mask, *MASK)
+    memo.traced(mask, *MASK)
+    tensor, function = weakref.ref(table), weakref.ref(mask)
+    del table, mask
+    gc.collect()
+    assert tensor() is None and function() is None
+
+
+def test_an_epilogue_keeps_nothing_alive():
+    scale = torch.tensor(2.0)
+    function = scaling(scale)
+    memo.traced(function, *EPILOGUE)
+    alive = weakref.ref(scale)
+    del scale, function
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_new_function_at_an_old_one_s_address():
+    """Ids are used again; what was kept of the old function is not."""
+    for factor in range(50):
+        assert value(scaling(float(factor))) == factor
+        assert value(scaling(torch.tensor(float(factor)))) == factor
