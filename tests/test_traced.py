@@ -195,7 +195,11 @@ def test_callables():
 
 
 def test_a_number_as_the_result():
-    assert str(program(lambda x: torch.tensor(2.0), "float32")) == "(float32) [] 1:float32 = const 2.0 -> 1"
+    """Of a mask, whose arguments have no dimension; of an epilogue it has another shape."""
+    seen = trace(lambda b, h, q, kv: torch.tensor(True), "mask_mod", ("int32",) * 4, (), CPU).program
+    assert str(seen) == "(int32, int32, int32, int32) [] 4:bool = const True -> 4"
+    with pytest.raises(TypeError, match="must return one tensor, .* not a tensor of shape"):
+        program(lambda x: torch.tensor(2.0), "float32")
 
 
 # ---------------------------------------------------------------------- captured tensors

@@ -33,7 +33,6 @@ def traces(monkeypatch):
 
     monkeypatch.setattr(memo, "trace", noted)
     monkeypatch.setattr(memo, "_OF_STATE", {})
-    monkeypatch.setattr(memo, "_OF_FUNCTION", {})
     return found
 
 

@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self, result) -> Traced:
         """The trace, once the function has returned."""
-        if isinstance(result, Tensor) and not self.traced(result) and result.shape == self.shape:
+        if isinstance(result, Tensor) and not self.traced(result) and not result.dim() and not self.shape:
             value = self.operand(result, False)
             if not isinstance(value, Value):
                 value = self.builder.const(value, DTYPES.get(result.dtype, "float32"))
