@@ -71,16 +71,9 @@ def apply(
             m, n = cutlass.min(cD[v][0], extent[0] - 1), cutlass.min(cD[v][1], extent[1] - 1)
             rC[v] = args.residual[m, n, outer[0], outer[1]].to(Float32)
         x = x + args.beta * rC.load()
-    rD.store(x)
-    if const_expr(spec.activation is not None or spec.function is not None):
-        for v in range_constexpr(size):
-            rD[v] = elementwise(spec, rD[v])
-
-
-def elementwise(spec, x: Float32) -> Float32:
-    """The activation and the user's function of one value."""
-    if spec.activation is not None:
+    if const_expr(spec.activation is not None):
         x = ACTIVATIONS[spec.activation](x)
-    if spec.function is not None:
-        x = lower(spec.function, [x]).to(Float32)
-    return x
+    rD.store(x)
+    if const_expr(spec.function is not None):
+        for v in range_constexpr(size):
+            rD[v] = lower(spec.function, [rD[v]]).to(Float32)

@@ -1,4 +1,8 @@
-"""Activations of one fp32 accumulator in a kernel, by formulas that take few instructions."""
+"""Activations of fp32 accumulators in a kernel, by formulas that take few instructions.
+
+Each takes one accumulator, or a fragment of them (a CuTe `TensorSSA`), whose operations then come one after the other,
+each for all accumulators. With GELU beside a residual that order leaves registers where the other one spills (SASS).
+"""
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -6,27 +10,38 @@ from cutlass import Float32
 LOG2E = 1.4426950408889634
 
 
-def _exp2(x: Float32) -> Float32:
+def _each(function, x):
+    """An instruction that takes no vectors, on an accumulator or on each of a fragment."""
+    if not isinstance(x, cute.TensorSSA):
+        return function(x)
+    values = cute.make_rmem_tensor(x.shape, Float32)
+    values.store(x)
+    for v in range(cute.size(values)):
+        values[v] = function(values[v])
+    return values.load()
+
+
+def _exp2(x):
     """2 ** x by one instruction; 0 below 2 ** -126."""
-    return cute.math.exp2(x, approx=True, ftz=True)
+    return _each(lambda v: cute.math.exp2(v, approx=True, ftz=True), x)
 
 
-def reciprocal(x: Float32) -> Float32:
+def reciprocal(x):
     """1 / x by one instruction instead of a division's ten, within one unit in the last place."""
-    return cute.math.rcp(x, approx=True, ftz=True)
+    return _each(lambda v: cute.math.rcp(v, approx=True, ftz=True), x)
 
 
-def relu(x: Float32) -> Float32:
+def relu(x):
     """max(x, 0); a NaN stays one."""
-    return cute.arch.fmax(x, 0.0, nan=True)
+    return _each(lambda v: cute.arch.fmax(v, 0.0, nan=True), x)
 
 
-def sigmoid(x: Float32) -> Float32:
+def sigmoid(x):
     """1 / (1 + exp(-x)), within some 1e-7 * (1 + |x|)."""
     return reciprocal(1.0 + _exp2(-LOG2E * x))
 
 
-def silu(x: Float32) -> Float32:
+def silu(x):
     """x * sigmoid(x)."""
     return x * sigmoid(x)
 
@@ -38,7 +53,7 @@ _LOG2_TAIL = (-1.0000454187393188, -1.150726556777954, -0.4601375162601471)
 _LOG2_TAIL += (-0.05168679729104042, 0.007026067469269037, -0.00046467085485346615)
 
 
-def gelu(x: Float32) -> Float32:
+def gelu(x):
     """Exact GELU, x * Phi(x), as x / 2 + u / 2 - u * Phi(-u) with u = |x|.
 
     libdevice's erf, as exact as fp32 can be, made the epilogue of a tile longer than its products. This takes nine
@@ -51,7 +66,7 @@ def gelu(x: Float32) -> Float32:
     return u * (0.5 - _exp2(exponent)) + 0.5 * x
 
 
-def gelu_tanh(x: Float32) -> Float32:
+def gelu_tanh(x):
     """GELU by its tanh approximation: 1 + tanh(v) = 2 sigmoid(2 v)."""
     # -2 v log2(e), with v = sqrt(2 / pi) (x + 0.044715 x^3)
     exponent = x * (x * x * -0.1029432395800235 - 2.302208198144325)
