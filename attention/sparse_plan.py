@@ -94,9 +94,7 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
 
 
 def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int) -> tuple:
-    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table, and
-    what the element mask reads."""
-    kept = Derived.of(mask)
+    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table."""
 
     def make() -> tuple:
         index = torch.cat([mask.partial_index, mask.full_index], -1)
@@ -106,19 +104,20 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: in
         table = torch.stack([order.to(torch.int32), *counts], -1)
         return index, mask.partial_index.shape[-1], table
 
-    made = kept.get((batch, heads, tile_m, together), mask.partial_count, make, lambda value: (value[0], value[2]))
-    return *made, *kept.element(mask, batch, heads)[1]
+    key = batch, heads, tile_m, together
+    return Derived.of(mask).get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
 
 
 def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
+    reads = None  # what the element mask reads
     try:
-        element = Derived.of(mask).element(mask, *q.shape[:2])[0]
+        element, reads = Derived.of(mask).element(mask, *q.shape[:2])
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
         )  # fmt: skip
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # whatever it is, the checks will name it
     tensors = (q, k, v) if out is None else (q, k, v, out)
     plan = _PLANS.known(terms, tensors, out)
@@ -131,7 +130,8 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         return without_kernel(plan, None, out)  # nothing to compute
     if causal:
         mask = with_causal(mask)
-    return launch(plan, q, k, v, out, blocks_of(mask, q.shape[0], q.shape[1], *plan.order))
+        reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
+    return launch(plan, q, k, v, out, (*blocks_of(mask, *q.shape[:2], *plan.order), *reads))
 
 
 def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
