@@ -2,7 +2,7 @@
 
 Integers wrap; floor division and remainder take the divisor's sign, as torch's and Python's do and C's do not; NaN
 compares false, differs from everything and wins a maximum; rounding is to even. Functions of floats are libdevice's but
-for gelu, sigmoid and silu, whose errors functions.py states.
+for gelu, sigmoid and silu, whose errors activations.py states.
 """
 
 from __future__ import annotations
