@@ -58,9 +58,11 @@ def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[Eleme
     Raises:
         TypeError: see trace_mask.
     """
-    if mask_mod is None:
-        return None, ()
-    found = trace_mask(mask_mod, device)
+    return (None, ()) if mask_mod is None else for_kernel(trace_mask(mask_mod, device))
+
+
+def for_kernel(found: Traced) -> tuple[ElementMask, tuple[Tensor, ...]]:
+    """The same of a mask that was traced."""
     # TVM-FFI knows no bool, and a kernel's tensor has a dimension
     views = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in found.tensors)
     views = tuple(t.detach().view(1) if t.dim() == 0 else t.detach() for t in views)

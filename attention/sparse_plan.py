@@ -14,7 +14,7 @@ from cute_kernels.runtime.plan import forced_path
 from . import plan as planning
 from .block_mask import TABLES, BlockMask
 from .config import BlockKind
-from .element_mask import check_extents, element_mask, trace_mask
+from .element_mask import check_extents, for_kernel, trace_mask
 from .heuristics import heads_in_l2
 from .plan import FlashPlan, Plans, launch, without_kernel
 
@@ -42,7 +42,7 @@ class Derived(derived.Derived):
         found, element = self._element
         now = trace_mask(mask.mask_mod, mask.device)
         if now is not found:
-            element = element_mask(mask.mask_mod, mask.device)
+            element = for_kernel(now)
             self._element, self._checked = (now, element), set()
         if (batch, heads) not in self._checked:
             check_extents(*element, batch, heads, mask.lengths)

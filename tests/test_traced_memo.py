@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import json
 import types
 import weakref
 
@@ -466,3 +467,34 @@ def test_a_new_function_at_an_old_one_s_address():
     for factor in range(50):
         assert value(scaling(float(factor))) == factor
         assert value(scaling(torch.tensor(float(factor)))) == factor
+
+
+def test_a_captured_tensor_that_lies_elsewhere():
+    """The very tensor, with other memory or another shape."""
+    table = torch.arange(6)
+    mask = lambda b, h, q, kv: table[q] == table[kv]  # noqa: E731
+    arguments = "mask_mod", ("int32",) * 4, (), torch.device("cpu")
+    first = memo.traced(mask, *arguments)
+    assert memo.traced(mask, *arguments) is first
+    table.data = torch.arange(3)
+    second = memo.traced(mask, *arguments)
+    assert second is not first and second.tensors[0].shape == (3,)
+    table.data = torch.arange(3).int()
+    assert memo.traced(mask, *arguments).program.tensors == (("int32", 1),)
+
+
+def test_an_import_inside_of_a_function():
+    """What it reads of the module may change with every call."""
+
+    def scaled(x):
+        import json
+
+        return x * json.factor
+
+    json.factor = 2.0
+    try:
+        assert value(scaled) == 2.0
+        json.factor = 3.0
+        assert value(scaled) == 3.0
+    finally:
+        del json.factor

@@ -231,8 +231,11 @@ def _contents(cell):
 
 @functools.lru_cache(maxsize=MOST)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code, and code nested in it, looks up in its module."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """The names that code, and code nested in it, looks up in its module; with __import__ if it imports no library."""
+    found = list(dis.get_instructions(code))
+    names = {i.argval for i in found if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    if any(i.opname == "IMPORT_NAME" and not _library(i.argval) for i in found):
+        names.add("__import__")
     nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return tuple(sorted(names.union(*(global_names(c) for c in nested))))
 
@@ -246,15 +249,17 @@ class Kept:
     """A function's latest trace. It is an attribute of the function, and not in a table, which would keep functions for
     ever that refer to what holds them."""
 
-    __slots__ = ("arguments", "function", "result", "state", "versions")
+    __slots__ = ("arguments", "function", "places", "result", "state", "versions")
 
     def __init__(self, function: Callable, arguments: tuple, state: State, result: Traced):
         self.function, self.arguments, self.state, self.result = weakref.ref(function), arguments, state, result
-        self.versions = _versions(result.read)
+        self.versions, self.places = _versions(result.read), _places(result.tensors)
 
     def is_of(self, function: Callable, arguments: tuple) -> bool:
         """Whether it is this very function, no copy, and would be traced to the same."""
         if self.function() is not function or self.arguments != arguments or not self.state.holds():
+            return False
+        if self.places and self.places != _places(self.result.tensors):
             return False
         return not self.versions or self.versions == _versions(self.result.read)
 
@@ -305,6 +310,11 @@ def _captured(state: State, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those of a trace's tensors that are part of the function's state."""
     ids = {id(ref()) for ref in state.alive}
     return [t for t in tensors if id(t) in ids]
+
+
+def _places(tensors: Sequence[Tensor]) -> tuple:
+    """Where each lies, and how: `t.data = other` and t.resize_() change that of the same tensor."""
+    return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple | None:
