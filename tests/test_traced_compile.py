@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.runtime import inspect
-from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.compile import build_object, cubin_of, load_bytes
 from cute_kernels.traced.evaluate import evaluate
 
 from . import traced_trees
@@ -153,7 +153,8 @@ def test_every_operation_compiles(arch, dtype):
 def on_gpu(traces, count: int) -> list:
     major, minor = torch.cuda.get_device_capability()
     views, outs = arguments(traces, count)
-    compiled(traces, f"sm_{major}{minor}{'a' if major == 9 else ''}")(views, outs)
+    build = functools.partial(compiled, traces, f"sm_{major}{minor}{'a' if major == 9 else ''}")
+    load_bytes(build_object(build, "elementwise")[0], "elementwise")(views, outs)
     return results(traces, outs)
 
 

@@ -74,7 +74,7 @@ def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int
         TraceError: it does what a kernel cannot, captures a tensor of another device, or returns something other than
             one tensor of the inputs' shape.
     """
-    recorder = Recorder(what, inputs, shape, torch.device(device))
+    recorder = Recorder(what, inputs, shape, torch.empty(0, device=device).device)  # "cuda" with its number
     with torch.inference_mode(False), torch.no_grad(), recorder, _Values(recorder):
         try:
             result = function(*recorder.inputs)
