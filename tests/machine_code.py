@@ -1,0 +1,115 @@
+"""Whether a change leaves the machine code as it was: a hash of every kernel that the catalogues list.
+
+    python -m tests.machine_code --write          record the hashes, in tests/machine_code.txt
+    python -m tests.machine_code [--only TEXT]    compile again, and list the kernels whose code is none of those recorded
+
+Hashes are of the instructions alone (the cubin's .text sections), so kernels may be renamed. They hold for one version
+of the compiler, which the file names. No GPU is needed; all of it takes some 20 minutes on two cores.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+from cute_kernels.arch import ARCHS
+from cute_kernels.catalog import kernel_configurations, name_of
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.parallel import in_parallel
+
+RECORD = Path(__file__).with_suffix(".txt")
+COMPILER = "nvidia-cutlass-dsl"
+
+
+def compiled(facts):
+    """What the kernel's own module makes of facts of any kind, with its cubin kept."""
+    kind = type(facts).__name__
+    if kind == "GemmFacts":
+        from cute_kernels.runtime.kernels import compile_kernel as build
+    elif kind == "FlashFacts":
+        from attention.runtime import compile_flash as build
+    elif kind == "DecodeFacts":
+        from attention.decode import compile_decode as build
+    elif kind == "OrderFacts":
+        from sparse_collective.order_kernel import compile_order as build
+    elif kind == "PlanFacts":
+        from sparse_collective.sweep_plan import compile_planner as build
+    else:
+        from sparse_collective.pairs_plan import compile_pair_planner as build
+    built = build(facts, keep_cubin=True)
+    return getattr(built, "compiled", built)
+
+
+def hash_of(facts) -> str:
+    """Of the instructions."""
+    code = [s.data for s in inspect.sections(cubin_of(compiled(facts))) if s.name.startswith(".text.")]
+    return hashlib.sha256(b"".join(code)).hexdigest()[:16]
+
+
+def catalogue() -> dict:
+    """name -> facts, of every kernel."""
+    from sparse_collective.order_kernel import OrderFacts
+    from sparse_collective.pairs_plan import PairPlanFacts
+    from sparse_collective.sweep_plan import PlanFacts
+
+    from . import test_attention_compile, test_decode_compile
+
+    found = {}
+    for spec in ARCHS.values():
+        for facts in kernel_configurations(spec.name):
+            found[f"{spec.target}: {name_of(facts)}"] = facts
+        for index in ("int32", "int64"):
+            for dealt in (False, True):
+                found[f"{spec.target}: tile order {index} dealt {dealt}"] = OrderFacts(spec.target, index, dealt)
+        if spec.path == "sm_90":
+            for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
+                for cluster, k_major in ((1, False), (1, True), (2, True)):
+                    facts = PlanFacts(spec.target, *block, "int32", cluster, k_major)
+                    found[f"{spec.target}: plan of small blocks {block} {cluster} {k_major}"] = facts
+            found[f"{spec.target}: plan of pairs"] = PairPlanFacts(spec.target, "int32")
+    for entry in test_attention_compile.entries():
+        found[f"attention {entry.id}"] = entry.values[0]
+    for facts in test_decode_compile.entries():
+        found[f"decoding {facts}"] = facts
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="record the hashes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the kernels whose names have this in them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
+    args = parser.parse_args()
+    named = {name: facts for name, facts in catalogue().items() if args.only in name}
+    version = f"{COMPILER} {importlib.metadata.version(COMPILER)}"
+    recorded = {}
+    if not args.write:
+        first, *lines = RECORD.read_text().splitlines()
+        if first != version:
+            print(f"{RECORD.name} was recorded with {first}, and this is {version}", file=sys.stderr)
+            return 2
+        recorded = {name: code for code, name in (line.split("  ", 1) for line in lines)}
+    known, found, changed = set(recorded.values()), {}, 0
+    numbered = list(named.items())
+    for outcome in in_parallel(_hash_of_named, numbered, args.jobs):
+        name = outcome.item[0]
+        found[name] = outcome.value or outcome.error
+        if not args.write and found[name] not in known:
+            changed += 1
+            print(f"{'changed' if name in recorded else 'new, or changed'}: {name}: {found[name]}", flush=True)
+    if args.write:
+        text = "".join(f"{found[name]}  {name}\n" for name in named)
+        RECORD.write_text(f"{version}\n{text}")
+    print(f"{len(found)} kernels, {changed} whose code is not recorded")
+    return 1 if changed else 0
+
+
+def _hash_of_named(item) -> str:
+    return hash_of(item[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
