@@ -44,7 +44,7 @@ class Combine:
         tidx = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(tidx // 32), tidx % 32
         q, h, b = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.head_dim_v, WARPS)), byte_alignment=16)
         largests, totals = (smem.allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16) for _ in range(2))
         gO, gLSE = mPartO[None, b, h, q, None], mPartLSE[None, b, h, q]  # (splits, Dv), (splits,)

@@ -95,7 +95,7 @@ class DecodeSm80(FlashSm80):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
 
-        sQ = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
+        sQ = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
         sK = sQ + self.q.bytes
         sV = sK + cfg.stages * self.k.bytes
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))

@@ -147,7 +147,7 @@ class DecodeSm90(FlashSm90):
             cpasync.prefetch_descriptor(tma_v)
 
         layouts = self.layouts()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = (
             place.get_tensor(layout.outer, swizzle=layout.inner)
             for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)

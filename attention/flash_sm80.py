@@ -115,7 +115,7 @@ class FlashSm80(Weighing):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
 
-        sQ = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
+        sQ = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
         sK = sQ + self.q.bytes
         sV = sK + cfg.stages * self.k.bytes
         # Where this lane's rows of the fragments' matrices lie in a tile: one place for Q and V, if D is Dv

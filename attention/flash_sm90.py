@@ -102,7 +102,7 @@ class FlashSm90(Weighing):
 
     def make_mmas(self) -> tuple:
         """(S = Q K', O = P V) of all consumers."""
-        k, mn = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
         groups = (self.cfg.groups, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
         # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
@@ -208,7 +208,7 @@ class FlashSm90(Weighing):
             cpasync.prefetch_descriptor(tma_v)
 
         layouts = self.layouts()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = (
             place.get_tensor(layout.outer, swizzle=layout.inner)
             for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)

@@ -1,7 +1,7 @@
 """Whether a change leaves the machine code as it was: a hash of every kernel that the catalogues list.
 
     python -m tests.machine_code --write          record the hashes, in tests/machine_code.txt
-    python -m tests.machine_code [--only TEXT]    compile again, and list the kernels whose code is none of those recorded
+    python -m tests.machine_code [--only TEXT]    compile again, and list kernels whose code is not recorded
 
 Hashes are of the instructions alone (the cubin's .text sections), so kernels may be renamed. They hold for one version
 of the compiler, which the file names. No GPU is needed; all of it takes some 20 minutes on two cores.
