@@ -178,7 +178,7 @@ def tasks_of(cases: int, seed: int, only: str) -> list:
 
 def replay(text: str, device: str) -> int:
     """Run one case, given as its repr."""
-    known = {"Placement": Placement, "nan": float("nan")}
+    known = {"Placement": Placement, "Signature": fuzz_products.Family, "nan": float("nan")}
     module = fuzz_attention if "heads=" in text else fuzz_products
     case = eval(text, {"__builtins__": {}}, known | {"Case": module.Case, "Family": module.Family})
     found = outcome(case, module.run, device)

@@ -15,7 +15,8 @@ from torch import Tensor
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, decode
 
-from .fuzz_products import DTYPES, placements
+from .conformance import DTYPES
+from .fuzz_products import placements
 from .guard_zones import Placement, Wrong, Zones
 from .reference import assert_as_good_as_torch, attention_plainly, normal
 
