@@ -106,21 +106,6 @@ def multiply(W, b, linear, **terms):
     return bsr_linear(b, W, **terms) if linear else bsr_matmul(W, b, **terms)
 
 
-def check_in_a_larger_buffer(W, b, offset, linear):
-    """All of an output inside a buffer is written, and nothing around it; returns both majors' plans."""
-    shape = (b.shape[0], W.shape[0]) if linear else (W.shape[0], b.shape[1])
-    plans = []
-    for transposed in (False, True):
-        rows, cols = reversed(shape) if transposed else shape
-        buffer = torch.full((rows + 16, cols + 256), 7.0, dtype=W.dtype, device=b.device)
-        view = buffer[5 : 5 + rows, offset : offset + cols]
-        view.fill_(float("nan"))
-        plans.append(check(W, b, linear=linear, out=view.t() if transposed else view))
-        view.fill_(7.0)
-        assert (buffer == 7.0).all(), "memory around the output was written"
-    return plans
-
-
 def check_absent_blocks(W, b, junk, linear):
     """W, of SCATTERED blocks, by b with junk in one block column at a time: its rows are spoilt, all others exact."""
     bm, bk = W.blocksize
@@ -138,10 +123,3 @@ def check_absent_blocks(W, b, junk, linear):
                 assert not mine.isfinite().any()
             else:
                 assert_as_good_as_torch(mine, right, theirs, k=W.shape[1])
-
-
-def check_same_bits(W, b, linear):
-    """Every run adds in the same order."""
-    first = multiply(W, b, linear)
-    for _ in range(20 if b.is_cuda else 2):
-        assert torch.equal(multiply(W, b, linear), first)

@@ -33,6 +33,9 @@ MODULES = (fuzz_products, fuzz_attention)
 PATIENCE = 180.0  # seconds that one case may take, compilation included
 MOST_FAILURES = 400  # that a report holds in full; all are counted
 LARGEST = {"cuda": 300, "cpu": 80}
+# For tests that draw their cases themselves
+RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+ON_GPU = settings(max_examples=25, derandomize=True, **RELAXED)
 
 
 def module_of(family):

@@ -15,9 +15,9 @@ from attention.decode_tiles import DecodeScheduler, DecodeTile, PackedBandSource
 from attention.lengths import Span
 
 from .emulate_blocks import number
+from .fuzz import ON_GPU, RELAXED, settings
 from .reference import band_mask
 from .test_attention_tiles import BOUNDS
-from .test_properties import ON_GPU, RELAXED, settings
 
 BF16 = torch.bfloat16
 with_parts = decode.with_parts

@@ -1,4 +1,4 @@
-"""The sweep kernel's plan, and the op through it: the same product, whichever kernel is chosen.
+"""Small blocks: the plan of their kernel, when it is chosen, and products of patterns that fill it in every way.
 
 Without a GPU the plan is walked as the kernel walks it (emulate.swept); with one the kernel runs.
 """
@@ -8,108 +8,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import candidates, explain, heuristics
+from cute_kernels import candidates, catalog, heuristics
 from cute_kernels.arch import ARCHS
+from cute_kernels.catalog import COL
 from cute_kernels.config import BlockFacts
 from cute_kernels.legality import unsupported
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.compile import cubin_of
 from cute_kernels.sweep_tile import CONSUMERS, ROWS, Geometry
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective.sweep import sweep_plan, table_shapes
+from sparse_collective.sweep_plan import PlanFacts, compile_planner, sweep_plan_on_gpu
 
 from . import cases
-from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
+from .bsr_parts import bsr, check, width
+from .conformance import FAMILIES
 
 BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
 BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
 SWEEPS = candidates.sweeps(ARCHS["sm_90"])
-
-
-def matrix(mask, block, dtype=torch.bfloat16, index_dtype=torch.int32, device="cpu"):
-    crow, col = cases.mask_to_indices(mask, index_dtype)
-    shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
-    values = normal(len(col), *block, k=shape[1], dtype=dtype)
-    W = BsrMatrix(crow.to(device), col.to(device), values.to(device), shape)
-    return W, dense_of(crow, col, values, shape)
-
-
-@pytest.fixture(params=range(len(SWEEPS)), ids=lambda i: f"{SWEEPS[i]}")
-def swept(request, monkeypatch):
-    """Ops take this configuration of the sweep kernel, with more columns than it bears its narrower neighbour."""
-    chosen = SWEEPS[request.param]
-    narrow = next(c for c in SWEEPS if c.tile_n == 128 and c.cluster_m == chosen.cluster_m)
-    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen, narrow])
-    for module in ("cute_kernels.ops", "sparse_collective.ops"):
-        monkeypatch.setattr(f"{module}._PLANS", {})
-    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
-    return chosen
+# The first configuration takes every block shape, the others three.
+BLOCKS_OF = [(config, block) for config in SWEEPS for block in (BLOCKS if config == SWEEPS[0] else BLOCKS[:3])]
 
 
 @pytest.mark.sm_90
+@pytest.mark.parametrize(("config", "block"), BLOCKS_OF, ids=str)
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: f"{b[0]}x{b[1]}")
-def test_patterns(swept, device, pattern, block):
+def test_patterns(device, monkeypatch, config, pattern, block):
     """Groups and chunks of every filling, with a last group and a last chunk that are not full, and rings that wrap."""
-    if swept is not SWEEPS[0] and block not in BLOCKS[:3]:
-        pytest.skip("the first configuration takes every block shape, the others three")
-    rows, cols = 800 // block[0] + 1, 700 // block[1] + 2
-    W, dense = matrix(cases.PATTERNS[pattern](rows, cols), block, device=device)
-    b = normal(W.shape[1], 520 if pattern == "power_law" else 264)
-    exact, by_torch = exact_and_torch(dense, b, torch.bfloat16)
-    out, b = poisoned(*exact.shape, device=device), b.to(device)
-    assert explain(bsr_matmul, W, b, out=out).facts.config.sweep
-    bsr_matmul(W, b, out=out)
-    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
-
-
-@pytest.mark.sm_90
-@pytest.mark.gpu
-def test_many_tiles_a_worker(swept):
-    """Every cluster does two tiles or three, so that rings and phases go on from one to the next."""
-    W, dense = matrix(cases.power_law(100, 66), (16, 16), device="cuda")
-    b = normal(W.shape[1], 10_000, device="cuda")
-    exact, by_torch = exact_and_torch(dense.cuda(), b, torch.bfloat16)
-    out = poisoned(*exact.shape, device="cuda")
-    bsr_matmul(W, b, out=out)
-    assert_as_good_as_torch(out, exact, by_torch, k=W.shape[1])
-
-
-@pytest.mark.sm_90
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_linear(swept, device, activation, biased):
-    W, dense = matrix(cases.power_law(26, 9), (16, 32), device=device)
-    x, bias = normal(300, W.shape[1]), normal(W.shape[0]) if biased else None
-    exact, by_torch = exact_and_torch(x, dense.t(), torch.bfloat16, bias=bias, activation=activation)
-    out = poisoned(*exact.shape, device=device)
-    terms = {"bias": None if bias is None else bias.to(device), "activation": activation}
-    assert explain(bsr_linear, x.to(device), W, out=out, **terms).facts.config.sweep
-    bsr_linear(x.to(device), W, out=out, **terms)
-    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=W.shape[1])
-
-
-@pytest.mark.sm_90
-@pytest.mark.parametrize("layout", ["nn", "nt", "batch"])
-def test_operands(swept, device, layout):
-    """B of either major and in batches, fp16, 64-bit indices, a column bias and a residual."""
-    W, dense = matrix(cases.bernoulli(13, 5, 0.3), (32, 64), torch.float16, torch.int64, device)
-    K = W.shape[1]
-    shape = (3, K, 136) if layout == "batch" else (K, 136)
-    b = normal(*shape, dtype=torch.float16) if layout != "nt" else normal(136, K, dtype=torch.float16).t()
-    bias = normal(136)
-    residual = normal(*shape[:-2], W.shape[0], 136, dtype=torch.float16)
-    exact, by_torch = exact_and_torch(dense, b, torch.float16, bias=bias, residual=residual)
-    out = poisoned(*exact.shape, dtype=torch.float16, device=device)
-    b = b.to(device) if layout != "nt" else b.t().to(device).t()
-    bsr_matmul(W, b, bias=bias.to(device), residual=residual.to(device), out=out)
-    assert_as_good_as_torch(out.cpu(), exact, by_torch, k=K)
-
-
-@pytest.mark.sm_90
-def test_the_same_bits_each_time(swept, device):
-    W, _ = matrix(cases.power_law(40, 30), (16, 16), device=device)
-    b = normal(W.shape[1], 512, device=device)
-    first = bsr_matmul(W, b)
-    assert all(torch.equal(bsr_matmul(W, b), first) for _ in range(5))
+    FAMILIES["small blocks"].force(monkeypatch, config)
+    W = bsr(pattern, block, device, grid=(800 // block[0] + 1, 700 // block[1] + 2))
+    assert check(W, width(W, 264, device)).facts.config == config
 
 
 # -- the plan -------------------------------------------------------------------------------------------------
@@ -158,8 +86,6 @@ def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cl
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 16), (16, 128)], ids=lambda b: f"{b[0]}x{b[1]}")
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_dtype):
-    from sparse_collective.sweep_plan import sweep_plan_on_gpu
-
     mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
     crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
@@ -174,13 +100,9 @@ def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_
         assert torch.equal(ours.order, by_torch.order)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128)])
 def test_the_plan_kernel_compiles(arch, block):
-    from cute_kernels.runtime import inspect
-    from cute_kernels.runtime.compile import cubin_of
-    from sparse_collective.sweep_plan import PlanFacts, compile_planner
-
     for cluster, index_dtype, k_major in ((1, "int64", True), (2, "int32", False)):
         compiled = compile_planner(PlanFacts(arch, *block, index_dtype, cluster, k_major), keep_cubin=True)
         found = inspect.resources(cubin_of(compiled), arch)
@@ -191,7 +113,7 @@ def test_the_plan_kernel_compiles(arch, block):
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
-    W, _ = matrix(mask, block)
+    W = bsr(mask, block, "cpu")
     assert W.shares.listed is None, "not known yet"
     before = W.key
     W.check_indices()
@@ -200,7 +122,7 @@ def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     assert W.key != before and W.to(torch.float16).shares == W.shares
 
 
-def test_rows_that_share_columns_are_swept():
+def test_rows_that_share_columns_take_this_kernel():
     """At 8192 cubed and 12.5 %: 64x64 blocks at random are not, as a band they are; 16x16 blocks always."""
 
     def pick(block, listed, **layout):
@@ -218,7 +140,7 @@ def test_rows_that_share_columns_are_swept():
 
 
 def test_a_plan_is_kept_until_the_indices_change():
-    W, _ = matrix(cases.bernoulli(30, 20, 0.3), (16, 16))
+    W = bsr(cases.bernoulli(30, 20, 0.3), (16, 16), "cpu")
     first = W.sweep_plan(2, False)
     assert W.sweep_plan(2, False) is first and W.sweep_plan(1, False) is not first
     W.col_indices.copy_(W.col_indices.clone())
@@ -241,23 +163,23 @@ def test_a_table_too_large_is_refused():
 
 
 def test_what_the_predicate_refuses():
-    from cute_kernels.catalog import COL, bsr, dense
-
     spec = ARCHS["sm_90"]
     wide, narrow = (next(c for c in SWEEPS if c.tile_n == columns) for columns in (256, 128))
-    assert unsupported(bsr(spec, "sm_90", wide, (16, 16))) == ""
-    assert "128 columns" in unsupported(bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
-    assert unsupported(bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
-    assert "heights" in unsupported(bsr(spec, "sm_90", wide, (128, 128)))
-    assert "dense" in unsupported(dense(spec, "sm_90", wide))
+    assert unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16))) == ""
+    assert "128 columns" in unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
+    assert unsupported(catalog.bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
+    one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))
+    assert unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16), **one)) == ""
+    assert "one pattern" in unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16), **several))
+    assert "one pattern" in unsupported(catalog.linear(spec, "sm_90", wide, (16, 16), **one, run=256))
+    assert "heights" in unsupported(catalog.bsr(spec, "sm_90", wide, (128, 128)))
+    assert "dense" in unsupported(catalog.dense(spec, "sm_90", wide))
 
 
 def test_tiles_with_slabs_beyond_the_block_are_refused():
     """Rows 64 and up of a tile would be stored over those of the block: the tuner found that results are wrong."""
-    from cute_kernels.catalog import bsr
-
     spec = ARCHS["sm_90"]
     tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)
-    assert "slabs" in unsupported(bsr(spec, "sm_90", tall, (64, 64)))
-    assert "slabs" in unsupported(bsr(spec, "sm_90", tall, (128, 64)))
-    assert unsupported(bsr(spec, "sm_90", tall, (144, 64))) == ""
+    assert "slabs" in unsupported(catalog.bsr(spec, "sm_90", tall, (64, 64)))
+    assert "slabs" in unsupported(catalog.bsr(spec, "sm_90", tall, (128, 64)))
+    assert unsupported(catalog.bsr(spec, "sm_90", tall, (144, 64))) == ""
