@@ -19,6 +19,7 @@ CACHE = "CUTE_KERNELS_CACHE_DIR"
 
 
 def pytest_addoption(parser):
+    parser.addoption("--every-kernel", action="store_true", help="compile all of the catalogue, not a part of it")
     if importlib.util.find_spec("pytest_timeout") is None:  # its setting in pyproject.toml is no mistake then
         parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
 
