@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 BLOCKSIZES = [(16, 16), (32, 64), (128, 64), (64, 256), (48, 112), (512, 112)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INDEX_DTYPES = [torch.int32, torch.int64]
-NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+NEEDS_GPU = [pytest.mark.gpu]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 

@@ -14,8 +14,6 @@ from . import emulate
 from .conformance import OPS
 from .reference import normal, poisoned
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request, monkeypatch):

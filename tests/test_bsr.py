@@ -12,8 +12,6 @@ from sparse_collective.bsr import BsrMatrix, random_bsr
 from tests.bsr_parts import BLOCKSIZES, DEVICES, DTYPES, INDEX_DTYPES, NEEDS_GPU, Operations, assert_same, parts
 from tests.cases import PATTERNS, mask_to_indices
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-
 # Construction
 
 

@@ -22,8 +22,6 @@ from tests.bsr_parts import (
 )
 from tests.cases import PATTERNS
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-
 # Conversions
 
 

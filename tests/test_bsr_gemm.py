@@ -24,8 +24,6 @@ from .cases import PATTERNS
 from .conformance import FAMILIES, axes_of, case_of, cases_of, make, of_runs, run
 from .reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = pytest.mark.parametrize("form", ["values", "patterns"])
 
@@ -69,7 +67,7 @@ def test_any_block(data):
 
 
 def as_torch(W):
-    return torch.sparse_bsr_tensor(W.crow_indices, W.col_indices, W.values, W.shape)
+    return torch.sparse_bsr_tensor(W.crow_indices, W.col_indices, W.values, W.shape, check_invariants=True)
 
 
 @LINEAR

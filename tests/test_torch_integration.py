@@ -15,7 +15,7 @@ from sparse_collective import torch_op as sparse_torch_op
 from .cases import PATTERNS, mask_to_indices
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:.*TF32:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*TF32:UserWarning")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -428,6 +428,7 @@ def test_a_torch_sparse_tensor_is_refused_while_tracing():
         compiled(lambda x: bsr_linear(x, t), "eager")(normal(24, 160))
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackward:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_are_refused_and_not_dropped(backend):
     a, b = normal(24, 40).requires_grad_(), normal(40, 16)
