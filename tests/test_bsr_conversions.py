@@ -10,16 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_collective.bsr import BsrMatrix, random_bsr
-from tests.bsr_parts import (
-    BLOCKSIZES,
-    DEVICES,
-    DTYPES,
-    INDEX_DTYPES,
-    Operations,
-    assert_same,
-    parts,
-    pointers,
-)
+from tests.bsr_parts import BLOCKSIZES, DEVICES, DTYPES, INDEX_DTYPES, Operations, assert_same, parts, pointers
 from tests.cases import PATTERNS
 
 # Conversions
@@ -209,11 +200,7 @@ def test_gradients_flow_through_every_conversion():
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     expected = BsrMatrix.from_dense(weight, (16, 32), mask=PATTERNS["bernoulli"](4, 6)).values
     a = BsrMatrix(crow, col, values, shape)
-    for dense in (
-        a.to_dense(),
-        a.transpose().to_dense().T,
-        BsrMatrix.from_torch(a.to_torch()).to_dense(),
-    ):
+    for dense in (a.to_dense(), a.transpose().to_dense().T, BsrMatrix.from_torch(a.to_torch()).to_dense()):
         (grad,) = torch.autograd.grad((dense * weight).sum(), values)
         assert torch.equal(grad, expected)
     (grad,) = torch.autograd.grad((a.to(torch.bfloat16).to_dense() * weight.bfloat16()).sum(), values)
