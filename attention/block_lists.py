@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sparse_collective.arguments import pair
+from sparse_collective.checks import pair
 
 from .element_mask import call
 

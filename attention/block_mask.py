@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.derived import Derived
-from sparse_collective.arguments import describe, is_strided, pair
 from sparse_collective.bsr import BsrMatrix
+from sparse_collective.checks import describe, is_strided, pair
 
 from . import block_lists, convert
 from .block_lists import band_tables, grid

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_collective.arguments import describe
 from sparse_collective.bsr import BsrMatrix
+from sparse_collective.checks import describe
 
 from .block_lists import grid, lists_of, table_of
 

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.gemm_sm80 import ALIGN
+from cute_kernels.matmul.kernel_sm80 import ALIGN
 
 from .combine import Combine
 from .config import ELEMENT, DecodeFacts

@@ -25,9 +25,8 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.arch import MMA_K
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.gemm_sm80 import ALIGN, OperandTile
-from cute_kernels.mainloop_sm80 import CHUNK, TileSteps
-from cute_kernels.store_sm80 import WARP
+from cute_kernels.matmul.kernel_sm80 import ALIGN
+from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 
 from .config import ELEMENT, FlashFacts
 from .k_tiles import BandSource

@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.gemm_sm90 import ALIGN, smem_layout
+from cute_kernels.tile.hopper import ALIGN, smem_layout
 
 from .config import FlashFacts
 from .k_tiles import FULL, BandSource

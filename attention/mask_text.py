@@ -15,7 +15,7 @@ import types
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_op import depend_on, function_named, register
+from cute_kernels.torch_op import depend_on, function_named, register
 
 from .mask_mods import MaskMod
 

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels import checks as common
 from cute_kernels.explain import explains
-from cute_kernels.runtime.plan import forced_path
+from cute_kernels.runtime.device import forced_path
 from sparse_collective import BsrMatrix
 
 from . import checks, decode, kept

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from cute_kernels import checks as common
-from cute_kernels.runtime.plan import forced_path
+from cute_kernels.runtime.device import forced_path
 
 from . import checks, reference
 from . import plan as planning

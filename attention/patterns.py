@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparse_collective.arguments import describe, is_strided
+from sparse_collective.checks import describe, is_strided
 
 from .block_lists import grid, tables_of_rows
 from .block_mask import BlockMask

@@ -14,7 +14,7 @@ import torch
 from cute_kernels import checks as common
 from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES
-from cute_kernels.runtime.plan import device_arch, forced_path
+from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.workspace import zeros
 
 from . import checks

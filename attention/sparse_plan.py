@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from cute_kernels.runtime import derived
-from cute_kernels.runtime.plan import forced_path
+from cute_kernels.runtime.device import forced_path
 
 from . import plan as planning
 from .block_mask import TABLES, BlockMask

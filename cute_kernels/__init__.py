@@ -10,7 +10,7 @@ load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kern
 from . import functions
 from .explain import explain, explains
 from .ops import gemm, plan_gemm
-from .runtime.plan import path
+from .runtime.device import path
 
 __all__ = ["explain", "functions", "gemm", "load_bundle", "path"]
 __version__ = "0.1.0"

@@ -11,12 +11,14 @@ import torch
 
 from . import checks, reference
 from .dtypes import NAMES
-from .heuristics import Extents
+from .matmul.choose import choose
+from .matmul.plan import Plan
+from .matmul.problem import Extents, Problem
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
-from .runtime.plan import Plan, Problem, choose, device_arch, forced_path
+from .runtime.call_plan import PlanCache
+from .runtime.device import device_arch, forced_path
 
-_PLANS: dict[tuple, Plan] = {}
-_MOST_PLANS = 8192  # a bound for programs whose shapes never repeat
+_PLANS = PlanCache()
 
 
 def gemm(
@@ -59,7 +61,7 @@ def gemm(
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
     if torch.compiler.is_compiling():
-        from .runtime.torch_op import traced_gemm
+        from .torch_op import traced_gemm
 
         return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
     if epilogue is not None:
@@ -81,10 +83,8 @@ def gemm(
     if plan is None:
         terms = bias, activation, residual, alpha, beta, out, out_dtype
         plan = plan_gemm(a, b, *terms, epilogue=epilogue)
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
         if key is not None:
-            _PLANS[key] = plan
+            _PLANS.keep(key, plan)
     if (a.requires_grad or b.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
         checks.check_no_grad("gemm", a, b, bias, residual)
     if out is not None and (
@@ -162,7 +162,7 @@ def plan_gemm(
 
 def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
     """Fill in the kernel: how the tensors are viewed, which facts, which function."""
-    from .runtime.kernels import function_for
+    from .runtime.families import function_for
 
     K, N = a.shape[-1], b.shape[-1]
     stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])

@@ -12,19 +12,24 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels import checks, reference
-from cute_kernels.config import BlockFacts
 from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
-from cute_kernels.heuristics import Extents, resident_clusters
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.matmul.cost import resident_clusters
+from cute_kernels.matmul.plan import Plan
+from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.ops import bias_view, stage, viewed
-from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
+from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.device import device_arch, forced_path
+from cute_kernels.runtime.families import family_of
 
-from . import balance
+from . import families  # noqa: F401 (importing it registers them)
 from .bsr import BsrMatrix
+from .tile_order import reference as tile_order
 
-_PLANS: dict[tuple, Plan] = {}
-_MOST_PLANS = 8192
+_PLANS = PlanCache()
 RUN_MULTIPLE = 64  # rows; the widest tile that every kind of block has a kernel for
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
@@ -162,10 +167,8 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
         key = plan = None
     if plan is None:
         plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
         if key is not None:
-            _PLANS[key] = plan
+            _PLANS.keep(key, plan)
     values = W.values
     watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
     if watched and torch.is_grad_enabled():
@@ -182,36 +185,32 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
     d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
-    col = W.col_indices
     if plan.views:
         b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
-    if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at these
-        col, values = col.new_zeros(1), values.new_zeros(*values.shape[:-3], 1, *W.blocksize)
-    _launch(plan, W, col, values, b, d, bias, residual, groups)
+    if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
+        values = values.new_zeros(*values.shape[:-3], 1, *W.blocksize)
+    _launch(plan, W, values, b, d, bias, residual, groups)
     return out.copy_(result) if plan.staged else out
 
 
-def _launch(plan: Plan, W, col, values, b, d, bias, residual, groups) -> None:
+def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
     """Run the plan's kernel on the tensors as it views them."""
-    if plan.swept:
-        tables = W.sweep_plan(*plan.swept)
-        plan.function(W.crow_indices, *tables, values, b, d, bias, residual, 1.0, 1.0, plan.group, plan.max_ctas)
-        return
-    pattern = W.pair_plan() if plan.paired else (col,)
-    more = () if plan.paired else (groups,)
-    # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
-    if plan.tiles and balance.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
-        function, tiles, ctas = plan.ordered or _ordered(plan)
-        order = W.work_order(tiles, plan.paired)
-        function(W.crow_indices, *pattern, order, *more, values, b, d, bias, residual, 1.0, 1.0, 1, ctas)
-        return
+    family, function, group = plan.family, plan.function, plan.group
+    pattern = family.pattern(plan.facts, W, groups)
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    plan.function(W.crow_indices, *pattern, None, *more, values, b, d, bias, residual, 1.0, 1.0, plan.group, ctas)
+    if family.orders:
+        order = None
+        # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
+        if tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
+            function, tiles, ctas = plan.ordered or _ordered(plan)
+            order, group = family.work_order(W, tiles), 1
+        pattern = family.with_order(pattern, order)
+    function(W.crow_indices, *pattern, values, b, d, bias, residual, 1.0, 1.0, group, ctas)
 
 
 def _ordered(plan: Plan) -> tuple:
     """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
-    from cute_kernels.runtime.kernels import function_for
+    from cute_kernels.runtime.families import function_for
 
     workers, cfg = plan.tiles.workers, plan.facts.config
     ctas = 1 if workers is None else workers * cfg.cluster
@@ -349,7 +348,7 @@ def _epilogue(op, W, b, bias, activation, residual, epilogue):
 
 
 def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups) -> None:
-    from cute_kernels.runtime.kernels import function_for
+    from cute_kernels.runtime.families import function_for
 
     fold = W.batch is None
     if fold and out is not None and out.dim() > 2:
@@ -391,21 +390,18 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
         BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run),
         linear,
         W.density,
-        W.shares,
+        W.stats,
     )
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
-    plan.swept = (cfg.cluster_m, plan.facts.majors[1] == "k") if cfg.sweep else ()
-    plan.paired = cfg.pairs
-    # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
+    plan.family = family_of(plan.facts)
+    # A count of CTAs that divides the rows keeps even ones in step (family.in_step); of uneven ones it gives the
     # same to a CTA in every panel.
     plan.uneven_ctas = resident_clusters(cfg, sms) * cfg.cluster
-    plan.tiles = (
-        ()
-        if cfg.few
-        else balance.Tiles(
+    if plan.family.orders:
+        plan.tiles = tile_order.Tiles(
             row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
             steps=steps,
             tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
@@ -413,7 +409,6 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
             group=plan.group,
             workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
         )
-    )
 
     def first_call(*args):
         """Compiles when it is called: an uneven pattern takes `ordered` instead."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_op import function_named, named_function
+from cute_kernels.torch_op import function_named, named_function
 
 from .bsr import BsrMatrix
 
