@@ -10,7 +10,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 L2_BYTES = 2**25  # of K and V that are worked on at a time, so that they stay in L2
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
-# CTA takes for one tile of K and V on an H200 (bench/NOTES.md). All compile without spills, and without serialised
+# CTA takes for one tile of K and V on an H200 (docs/notes). All compile without spills, and without serialised
 # WGMMAs; those of CAPLESS would spill with a cap. Those of EVEN are faster only where no element is masked.
 SM_90 = {
     64: (((192, 112, 3, 3), 1.19), ((192, 128, 2, 3), 1.45), ((128, 128, 3, 2), 1.02), ((64, 128, 2, 1), 0.76)),
