@@ -14,13 +14,16 @@ from cute_kernels.explain import explains
 from cute_kernels.runtime.plan import forced_path
 from sparse_collective import BsrMatrix
 
-from . import checks, decode, kept
+from . import checks
 from . import plan as planning
-from .block_mask import BlockMask
-from .mask_mods import window_bounds
+from .block_sparse import launch_blocks, plan_blocks
+from .decode import checks as cache_checks
+from .decode import choose as decode
+from .masks import kept
+from .masks.block_mask import BlockMask
+from .masks.mask_mods import window_bounds
 from .packed import attention_packed, plan_packed
 from .plan import FlashPlan, Plans, launch, spans_of, without_kernel
-from .sparse_plan import launch_blocks, plan_blocks
 
 _PLANS = Plans()
 
@@ -186,8 +189,8 @@ def plan_attention(
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
-    decode.check_cache("attention", q, k, v, seqlens_k, block_table)
-    plan = _checked_plan("attention", q, k, v, softcap, scale, return_lse, out, decode.capacity(k, block_table))
+    cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
+    plan = _checked_plan("attention", q, k, v, softcap, scale, return_lse, out, cache_checks.capacity(k, block_table))
     bounds = window_bounds(window, causal)
     if not plan.empty and planning.has_kernel(q):
 
@@ -198,7 +201,7 @@ def plan_attention(
             return True
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
-        extents = q.shape[0] * q.shape[1], q.shape[2], decode.capacity(k, block_table)
+        extents = q.shape[0] * q.shape[1], q.shape[2], cache_checks.capacity(k, block_table)
         planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     return plan
 

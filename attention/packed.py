@@ -9,7 +9,7 @@ from cute_kernels.runtime.plan import forced_path
 
 from . import checks, reference
 from . import plan as planning
-from .mask_mods import window_bounds
+from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, Plans, launch, spans_of, without_kernel
 
 OP = "attention"

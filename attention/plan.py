@@ -18,7 +18,9 @@ from cute_kernels.runtime.plan import device_arch, forced_path
 from cute_kernels.runtime.workspace import zeros
 
 from . import checks
-from .config import BandKind, FlashFacts
+from .forward import compile as forward_compile
+from .forward.choose import Extents, pick
+from .forward.config import FlashFacts, WindowKind
 
 try:
     from torch._C._dynamo.guards import TensorGuards  # torch.compile's: has a tensor changed?
@@ -60,7 +62,7 @@ class FlashPlan:
         else:
             f = self.facts
             lines.append(f"path: {f.path}, compiled for {f.arch}")
-            lines.append(f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.band}")
+            lines.append(f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.window}")
         return "\n  ".join(lines + self.notes)
 
 
@@ -154,9 +156,6 @@ def plan_kernel(
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
     `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
     """
-    from .heuristics import Extents, pick
-    from .runtime import function_for
-
     spec, sms, _ = device_arch(q.get_device())
     facts = FlashFacts(
         arch=spec.target,
@@ -165,7 +164,7 @@ def plan_kernel(
         dtype=NAMES[q.dtype],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
-        band=BandKind(*(bound is not None for bound in bounds)),
+        window=WindowKind(*(bound is not None for bound in bounds)),
         softcap=softcap is not None,
         lse=lse,
         **more,
@@ -182,7 +181,7 @@ def plan_kernel(
         return
     plan.facts = pick(facts, Extents(*extents, *bounds, sms))
     plan.scalars += (sms * plan.facts.config.ctas,)  # as many as run at once
-    plan.function = function_for(plan.facts)
+    plan.function = forward_compile.function_for(plan.facts)
 
 
 def path_of(op: str, spec: ArchSpec) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor
 from cute_kernels.runtime.derived import captured
 from sparse_collective.bsr import BsrMatrix
 
-from . import convert, kept, mask_text
-from .block_mask import TABLES, BlockMask
+from .masks import convert, kept, mask_text
+from .masks.block_mask import BlockMask
 
 
 @torch.library.custom_op("attention::attention", mutates_args=())
@@ -197,9 +197,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     from torch.nn.attention.flex_attention import noop_mask
 
     if isinstance(block_mask, BlockMask):
-        lists = [getattr(block_mask, name) for name in TABLES]
         mask_mod = mask_text.written(block_mask.mask_mod)
-        return (lists, list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
+        return (list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
     if isinstance(block_mask, kept.FlexBlockMask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:

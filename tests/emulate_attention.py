@@ -7,7 +7,9 @@ import torch
 import attention.ops as ops
 import attention.packed as packed
 import attention.plan as plan
-from attention import decode, runtime, sparse_plan
+from attention import block_sparse
+from attention.decode import compile as decode_compile
+from attention.forward import compile as forward_compile
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 
@@ -67,9 +69,9 @@ class EmulatedFlash:
         if facts.softcap:
             scores = 1 - 2 / (1 + torch.exp2(scores * softcap))
         position, column = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
-        if facts.band.left:
+        if facts.window.left:
             scores = scores.masked_fill(column < position - left, -math.inf)
-        if facts.band.right:
+        if facts.window.right:
             scores = scores.masked_fill(column > position + right, -math.inf)
         scores = scores * scale_log2
         log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
@@ -117,8 +119,8 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
-    for module in (ops, packed, sparse_plan):
+    for module in (ops, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", plan.Plans())
     monkeypatch.setattr(EmulatedFlash, "built", set())
-    monkeypatch.setattr(runtime, "function_for", emulated)
-    monkeypatch.setattr(decode, "function_for", EmulatedDecode)
+    monkeypatch.setattr(forward_compile, "function_for", emulated)
+    monkeypatch.setattr(decode_compile, "function_for", EmulatedDecode)

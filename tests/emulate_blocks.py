@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from attention.block_source import with_blocks
-from attention.k_tiles import FULL
-from attention.lengths import Span
-from attention.scheduler import QueryScheduler
+from attention.forward.block_source import with_blocks
+from attention.forward.kv_tiles import FULL
+from attention.forward.scheduler import QueryScheduler
+from attention.forward.seqlen import SeqlenInfo
 from cute_kernels.traced.evaluate import evaluate
 
 
@@ -51,7 +51,7 @@ class Walked:
             tile = type(tile)(*(number(x) for x in dataclasses.astuple(tile)))
             done.add((tile.b, tile.h, tile.m))
             assert tile.h_kv == tile.h * k.shape[1] // heads
-            seen = self.seen(source.for_tile(tile, Span(tile.b, rows, cols)), tile, rows, cols, blocks[3:])
+            seen = self.seen(source.for_tile(tile, SeqlenInfo(tile.b, rows, cols)), tile, rows, cols, blocks[3:])
             part = slice(tile.m * cfg.tile_m, tile.m * cfg.tile_m + cfg.tile_m)
             scores = q[tile.b, tile.h, part].float() @ k[tile.b, tile.h_kv].float().mT
             scores = torch.tanh(scores * softcap / 2.885390) if self.facts.softcap else scores

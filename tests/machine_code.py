@@ -30,9 +30,9 @@ def compiled(facts):
     if kind == "GemmFacts":
         from cute_kernels.runtime.kernels import compile_kernel as build
     elif kind == "FlashFacts":
-        from attention.runtime import compile_flash as build
+        from attention.forward.compile import compile_flash as build
     elif kind == "DecodeFacts":
-        from attention.decode import compile_decode as build
+        from attention.decode.compile import compile_decode as build
     elif kind == "OrderFacts":
         from sparse_collective.order_kernel import compile_order as build
     elif kind == "PlanFacts":

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.config import BandKind, BlockKind, FlashFacts
-from attention.element_mask import element_mask
-from attention.heuristics import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
-from attention.mask_mods import And, Band, RowRange
-from attention.runtime import compile_flash
+from attention.forward.choose import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
+from attention.forward.compile import compile_flash
+from attention.forward.config import BlockKind, FlashFacts, WindowKind
+from attention.masks.element_mask import element_mask
+from attention.masks.mask_mods import And, Band, RowRange
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
@@ -23,10 +23,10 @@ EXTENTS = Extents(256, 4096, 4096, None, None, 132)
 
 # (band, softcap, lse): nothing, causal, and everything, without and with LSE
 FEATURES = (
-    (BandKind(), False, False),
-    (BandKind(right=True), False, True),
-    (BandKind(left=True, right=True), True, False),
-    (BandKind(left=True, right=True), True, True),
+    (WindowKind(), False, False),
+    (WindowKind(right=True), False, True),
+    (WindowKind(left=True, right=True), True, False),
+    (WindowKind(left=True, right=True), True, True),
 )
 
 HALF = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
@@ -89,7 +89,7 @@ def with_blocks(spec, path):
 
 
 def name_of(f: FlashFacts) -> str:
-    switches = (("left", f.band.left), ("right", f.band.right), ("softcap", f.softcap), ("packed", f.packed))
+    switches = (("left", f.window.left), ("right", f.window.right), ("softcap", f.softcap), ("packed", f.packed))
     more = [text for text, there in switches if there]
     if f.blocks:
         mask = next(name for name, mask in MASKS.items() if mask == f.blocks.mask)
@@ -124,7 +124,7 @@ def inspected(facts: FlashFacts) -> tuple:
     cubin = cubin_of(built.compiled)
     resources = inspect.resources(cubin, facts.arch)
     alone = []
-    if facts.path == "sm_90" and facts.tries:
+    if facts.path == "sm_90" and facts.skips_max:
         alone = [f"{opcode}, which not all warps may reach" for opcode in divided(inspect.disassemble(cubin))]
         alone += [] if resources.hmma else ["no scores are weighed again"]
     found = alone + inspect.problems(
@@ -143,7 +143,7 @@ def test_flash_kernel(facts, outcome_of):
     outcome = outcome_of(inspected, facts)
     assert not outcome.error
     resources, problems = outcome.value
-    # Where an H200 runs the sm_80 path; see heuristics.BLOCKS_SM_80.
+    # Where an H200 runs the sm_80 path; see choose.BLOCKS_SM_80.
     if (facts.arch, facts.path) == ("sm_90a", "sm_80") and facts.blocks and resources.stack <= 32:
         problems = [text for text in problems if "stack" not in text and "local memory" not in text]
     assert problems == []

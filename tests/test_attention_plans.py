@@ -5,7 +5,8 @@ import torch
 
 import attention.ops as attention_ops
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, decode, packed, plan, reference, sparse_plan
+from attention import BlockMask, attention, block_sparse, block_sparse_attention, packed, plan, reference
+from attention.decode import choose
 
 from . import emulate_attention
 from .reference import normal
@@ -18,7 +19,7 @@ def test_of_tensors(request, monkeypatch):
     """Both tests of tensors; the plans of other tests are forgotten."""
     if request.param == "ours":
         monkeypatch.setattr(plan, "TensorGuards", None)
-    for module in (attention_ops, packed, sparse_plan):
+    for module in (attention_ops, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", plan.Plans())
 
 
@@ -65,7 +66,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch):
     call = forms()[form]
     if form == "blocks":
         emulate_attention.install(monkeypatch)
-        monkeypatch.setattr("attention.runtime.function_for", lambda facts: lambda *arguments: None)
+        monkeypatch.setattr("attention.forward.compile.function_for", lambda facts: lambda *arguments: None)
     first = call()
     monkeypatch.setattr(plan.Plans, "checked", None)
     second = call()
@@ -172,7 +173,7 @@ def test_a_gradient_asked_for_later(form, name, monkeypatch):
     mask = BlockMask.from_blocks(FULL, lengths=(24, 40))
     if form == "blocks":
         emulate_attention.install(monkeypatch)
-        monkeypatch.setattr("attention.runtime.function_for", lambda facts: lambda *arguments: None)
+        monkeypatch.setattr("attention.forward.compile.function_for", lambda facts: lambda *arguments: None)
 
     def run():
         return block_sparse_attention(block_mask=mask, **call) if form == "blocks" else attention(**call)
@@ -202,7 +203,7 @@ def test_a_path_or_splits_forced_later(emulated):
     assert [f.path for f in facts()] == ["sm_90"]
     with cute_kernels.path("sm_80"):
         assert [f.path for f in facts()] == ["sm_90", "sm_80"]
-    with decode.splits(3):
+    with choose.splits(3):
         assert [getattr(f, "split", False) for f in facts()] == [False, False, True]
 
 

@@ -7,23 +7,24 @@ import re
 
 import pytest
 
-from attention.config import BandKind, DecodeFacts
-from attention.decode import compile_decode, pick
-from attention.heuristics import HEAD_DIMS
+from attention.decode.choose import pick
+from attention.decode.compile import compile_decode
+from attention.forward.choose import HEAD_DIMS
+from attention.forward.config import DecodeFacts, WindowKind
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
 
-BOTH = BandKind(left=True, right=True)
-ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "band": BOTH}
+BOTH = WindowKind(left=True, right=True)
+ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
 SM_90_CASES = [
     *((d, d, {"split": True}) for d in HEAD_DIMS),
     *((d, d, ALL) for d in HEAD_DIMS),
     *((d, d, {"seqlens": True, "page_size": 64, "lse": True}) for d in HEAD_DIMS),
-    (128, 128, {"band": BandKind(right=True), "lse": True}),
-    (128, 128, {"seqlens": True, "split": True, "lse": True, "band": BandKind(right=True)}),
+    (128, 128, {"window": WindowKind(right=True), "lse": True}),
+    (128, 128, {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}),
     (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
-    (64, 256, {"seqlens": True, "band": BOTH}),
+    (64, 256, {"seqlens": True, "window": BOTH}),
 ]
 GLOBAL = set("LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UBLKCP UTMAPF UBLKPF CCTL".split())
 # With pages and head dimension 256 a few addresses are spilled.

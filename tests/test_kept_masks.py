@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-import attention.runtime
-from attention import BlockMask, block_sparse_attention, kept, ops, plan, sparse_plan
+import attention.forward.compile
+from attention import BlockMask, block_sparse, block_sparse_attention, ops, plan
+from attention.masks import kept
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime.derived import Derived, state_of
 
@@ -47,12 +48,12 @@ def test_converted_once(form, conversions):
 @every_form
 def test_what_kernels_must_know_is_kept_too(form, conversions, monkeypatch):
     """On the host side of the GPU path: the order of the tiles and the mask with causal."""
-    monkeypatch.setattr(sparse_plan, "_PLANS", plan.Plans())
+    monkeypatch.setattr(block_sparse, "_PLANS", plan.Plans())
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS["sm_90"], 132, ""))
-    monkeypatch.setattr(attention.runtime, "function_for", Walked)
-    orders, real = [], sparse_plan.tile_order
-    monkeypatch.setattr(sparse_plan, "tile_order", lambda *args: orders.append(1) or real(*args))
+    monkeypatch.setattr(attention.forward.compile, "function_for", Walked)
+    orders, real = [], block_sparse.tile_order
+    monkeypatch.setattr(block_sparse, "tile_order", lambda *args: orders.append(1) or real(*args))
     call, mask = qkv(), held(form)
     first = [block_sparse_attention(*call, mask, causal=causal) for causal in (False, True)]
     made = len(conversions)
@@ -75,7 +76,7 @@ def test_a_bool_tensor_for_several_lengths(conversions):
     for _ in range(2):
         for lengths in ((N, N), (300, N), (N, 300)):
             q, k, v = qkv("cpu", *lengths)
-            expected = BlockMask(*kept.tables(BlockMask.from_blocks(blocks, lengths=lengths)), lengths=lengths)
+            expected = BlockMask(*BlockMask.from_blocks(blocks, lengths=lengths).lists(), lengths=lengths)
             assert torch.equal(block_sparse_attention(q, k, v, blocks), block_sparse_attention(q, k, v, expected))
     made = len(conversions) - 6
     assert made == 3
@@ -213,7 +214,7 @@ def test_a_mask_mod_that_refers_to_the_mask():
 
         holder.mask = create_block_mask(near, None, None, N, N, device="cpu")
         made = ops.as_block_mask(*qkv()[:2], holder.mask)
-        made._set(derived=types.SimpleNamespace(element=near))  # as sparse_plan.Derived of a GPU's mask
+        made._set(derived=types.SimpleNamespace(element=near))  # as block_sparse.Derived of a GPU's mask
         return [weakref.ref(near), weakref.ref(holder.mask), weakref.ref(made)]
 
     found = references()

@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from attention import BlockMask, block_sparse_attention
-from attention.config import BlockKind, FlashFacts
-from attention.element_mask import element_mask
-from attention.heuristics import Extents, pick
-from attention.runtime import compile_flash
+from attention.forward.choose import Extents, pick
+from attention.forward.compile import compile_flash
+from attention.forward.config import BlockKind, FlashFacts
+from attention.masks.element_mask import element_mask
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of

@@ -14,16 +14,16 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.gemm_sm80 import ALIGN
 
+from ..forward.config import ELEMENT, DecodeFacts
+from ..forward.kernel_sm80 import FlashForwardSm80, first_vector, lines_at_once, vectors
+from ..forward.seqlen import DenseSeqlens
+from ..forward.softmax import OnlineSoftmax, rows_and_columns
 from .combine import Combine
-from .config import ELEMENT, DecodeFacts
-from .decode_store import packed, store_tile
-from .decode_tiles import CacheLengths, DecodeScheduler, PackedBandSource
-from .flash_sm80 import FlashSm80, first_vector, lines_at_once, vectors
-from .lengths import DenseLengths
-from .softmax import OnlineSoftmax, rows_and_columns
+from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .store import packed, store_tile
 
 
-class DecodeSm80(FlashSm80):
+class DecodeSm80(FlashForwardSm80):
     """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
 
     def __init__(self, facts: DecodeFacts):
@@ -58,13 +58,13 @@ class DecodeSm80(FlashSm80):
         shared = heads // kv_heads
         if const_expr(facts.page_size):
             capacity = mTable.shape[1] * facts.page_size
-        lengths = DenseLengths(rows, capacity)
+        seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
-            lengths = CacheLengths(rows, capacity, mSeqlens)
+            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
         scheduler = DecodeScheduler(cute.ceil_div(rows * shared, cfg.tile_m), kv_heads, batch, splits)
-        source = PackedBandSource(facts.band, cfg.tile_m, cfg.tile_n, left, right, shared, splits)
+        source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, shared, splits)
         self.kernel(
-            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, lengths, scale_log2, softcap
+            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap
         ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
         if const_expr(facts.split):
             combine = Combine(facts.head_dim_v, False)
@@ -85,9 +85,9 @@ class DecodeSm80(FlashSm80):
         mTable: cute.Tensor | None,  # (B, pages of an item)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
-        source: PackedBandSource,
+        source: PackedWindowSource,
         scheduler: DecodeScheduler,
-        lengths,
+        seqlens,
         scale_log2: Float32,
         softcap: Float32,
     ):
@@ -108,15 +108,15 @@ class DecodeSm80(FlashSm80):
         lse = cute.make_rmem_tensor(2, Float32)
 
         tile = scheduler.decode(cute.arch.block_idx()[0])
-        span = lengths.of(tile.b)
-        tiles = source.for_tile(tile, span)
+        seqlen = seqlens.of(tile.b)
+        tiles = source.for_tile(tile, seqlen)
         row = tile.m * cfg.tile_m + warp * self.q.span + lane // 4  # of this thread, packed
-        rows = span.rows * source.shared
+        rows = seqlen.rows * source.shared
         if tiles.count > 0:
             # Only the first tile visited can reach past the end of K and V: zeros stand there.
             self.copy_q(packed(mQ, tile, source.shared), tile.m * cfg.tile_m, sQ, rows)
             for s in range_constexpr(cfg.stages):
-                end = span.cols if const_expr(s == 0) else None
+                end = seqlen.cols if const_expr(s == 0) else None
                 if s < tiles.count:
                     self.copy_tile(self.k, mK, mTable, mK.shape[0], tile, tiles.at(s), sK + s * self.k.bytes, end)
                 cute.arch.cp_async_commit_group()
@@ -141,7 +141,9 @@ class DecodeSm80(FlashSm80):
                         self.k, mK, mTable, mK.shape[0], tile, tiles.at(after), sK + slot * self.k.bytes, None
                     )
                 cute.arch.cp_async_commit_group()
-                self.weigh(scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment])
+                self.mask_and_softmax(
+                    scores, softmax, source, tiles, i, row, tile, seqlen, softcap, tiles.kinds[segment]
+                )
                 rP = self.convert(acc_S)
                 softmax.rescale(out)
                 self.multiply(acc_O, lambda k: rP[k], self.v, lanes[2], sV + slot * self.v.bytes)

@@ -30,18 +30,18 @@ from cute_kernels.mainloop_sm80 import CHUNK, TileSteps
 from cute_kernels.store_sm80 import WARP
 
 from .config import ELEMENT, FlashFacts
-from .k_tiles import BandSource
-from .lengths import DenseLengths
+from .kv_tiles import WindowSource
+from .mask_and_softmax import MaskAndSoftmax
 from .scheduler import QueryScheduler
+from .seqlen import DenseSeqlens
 from .softmax import OnlineSoftmax, rows_and_columns
-from .store import store_rows
-from .weigh import Weighing
+from .store_o import store_rows
 
 VECTOR = CHUNK // ELEMENT  # elements of one copy
 COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 
 
-class FlashSm80(Weighing):
+class FlashForwardSm80(MaskAndSoftmax):
     """Compiles to one kernel per `FlashFacts`."""
 
     def __init__(self, facts: FlashFacts):
@@ -51,7 +51,7 @@ class FlashSm80(Weighing):
         self.threads = WARP * cfg.groups
         self.q, self.k, self.v = operand_tiles(facts)
         self.tiles_m = self.q.span // 16  # of mma.sync, in one warp's rows
-        self.kept = facts.head_dim // MMA_K if facts.keeps_q else 0  # fragments of Q that stay in registers
+        self.kept = facts.head_dim // MMA_K if facts.q_in_registers else 0  # fragments of Q that stay in registers
         self.steps = TileSteps(self.dtype)
         self.smem_bytes = facts.smem_bytes
 
@@ -74,21 +74,21 @@ class FlashSm80(Weighing):
         stream: cuda.CUstream,
     ):
         scheduler = QueryScheduler.of(self.facts, mQ.shape, mK.shape)
-        lengths = DenseLengths(mQ.shape[2], mK.shape[2])
+        seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2])
         self.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.band(left, right), scale_log2, softcap, max_ctas,
+            mQ, mK, mV, mO, mLSE, counter, scheduler, seqlens, self.window(left, right), scale_log2, softcap, max_ctas,
             stream,
         )  # fmt: skip
 
-    def band(self, left: Int32, right: Int32) -> BandSource:
-        return BandSource(self.facts.band, self.cfg.tile_m, self.cfg.tile_n, left, right)
+    def window(self, left: Int32, right: Int32) -> WindowSource:
+        return WindowSource(self.facts.window, self.cfg.tile_m, self.cfg.tile_n, left, right)
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
+        self, mQ, mK, mV, mO, mLSE, counter, scheduler, seqlens, source, scale_log2, softcap, max_ctas, stream
     ):  # fmt: skip
         """The kernel: `scheduler` names query tiles, `lengths` how long items are, `source` tiles of K and V."""
-        self.kernel(mQ, mK, mV, mO, mLSE, source, scheduler, lengths, scale_log2, softcap).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, source, scheduler, seqlens, scale_log2, softcap).launch(
             grid=(scheduler.count, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -107,7 +107,7 @@ class FlashSm80(Weighing):
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         source,
         scheduler,
-        lengths,
+        seqlens,
         scale_log2: Float32,
         softcap: Float32,
     ):
@@ -136,20 +136,22 @@ class FlashSm80(Weighing):
         row0 = warp * self.q.span + lane // 4  # of this thread, in the tile
 
         tile = scheduler.decode(cute.arch.block_idx()[0])
-        span = lengths.of(tile.b)
-        tiles = source.for_tile(tile, span)
+        seqlen = seqlens.of(tile.b)
+        tiles = source.for_tile(tile, seqlen)
         row = tile.m * cfg.tile_m + row0
         softmax.clear()
         acc_O.fill(0.0)
         acc_L.fill(0.0)
         if tiles.count > 0:
-            from_q = self.thread_part(self.q, mQ, span.b, tile.h, span.q0)
-            from_k, from_v = (self.thread_part(*x, span.b, tile.h_kv, span.k0) for x in ((self.k, mK), (self.v, mV)))
+            from_q = self.thread_part(self.q, mQ, seqlen.b, tile.h, seqlen.q0)
+            from_k, from_v = (
+                self.thread_part(*x, seqlen.b, tile.h_kv, seqlen.k0) for x in ((self.k, mK), (self.v, mV))
+            )
             # Zeros stand past the end of K and V. Only the first tile visited can reach there, or any that lists name.
-            later = const_expr(None) if const_expr(facts.blocks is None) else span.cols
-            self.copy(self.q, from_q, tile.m, sQ, span.rows)
+            later = const_expr(None) if const_expr(facts.blocks is None) else seqlen.cols
+            self.copy(self.q, from_q, tile.m, sQ, seqlen.rows)
             for s in range_constexpr(cfg.stages):
-                end = span.cols if const_expr(s == 0) else later
+                end = seqlen.cols if const_expr(s == 0) else later
                 if s < tiles.count:
                     self.copy(self.k, from_k, tiles.at(s), sK + s * self.k.bytes, end)
                 cute.arch.cp_async_commit_group()
@@ -171,7 +173,9 @@ class FlashSm80(Weighing):
                     if after < tiles.count:
                         self.copy(self.k, from_k, tiles.at(after), sK + slot * self.k.bytes, later)
                     cute.arch.cp_async_commit_group()
-                    self.weigh(scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment])
+                    self.mask_and_softmax(
+                        scores, softmax, source, tiles, i, row, tile, seqlen, softcap, tiles.kinds[segment]
+                    )
                     rP = self.convert(acc_S)
                     softmax.rescale(out)
                     if const_expr(not facts.adds):
@@ -184,13 +188,13 @@ class FlashSm80(Weighing):
                         self.copy(self.v, from_v, tiles.at(after), sV + slot * self.v.bytes, later)
                     cute.arch.cp_async_commit_group()
         softmax.finish(out, lse)
-        gO = cute.domain_offset((span.q0, 0), mO[span.b, tile.h, None, None])
-        store_rows(acc_O, gO, row, span.rows, self.tiles_m)
+        gO = cute.domain_offset((seqlen.q0, 0), mO[seqlen.b, tile.h, None, None])
+        store_rows(acc_O, gO, row, seqlen.rows, self.tiles_m)
         if const_expr(mLSE is not None):
             if lane % 4 == 0:
                 for r in range_constexpr(2 * self.tiles_m):
-                    if row + 8 * r < span.rows:
-                        mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
+                    if row + 8 * r < seqlen.rows:
+                        mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from cute_kernels.arch import ArchSpec, arch_named
 
-from .element_mask import ElementMask
+from ..masks.element_mask import ElementMask
 
 ELEMENT = 2  # bytes of a bf16 or fp16 element
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -34,7 +34,7 @@ class FlashConfig:
 
 
 @dataclass(frozen=True)
-class BandKind:
+class WindowKind:
     """Which columns row i of a query tile sees: from i + offset - left to i + offset + right, where those exist.
 
     `left` and `right` say whether there is such a bound; their sizes, and the offset Sk - Sq, are arguments.
@@ -63,7 +63,7 @@ class FlashFacts:
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output
-    band: BandKind = BandKind()
+    window: WindowKind = WindowKind()
     softcap: bool = False
     lse: bool = False
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
@@ -85,18 +85,18 @@ class FlashFacts:
         return (cfg.tile_m * self.head_dim + kv) * ELEMENT + (BARRIER_BYTES if self.path == "sm_90" else 0)
 
     @property
-    def takes_turns(self) -> bool:
+    def ordered(self) -> bool:
         """sm_90: whether warpgroups take turns at the tensor cores."""
         return self.config.groups > 1
 
     @property
-    def tries(self) -> bool:
-        """sm_90: whether full tiles are weighed without looking for their largest scores (OnlineSoftmax.try_step).
+    def skips_max(self) -> bool:
+        """sm_90: whether the softmax of full tiles first tries to do without their row maxima (step_without_max).
 
         Not at head dimension 256, where a step waits for the tensor cores, and it gains nothing. Three warpgroups have
         no registers for it with 128 columns, or with a window's left bound.
         """
-        tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.band.left)
+        tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
         return max(self.head_dim, self.head_dim_v) < 256 and not tight
 
     @property
@@ -114,7 +114,7 @@ class FlashFacts:
         return self.lse or self.blocks is not None
 
     @property
-    def keeps_q(self) -> bool:
+    def q_in_registers(self) -> bool:
         """sm_80: whether Q's fragments stay in registers, 32 a thread at the most; a block mask needs some itself."""
         if self.blocks is not None and self.head_dim == 96:
             return False

@@ -40,48 +40,48 @@ class KvTiles:
 
 
 @dataclass(frozen=True)
-class BandSource:
-    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is Span.offset.
+class WindowSource:
+    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is SeqlenInfo.offset.
 
     Causal is right = 0 and no left bound. So the last row sees the last column, whatever the lengths.
     """
 
-    band: cutlass.Constexpr  # config.BandKind: which of the bounds there are
+    window: cutlass.Constexpr  # config.WindowKind: which of the bounds there are
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
 
-    def for_tile(self, tile, span) -> KvTiles:
-        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (lengths.Span)."""
+    def for_tile(self, tile, seqlen) -> KvTiles:
+        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (seqlen.SeqlenInfo)."""
         first = tile.m * self.tile_m
-        return self.for_rows(first, cutlass.min(first + self.tile_m, span.rows), span)
+        return self.for_rows(first, cutlass.min(first + self.tile_m, seqlen.rows), seqlen)
 
-    def for_rows(self, first, after, span) -> KvTiles:
+    def for_rows(self, first, after, seqlen) -> KvTiles:
         """The tiles for the rows `first` to before `after`."""
-        offset, cols = span.offset, span.cols
+        offset, cols = seqlen.offset, seqlen.cols
         end, full_end = cols, cols
-        if self.band.right:
+        if self.window.right:
             end = cutlass.max(cutlass.min(cols, after + offset + self.right), 0)
             full_end = cutlass.max(cutlass.min(cols, first + offset + self.right + 1), 0)
         begin, full_begin = Int32(0), Int32(0)
-        if self.band.left:
+        if self.window.left:
             begin = cutlass.min(cutlass.max(first + offset - self.left, 0), end)
             full_begin = cutlass.min(cutlass.max(after - 1 + offset - self.left, 0), end)
         n_end, n_begin = (end + self.tile_n - 1) // self.tile_n, begin // self.tile_n
         count = cutlass.max(n_end - n_begin, 0)
         right = cutlass.min(n_end - full_end // self.tile_n, count)  # tiles at the right edge
         ends, kinds = (right, count), (PARTIAL, FULL)
-        if self.band.left:
+        if self.window.left:
             body = cutlass.max(n_end - (full_begin + self.tile_n - 1) // self.tile_n, right)
             ends, kinds = (right, cutlass.min(body, count), count), (PARTIAL, FULL, PARTIAL)
         return KvTiles(count, n_end - 1, ends, kinds)
 
-    def bounds(self, row, span) -> tuple:
+    def bounds(self, row, seqlen) -> tuple:
         """(begin, end) of the columns that a row sees."""
-        begin, end = Int32(0), span.cols
-        if self.band.right:
-            end = cutlass.min(end, row + span.offset + self.right + 1)
-        if self.band.left:
-            begin = row + span.offset - self.left
+        begin, end = Int32(0), seqlen.cols
+        if self.window.right:
+            end = cutlass.min(end, row + seqlen.offset + self.right + 1)
+        if self.window.left:
+            begin = row + seqlen.offset - self.left
         return begin, end

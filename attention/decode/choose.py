@@ -10,14 +10,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from cute_kernels import checks as common
-from cute_kernels.runtime.cache import Built, default_cache
-from cute_kernels.runtime.compile import compile_for
-from cute_kernels.runtime.fake import fake_tensor
-
-from . import checks
-from .config import DecodeFacts, FlashConfig, FlashFacts
-from .runtime import flash_args
+from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
+from . import compile as decode_compile
+from .checks import capacity
 
 # By the larger of the two head dimensions: (tile_n, stages, CTAs an SM), with as much of K and V in flight as shared
 # memory holds. Two CTAs, with half of it each, take turns at what is not loading; they are measured at 128 only, and
@@ -39,7 +34,6 @@ CTAS_SM_80 = 2  # that share an SM, as a rule
 TILE_M = 64
 OVERHEAD = 2.0  # of starting and ending a work item, in tiles of K and V; a model
 COMBINE = 1.0  # of the second kernel, in the same
-LEAST_PAGE = 16  # rows
 
 _FORCED: contextvars.ContextVar[int | None] = contextvars.ContextVar("attention_splits", default=None)
 forced_splits = _FORCED.get
@@ -53,52 +47,6 @@ def splits(count: int):
         yield
     finally:
         _FORCED.reset(token)
-
-
-# ---------------------------------------------------------------------- checks
-
-
-def key_of(seqlens_k, block_table) -> tuple:
-    """What a plan depends on of these, both None or tensors."""
-    pair = ((t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in (seqlens_k, block_table))
-    return tuple(pair)
-
-
-def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
-    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table."""
-    if block_table is None:
-        checks.check_qkv(op, q, k, v)
-    else:
-        checks.check_qkv(op, *(t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v)))
-        if k.shape[0] != v.shape[0]:
-            raise ValueError(f"{op}: with a block_table k and v have {k.shape[0]} and {v.shape[0]} pages")
-        rows = k.shape[2]
-        if rows < LEAST_PAGE or rows & (rows - 1):
-            raise ValueError(f"{op}: pages of {rows} rows; a power of two from {LEAST_PAGE} on works")
-        if k.shape[0] == 0:
-            raise ValueError(f"{op}: k and v have no pages")
-        if seqlens_k is None:
-            raise ValueError(f"{op}: a block_table needs seqlens_k, how many rows of its pages each item has")
-    for name, tensor, dim in (("seqlens_k", seqlens_k, 1), ("block_table", block_table, 2)):
-        if tensor is None:
-            continue
-        common.check_tensor(f"{op}: {name}", tensor)
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be torch.int32")
-        if tensor.dim() != dim or tensor.shape[0] != q.shape[0]:
-            shape = f"({q.shape[0]},)" if dim == 1 else f"({q.shape[0]}, pages of an item)"
-            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {shape}, q's batch")
-        common.check_device(op, q.device, **{name: tensor})
-        if tensor.shape[-1] > 0 and tensor.stride(-1) != 1:
-            raise ValueError(f"{op}: {name}, strides {tensor.stride()}, is not contiguous; call .contiguous()")
-
-
-def capacity(k, block_table) -> int:
-    """Rows of K and V that an item can have."""
-    return k.shape[2] if block_table is None else block_table.shape[1] * k.shape[2]
-
-
-# ---------------------------------------------------------------------- choice
 
 
 def best_splits(items: int, tiles: int, ctas: int) -> int:
@@ -146,7 +94,7 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas)
-    plan.function = with_parts(function_for(plan.facts), plan, cached, q.device)
+    plan.function = with_parts(decode_compile.function_for(plan.facts), plan, cached, q.device)
     plan.notes.append(f"decoding: {shared} heads of q to a tile of {TILE_M} rows, K and V split among {count} CTAs")
 
 
@@ -165,33 +113,3 @@ def with_parts(function: Callable, plan, cached: bool, device: torch.device) -> 
         function(q, k, v, out, lse, *cache, *parts, *scalars)
 
     return call
-
-
-# ---------------------------------------------------------------------- compilation
-
-
-def decode_args(facts: DecodeFacts) -> tuple:
-    """Fakes of all arguments of DecodeSm90 and DecodeSm80."""
-    from cutlass import Int32
-
-    *tensors, lse, _, scale, softcap, left, right, ctas, stream = flash_args(facts)
-    seqlens = fake_tensor("int32", 1, 0, 1) if facts.seqlens else None
-    table = fake_tensor("int32", 2, 1, 1) if facts.page_size else None
-    parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
-    return *tensors, lse, seqlens, table, *parts, scale, softcap, left, right, Int32(1), ctas, stream
-
-
-def compile_decode(facts: DecodeFacts, *, keep_cubin: bool = False) -> Built:
-    """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
-    if facts.path == "sm_90":
-        from .decode_sm90 import DecodeSm90 as Decode
-    else:
-        from .decode_sm80 import DecodeSm80 as Decode
-    entry = Decode(facts)
-    compiled = compile_for(facts.arch, entry, *decode_args(facts), keep_cubin=keep_cubin)
-    return Built(compiled, {"smem": entry.smem_bytes, "config": str(facts.config), "path": facts.path})
-
-
-def function_for(facts: DecodeFacts):
-    """The kernel's function, from memory, a bundle, the disk, or compiled now."""
-    return default_cache().get(facts, lambda: compile_decode(facts))

@@ -22,22 +22,22 @@ def cap_scores(scores: cute.Tensor, twice: Float32):  # (rows, columns)
 
 
 @cute.jit
-def mask_band(
+def mask_window(
     scores: cute.Tensor,  # (rows, columns) of this thread
     source,
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
-    span,  # lengths.Span
+    seqlen,  # seqlen.SeqlenInfo
 ):
     """-inf where a row does not see a column."""
     for r in range_constexpr(cute.size(scores, mode=[0])):
-        begin, end = source.bounds(row + 8 * r, span)
+        begin, end = source.bounds(row + 8 * r, seqlen)
         mine = col0 + cute.arch.lane_idx() % 4 * 2
         begin, end = begin - mine, end - mine
         for c in range_constexpr(cute.size(scores, mode=[1])):
             column = const_expr(c // 2 * 8 + c % 2)
             seen = column < end
-            if const_expr(source.band.left):
+            if const_expr(source.window.left):
                 seen = seen and column >= begin
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)
 
@@ -50,19 +50,19 @@ def mask_elements(
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
     tile,  # scheduler.QueryTile
-    span,  # lengths.Span
+    seqlen,  # seqlen.SeqlenInfo
 ):
     """-inf where the element mask is false, and past the last column."""
     mine = col0 + cute.arch.lane_idx() % 4 * 2
     for r in range_constexpr(cute.size(scores, mode=[0])):
         q = row + 8 * r
         if const_expr(len(tensors) > 0):
-            q = cutlass.min(q, span.rows - 1)  # nothing past their ends is read
+            q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
         for c in range_constexpr(cute.size(scores, mode=[1])):
             column = mine + const_expr(c // 2 * 8 + c % 2)
-            seen = column < span.cols
+            seen = column < seqlen.cols
             if const_expr(kind.mask is not None):
                 if const_expr(len(tensors) > 0):
-                    column = cutlass.min(column, span.cols - 1)
+                    column = cutlass.min(column, seqlen.cols - 1)
                 seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, column], tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

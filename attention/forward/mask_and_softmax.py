@@ -4,16 +4,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .k_tiles import EITHER, PARTIAL
-from .mask import cap_scores, mask_band, mask_elements
+from .kv_tiles import EITHER, PARTIAL
+from .mask import cap_scores, mask_elements, mask_window
 from .softmax import OnlineSoftmax
 
 
-class Weighing:
-    """What FlashSm90 and FlashSm80 do with scores; they have `facts` and `cfg`."""
+class MaskAndSoftmax:
+    """What FlashForwardSm90 and FlashForwardSm80 do with scores; they have `facts` and `cfg`."""
 
     @cute.jit
-    def weigh(
+    def mask_and_softmax(
         self,
         scores: cute.Tensor,  # (rows, columns)
         softmax: OnlineSoftmax,
@@ -22,7 +22,7 @@ class Weighing:
         i,  # which of the tiles
         row: Int32,  # of the thread's first row
         tile,  # scheduler.QueryTile
-        span,  # lengths.Span
+        seqlen,  # seqlen.SeqlenInfo
         softcap: Float32,
         kind: cutlass.Constexpr,  # k_tiles.FULL, PARTIAL or EITHER
         lazily: cutlass.Constexpr = False,  # OnlineSoftmax.step_lazily
@@ -32,9 +32,9 @@ class Weighing:
             cap_scores(scores, softcap)
         if const_expr(kind == EITHER):
             if tiles.ends[0] > i:
-                self.mask(scores, source, tiles.at_partial(i), row, tile, span)
+                self.mask(scores, source, tiles.at_partial(i), row, tile, seqlen)
         elif const_expr(kind == PARTIAL):
-            self.mask(scores, source, tiles.at_partial(i), row, tile, span)
+            self.mask(scores, source, tiles.at_partial(i), row, tile, seqlen)
         grown = cutlass.Boolean(True)
         if const_expr(lazily):
             grown = softmax.step_lazily(scores)
@@ -43,9 +43,9 @@ class Weighing:
         return grown
 
     @cute.jit
-    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, span):
+    def mask(self, scores: cute.Tensor, source, n: Int32, row: Int32, tile, seqlen):
         """-inf where a row does not see a column of tile n of K."""
         if const_expr(self.facts.blocks is None):
-            mask_band(scores, source, row, n * self.cfg.tile_n, span)
+            mask_window(scores, source, row, n * self.cfg.tile_n, seqlen)
         else:
-            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, span)
+            mask_elements(scores, self.facts.blocks, source.mask_tensors, row, n * self.cfg.tile_n, tile, seqlen)

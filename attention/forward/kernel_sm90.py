@@ -16,9 +16,9 @@ et al. 2024):
     -> release V[i-1]
 
 So the softmax of one tile runs while the tensor cores do the product of the tile before. Between warpgroups, turns by
-named barriers (FlashFacts.takes_turns): while one of them does its softmax, another has the tensor cores.
+named barriers (FlashFacts.ordered): while one of them does its softmax, another has the tensor cores.
 
-A full tile's softmax is first tried without asking for the largest scores (FlashFacts.tries). If that fails, a warp
+A full tile's softmax is first tried without asking for the largest scores (FlashFacts.skips_max). If that fails, a warp
 computes its scores again, for which K[i] is kept until then.
 
     group 0    | QK, PV | softmax        | QK, PV | softmax ...
@@ -36,32 +36,32 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.gemm_sm90 import ALIGN, smem_layout
+from cute_kernels.tile.ptx import finish_first, read_here
 
 from .config import FlashFacts
-from .k_tiles import FULL, BandSource
-from .lengths import DenseLengths
+from .kv_tiles import FULL, WindowSource
 from .mask import cap_scores
-from .order import finish_first, read_here
+from .mask_and_softmax import MaskAndSoftmax
+from .recompute_scores import recompute_scores
 from .scheduler import QueryScheduler
-from .scores_again import scores_again
+from .seqlen import DenseSeqlens
 from .softmax import OnlineSoftmax, rows_and_columns
-from .store import store_rows
-from .tile_queue import SLOTS, WORDS, TileQueue
-from .weigh import Weighing
-from .zero_tail import zero_tail
+from .store_o import store_rows
+from .tile_queue import FIELDS, SLOTS, TileQueue
+from .zero_oob_rows import zero_oob_rows
 
 WARPGROUP = 128
 ROWS = 64  # of a consumer warpgroup
-TURN_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
-AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is drawn
-TAIL_BARRIER = 8  # named barriers 8, 9, ..: of the warps of each consumer
+ORDER_BARRIER = 1  # named barriers 1, 2, ..: each consumer's turn
+FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is drawn
+OOB_BARRIER = 8  # named barriers 8, 9, ..: of the warps of each consumer
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
 # With one of them an SM may have two CTAs.
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 
 
-class FlashSm90(Weighing):
+class FlashForwardSm90(MaskAndSoftmax):
     """Compiles to one kernel per `FlashFacts`."""
 
     def __init__(self, facts: FlashFacts):
@@ -90,7 +90,7 @@ class FlashSm90(Weighing):
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-            slots: cute.struct.MemRange[Int32, WORDS * SLOTS]
+            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
@@ -137,18 +137,18 @@ class FlashSm90(Weighing):
         stream: cuda.CUstream,
     ):
         scheduler = QueryScheduler.of(self.facts, mQ.shape, mK.shape)
-        lengths = DenseLengths(mQ.shape[2], mK.shape[2])
+        seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2])
         self.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.band(left, right), scale_log2, softcap, max_ctas,
+            mQ, mK, mV, mO, mLSE, counter, scheduler, seqlens, self.window(left, right), scale_log2, softcap, max_ctas,
             stream,
         )  # fmt: skip
 
-    def band(self, left: Int32, right: Int32) -> BandSource:
-        return BandSource(self.facts.band, self.cfg.tile_m, self.cfg.tile_n, left, right)
+    def window(self, left: Int32, right: Int32) -> WindowSource:
+        return WindowSource(self.facts.window, self.cfg.tile_m, self.cfg.tile_n, left, right)
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
+        self, mQ, mK, mV, mO, mLSE, counter, scheduler, seqlens, source, scale_log2, softcap, max_ctas, stream
     ):  # fmt: skip
         """The kernel: `scheduler` names query tiles, `lengths` how long items are, `source` tiles of K and V."""
         cfg, facts = self.cfg, self.facts
@@ -162,7 +162,7 @@ class FlashSm90(Weighing):
         tma_v, tV = self.make_load(mV, sV, (facts.head_dim_v, cfg.tile_n))
         qk, pv = self.make_mmas()
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, counter, qk, pv, source, scheduler, lengths, scale_log2, softcap,
+            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, counter, qk, pv, source, scheduler, seqlens, scale_log2, softcap,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -193,7 +193,7 @@ class FlashSm90(Weighing):
         mma_pv: cute.TiledMma,
         source,
         scheduler,
-        lengths,
+        seqlens,
         scale_log2: Float32,
         softcap: Float32,
     ):
@@ -218,7 +218,7 @@ class FlashSm90(Weighing):
             scheduler = scheduler.counted(step)
         queue = None
         if const_expr(cfg.dynamic):
-            queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((WORDS, SLOTS))), counter)
+            queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
@@ -226,25 +226,25 @@ class FlashSm90(Weighing):
                 state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
                 at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
                 at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-                told = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
+                state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
                 index = read_here("ctaid.x")
-                words = scheduler.words(index)
+                fields = scheduler.fields(index)
                 while index < scheduler.count:
-                    tile = scheduler.of_words(words)
-                    span = lengths.of(tile.b)
-                    tiles = source.for_tile(tile, span)
-                    tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (span.q0, 0))
-                    tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (span.k0, 0))
-                    tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, span.k0))
+                    tile = scheduler.of_fields(fields)
+                    seqlen = seqlens.of(tile.b)
+                    tiles = source.for_tile(tile, seqlen)
+                    tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (seqlen.q0, 0))
+                    tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (seqlen.k0, 0))
+                    tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, seqlen.k0))
                     # The next tile's number is asked for so early that it is there in time, and no earlier: of tiles
                     # taken long before they are begun, the last ones are left to those who are busy.
-                    number, ask = index + step, cutlass.max(tiles.count - AHEAD, 1)
+                    number, ask = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)
                     if tiles.count > 0:
                         # In the order in which they are waited for; Q's place is free later than K's.
-                        gK, gV = tKgK[None, None, 0, tile.h_kv, span.b], tVgV[None, 0, None, tile.h_kv, span.b]
+                        gK, gV = tKgK[None, None, 0, tile.h_kv, seqlen.b], tVgV[None, 0, None, tile.h_kv, seqlen.b]
                         # A tile's number may be a load, so it is asked for one step ahead, once past the end.
                         n, ahead = tiles.at(0), tiles.at(1)
-                        gQ = tQgQ[None, tile.m, 0, tile.h, span.b]
+                        gQ = tQgQ[None, tile.m, 0, tile.h, seqlen.b]
                         # To L2, long before there is a place for it. At 256 it is no faster, and at 96 and 192 the
                         # producer has no registers.
                         if const_expr(facts.head_dim in (64, 128)):
@@ -256,7 +256,7 @@ class FlashSm90(Weighing):
                         for i in cutlass.range(1, tiles.count, unroll=1):
                             if const_expr(cfg.dynamic):
                                 if i == ask:
-                                    number = queue.draw(step)
+                                    number = queue.fetch(step)
                             before, n = n, ahead
                             ahead = tiles.at(i + 1)
                             self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
@@ -267,12 +267,12 @@ class FlashSm90(Weighing):
                         at_v.advance()
                     if const_expr(cfg.dynamic):
                         if tiles.count < 2:
-                            number = queue.draw(step)
-                        number = queue.drawn(number, scheduler.count, step)
-                    index, words = number, scheduler.words(number)
+                            number = queue.fetch(step)
+                        number = queue.fetched(number, scheduler.count, step)
+                    index, fields = number, scheduler.fields(number)
                     if const_expr(cfg.dynamic):
-                        queue.tell(index, words, told)
-                        told.advance()
+                        queue.publish(index, fields, state_queue)
+                        state_queue.advance()
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
@@ -290,17 +290,17 @@ class FlashSm90(Weighing):
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
-            heard = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
-            turns = self.turns(group)
-            if const_expr(self.facts.takes_turns):
+            state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+            order = self.order(group)
+            if const_expr(self.facts.ordered):
                 if group == cfg.groups - 1:
-                    self.pass_turn(turns)  # group 0 goes first
+                    self.ordered_arrive(order)  # group 0 goes first
             index = read_here("ctaid.x")
-            words = scheduler.words(index) if const_expr(cfg.dynamic) else ()
+            fields = scheduler.fields(index) if const_expr(cfg.dynamic) else ()
             while index < scheduler.count:
-                tile = scheduler.of_words(words) if const_expr(cfg.dynamic) else scheduler.decode(index)
-                span = lengths.of(tile.b)
-                tiles = source.for_tile(tile, span)
+                tile = scheduler.of_fields(fields) if const_expr(cfg.dynamic) else scheduler.decode(index)
+                seqlen = seqlens.of(tile.b)
+                tiles = source.for_tile(tile, seqlen)
                 row = self.first_row(tile)
                 softmax.clear()
                 acc_O.fill(0.0)
@@ -308,42 +308,42 @@ class FlashSm90(Weighing):
                     # The first tile's scores.
                     pipe_q.consumer_wait(state_q)
                     pipe_k.consumer_wait(at_k)
-                    self.wait_turn(turns)
+                    self.ordered_wait(order)
                     self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
-                    self.pass_turn(turns)
+                    self.ordered_arrive(order)
                     warpgroup.wait_group(0)
                     pipe_k.consumer_release(at_k)
                     at_k.advance()
-                    self.weigh(scores, softmax, source, tiles, 0, row, tile, span, softcap, tiles.first)
+                    self.mask_and_softmax(scores, softmax, source, tiles, 0, row, tile, seqlen, softcap, tiles.first)
                     self.convert(acc_S, tOrP)
                     if const_expr(facts.packed):
-                        valid = span.cols - tiles.at(0) * cfg.tile_n
+                        valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
                             ring = storage.sV.data_ptr().toint()
-                            zero_tail(
+                            zero_oob_rows(
                                 ring, layouts[2].outer, at_v.index, valid,
-                                tidx % WARPGROUP, WARPGROUP, TAIL_BARRIER + group,
+                                tidx % WARPGROUP, WARPGROUP, OOB_BARRIER + group,
                             )  # fmt: skip
                     for segment in range_constexpr(len(tiles.kinds)):
                         begin = 1 if const_expr(segment == 0) else cutlass.max(tiles.ends[segment - 1], 1)
                         for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
                             pipe_k.consumer_wait(at_k)
-                            self.wait_turn(turns)
+                            self.ordered_wait(order)
                             self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
                             pipe_v.consumer_wait(at_v)
                             self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
-                            self.pass_turn(turns)
+                            self.ordered_arrive(order)
                             warpgroup.wait_group(1)
-                            if const_expr(facts.tries and tiles.kinds[segment] == FULL):
+                            if const_expr(facts.skips_max and tiles.kinds[segment] == FULL):
                                 sK_i = sK[None, None, at_k.index]
-                                grown = self.try_to_weigh(acc_S, softmax, sQ[None, None, 0], sK_i, softcap)
+                                grown = self.softmax_of_full_tile(acc_S, softmax, sQ[None, None, 0], sK_i, softcap)
                                 pipe_k.consumer_release(at_k)
                             else:
                                 pipe_k.consumer_release(at_k)
                                 kind = const_expr(tiles.kinds[segment])
-                                grown = self.weigh(
-                                    scores, softmax, source, tiles, i, row, tile, span, softcap, kind, True
+                                grown = self.mask_and_softmax(
+                                    scores, softmax, source, tiles, i, row, tile, seqlen, softcap, kind, True
                                 )
                             at_k.advance()
                             # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
@@ -362,21 +362,23 @@ class FlashSm90(Weighing):
                     # While the last product runs. Its wait must stand in its branch, or ptxas waits after each of its
                     # instructions: so this stands in both.
                     if const_expr(cfg.dynamic):
-                        index, words = queue.hear(len(words), heard)
+                        index, fields = queue.consume(len(fields), state_queue)
                     warpgroup.wait_group(0)
                     pipe_v.consumer_release(at_v)
                     at_v.advance()
                 elif const_expr(cfg.dynamic):
-                    index, words = queue.hear(len(words), heard)
+                    index, fields = queue.consume(len(fields), state_queue)
                 softmax.finish(out, lse)
-                store_rows(acc_O, cute.domain_offset((span.q0, 0), mO[None, None, tile.h, span.b]), row, span.rows)
+                store_rows(
+                    acc_O, cute.domain_offset((seqlen.q0, 0), mO[None, None, tile.h, seqlen.b]), row, seqlen.rows
+                )
                 if const_expr(mLSE is not None):
                     if tidx % 4 == 0:
                         for r in range_constexpr(2):
-                            if row + 8 * r < span.rows:
-                                mLSE[span.b, tile.h, span.q0 + row + 8 * r] = lse[r]
+                            if row + 8 * r < seqlen.rows:
+                                mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
                 if const_expr(cfg.dynamic):
-                    heard.advance()
+                    state_queue.advance()
                 else:
                     index += step
 
@@ -386,7 +388,7 @@ class FlashSm90(Weighing):
         return tile.m * self.cfg.tile_m + thread // 32 * 16 + thread % 32 // 4
 
     @cute.jit
-    def try_to_weigh(self, acc_S: cute.Tensor, softmax: OnlineSoftmax, sQ, sK, softcap: Float32):
+    def softmax_of_full_tile(self, acc_S: cute.Tensor, softmax: OnlineSoftmax, sQ, sK, softcap: Float32):
         """Scores of a full tile to P, blindly or not. Returns whether O is to be rescaled.
 
         sQ: (tile_m, D); sK: (tile_n, D), not yet released. Some warps of a warpgroup may have to weigh again and others
@@ -395,8 +397,8 @@ class FlashSm90(Weighing):
         scores, grown = rows_and_columns(acc_S), cutlass.Boolean(False)
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
-        if not softmax.try_step(scores, self.cfg.groups < 3):
-            scores_again(acc_S, sQ, sK, WARPGROUP // 32)
+        if not softmax.step_without_max(scores, self.cfg.groups < 3):
+            recompute_scores(acc_S, sQ, sK, WARPGROUP // 32)
             if const_expr(self.facts.softcap):
                 cap_scores(scores, softcap)
             grown = softmax.step_lazily(scores)
@@ -426,18 +428,18 @@ class FlashSm90(Weighing):
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def turns(self, group: Int32) -> Int32:
+    def order(self, group: Int32) -> Int32:
         """The barrier at which a group waits for its turn and, times 16, that of the next group."""
-        numbers = TURN_BARRIER + group + 16 * (TURN_BARRIER + (group + 1) % self.cfg.groups)
+        numbers = ORDER_BARRIER + group + 16 * (ORDER_BARRIER + (group + 1) % self.cfg.groups)
         return cute.arch.make_warp_uniform(numbers)
 
-    def wait_turn(self, turns: Int32):
-        if self.facts.takes_turns:
-            cute.arch.barrier(barrier_id=turns % 16, number_of_threads=2 * WARPGROUP)
+    def ordered_wait(self, order: Int32):
+        if self.facts.ordered:
+            cute.arch.barrier(barrier_id=order % 16, number_of_threads=2 * WARPGROUP)
 
-    def pass_turn(self, turns: Int32):
-        if self.facts.takes_turns:
-            cute.arch.barrier_arrive(barrier_id=turns // 16, number_of_threads=2 * WARPGROUP)
+    def ordered_arrive(self, order: Int32):
+        if self.facts.ordered:
+            cute.arch.barrier_arrive(barrier_id=order // 16, number_of_threads=2 * WARPGROUP)
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin: tuple) -> tuple:
         """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand whose tiles begin at `begin`."""

@@ -1,7 +1,8 @@
-"""Scores once more, by one warp alone, after the tensor cores' own were overwritten.
+"""One warp computes its scores a second time, after the softmax has overwritten those of the tensor cores.
 
-wgmma takes all four warps of a warpgroup, and only one of them may need its scores again (OnlineSoftmax.try_step). So
-the warp multiplies its 16 rows by mma.sync, whose accumulators hold a 16 x 8 product as wgmma's hold 16 x 8 of theirs.
+A wgmma needs all four warps of a warpgroup, but maybe only one of them needs its scores again
+(OnlineSoftmax.step_without_max). So the warp multiplies its 16 rows by mma.sync. The accumulators of a 16 x 8 product
+of mma.sync lie in registers as those of 16 x 8 of a wgmma's product.
 """
 
 import cutlass
@@ -9,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
-from .order import read_here
+from cute_kernels.tile.ptx import read_here
 
 
 @cute.jit
-def scores_again(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first: cutlass.Constexpr):
+def recompute_scores(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first: cutlass.Constexpr):
     """acc_S = Q K' of sixteen rows.
 
     acc_S: ((2, 2, tile_n / 8), 1, 1), of a wgmma. sQ: (tile_m, D), of which warp `first` has the first 16 rows, and the

@@ -131,7 +131,7 @@ class Extents:
 
 
 def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
-    """How many tiles of K and V each query tile of a head visits: k_tiles.BandSource on the host."""
+    """How many tiles of K and V each query tile of a head visits: k_tiles.WindowSource on the host."""
     e, counts = extents, []
     for first in range(0, e.rows, tile_m):
         offset, after = e.cols - e.rows, min(first + tile_m, e.rows)

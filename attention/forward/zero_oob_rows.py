@@ -27,7 +27,7 @@ def lines_of(layout) -> tuple[int, int]:
 
 
 @cute.jit
-def zero_tail(
+def zero_oob_rows(
     ring: Int32,  # address in shared memory
     layout: cutlass.Constexpr,  # of the ring (Dv, tile_n, PIPE), without its swizzle
     index: Int32,  # of the tile in the ring

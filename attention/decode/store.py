@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from .store import store_partial, store_rows
+from ..forward.store_o import store_partial, store_rows
 
 
 def packed(tensor: cute.Tensor, tile, shared: Int32) -> cute.Tensor:

@@ -1,6 +1,6 @@
 """Block masks of what users hold (FlexAttention's BlockMask, bool tensors, BSR patterns), converted once.
 
-The BlockMask lives as long as the object that it was made of, and so does what sparse_plan makes of it in turn. It is
+The BlockMask lives as long as the object that it was made of, and so does what block_sparse makes of it in turn. It is
 made again when a tensor of the object was written to or replaced, as far as torch counts that: see
 runtime.derived.state_of. Tensors that were made in inference mode are converted at each call, since torch counts
 nothing of them. While a CUDA graph is captured, so is all that may be written to: then replays see what was written. Of
@@ -19,7 +19,6 @@ from cute_kernels.runtime.derived import MOST, Derived, captured, state_of
 from sparse_collective.bsr import BsrMatrix
 
 from .block_mask import BlockMask
-from .sparse_plan import tables
 
 MOST_LENGTHS = 8  # conversions of one bool tensor
 _ATTRIBUTE = "_attention_block_mask"  # of FlexAttention's masks
@@ -77,7 +76,7 @@ def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
 
 def of_bsr(pattern: BsrMatrix) -> BlockMask:
     """BlockMask.from_bsr(pattern), made once for all matrices that share the pattern by with_values."""
-    return pattern.derived(("block mask", pattern.shape), lambda: BlockMask.from_bsr(pattern), tables)
+    return pattern.derived(("block mask", pattern.shape), lambda: BlockMask.from_bsr(pattern), BlockMask.lists)
 
 
 def of_torch_bsr(pattern: Tensor) -> BlockMask:
@@ -120,7 +119,7 @@ def memory_of(*tensors: Tensor) -> list[Tensor]:
 
 
 def _tables(value: tuple) -> tuple:
-    return tables(value[0])
+    return value[0].lists()
 
 
 def of_op_tensors(tensors: list[Tensor], more: list[Tensor], key: tuple, make: Callable, watched: bool) -> BlockMask:

@@ -12,10 +12,10 @@ from cute_kernels.runtime import derived
 from cute_kernels.runtime.plan import forced_path
 
 from . import plan as planning
-from .block_mask import TABLES, BlockMask
-from .config import BlockKind
-from .element_mask import check_extents, for_kernel, trace_mask
-from .heuristics import heads_in_l2
+from .forward.choose import heads_in_l2
+from .forward.config import BlockKind
+from .masks.block_mask import BlockMask
+from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .plan import FlashPlan, Plans, launch, without_kernel
 
 OP = "block_sparse_attention"
@@ -59,25 +59,20 @@ class Derived(derived.Derived):
         return found
 
 
-def tables(mask: BlockMask) -> tuple:
-    """The four lists."""
-    return tuple(getattr(mask, name) for name in TABLES)
-
-
 def with_causal(mask: BlockMask) -> BlockMask:
     """mask.with_causal(), made once."""
-    return Derived.of(mask).get("causal", mask.partial_count, mask.with_causal, tables)
+    return Derived.of(mask).get("causal", mask.partial_count, mask.with_causal, BlockMask.lists)
 
 
-def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int = 1) -> torch.Tensor:
+def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:
     """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
 
-    Tiles much longer than the mean come first, by length; then those of `together` heads after those of as many others,
+    Tiles much longer than the mean come first, by length; then those of `l2_heads` heads after those of as many others,
     so that their keys and values stay in L2, the longest tiles first.
     """
     count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m).long()
     most = mask.n_block_cols
-    section = torch.arange(batch * heads, device=count.device)[:, None] // together + 1
+    section = torch.arange(batch * heads, device=count.device)[:, None] // l2_heads + 1
     long = count * count.numel() > count.sum() * LONG
     return (most - count + (most + 1) * section.masked_fill(long, 0)).flatten().sort(stable=True).indices
 
@@ -93,18 +88,18 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
     return mask.n_block_rows * (mask.blocksize[0] // tile_m)
 
 
-def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, together: int) -> tuple:
+def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int) -> tuple:
     """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table."""
 
     def make() -> tuple:
         index = torch.cat([mask.partial_index, mask.full_index], -1)
-        order = tile_order(mask, batch, heads, tile_m, together)
+        order = tile_order(mask, batch, heads, tile_m, l2_heads)
         counts = (mask.partial_count, mask.partial_count + mask.full_count)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
         table = torch.stack([order.to(torch.int32), *counts], -1)
         return index, mask.partial_index.shape[-1], table
 
-    key = batch, heads, tile_m, together
+    key = batch, heads, tile_m, l2_heads
     return Derived.of(mask).get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
 
 

@@ -29,22 +29,22 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
+from ..forward.config import DecodeFacts
+from ..forward.kernel_sm90 import ROWS, WARPGROUP, FlashForwardSm90
+from ..forward.kv_tiles import PARTIAL
+from ..forward.seqlen import DenseSeqlens
+from ..forward.softmax import OnlineSoftmax, rows_and_columns
+from ..forward.store_o import VECTOR
 from .combine import Combine
-from .config import DecodeFacts
-from .decode_store import packed, store_tile
-from .decode_tiles import CacheLengths, DecodeScheduler, PackedBandSource
-from .flash_sm90 import ROWS, WARPGROUP, FlashSm90
-from .k_tiles import PARTIAL
-from .lengths import DenseLengths
-from .softmax import OnlineSoftmax, rows_and_columns
-from .store import VECTOR
+from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .store import packed, store_tile
 
 CONSUMERS = 1  # named barrier of the consumers
 EVICT_FIRST = 0x12F0000000000000  # L2's policy for what is read once, as createpolicy encodes it
 LOADS = 4  # vectors of Q that a thread has in flight
 
 
-class DecodeSm90(FlashSm90):
+class DecodeSm90(FlashForwardSm90):
     """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
 
     def __init__(self, facts: DecodeFacts):
@@ -81,9 +81,9 @@ class DecodeSm90(FlashSm90):
         capacity = mK.shape[2]
         if const_expr(facts.page_size):
             capacity = mTable.shape[1] * facts.page_size
-        lengths = DenseLengths(rows, capacity)
+        seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
-            lengths = CacheLengths(rows, capacity, mSeqlens)
+            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
         tK = self.permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
         tV = self.permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
         sQ, sK, sV = self.layouts()
@@ -91,10 +91,10 @@ class DecodeSm90(FlashSm90):
         tma_k, tK = self.make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
         tma_v, tV = self.make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
         scheduler = DecodeScheduler(cute.ceil_div(rows * shared, ROWS), kv_heads, batch, splits)
-        source = PackedBandSource(facts.band, ROWS, cfg.tile_n, left, right, shared, splits)
+        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, shared, splits)
         qk, pv = self.make_mmas()
         self.kernel(
-            tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, lengths,
+            tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
             scale_log2, softcap,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
@@ -132,9 +132,9 @@ class DecodeSm90(FlashSm90):
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        source: PackedBandSource,
+        source: PackedWindowSource,
         scheduler: DecodeScheduler,
-        lengths,
+        seqlens,
         scale_log2: Float32,
         softcap: Float32,
     ):
@@ -162,8 +162,8 @@ class DecodeSm90(FlashSm90):
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
             for index in cutlass.range(first, scheduler.count, step, unroll=1):
                 tile = scheduler.decode(index)
-                span = lengths.of(tile.b)
-                tiles = source.for_tile(tile, span)
+                seqlen = seqlens.of(tile.b)
+                tiles = source.for_tile(tile, seqlen)
                 if tiles.count > 0:
                     gK, gV = tKgK[None, None, 0, tile.h_kv, None], tVgV[None, 0, None, tile.h_kv, None]
                     pages, before = self.pages_of(mTable, tile, tiles.at(0)), Int32(0)
@@ -193,10 +193,10 @@ class DecodeSm90(FlashSm90):
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             for index in cutlass.range(first, scheduler.count, step, unroll=1):
                 tile = scheduler.decode(index)
-                span = lengths.of(tile.b)
-                tiles = source.for_tile(tile, span)
+                seqlen = seqlens.of(tile.b)
+                tiles = source.for_tile(tile, seqlen)
                 row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, as all rows here
-                rows = span.rows * source.shared
+                rows = seqlen.rows * source.shared
                 if tiles.count > 0:
                     self.load_q(packed(mQ, tile, source.shared), sQ, tile.m * ROWS, rows, tidx)
                 softmax.clear()
@@ -208,11 +208,11 @@ class DecodeSm90(FlashSm90):
                     warpgroup.wait_group(0)
                     pipe_k.consumer_release(at_k)
                     at_k.advance()
-                    self.weigh(scores, softmax, source, tiles, 0, row, tile, span, softcap, PARTIAL)
+                    self.mask_and_softmax(scores, softmax, source, tiles, 0, row, tile, seqlen, softcap, PARTIAL)
                     self.convert(acc_S, tOrP)
                     if const_expr(facts.seqlens):
                         # What lies past the end may be NaN, of which a weight of 0 does not make 0.
-                        valid = span.cols - tiles.at(0) * cfg.tile_n
+                        valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
                             self.clear_rows(sV[None, None, at_v.index], valid, tidx)
@@ -226,8 +226,8 @@ class DecodeSm90(FlashSm90):
                             warpgroup.wait_group(1)
                             pipe_k.consumer_release(at_k)
                             at_k.advance()
-                            self.weigh(
-                                scores, softmax, source, tiles, i, row, tile, span, softcap, tiles.kinds[segment]
+                            self.mask_and_softmax(
+                                scores, softmax, source, tiles, i, row, tile, seqlen, softcap, tiles.kinds[segment]
                             )
                             warpgroup.wait_group(0)
                             pipe_v.consumer_release(at_v)

@@ -36,18 +36,18 @@ def flash_args(facts: FlashFacts) -> tuple:
 def compile_flash(facts: FlashFacts, *, keep_cubin: bool = False) -> Built:
     """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
     if facts.path == "sm_90":
-        from .flash_sm90 import FlashSm90 as Flash
+        from .kernel_sm90 import FlashForwardSm90 as Flash
     else:
-        from .flash_sm80 import FlashSm80 as Flash
+        from .kernel_sm80 import FlashForwardSm80 as Flash
     entry = Flash(facts)
     if facts.packed:
-        from .flash_packed import PackedFlash
+        from .entry_packed import PackedForward
 
-        entry = PackedFlash(entry)
+        entry = PackedForward(entry)
     elif facts.blocks is not None:
-        from .flash_blocks import BlocksFlash
+        from .entry_blocks import BlocksForward
 
-        entry = BlocksFlash(entry)
+        entry = BlocksForward(entry)
     compiled = compile_for(facts.arch, entry, *flash_args(facts), keep_cubin=keep_cubin)
     return Built(compiled, {"smem": entry.smem_bytes, "config": str(facts.config), "path": facts.path})
 

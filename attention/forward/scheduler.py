@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
+from .choose import L2_BYTES
 from .config import ELEMENT
-from .heuristics import L2_BYTES
-from .lengths import PackedLengths
+from .seqlen import PackedSeqlens
 
 WARP = 32
 
@@ -36,40 +36,40 @@ class QueryScheduler:
     heads: Int32
     batch: Int32
     shared: Int32  # heads of Q that share a head of K and V
-    together: Int32 | None = None  # None: one
+    l2_heads: Int32 | None = None  # None: one
 
     @staticmethod
     def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
         """For Q (B, H, Sq, D) and K (B, Hkv, Sk, D): as many heads together as there is room for in L2, if their tiles
         differ in length. On the sm_80 path one: there are no registers for finding tiles of more."""
         (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
-        shared, together = heads // heads_kv, None
-        if facts.path == "sm_90" and (facts.band.left or facts.band.right):
+        shared, l2_heads = heads // heads_kv, None
+        if facts.path == "sm_90" and (facts.window.left or facts.window.right):
             fit = L2_BYTES // ((facts.head_dim + facts.head_dim_v) * ELEMENT) // cols
-            together = cutlass.min(cutlass.max(fit, 1) * shared, heads * batch)
-        return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, shared, together)
+            l2_heads = cutlass.min(cutlass.max(fit, 1) * shared, heads * batch)
+        return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, shared, l2_heads)
 
     @property
     def count(self) -> Int32:
         return self.tiles_m * self.heads * self.batch
 
-    def words(self, index) -> tuple:
-        """What `of_words` makes a tile of without dividing: m, h and b of tile number `index`."""
-        if self.together is None:
+    def fields(self, index) -> tuple:
+        """What `of_fields` makes a tile of without dividing: m, h and b of tile number `index`."""
+        if self.l2_heads is None:
             m, head = self.tiles_m - 1 - index % self.tiles_m, index // self.tiles_m
         else:
-            begin = index // (self.together * self.tiles_m) * self.together  # the first of the heads that are together
-            here = cutlass.min(self.together, self.heads * self.batch - begin)
+            begin = index // (self.l2_heads * self.tiles_m) * self.l2_heads  # the first of the heads that are together
+            here = cutlass.min(self.l2_heads, self.heads * self.batch - begin)
             rest = index - begin * self.tiles_m
             m, head = self.tiles_m - 1 - rest // here, begin + rest % here
         return m, head % self.heads, head // self.heads
 
-    def of_words(self, words: tuple) -> QueryTile:
-        m, h, b = words
+    def of_fields(self, fields: tuple) -> QueryTile:
+        m, h, b = fields
         return QueryTile(m, h, b, h // self.shared)
 
     def decode(self, index) -> QueryTile:
-        return self.of_words(self.words(index))
+        return self.of_fields(self.fields(index))
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class PackedScheduler:
     running sums over 32 sequences at a time. All warps do it by themselves, and get the same.
     """
 
-    lengths: PackedLengths
+    seqlens: PackedSeqlens
     tile_m: cutlass.Constexpr[int]
     tiles_m: Int32  # of a head: at most so many; of what `counted` gives, as many as there are
     heads: Int32
     shared: Int32  # heads of Q that share a head of K and V
 
     @staticmethod
-    def at_most(lengths: PackedLengths, tile_m: int, heads, shared) -> "PackedScheduler":
+    def at_most(seqlens: PackedSeqlens, tile_m: int, heads, shared) -> "PackedScheduler":
         """Each sequence, and the rows after the last one, may end in a tile that is not full."""
-        tiles = lengths.total_q // tile_m + lengths.sequences
-        return PackedScheduler(lengths, tile_m, tiles, heads, shared)
+        tiles = seqlens.total_q // tile_m + seqlens.sequences
+        return PackedScheduler(seqlens, tile_m, tiles, heads, shared)
 
     @property
     def count(self) -> Int32:
@@ -109,18 +109,18 @@ class PackedScheduler:
             tiles = cutlass.min(counted, tiles)
         return tiles
 
-    def words(self, index) -> tuple:
+    def fields(self, index) -> tuple:
         """(tile, head, sequence); of an index past a head's last tile, an empty sequence. Asked for by whole warps."""
         h = index // self.tiles_m
         b, m, _ = self.find(index - h * self.tiles_m)
         return m, h, b
 
-    def of_words(self, words: tuple) -> QueryTile:
-        m, h, b = words
+    def of_fields(self, fields: tuple) -> QueryTile:
+        m, h, b = fields
         return QueryTile(m, h, b, h // self.shared)
 
     def decode(self, index) -> QueryTile:
-        return self.of_words(self.words(index))
+        return self.of_fields(self.fields(index))
 
     @cute.jit
     def find(self, wanted: Int32) -> tuple:
@@ -129,10 +129,10 @@ class PackedScheduler:
         Past the last tile: the first empty sequence after all others, and how many tiles there are.
         """
         lane = cute.arch.lane_idx()
-        sequences = Int32(self.lengths.sequences)  # with the rows after the last one
+        sequences = Int32(self.seqlens.sequences)  # with the rows after the last one
         b, m, before, first = sequences, Int32(0), Int32(0), Int32(0)
         while first < sequences:
-            begin, end = self.lengths.rows(first + lane)
+            begin, end = self.seqlens.rows(first + lane)
             upto = (end - begin + self.tile_m - 1) // self.tile_m
             for distance in range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(upto, 1 << distance)

@@ -76,7 +76,7 @@ def to_flex(mask):
     """FlexAttention's mask of a BlockMask."""
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-    lists = [mask.partial_count, mask.partial_index, mask.full_count, mask.full_index]
+    lists = list(mask.lists())
     for i in (0, 2):
         if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention takes the width for Mk when it transposes
             lists[i : i + 2] = lists_of(table_of(*lists[i : i + 2], mask.n_block_cols))

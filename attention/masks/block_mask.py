@@ -288,6 +288,10 @@ class BlockMask:
         partial = block_lists.table_of(self.partial_count, self.partial_index, self.n_block_cols)
         return partial, block_lists.table_of(self.full_count, self.full_index, self.n_block_cols)
 
+    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors that hold it: partial_count, partial_index, full_count and full_index."""
+        return self.partial_count, self.partial_index, self.full_count, self.full_index
+
     def transposed(self) -> BlockLists:
         """For each column of blocks, which rows of blocks need it. Does not synchronise."""
         partial, full = self.tables()
@@ -324,7 +328,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str | int) -> BlockMask:
         """This mask on another device, with the tensors of a mask_mod of mask_mods.py; self where nothing moves."""
-        old = [getattr(self, name) for name in TABLES]
+        old = self.lists()
         new, mask_mod = [t.to(device) for t in old], moved(self.mask_mod, device)
         if mask_mod is self.mask_mod and all(a is b for a, b in zip(old, new, strict=True)):
             return self
@@ -342,7 +346,7 @@ class BlockMask:
         return f"{type(self).__name__}({facts}, mask_mod={name}, device='{self.device}')"
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (*(getattr(self, name) for name in TABLES), self.lengths, self.blocksize, self.mask_mod)
+        return _rebuild, (*self.lists(), self.lengths, self.blocksize, self.mask_mod)
 
 
 def _rebuild(*parts) -> BlockMask:

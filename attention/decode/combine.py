@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
-from .softmax import LN2, exp2
+from ..forward.softmax import LN2, exp2
 
 LOG2E = 1.4426950408889634
 WARPS = 4

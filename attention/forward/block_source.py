@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .k_tiles import EITHER, FULL, PARTIAL
+from .kv_tiles import EITHER, FULL, PARTIAL
 from .scheduler import QueryScheduler, QueryTile
 
 
@@ -52,8 +52,8 @@ class BlockSource:
     tiles_q: cutlass.Constexpr[int]  # query tiles a block
     steps: cutlass.Constexpr[int]  # tiles of K a block
 
-    def for_tile(self, tile, span) -> BlockTiles:
-        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (lengths.Span)."""
+    def for_tile(self, tile, seqlen) -> BlockTiles:
+        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (seqlen.SeqlenInfo)."""
         batch, heads = self.index.shape[0], self.index.shape[1]
         b, h, row = cutlass.min(tile.b, batch - 1), cutlass.min(tile.h, heads - 1), tile.m // self.tiles_q
         return BlockTiles(
@@ -81,22 +81,22 @@ class OrderedScheduler(QueryScheduler):
 
     table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's number of heads one by one, partial blocks, blocks
 
-    def words(self, index) -> tuple:
+    def fields(self, index) -> tuple:
         """QueryScheduler's, and how many blocks are partial and how many there are.
 
         From the table; past its end the last row's, which no one works on.
         """
         row = cutlass.min(index, self.count - 1)
         number, partial, blocks = (Int32(self.table[row, i]) for i in range(3))
-        return *QueryScheduler.words(self, number), partial, blocks
+        return *QueryScheduler.fields(self, number), partial, blocks
 
-    def of_words(self, words: tuple) -> BlockQueryTile:
-        m, h, b, partial, blocks = words
+    def of_fields(self, fields: tuple) -> BlockQueryTile:
+        m, h, b, partial, blocks = fields
         return BlockQueryTile(m, h, b, h // self.shared, partial, blocks)
 
 
 def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
-    """(scheduler, source) of what sparse_plan.blocks_of makes of a mask."""
+    """(scheduler, source) of what block_sparse.blocks_of makes of a mask."""
     index, width, table, *mask_tensors = blocks
     kind, cfg = facts.blocks, facts.config
     tiles_q, steps = kind.block_q // cfg.tile_m, kind.block_k // cfg.tile_n

@@ -9,7 +9,7 @@ from cutlass.cutlass_dsl import select_
 
 
 @dataclass(frozen=True)
-class Span:
+class SeqlenInfo:
     """One item: its rows of Q and O from q0 on, and those of K and V from k0 on."""
 
     b: Int32 | int  # of the tensors' batch dimension
@@ -25,18 +25,18 @@ class Span:
 
 
 @dataclass(frozen=True)
-class DenseLengths:
+class DenseSeqlens:
     """All items have as many."""
 
     rows: Int32
     cols: Int32
 
-    def of(self, b) -> Span:
-        return Span(b, self.rows, self.cols)
+    def of(self, b) -> SeqlenInfo:
+        return SeqlenInfo(b, self.rows, self.cols)
 
 
 @dataclass(frozen=True)
-class PackedLengths:
+class PackedSeqlens:
     """Sequences one after another: sequence b has rows cu_q[b] to cu_q[b + 1] of Q, and so K and V.
 
     Whatever the entries are, no span leaves the tensors: they are clamped, and an end before its beginning is moved
@@ -63,7 +63,7 @@ class PackedLengths:
         begin = cutlass.min(cutlass.max(cu[cutlass.min(b, last)], 0), total)
         return begin, cutlass.min(cutlass.max(cu[cutlass.min(b + 1, last)], begin), total)
 
-    def of(self, b) -> Span:
+    def of(self, b) -> SeqlenInfo:
         (q0, q1), (k0, k1) = self.rows(b), self.between(self.cu_k, b, self.total_k)
         uniform = cute.arch.make_warp_uniform
-        return Span(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))
+        return SeqlenInfo(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))

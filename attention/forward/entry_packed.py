@@ -4,12 +4,12 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .lengths import PackedLengths
 from .scheduler import PackedScheduler
+from .seqlen import PackedSeqlens
 
 
-class PackedFlash:
-    """FlashSm90 or FlashSm80, compiled for packed sequences."""
+class PackedForward:
+    """FlashForwardSm90 or FlashForwardSm80, compiled for packed sequences."""
 
     def __init__(self, flash):
         self.flash = flash
@@ -37,13 +37,13 @@ class PackedFlash:
         stream: cuda.CUstream,
     ):
         (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
-        lengths = PackedLengths(cu_q, cu_k, rows, cols)
-        scheduler = PackedScheduler.at_most(lengths, self.flash.cfg.tile_m, heads, heads // heads_kv)
+        seqlens = PackedSeqlens(cu_q, cu_k, rows, cols)
+        scheduler = PackedScheduler.at_most(seqlens, self.flash.cfg.tile_m, heads, heads // heads_kv)
         mQ, mK, mV, mO = (self.one_item(t, (1, 0, 2)) for t in (mQ, mK, mV, mO))
         if const_expr(mLSE is not None):
             mLSE = self.one_item(mLSE, (0, 1))
         self.flash.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, self.flash.band(left, right), scale_log2, softcap,
+            mQ, mK, mV, mO, mLSE, counter, scheduler, seqlens, self.flash.window(left, right), scale_log2, softcap,
             max_ctas, stream,
         )  # fmt: skip
 

@@ -5,12 +5,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .block_source import with_blocks
-from .lengths import DenseLengths
 from .scheduler import QueryScheduler
+from .seqlen import DenseSeqlens
 
 
-class BlocksFlash:
-    """FlashSm90 or FlashSm80, compiled for block masks."""
+class BlocksForward:
+    """FlashForwardSm90 or FlashForwardSm80, compiled for block masks."""
 
     def __init__(self, flash):
         self.flash = flash
@@ -28,7 +28,7 @@ class BlocksFlash:
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         counter: cute.Tensor | None,
-        blocks: tuple,  # sparse_plan.blocks_of
+        blocks: tuple,  # block_sparse.blocks_of
         scale_log2: Float32,
         softcap: Float32,
         left: Int32,
@@ -38,7 +38,7 @@ class BlocksFlash:
     ):
         flash = self.flash
         scheduler, source = with_blocks(flash.facts, QueryScheduler.of(flash.facts, mQ.shape, mK.shape), blocks)
-        lengths = DenseLengths(mQ.shape[2], mK.shape[2])
+        seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2])
         flash.launch(
-            mQ, mK, mV, mO, mLSE, counter, scheduler, lengths, source, scale_log2, softcap, max_ctas, stream
+            mQ, mK, mV, mO, mLSE, counter, scheduler, seqlens, source, scale_log2, softcap, max_ctas, stream
         )  # fmt: skip

@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .k_tiles import BandSource, KvTiles
-from .lengths import Span
+from ..forward.kv_tiles import KvTiles, WindowSource
+from ..forward.seqlen import SeqlenInfo
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,29 @@ class DecodeScheduler:
 
 
 @dataclass(frozen=True)
-class CacheLengths:
+class CacheSeqlens:
     """Item b has seqlens[b] rows of K and V; a number that cannot be is taken as the nearest that can."""
 
     rows: Int32
     capacity: Int32
     seqlens: cute.Tensor  # (B,)
 
-    def of(self, b) -> Span:
-        return Span(b, self.rows, cutlass.min(cutlass.max(self.seqlens[b], 0), self.capacity))
+    def of(self, b) -> SeqlenInfo:
+        return SeqlenInfo(b, self.rows, cutlass.min(cutlass.max(self.seqlens[b], 0), self.capacity))
 
 
 @dataclass(frozen=True)
-class PackedBandSource(BandSource):
-    """A BandSource of packed rows, whose tiles are cut into `splits` runs that differ by one tile at the most."""
+class PackedWindowSource(WindowSource):
+    """A WindowSource of packed rows, whose tiles are cut into `splits` runs that differ by one tile at the most."""
 
     shared: Int32  # heads of Q in a row of tiles
     splits: Int32
 
-    def for_tile(self, tile: DecodeTile, span: Span) -> KvTiles:
+    def for_tile(self, tile: DecodeTile, seqlen: SeqlenInfo) -> KvTiles:
         first = tile.m * self.tile_m
-        after = cutlass.min((first + self.tile_m - 1) // self.shared + 1, span.rows)
-        tiles = self.for_rows(first // self.shared, after, span)
+        after = cutlass.min((first + self.tile_m - 1) // self.shared + 1, seqlen.rows)
+        tiles = self.for_rows(first // self.shared, after, seqlen)
         return tiles.part(tiles.count * tile.split // self.splits, tiles.count * (tile.split + 1) // self.splits)
 
-    def bounds(self, row, span) -> tuple:
-        return BandSource.bounds(self, row // self.shared, span)
+    def bounds(self, row, seqlen) -> tuple:
+        return WindowSource.bounds(self, row // self.shared, seqlen)

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from .order import after
+from cute_kernels.tile.ptx import after
 
 LN2 = 0.6931471805599453
 LARGE = 2.0**15  # more than a p of 16 bits should be; fp16 ends at 65504
@@ -154,7 +154,7 @@ class OnlineSoftmax:
         return larger
 
     @cute.jit
-    def try_step(self, scores: cute.Tensor, apart: cutlass.Constexpr):  # (rows, columns), replaced by p
+    def step_without_max(self, scores: cute.Tensor, apart: cutlass.Constexpr):  # (rows, columns), replaced by p
         """A tile of scores after the first one, if that can be had without their largest. Returns whether it could, the
         same in all threads of a warp; else the scores are lost, and nothing else has changed.
 

@@ -1,0 +1,1 @@
+"""What all kernels are made of, below any one kernel."""
