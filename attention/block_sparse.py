@@ -1,4 +1,4 @@
-"""What a GPU runs for block_sparse_attention: checks, the kernel's facts, and what is made of a mask once.
+"""block_sparse_attention: checks, the kernel's facts, and what is made of a mask once.
 
 Of a mask are made, on its device and without waiting for it: the mask with causal, the order in which query tiles come,
 and the key of its element mask. They are kept as long as the mask is.
@@ -10,12 +10,16 @@ import torch
 
 from cute_kernels.runtime import derived
 from cute_kernels.runtime.plan import forced_path
+from sparse_collective.bsr import BsrMatrix
 
+from . import checks
 from . import plan as planning
 from .forward.choose import heads_in_l2
 from .forward.config import BlockKind
+from .masks import kept
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
+from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, Plans, launch, without_kernel
 
 OP = "block_sparse_attention"
@@ -103,6 +107,26 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     return Derived.of(mask).get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
 
 
+def as_block_mask(q, k, block_mask) -> BlockMask:
+    """What block_sparse_attention was given, as a BlockMask for q and k."""
+    checks.check_tensor(f"{OP}: q", q)
+    checks.check_tensor(f"{OP}: k", k)
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if isinstance(block_mask, kept.FlexBlockMask):
+        return kept.of_flex(block_mask)
+    if isinstance(block_mask, BsrMatrix):
+        return kept.of_bsr(block_mask)
+    if isinstance(block_mask, torch.Tensor):
+        if block_mask.layout is torch.sparse_bsr:
+            return kept.of_torch_bsr(block_mask)
+        return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
+    raise TypeError(
+        "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
+        f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
+    )
+
+
 def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
     reads = None  # what the element mask reads
@@ -117,8 +141,6 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
     tensors = (q, k, v) if out is None else (q, k, v, out)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        from .ops import plan_block_sparse
-
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
@@ -129,7 +151,22 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
     return launch(plan, q, k, v, out, (*blocks_of(mask, *q.shape[:2], *plan.order), *reads))
 
 
-def plan_blocks(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
+def plan_block_sparse(
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None
+) -> FlashPlan:
+    """Check a call's arguments and choose its kernel, without launching it."""
+    mask = as_block_mask(q, k, block_mask)
+    checks.check_qkv(OP, q, k, v)
+    shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
+    plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out)
+    checks.check_block_mask(OP, mask, q, k)
+    window_bounds(None, causal)  # checks causal
+    if not plan.empty and planning.has_kernel(q):
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out)
+    return plan
+
+
+def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
     """Fill in the kernel of a plan whose arguments are right."""
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]

@@ -142,6 +142,19 @@ def spans_of(q, k, v, out) -> tuple:
     return *sizes, -size
 
 
+def checked_plan(op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, scale, return_lse, out) -> FlashPlan:
+    """The plan of a call, without a kernel; checks its scalars and out. `columns`: how many a row may see."""
+    checks.check_scale(op, scale, softcap)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
+    plan = FlashPlan(op, out_shape, lse_shape, q.dtype, q.device)
+    if out is not None:
+        checks.check_out(op, out, plan.out_shape, q.dtype, q.device, (q, k, v))
+        plan.spans = spans_of(q, k, v, out)
+    plan.empty = 0 in plan.out_shape or columns == 0
+    return plan
+
+
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Whether a call with this tensor runs on a GPU."""
     return tensor.device.type == "cuda"
@@ -156,6 +169,7 @@ def plan_kernel(
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
     `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
     """
+    checks.check_head_dims(plan.op, q, v)
     spec, sms, _ = device_arch(q.get_device())
     facts = FlashFacts(
         arch=spec.target,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-import attention.ops as ops
+import attention.eager as eager
 import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse
@@ -119,7 +119,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
-    for module in (ops, packed, block_sparse):
+    for module in (eager, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", plan.Plans())
     monkeypatch.setattr(EmulatedFlash, "built", set())
     monkeypatch.setattr(forward_compile, "function_for", emulated)

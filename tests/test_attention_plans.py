@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import attention.ops as attention_ops
+import attention.eager as eager
 import cute_kernels
 from attention import BlockMask, attention, block_sparse, block_sparse_attention, packed, plan, reference
 from attention.decode import choose
@@ -19,7 +19,7 @@ def test_of_tensors(request, monkeypatch):
     """Both tests of tensors; the plans of other tests are forgotten."""
     if request.param == "ours":
         monkeypatch.setattr(plan, "TensorGuards", None)
-    for module in (attention_ops, packed, block_sparse):
+    for module in (eager, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", plan.Plans())
 
 
@@ -35,7 +35,7 @@ def is_right(q, k, v, out=None, **terms) -> bool:
 
 def recent(*terms) -> list:
     """The plans that attention's known calls with these terms, among others, may have."""
-    found = [plans for key, plans in attention_ops._PLANS._recent.items() if set(terms) <= set(key)]
+    found = [plans for key, plans in eager._PLANS._recent.items() if set(terms) <= set(key)]
     return [plan for plans in found for _, plan in plans]
 
 
@@ -212,7 +212,7 @@ def test_more_shapes_than_are_tried():
     for q, k, v, out in 2 * calls:
         assert is_right(q, k, v, out)
     assert len(recent()) == plan._MOST_RECENT
-    assert len(attention_ops._PLANS._plans) == len(calls)
+    assert len(eager._PLANS._plans) == len(calls)
 
 
 def test_terms_of_the_wrong_kind_after_right_ones():

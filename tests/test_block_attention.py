@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import attention.forward.compile
-from attention import BlockMask, block_sparse, block_sparse_attention, ops, patterns, plan, reference
+from attention import BlockMask, block_sparse, block_sparse_attention, patterns, plan, reference
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 from cute_kernels.arch import ARCHS
@@ -295,4 +295,4 @@ def test_errors(monkeypatch, change, text):
     lengths, heads = change.pop("mask", ((200, 300), (1, 1)))
     mask = random_mask(lengths, (128, 128), heads, mask_mod=None)
     with pytest.raises((ValueError, TypeError), match=text):
-        ops.plan_block_sparse(*qkv((200, 300)), mask, **change)
+        block_sparse.plan_block_sparse(*qkv((200, 300)), mask, **change)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention import attention, reference
-from attention import ops as attention_ops
+from attention import attention, eager, reference
 from attention.decode import choose
 from attention.decode import compile as decode_compile
 from attention.decode.packing import DecodeScheduler, DecodeTile, PackedWindowSource
 from attention.forward.config import FlashFacts, WindowKind
 from attention.forward.seqlen import SeqlenInfo
+from attention.plan import FlashPlan
 
 from .emulate_blocks import number
 from .reference import band_mask
@@ -187,7 +187,7 @@ class Compiled:
 def test_what_the_kernel_is_called_with(monkeypatch, page_size, path):
     monkeypatch.setattr(decode_compile, "function_for", Compiled)
     q, parts = cache(2, 2, 4096, 128, 64, [7, 9], page_size, q_shape=(2, 8, 3))
-    plan = attention_ops.FlashPlan("attention", (2, 8, 3, 64), (2, 8, 3), q.dtype, q.device, (0.5, 0.0, 0, 0))
+    plan = FlashPlan("attention", (2, 8, 3, 64), (2, 8, 3), q.dtype, q.device, (0.5, 0.0, 0, 0))
     facts = FlashFacts("sm_90a", path, None, head_dim=128, head_dim_v=64)
     made = []
     monkeypatch.setattr(choose, "with_parts", lambda f, *rest: made.append(f) or with_parts(f, *rest))
@@ -350,7 +350,7 @@ def test_gpu_without_lengths():
     q, parts = cache(2, 2, 3000, 128, 128, [3000, 3000], device="cuda", q_shape=(2, 8, 2))
     exact = truth(q, parts)
     room = torch.full((4, 8, 4, 128), 7.0, dtype=BF16, device="cuda")
-    plan = attention_ops.plan_attention(q, parts["k"], parts["v"], return_lse=True)
+    plan = eager.plan_attention(q, parts["k"], parts["v"], return_lse=True)
     assert any("decoding" in note for note in plan.notes)
     for splits in (None, 1, 7):
         terms = {"return_lse": True} if splits is None else {}

@@ -7,7 +7,7 @@ more than a p of 16 bits can be, by more than an exponential in fp32 can be, at 
 import pytest
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention, ops
+from attention import BlockMask, attention, block_sparse_attention, eager
 from attention.forward import choose
 from attention.plan import Plans
 
@@ -65,7 +65,7 @@ def test_tiles(monkeypatch, D, tiles, causal):
     """Every shape of tiles, and more query tiles than a CTA's first one."""
     monkeypatch.setattr(choose, "SM_90", {D: ((tiles, 1.0),)})
     monkeypatch.setattr(choose, "EVEN", set())
-    monkeypatch.setattr(ops, "_PLANS", Plans())
+    monkeypatch.setattr(eager, "_PLANS", Plans())
     q, k, v = operands(D, 40, 500, heads=80)
     out = poisoned(*q.shape, device="cuda")
     _, lse = attention(q, k, v, causal=causal, scale=1 / 8, return_lse=True, out=out)
