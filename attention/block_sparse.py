@@ -148,7 +148,8 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
     if causal:
         mask = with_causal(mask)
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
-    return launch(plan, q, k, v, out, (*blocks_of(mask, *q.shape[:2], *plan.order), *reads))
+    blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
+    return launch(plan, q, k, v, out, (None, None, blocks))
 
 
 def plan_block_sparse(

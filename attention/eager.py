@@ -51,7 +51,7 @@ def attention(
             terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
         out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out)
     elif seqlens_k is not None:
-        out, lse = launch(plan, q, k, v, out, seqlens_k, block_table)
+        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table))
     else:
         out, lse = launch(plan, q, k, v, out)
     return (out, lse) if return_lse else out

@@ -41,7 +41,9 @@ class FlashPlan:
     lse_shape: tuple
     dtype: torch.dtype
     device: torch.device
-    scalars: tuple = ()  # scale_log2, softcap, left, right, max_ctas
+    scalars: tuple = ()  # the function's last arguments
+    more: tuple = (None, None, None)  # those after LSE, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks
+    takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     function: Callable | None = None
     facts: FlashFacts | None = None
     notes: list[str] = field(default_factory=list)
@@ -188,13 +190,17 @@ def plan_kernel(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
     scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
+    left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
-    left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
+    if facts.blocks is None:
+        left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
     plan.scalars = (scale_log2, cap, left, right)
     if choose is not None and choose(plan, facts, sms):
         return
     plan.facts = pick(facts, Extents(*extents, *bounds, sms))
-    plan.scalars += (sms * plan.facts.config.ctas,)  # as many as run at once
+    if facts.path == "sm_90":
+        plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
+        plan.takes_counter = True
     plan.function = forward_compile.function_for(plan.facts)
 
 
@@ -224,17 +230,22 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def launch(plan: FlashPlan, q, k, v, out, *more):
-    """Run the plan's kernel on q, k, v and `more` tensors; returns (out, lse), lse None where none is asked for."""
+def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None) -> tuple:
+    """Run the plan's kernel; returns (out, lse), lse None where none is asked for.
+
+    more: the kernel's arguments after LSE; FlashPlan.more where it is None.
+    """
+    more = plan.more if more is None else more
     if out is None:
         out = torch.empty_strided(plan.out_shape, plan.out_stride, dtype=plan.dtype, device=plan.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if plan.facts.lse else None
-    counter = zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
+    if plan.takes_counter:
+        more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
     if plan.views:
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
-        plan.function(q, k, v, d, lse, counter, *more, *plan.scalars)
+        plan.function(q, k, v, d, lse, *more, *plan.scalars)
     else:
-        plan.function(q, k, v, out, lse, counter, *more, *plan.scalars)
+        plan.function(q, k, v, out, lse, *more, *plan.scalars)
     return out, lse
 
 

@@ -38,7 +38,14 @@ class Walked:
     def __init__(self, facts):
         self.facts = facts
 
-    def __call__(self, q, k, v, o, lse, counter, blocks, scale_log2, softcap, left, right, max_ctas):
+    def __call__(self, q, k, v, o, lse, cu_q, cu_k, blocks, *more):
+        assert cu_q is None and cu_k is None
+        counter = None
+        if self.facts.path == "sm_90":
+            counter, *more, max_ctas = more
+            assert max_ctas > 0
+        scale_log2, softcap, left, right = more
+        assert left is None and right is None
         cfg, (batch, heads, rows, _), cols = self.facts.config, q.shape, k.shape[2]
         assert (lse is not None) == self.facts.lse and (counter is not None) == cfg.dynamic
         assert all(t.is_contiguous() and t.stride(-1) == 1 for t in blocks if isinstance(t, torch.Tensor))

@@ -30,7 +30,7 @@ def compiled(facts):
     if kind == "GemmFacts":
         from cute_kernels.runtime.kernels import compile_kernel as build
     elif kind == "FlashFacts":
-        from attention.forward.compile import compile_flash as build
+        from attention.forward.compile import compile_forward as build
     elif kind == "DecodeFacts":
         from attention.decode.compile import compile_decode as build
     elif kind == "OrderFacts":

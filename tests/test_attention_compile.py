@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.forward.choose import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
-from attention.forward.compile import compile_flash
+from attention.forward.compile import compile_forward
 from attention.forward.config import BlockKind, FlashFacts, WindowKind
 from attention.masks.element_mask import element_mask
 from attention.masks.mask_mods import And, Band, RowRange
@@ -120,7 +120,7 @@ def divided(sass: str) -> list[str]:
 
 def inspected(facts: FlashFacts) -> tuple:
     """(resources, problems) of a kernel."""
-    built = compile_flash(facts, keep_cubin=True)
+    built = compile_forward(facts, keep_cubin=True)
     cubin = cubin_of(built.compiled)
     resources = inspect.resources(cubin, facts.arch)
     alone = []

@@ -5,7 +5,7 @@ import pytest
 from attention.decode import choose
 from attention.forward.choose import HEAD_DIMS, candidates_sm80
 from attention.forward.config import DecodeFacts, FlashConfig, FlashFacts
-from attention.forward.kernel_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
+from attention.forward.mainloop_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
 from cute_kernels.arch import ARCHS
 
 CASES = sorted(

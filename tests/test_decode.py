@@ -179,7 +179,8 @@ class Compiled:
         self.facts = facts
 
     def __call__(self, *args):
-        self.got = dict(zip(self.names, args, strict=True))
+        names = self.names if self.facts.path == "sm_90" else self.names[:-1]
+        self.got = dict(zip(names, args, strict=True))
 
 
 @pytest.mark.parametrize("path", ["sm_80", "sm_90"])
@@ -193,11 +194,12 @@ def test_what_the_kernel_is_called_with(monkeypatch, page_size, path):
     monkeypatch.setattr(choose, "with_parts", lambda f, *rest: made.append(f) or with_parts(f, *rest))
     choose.use(plan, facts, q, parts["k"], parts["seqlens_k"], parts["block_table"], (None, None), 132)
     tables = parts["seqlens_k"], parts["block_table"]
-    plan.function(q, parts["k"], parts["v"], "out", "lse", None, *tables, *plan.scalars)
+    plan.function(q, parts["k"], parts["v"], "out", "lse", *tables, *plan.scalars)
     got, facts, splits = made[0].got, plan.facts, 4096 // plan.facts.config.tile_n
     assert got["seqlens_k"] is tables[0] and got["block_table"] is tables[1]
     assert facts.split and facts.seqlens and facts.page_size == (page_size or 0)
-    assert 1 < got["splits"] <= splits and got["ctas"] == 264 and (got["left"], got["right"]) == (0, 0)
+    assert got.get("ctas") == (264 if path == "sm_90" else None)
+    assert 1 < got["splits"] <= splits and (got["left"], got["right"]) == (0, 0)
     assert got["parts"].shape == (got["splits"], 2, 8, 3, 64) and got["part_lses"].shape == (got["splits"], 2, 8, 3)
     assert got["parts"].dtype == got["part_lses"].dtype == torch.float32 and got["scale_log2"] == 0.5
     assert facts.smem_bytes <= 232_448

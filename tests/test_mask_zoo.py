@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from attention import BlockMask, block_sparse_attention
 from attention.forward.choose import Extents, pick
-from attention.forward.compile import compile_flash
+from attention.forward.compile import compile_forward
 from attention.forward.config import BlockKind, FlashFacts
 from attention.masks.element_mask import element_mask
 from cute_kernels.arch import ARCHS
@@ -85,7 +85,7 @@ def test_attention_on_a_gpu(name, path):
 
 def inspected(facts: FlashFacts) -> tuple:
     """(resources, what is wrong with a kernel beside what it spills)"""
-    built = compile_flash(facts, keep_cubin=True)
+    built = compile_forward(facts, keep_cubin=True)
     resources = inspect.resources(cubin_of(built.compiled), facts.arch)
     found = inspect.problems(
         resources,

@@ -93,23 +93,21 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     ctas = sms * (facts.config.ctas if facts.path == "sm_90" else CTAS_SM_80)
     count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
     plan.facts = replace(facts, split=count > 1)
-    plan.scalars += (count, ctas)
-    plan.function = with_parts(decode_compile.function_for(plan.facts), plan, cached, q.device)
+    plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
+    plan.more = None, None  # seqlens_k, block_table
+    shape = (count, *plan.out_shape) if count > 1 else None
+    plan.function = with_parts(decode_compile.function_for(plan.facts), shape, q.device)
     plan.notes.append(f"decoding: {shared} heads of q to a tile of {TILE_M} rows, K and V split among {count} CTAs")
 
 
-def with_parts(function: Callable, plan, cached: bool, device: torch.device) -> Callable:
-    """The compiled function, to be called with q, k, v, out, lse, (seqlens_k, block_table if cached) and scalars."""
-    *_, count, _ = plan.scalars
-    if count == 1 and not cached:
-        return lambda q, k, v, out, lse, counter, *rest: function(q, k, v, out, lse, None, None, None, None, *rest)
-    shape = (count, *plan.out_shape)
+def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
+    """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE. None: no splits."""
 
-    def call(q, k, v, out, lse, counter, *rest):
-        cache, scalars = (rest[:2], rest[2:]) if cached else ((None, None), rest)
-        parts = (None, None)
-        if count > 1:
-            parts = tuple(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
-        function(q, k, v, out, lse, *cache, *parts, *scalars)
+    def whole(q, k, v, out, lse, seqlens, table, *scalars):
+        function(q, k, v, out, lse, seqlens, table, None, None, *scalars)
 
-    return call
+    def split(q, k, v, out, lse, seqlens, table, *scalars):
+        parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
+        function(q, k, v, out, lse, seqlens, table, *parts, *scalars)
+
+    return whole if shape is None else split

@@ -9,26 +9,29 @@ a thread looks up the page of each line that it copies.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.gemm_sm80 import ALIGN
+from cute_kernels.store_sm80 import WARP
 
 from ..forward.config import ELEMENT, DecodeFacts
-from ..forward.kernel_sm80 import FlashForwardSm80, first_vector, lines_at_once, vectors
+from ..forward.mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
+from ..forward.mask_and_softmax import QueryWork
 from ..forward.seqlen import DenseSeqlens
-from ..forward.softmax import OnlineSoftmax, rows_and_columns
+from ..forward.softmax import rows_and_columns
 from .combine import Combine
 from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
 from .store import packed, store_tile
 
 
-class DecodeSm80(FlashForwardSm80):
+class DecodeSm80:
     """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
 
     def __init__(self, facts: DecodeFacts):
-        super().__init__(facts)
-        self.kept = 0  # Q's fragments are read again for each tile, since registers are few with pages
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = MainloopSm80(facts, self.copy_tile, adds=True)
+        self.threads = WARP * facts.config.groups
+        self.smem_bytes = facts.smem_bytes
 
     # ------------------------------------------------------------------ launch
 
@@ -49,7 +52,6 @@ class DecodeSm80(FlashForwardSm80):
         left: Int32,
         right: Int32,
         splits: Int32,
-        max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         cfg, facts = self.cfg, self.facts
@@ -94,112 +96,58 @@ class DecodeSm80(FlashForwardSm80):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-
-        sQ = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
-        sK = sQ + self.q.bytes
-        sV = sK + cfg.stages * self.k.bytes
-        lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))
-        rows_q = sQ + warp * (self.q.span * self.q.line_bytes)
-
-        acc_S = cute.make_rmem_tensor((4, 1, cfg.tile_n // 8), Float32)  # (MMA, MMA_M, MMA_N)
-        acc_O = cute.make_rmem_tensor((4, 1, facts.head_dim_v // 8), Float32)
-        scores, out = rows_and_columns(acc_S), rows_and_columns(acc_O)
-        softmax = OnlineSoftmax.of_rows(2, scale_log2)
+        c = self.mainloop.consumer(warp, lane, scale_log2)
+        softmax, out = c.softmax, rows_and_columns(c.acc_O)
         lse = cute.make_rmem_tensor(2, Float32)
 
         tile = scheduler.decode(cute.arch.block_idx()[0])
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
-        row = tile.m * cfg.tile_m + warp * self.q.span + lane // 4  # of this thread, packed
+        row = tile.m * cfg.tile_m + warp * self.mainloop.q.span + lane // 4  # of this thread, packed
         rows = seqlen.rows * source.shared
+        from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
         if tiles.count > 0:
             # Only the first tile visited can reach past the end of K and V: zeros stand there.
-            self.copy_q(packed(mQ, tile, source.shared), tile.m * cfg.tile_m, sQ, rows)
-            for s in range_constexpr(cfg.stages):
-                end = seqlen.cols if const_expr(s == 0) else None
-                if s < tiles.count:
-                    self.copy_tile(self.k, mK, mTable, mK.shape[0], tile, tiles.at(s), sK + s * self.k.bytes, end)
-                cute.arch.cp_async_commit_group()
-                if s < tiles.count:
-                    self.copy_tile(self.v, mV, mTable, mK.shape[0], tile, tiles.at(s), sV + s * self.v.bytes, end)
-                cute.arch.cp_async_commit_group()
-        self.wait(2 * cfg.stages - 1)
+            self.copy_q(packed(mQ, tile, source.shared), tile.m * cfg.tile_m, c.sQ, rows)
+            self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, None)
+        self.mainloop.wait(2 * cfg.stages - 1)
         softmax.clear()
-        acc_O.fill(0.0)
-        for segment in range_constexpr(len(tiles.kinds)):
-            begin = 0 if const_expr(segment == 0) else tiles.ends[segment - 1]
-            for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
-                slot, after = i % cfg.stages, i + cfg.stages
-                acc_S.fill(0.0)
-                self.multiply(
-                    acc_S, lambda k: self.fragment_q(k, [], lanes[0], rows_q),
-                    self.k, lanes[1], sK + slot * self.k.bytes,
-                )  # fmt: skip
-                self.wait(2 * (cfg.stages - 1))
-                if after < tiles.count:
-                    self.copy_tile(
-                        self.k, mK, mTable, mK.shape[0], tile, tiles.at(after), sK + slot * self.k.bytes, None
-                    )
-                cute.arch.cp_async_commit_group()
-                self.mask_and_softmax(
-                    scores, softmax, source, tiles, i, row, tile, seqlen, softcap, tiles.kinds[segment]
-                )
-                rP = self.convert(acc_S)
-                softmax.rescale(out)
-                self.multiply(acc_O, lambda k: rP[k], self.v, lanes[2], sV + slot * self.v.bytes)
-                self.wait(2 * (cfg.stages - 1))
-                if after < tiles.count:
-                    self.copy_tile(
-                        self.v, mV, mTable, mK.shape[0], tile, tiles.at(after), sV + slot * self.v.bytes, None
-                    )
-                cute.arch.cp_async_commit_group()
+        c.acc_O.fill(0.0)
+        work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+        # Q's fragments are read again for each tile, since registers are few with pages.
+        self.mainloop.steps(c, work, [], from_k, from_v, None)
         softmax.finish(out, lse)
-        store_tile(facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
+        store_tile(facts.split, c.acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 
     @cute.jit
     def copy_q(self, mQ: cute.Tensor, first: Int32, tile: Int32, end: Int32):
         """Copy the packed rows (rows, D) from `first` on; those from `end` on become zeros."""
-        line, element = first_vector(self.q, cute.arch.thread_idx()[0])
-        to = self.q.offset(line, element * ELEMENT)
-        for lines, byte in const_expr(vectors(self.q)):
+        op = self.mainloop.q
+        line, element = first_vector(op, cute.arch.thread_idx()[0])
+        to = op.offset(line, element * ELEMENT)
+        for lines, byte in const_expr(vectors(op)):
             row = first + line + lines
             source = mQ[cutlass.min(row, end - 1), None].iterator.toint() + element * ELEMENT + byte
-            x, add = self.q.split(lines, byte)
-            self.steps.copy_vector(self.q, source, tile + (to ^ x) + add, row < end)
+            x, add = op.split(lines, byte)
+            self.mainloop.tile_steps.copy_vector(op, source, tile + (to ^ x) + add, row < end)
 
     @cute.jit
-    def copy_tile(
-        self,
-        op: cutlass.Constexpr,
-        mX: cute.Tensor,  # (B or pages, Hkv, S, D)
-        mTable: cute.Tensor | None,
-        pages: Int32,  # how many there are
-        tile,
-        n: Int32,
-        to_tile: Int32,
-        end: Int32 | None,
-    ):
-        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros."""
+    def copy_tile(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
+        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros.
+
+        cache: (mX, mTable, pages, tile), with mX (B or pages, Hkv, S, D) and mTable (B, pages of an item) or None.
+        """
         if const_expr(lines_at_once(op) <= op.lines):
-            self.copy_lines_of_cache(op, mX, mTable, pages, tile, n, to_tile, end)
+            self.copy_lines(op, cache, n, to_tile, end)
         elif first_vector(op, cute.arch.thread_idx()[0])[0] < op.lines:
-            self.copy_lines_of_cache(op, mX, mTable, pages, tile, n, to_tile, end)
+            self.copy_lines(op, cache, n, to_tile, end)
 
     @cute.jit
-    def copy_lines_of_cache(
-        self,
-        op: cutlass.Constexpr,
-        mX: cute.Tensor,
-        mTable: cute.Tensor | None,
-        pages: Int32,
-        tile,
-        n: Int32,
-        to_tile: Int32,
-        end: Int32 | None,
-    ):
+    def copy_lines(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
         """This thread's vectors of them."""
+        mX, mTable, pages, tile = cache
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         to = op.offset(line, element * ELEMENT)
         head = mX.iterator.toint() + (Int64(tile.h_kv) * mX.stride[1] + element) * ELEMENT
@@ -221,4 +169,4 @@ class DecodeSm80(FlashForwardSm80):
                     valid = valid and there
                 source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * ELEMENT
             x, add = op.split(lines, byte)
-            self.steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)
+            self.mainloop.tile_steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)

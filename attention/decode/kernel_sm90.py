@@ -26,14 +26,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.typing import AddressSpace
 
 from ..forward.config import DecodeFacts
-from ..forward.kernel_sm90 import ROWS, WARPGROUP, FlashForwardSm90
-from ..forward.kv_tiles import PARTIAL
+from ..forward.mainloop_sm90 import ROWS, WARPGROUP, MainloopSm90, permuted
+from ..forward.mask_and_softmax import QueryWork
 from ..forward.seqlen import DenseSeqlens
-from ..forward.softmax import OnlineSoftmax, rows_and_columns
+from ..forward.softmax import rows_and_columns
 from ..forward.store_o import VECTOR
 from .combine import Combine
 from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
@@ -44,13 +44,16 @@ EVICT_FIRST = 0x12F0000000000000  # L2's policy for what is read once, as create
 LOADS = 4  # vectors of Q that a thread has in flight
 
 
-class DecodeSm90(FlashForwardSm90):
+class DecodeSm90:
     """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
 
     def __init__(self, facts: DecodeFacts):
-        super().__init__(facts)
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = MainloopSm90(facts, lazy=False)
+        self.dtype = self.mainloop.dtype
         self.threads = WARPGROUP + 32
         self.box, self.boxes = facts.box, facts.config.tile_n // facts.box
+        self.storage = self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ launch
 
@@ -74,7 +77,7 @@ class DecodeSm90(FlashForwardSm90):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        cfg, facts = self.cfg, self.facts
+        cfg, facts, loop = self.cfg, self.facts, self.mainloop
         batch, heads, rows, _ = mQ.shape
         kv_heads = mK.shape[1]
         shared = heads // kv_heads
@@ -84,15 +87,16 @@ class DecodeSm90(FlashForwardSm90):
         seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
             seqlens = CacheSeqlens(rows, capacity, mSeqlens)
-        tK = self.permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
-        tV = self.permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
-        sQ, sK, sV = self.layouts()
-        self.make_storage(sQ, sK, sV)
-        tma_k, tK = self.make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
-        tma_v, tV = self.make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
+        tK = permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
+        tV = permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
+        _, sK, sV = loop.layouts()
+        self.storage = loop.storage()
+        self.smem_bytes = self.storage.size_in_bytes()
+        tma_k, tK = loop.make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
+        tma_v, tV = loop.make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
         scheduler = DecodeScheduler(cute.ceil_div(rows * shared, ROWS), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, shared, splits)
-        qk, pv = self.make_mmas()
+        qk, pv = loop.make_mmas()
         self.kernel(
             tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
             scale_log2, softcap,
@@ -146,13 +150,11 @@ class DecodeSm90(FlashForwardSm90):
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
 
-        layouts = self.layouts()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        sQ, sK, sV = (
-            place.get_tensor(layout.outer, swizzle=layout.inner)
-            for place, layout in zip((storage.sQ, storage.sK, storage.sV), layouts)
-        )
-        pipe_k, pipe_v = self.make_pipelines(storage)
+        sQ, sK, sV = self.mainloop.operands(storage)
+        pipe_k, pipe_v = self.mainloop.make_kv_rings(storage)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
         cute.arch.griddepcontrol_wait()  # before it nothing in global memory is read or written
 
         if warp == 4:
@@ -179,15 +181,8 @@ class DecodeSm90(FlashForwardSm90):
                     at_v.advance()
             cute.arch.griddepcontrol_launch_dependents()
         else:
-            thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, 0]  # (MMA, 1, MMA_K)
-            tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, MMA_K, PIPE)
-            tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))  # (MMA, 1, MMA_K, PIPE)
-            acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, cfg.tile_n)), Float32)
-            acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, facts.head_dim_v)), Float32)
-            tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((ROWS, cfg.tile_n)), self.dtype)
-            scores, out = rows_and_columns(acc_S), rows_and_columns(acc_O)
-            softmax = OnlineSoftmax.of_rows(2, scale_log2)
+            c = self.mainloop.consumer((mma_qk, mma_pv), 0, (sQ, sK, sV), (pipe_k, pipe_v), scale_log2, None)
+            softmax, acc_O, out = c.softmax, c.acc_O, rows_and_columns(c.acc_O)
             lse = cute.make_rmem_tensor(2, Float32)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
@@ -202,43 +197,17 @@ class DecodeSm90(FlashForwardSm90):
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    # The first tile's scores, always masked.
-                    pipe_k.consumer_wait(at_k)
-                    self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
-                    warpgroup.wait_group(0)
-                    pipe_k.consumer_release(at_k)
-                    at_k.advance()
-                    self.mask_and_softmax(scores, softmax, source, tiles, 0, row, tile, seqlen, softcap, PARTIAL)
-                    self.convert(acc_S, tOrP)
+                    work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+                    at_k = self.mainloop.first_step(c, work, at_k)
                     if const_expr(facts.seqlens):
                         # What lies past the end may be NaN, of which a weight of 0 does not make 0.
                         valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
                             self.clear_rows(sV[None, None, at_v.index], valid, tidx)
-                    for segment in range_constexpr(len(tiles.kinds)):
-                        begin = 1 if const_expr(segment == 0) else cutlass.max(tiles.ends[segment - 1], 1)
-                        for i in cutlass.range(begin, tiles.ends[segment], unroll=1):
-                            pipe_k.consumer_wait(at_k)
-                            self.issue(mma_qk, acc_S, tSrQ, tSrK[None, None, None, at_k.index], True)
-                            pipe_v.consumer_wait(at_v)
-                            self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
-                            warpgroup.wait_group(1)
-                            pipe_k.consumer_release(at_k)
-                            at_k.advance()
-                            self.mask_and_softmax(
-                                scores, softmax, source, tiles, i, row, tile, seqlen, softcap, tiles.kinds[segment]
-                            )
-                            warpgroup.wait_group(0)
-                            pipe_v.consumer_release(at_v)
-                            at_v.advance()
-                            self.convert(acc_S, tOrP)
-                            softmax.rescale(out)
-                    pipe_v.consumer_wait(at_v)
-                    self.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, at_v.index], False)
-                    warpgroup.wait_group(0)
-                    pipe_v.consumer_release(at_v)
-                    at_v.advance()
+                    at_k, at_v = self.mainloop.steps(c, work, at_k, at_v)
+                    self.mainloop.last_step(c, at_v)
+                    at_v = self.mainloop.finish(c, at_v)
                 softmax.finish(out, lse)
                 store_tile(facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
 
@@ -315,25 +284,3 @@ class DecodeSm90(FlashForwardSm90):
         boxes = cute.group_modes(cute.group_modes(boxes, 0, 2), 1, 3)
         tiles = cute.local_tile(tensor, box, (None, None, None, None))
         return cpasync.tma_partition(tma, 0, cute.make_layout(1), boxes, cute.group_modes(tiles, 0, 2))
-
-    @cute.jit
-    def make_pipelines(self, storage) -> tuple:
-        """(K, V); returns after every barrier is visible."""
-        cfg, facts = self.cfg, self.facts
-        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4)
-        pipes = []
-        for place, dim in ((storage.barriers_k, facts.head_dim), (storage.barriers_v, facts.head_dim_v)):
-            pipes.append(
-                pipeline.PipelineTmaAsync.create(
-                    barrier_storage=place.data_ptr(),
-                    num_stages=cfg.stages,
-                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                    consumer_group=consumers,
-                    tx_count=cfg.tile_n * dim * self.dtype.width // 8,
-                    cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-                    defer_sync=True,
-                )
-            )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return tuple(pipes)
