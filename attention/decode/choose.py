@@ -101,7 +101,7 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
 
 
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
-    """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE. None: no splits."""
+    """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
 
     def whole(q, k, v, out, lse, seqlens, table, *scalars):
         function(q, k, v, out, lse, seqlens, table, None, None, *scalars)
