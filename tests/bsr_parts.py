@@ -9,6 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import explain
+from cute_kernels.arch import ARCHS
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
+from cute_kernels.matmul.problem import Extents, PatternStats, Problem
+from cute_kernels.operand import Layout
 from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective.bsr import BsrMatrix
 
@@ -94,6 +99,17 @@ def check(W, b, *, linear=False, out=None, out_dtype=None, matrix=None, **terms)
     assert op(*args, out=out, **terms) is out
     assert_as_good_as_torch(out, exact, by_torch, k=W.shape[1], plan=plan)
     return plan
+
+
+def picked(block, extents, density, *, path="sm_90", b_k_major=False, **stats):
+    """The facts that the cost model picks of all families for a product on an H200."""
+    majors, facts = ("k", "k" if b_k_major else "n", "n"), BlockFacts(*block, "int32")
+    layouts = (Layout("row", 8, 8), Layout("col" if b_k_major else "row", 8, 8), Layout("row", 8, 8))
+    problem = Problem(
+        Extents(*extents), "bfloat16", "bfloat16", layouts, majors, (3, 2, 2), EpilogueSpec(), facts, False, density,
+        PatternStats(**stats),
+    )  # fmt: skip
+    return choose(problem, ARCHS["sm_90"], 132, path)[0]
 
 
 def width(W, n, device, linear=False, dtype=BF16):

@@ -7,18 +7,25 @@ patterns and numbers. `run` makes the call of a case in guarded memory. `cases_o
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import torch
 
 import cute_kernels
-from cute_kernels import candidates, explain, gemm
+from cute_kernels import eager as dense_ops
+from cute_kernels import explain, gemm
 from cute_kernels import functions as F
-from cute_kernels import ops as dense_ops
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig
+from cute_kernels.dtypes import NAMES
+from cute_kernels.matmul.catalogue import SQUARED_RELU
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.families import families, load_all
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
-from sparse_collective import ops as sparse_ops
+from sparse_collective import eager as sparse_ops
 
 from .cases import PATTERNS, mask_to_indices
 from .guard_zones import Placement, Wrong, Zones
@@ -233,80 +240,100 @@ def run(case: Case, device: str = "cpu", runs: int = 1, expect: Callable = None)
 
 # -- families of kernels ---------------------------------------------------------------------------------------
 
+ALL_BLOCKS = ((128, 128), (64, 64), (16, 16), (32, 64), (64, 256), (256, 64), (48, 112), (512, 112), (16, 48), (80, 16))
+ALL_BLOCKS += ((64, 192), (16, 128))
+SPARSE = ("bsr_matmul", "bsr_linear", "bsr_grouped_linear")
+FEW = (1, 2, 5, 8, 9, 16, 37)
+SPEC = ARCHS["sm_90"]
+
 
 @dataclass(frozen=True)
-class Family:
-    """A kind of kernel: which configurations are its own, what it is for, and what it refuses."""
+class Kernels:
+    """Those of a registered family of products on a path; of its configurations those that split K, or the others."""
 
-    name: str
+    family: ProductFamily
     path: str
-    owns: Callable[[GemmConfig], bool]
-    ops: tuple[str, ...]
-    blocks: tuple[tuple[int, int], ...] = ()
-    columns: tuple[int, ...] = (264, 8, 1, 130)
-    takes: Callable[[Signature], bool] = lambda signature: True
+    split: bool
 
-    def force(self, monkeypatch, config: GemmConfig | None = None) -> None:
-        """From here on, the ops choose among this family's configurations, or have this one alone."""
-        listing = getattr(candidates, f"candidates_{self.path.replace('_', '')}")
+    @property
+    def name(self) -> str:
+        return f"{self.family.name}{' split K' if self.split else ''} {self.path}"
 
-        def listed(block, spec):
-            return [c for c in listing(block, spec) if self.owns(c) and config in (None, c)]
+    def listed(self, block: tuple[int, int] | None) -> list:
+        """The configurations that are tried for such blocks; None is a dense product."""
+        facts = None if block is None else BlockFacts(*block, "int32")
+        found = self.family.candidates(self.path, facts, SPEC) if self.family.serves(facts) else []
+        return [config for config in found if (config.split > 1) == self.split]
 
-        monkeypatch.setattr(candidates, listing.__name__, listed)
+    @cached_property
+    def blocks(self) -> tuple:
+        return tuple(block for block in ALL_BLOCKS if self.listed(block))
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """Those of which it takes some call."""
+        runs = [signature_of(self, "bsr_grouped_linear", PLAIN | {"block": block, "run": 256}) for block in self.blocks]
+        grouped = any(self.takes(f) for f in runs)
+        return (("gemm",) if self.listed(None) else ()) + (SPARSE[: 2 + grouped] if self.blocks else ())
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return FEW if self.family.name == "skinny" else (264, 8, 1, 130)
+
+    def owns(self, facts) -> bool:
+        return (facts.path, facts.family) == (self.path, self.family.name) and (facts.config.split > 1) == self.split
+
+    def takes(self, f: Signature) -> bool:
+        """Whether some configuration supports it; out is taken to be stored element by element, which is hardest."""
+        linear, batch = f.op in SPARSE[1:], f.batch if f.block else None
+        bias = f.bias and ("col" if f.bias == "col" and not linear else "row")
+        facts = GemmFacts(
+            arch=SPEC.target,
+            path=self.path,
+            config=None,
+            dtype=NAMES[DTYPES[f.dtype]],
+            out_dtype=NAMES[DTYPES[f.out_dtype]],
+            majors=("k", "n", "n"),
+            aligns=(8, 8, 1),
+            transposed=linear,
+            block=f.block and BlockFacts(*f.block, f.index, batch, f.run),
+            epilogue=EpilogueSpec(
+                scale=f.scaled,
+                bias=bias,
+                bias_dtype=bias and "bfloat16",
+                bias_items=f.bias == "items",
+                residual="n" if f.residual else None,
+                activation=f.activation,
+                function=SQUARED_RELU if f.function else None,
+            ),
+        )
+        return any(not self.family.unsupported(replace(facts, config=config)) for config in self.listed(f.block))
+
+    def force(self, monkeypatch, config=None) -> None:
+        """From here on, the ops choose among these kernels, or have this configuration alone."""
+        for family in families(ProductFamily):
+
+            def listed(path, block, spec, family=family, found=family.candidates):
+                if (family, path) != (self.family, self.path):
+                    return []
+                return [c for c in found(path, block, spec) if (c.split > 1) == self.split and config in (None, c)]
+
+            monkeypatch.setattr(family, "candidates", listed)
         monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
         for ops in (dense_ops, sparse_ops):
-            monkeypatch.setattr(ops, "_PLANS", {})
+            monkeypatch.setattr(ops, "_PLANS", PlanCache())
 
-    def configs(self) -> dict[GemmConfig, list[tuple[int, int] | None]]:
-        """Every configuration of the family, with the blocks that it is listed for; None for a dense product."""
-        listing, found = getattr(candidates, f"candidates_{self.path.replace('_', '')}"), {}
-        for block in (*([None] if "gemm" in self.ops else []), *self.blocks):
-            for config in listing(block and BlockFacts(*block, "int32"), ARCHS["sm_90"]):
-                if self.owns(config):
-                    found.setdefault(config, []).append(block)
+    def configs(self) -> dict[Any, list[tuple[int, int] | None]]:
+        """Every configuration, with the blocks that it is listed for; None for a dense product."""
+        found = {}
+        for block in (None, *self.blocks):
+            for config in self.listed(block):
+                found.setdefault(config, []).append(block)
         return found
 
 
-SPARSE = ("bsr_matmul", "bsr_linear", "bsr_grouped_linear")
-ALL_BLOCKS = ((128, 128), (64, 64), (16, 16), (32, 64), (64, 256), (256, 64), (48, 112), (512, 112), (16, 48), (80, 16))
-LOW_BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (64, 16), (32, 64), (16, 128), (64, 128), (32, 192))
-SKINNY_BLOCKS = ((16, 16), (32, 64), (64, 64), (128, 128), (512, 112), (48, 16), (256, 64), (16, 144), (64, 256))
-SPLIT_BLOCKS = ((128, 128), (512, 112), (64, 256), (48, 112))
-
-
-def is_plain(config: GemmConfig) -> bool:
-    return not (config.few or config.sweep or config.pairs or config.split > 1)
-
-
-def one_pattern(f: Signature) -> bool:
-    return f.batch != "patterns"
-
-
-# A registry of families will take this table's place.
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("dense sm_80", "sm_80", is_plain, ("gemm",)),
-        Family("dense sm_90", "sm_90", is_plain, ("gemm",)),
-        Family("BSR sm_80", "sm_80", is_plain, SPARSE, ALL_BLOCKS),
-        Family("BSR sm_90", "sm_90", is_plain, SPARSE, ALL_BLOCKS),
-        Family(
-            "row pairs", "sm_90", lambda c: c.pairs, SPARSE[:2], ((64, 64), (64, 128), (64, 192)),
-            takes=lambda f: one_pattern(f) and not f.residual,
-        ),
-        Family(
-            "small blocks", "sm_90", lambda c: c.sweep, SPARSE[:2], LOW_BLOCKS,
-            takes=lambda f: one_pattern(f) and not (f.batch and f.residual and f.activation == "gelu"),
-        ),
-        Family("skinny sm_80", "sm_80", lambda c: c.few, SPARSE[:2], SKINNY_BLOCKS, (1, 2, 5, 8, 9, 16, 37)),
-        Family("skinny sm_90", "sm_90", lambda c: c.few, SPARSE[:2], SKINNY_BLOCKS, (1, 2, 5, 8, 9, 16, 37)),
-        Family(
-            "split K", "sm_90", lambda c: c.split > 1, ("gemm", *SPARSE), SPLIT_BLOCKS,
-            takes=lambda f: f.run % 128 == 0 or f.block[0] > 64,  # lower tiles have 128 columns
-        ),
-    )
-}  # fmt: skip
+PLAIN = {"types": ("bf16", "bf16"), "epilogue": "nothing", "transposed": (False,) * 3, "out": "aligned", "align": 8}
+PLAIN |= {"batch": "values"}
 
 
 # -- cases of a family -----------------------------------------------------------------------------------------
@@ -328,7 +355,7 @@ EPILOGUES = {
 }  # fmt: skip
 
 
-def axes_of(family: Family, op: str) -> dict[str, list]:
+def axes_of(family: Kernels, op: str) -> dict[str, list]:
     """What varies from case to case, each with its values."""
     axes = {
         "types": TYPES,
@@ -351,7 +378,7 @@ def axes_of(family: Family, op: str) -> dict[str, list]:
     return axes | {"run": [64, 128, 192, 256]} if grouped else axes
 
 
-def signature_of(family: Family, op: str, chosen: dict) -> Signature:
+def signature_of(family: Kernels, op: str, chosen: dict) -> Signature:
     """The epilogue is what the op has of the chosen one."""
     terms = dict(EPILOGUES[chosen["epilogue"]])
     batch = chosen["batch"]
@@ -379,7 +406,7 @@ def place(shape, align: int, transposed: bool, wide: bool) -> Placement:
     return Placement(tuple(order), tuple(pads), 3 * align if wide or align < 8 else 0)
 
 
-def case_of(family: Family, op: str, chosen: dict, seed: int) -> Case:
+def case_of(family: Kernels, op: str, chosen: dict, seed: int) -> Case:
     f, items = signature_of(family, op, chosen), 3 if chosen["batch"] else 1
     a_t, b_t, out_t = f.majors
     lead = (items,) if f.batch and not f.run else ()
@@ -424,13 +451,23 @@ def all_pairs(axes: dict[str, list], takes: Callable[[dict], bool]) -> list[dict
     return found
 
 
-def cases_of(family: Family, op: str) -> list[Case]:
+def cases_of(family: Kernels, op: str) -> list[Case]:
     """All pairs of the values of any two axes; the same cases in every run."""
     choices = all_pairs(axes_of(family, op), lambda chosen: family.takes(signature_of(family, op, chosen)))
     return [case_of(family, op, chosen, seed) for seed, chosen in enumerate(choices)]
 
 
-def large_cases(family: Family, block: tuple[int, int] | None, device: str) -> list[Case]:
+load_all()
+FAMILIES = {
+    kernels.name: kernels
+    for family in families(ProductFamily)
+    for path in ("sm_80", "sm_90")
+    for kernels in (Kernels(family, path, False), Kernels(family, path, True))
+    if kernels.ops
+}
+
+
+def large_cases(family: Kernels, block: tuple[int, int] | None, device: str) -> list[Case]:
     """For one configuration: on a GPU several tiles for each cluster, so that rings and phases go on between them."""
     chosen = {"types": TYPES[0], "epilogue": "relu", "out": "aligned", "align": 8, "batch": None}
     gpu, found = device == "cuda", []
@@ -446,7 +483,7 @@ def large_cases(family: Family, block: tuple[int, int] | None, device: str) -> l
             ("bsr_matmul", 8200, {}), ("bsr_linear", 3000, {}), ("bsr_matmul", 1032, {"pattern": "empty_rows"}),
             ("bsr_linear", 3000, {"batch": "values"}),
         ):  # fmt: skip
-            if not gpu or family.name.startswith("skinny"):
+            if not gpu or family.columns is FEW:
                 columns = min(columns, 16)
             case = case_of(family, op, chosen | {"columns": columns} | more, 3)
             found.append(replace(case, m=max(3, 2600 // block[0]), k=max(4, 1600 // block[1])) if gpu else case)

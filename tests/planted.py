@@ -19,9 +19,9 @@ from dataclasses import replace
 import torch
 
 from bench.gates.products import Product
-from cute_kernels import catalog
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmFacts
+from cute_kernels.matmul import catalogue as catalog
+from cute_kernels.matmul.config import GemmFacts
 
 # -- a slow-down ----------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def race():
     It then reads K-tiles that have not arrived, and overwrites those that other warps still read. No kernel may come
     out of a cache meanwhile, nor go into one: see `main`.
     """
-    from cute_kernels import mainloop_sm80
+    from cute_kernels.matmul import mainloop_sm80
 
     cute = mainloop_sm80.cute
     arch = Instead(cute.arch, sync_threads=lambda: None, cp_async_wait_group=lambda n: None)

@@ -12,8 +12,9 @@ import torch
 import cute_kernels
 from attention import attention
 from bench.gates.products_attention import Attend
-from cute_kernels import candidates, explain, gemm
-from cute_kernels.config import GemmConfig
+from cute_kernels import explain, gemm
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul.config import GemmConfig
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
 from .cases import banded, empty_rows, mask_to_indices, no_blocks, power_law

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels import eager as dense_ops
 from cute_kernels import explain, gemm
-from cute_kernels import ops as dense_ops
 from cute_kernels.arch import ARCHS
+from cute_kernels.runtime.call_plan import PlanCache
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
-from sparse_collective import ops as sparse_ops
+from sparse_collective import eager as sparse_ops
 
 from . import emulate
 from .conformance import OPS
@@ -19,7 +20,7 @@ from .reference import normal, poisoned
 def place(request, monkeypatch):
     """CPU tensors, CPU tensors on the host side of a GPU call, and a GPU; with no plan known yet."""
     for ops in (dense_ops, sparse_ops):
-        monkeypatch.setattr(ops, "_PLANS", {})
+        monkeypatch.setattr(ops, "_PLANS", PlanCache())
     if request.param == "emulated":
         emulate.install(monkeypatch)
     return "cuda" if request.param == "cuda" else "cpu"

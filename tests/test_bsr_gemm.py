@@ -12,11 +12,12 @@ import cute_kernels
 from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import configurations
-from cute_kernels.catalog import linear as linear_facts
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
-from sparse_collective import ops as sparse_ops
+from sparse_collective import eager as sparse_ops
+from sparse_collective.catalogue import linear as linear_facts
+from sparse_collective.family import BSR
 
 from . import emulate
 from .bsr_parts import LINEAR, bsr, check, dense, width
@@ -34,7 +35,7 @@ def test_widths(device, block, n):
     """Where TMA cannot read b, a kernel without it does, and explain says so. A linear layer's rows it always can."""
     W = bsr("bernoulli", block, device)
     plan = check(W, width(W, n, device))
-    assert plan.facts.config.few is (n <= 16)
+    assert (plan.facts.family == "skinny") is (n <= 16)
     if n % 8:
         assert n == 1 or plan.facts.path == "sm_80"
         assert n == 1 or any("not on path sm_90" in note for note in plan.notes) or plan.facts.arch != "sm_90a"
@@ -55,7 +56,7 @@ def test_any_block(data):
     """Of any height and width that are multiples of 16, with any density, on either path."""
     sides = st.integers(1, 9).map(lambda i: 16 * i)
     op, path = data.draw(st.sampled_from(["bsr_matmul", "bsr_linear"])), data.draw(st.sampled_from(["sm_80", "sm_90"]))
-    family, block = FAMILIES[f"BSR {path}"], (data.draw(sides), data.draw(sides))
+    family, block = FAMILIES[f"bsr {path}"], (data.draw(sides), data.draw(sides))
     chosen = {axis: data.draw(st.sampled_from(values)) for axis, values in axes_of(family, op).items()}
     columns = data.draw(st.integers(1, 10)) * 8
     with pytest.MonkeyPatch.context() as patch:
@@ -364,7 +365,7 @@ def test_offsets_in_a_graph(path):
 
 
 def test_tiles_of_a_grouped_product_lie_in_one_run(emulated):
-    for case in cases_of(FAMILIES["BSR sm_90"], "bsr_grouped_linear")[:20]:
+    for case in cases_of(FAMILIES["bsr sm_90"], "bsr_grouped_linear")[:20]:
         call = make(case)
         with cute_kernels.path("sm_90"):
             cfg = explain(call.op, *call.args, **call.terms).facts.config
@@ -372,7 +373,7 @@ def test_tiles_of_a_grouped_product_lie_in_one_run(emulated):
     spec = ARCHS["sm_90"]
     for rows in (64, 128, 192, 256):
         found = set()
-        for config in configurations("sm_90", (128, 128), spec, run=rows):
+        for config in BSR.candidates("sm_90", BlockFacts(128, 128, "int32", "values", rows), spec):
             reason = unsupported(linear_facts(spec, "sm_90", config, (128, 128), batch="values", run=rows))
             columns = config.tile_n * config.cluster_n
             assert (rows % columns != 0) == ("columns of a tile or cluster multiply one item of W" in reason)

@@ -10,11 +10,12 @@ import cute_kernels
 from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS, PATHS
 from cute_kernels.checks import epilogue_program
-from cute_kernels.config import BlockFacts, EpilogueSpec, GemmFacts
-from cute_kernels.heuristics import Extents
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.choose import candidates_for, choose, facts_for
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
-from cute_kernels.runtime.plan import Problem, candidates_for, choose, facts_for, forced_path
+from cute_kernels.runtime.device import forced_path
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
 from .conformance import FAMILIES, OPS, cases_of, run
@@ -28,7 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize("op", OPS)
 def test_references(op):
     """A quarter of the conformance cases, by the plain torch that CPU tensors run."""
-    for case in cases_of(FAMILIES["dense sm_80" if op == "gemm" else "BSR sm_80"], op)[::4]:
+    for case in cases_of(FAMILIES["dense sm_80" if op == "gemm" else "bsr sm_80"], op)[::4]:
         run(case, "cpu", 2)
 
 
@@ -98,7 +99,7 @@ def test_explain_of_a_kernel(emulated):
     assert "store: element by element" in text
     W = random_bsr((64, 224), (16, 112), density=0.5)
     assert "blocks: 16x112, MMA steps a K-tile " in str(explain(bsr_matmul, W, normal(224, 24)))
-    assert "few columns" in str(explain(bsr_matmul, W, normal(224, 8)))
+    assert "skinny" in str(explain(bsr_matmul, W, normal(224, 8)))
 
 
 @pytest.mark.parametrize(("dtype", "granule"), [(torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)], ids=str)
@@ -183,9 +184,9 @@ def problems():
 def sound(facts: GemmFacts) -> str:
     """What else a kernel asks of a configuration: its tile divides among its warps and its atoms."""
     cfg = facts.config
-    if cfg.few:
+    if facts.family == "skinny":
         whole = facts.block.bm % cfg.tile_m == cfg.tile_m % 16 == cfg.tile_n % 8 == 0
-        return "" if whole and cfg.warps_m <= 32 else "strips of whole MMAs, each in one block"
+        return "" if whole and cfg.warps <= 32 else "strips of whole MMAs, each in one block"
     warp_m, warp_n = (16, 8) if facts.path == "sm_80" else (64, 8)
     threads = cfg.warps_m * cfg.warps_n * (32 if facts.path == "sm_80" else 128)
     rules = {
@@ -235,7 +236,7 @@ def test_every_candidate_is_sound(arch):
     spec = ARCHS[arch]
     for problem in problems():
         for path in ("sm_80", "sm_90") if arch == "sm_90" else ("sm_80",):
-            for config in candidates_for(path, problem, spec):
+            for _, config in candidates_for(path, problem, spec):
                 facts = facts_for(problem, path, spec, config)
                 assert unsupported(facts) or not sound(facts), (facts, sound(facts))
 
@@ -250,7 +251,7 @@ def test_keys_of_facts_tell_functions_apart_and_nothing_else():
         return GemmFacts(
             "sm_90a",
             "sm_80",
-            candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0],
+            candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0][1],
             epilogue=EpilogueSpec(function=fn and epilogue_program("gemm", fn)),
         )
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
-from cute_kernels.runtime.plan import Plan
+from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.matmul.plan import Plan
 
 from .diagnose import Where, diagnose, kernel_view
 from .reference import assert_as_good_as_torch, normal, truth

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
+from cute_kernels import eager as dense_ops
 from cute_kernels import explain, gemm
 from cute_kernels import functions as F
-from cute_kernels import ops as dense_ops
 from cute_kernels.checks import epilogue_program
 from cute_kernels.traced import activations
 

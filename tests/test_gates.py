@@ -13,8 +13,8 @@ from bench.gates.gate import FAILED, PASSED, SKIPPED, Skip
 from bench.gates.products import OPS, Product, within_a_thousandth
 from bench.gates.products_attention import Attend
 from bench.rows import Candidate, Case, Problem
-from cute_kernels.catalog import kernel_configurations
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.catalogue import kernel_configurations
+from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
 
 from . import emulate, emulate_attention, gpu_record, planted

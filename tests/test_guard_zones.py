@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from . import emulate, fuzz_attention
-from .conformance import FAMILIES, axes_of, case_of, run
+from .conformance import FAMILIES, FEW, axes_of, case_of, run
 from .guard_zones import PATTERN, Placement, Wrong, Zones
 
 MORE = range(1, 18)
@@ -89,7 +89,7 @@ def products(family, op, where):
         elif op == "bsr_grouped_linear":
             yield case_of(family, op, chosen | {"columns": more % 6}, more)
         else:
-            yield case_of(family, op, chosen | {"columns": more if "skinny" in family.name else base + more}, more)
+            yield case_of(family, op, chosen | {"columns": more if family.columns is FEW else base + more}, more)
 
 
 @pytest.mark.parametrize(("family", "op"), [(name, op) for name, family in FAMILIES.items() for op in family.ops])

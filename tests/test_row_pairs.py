@@ -10,23 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import candidates, catalog, heuristics
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import COL, ROW
-from cute_kernels.config import BlockFacts
-from cute_kernels.legality import unsupported
-from cute_kernels.runtime import inspect
-from cute_kernels.runtime.compile import cubin_of
-from sparse_collective import BsrMatrix, balance
-from sparse_collective.pairs import pair_plan, starts_of
-from sparse_collective.pairs_plan import PairPlanFacts, compile_pair_planner, pair_plan_on_gpu
+from cute_kernels.matmul.catalogue import COL, ROW
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.families import unsupported
+from sparse_collective import BsrMatrix
+from sparse_collective import catalogue as sparse_catalogue
+from sparse_collective.row_pairs.family import ROW_PAIRS
+from sparse_collective.row_pairs.tables import pair_plan, starts_of
+from sparse_collective.row_pairs.tables_kernel import pair_plan_on_gpu
+from sparse_collective.tile_order import reference as balance
 
 from . import cases
-from .bsr_parts import bsr, check, width
+from .bsr_parts import bsr, check, picked, width
 from .conformance import FAMILIES
 
 SPEC = ARCHS["sm_90"]
-PAIRS = candidates.pairs(SPEC)
+PAIRS = ROW_PAIRS.candidates("sm_90", BlockFacts(64, 64, "int32"), SPEC)
 PATTERNS = cases.PATTERNS | {
     "neighbours_share_nothing": lambda rows, cols: (torch.arange(rows)[:, None] + torch.arange(cols)) % 2 == 0,
     "neighbours_share_all": lambda rows, cols: cases.bernoulli(rows // 2 + 1, cols, 0.4).repeat_interleave(2, 0)[:rows],
@@ -40,7 +40,7 @@ PATTERNS = cases.PATTERNS | {
 @pytest.mark.parametrize(("rows", "block"), [(9, (64, 64)), (8, (64, 64)), (5, (64, 192)), (1, (64, 64))], ids=str)
 def test_patterns(device, monkeypatch, config, rows, block, pattern):
     """An even and an odd number of block rows, a single one; blocks of several K-tiles; with and without an order."""
-    FAMILIES["row pairs"].force(monkeypatch, config)
+    FAMILIES["row pairs sm_90"].force(monkeypatch, config)
     W = bsr(PATTERNS[pattern](rows, 7), block, device)
     for ordered in (True, False):
         monkeypatch.setattr(balance, "ENABLED", ordered)
@@ -111,45 +111,32 @@ def test_the_kernel_plans_as_torch_does(pattern, shape, index_dtype):
     assert lists(ours, crow) == lists(by_torch, crow)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_the_plan_kernel_compiles(arch):
-    for index_dtype in ("int32", "int64"):
-        compiled = compile_pair_planner(PairPlanFacts(arch, index_dtype), keep_cubin=True)
-        found = inspect.resources(cubin_of(compiled), arch)
-        assert found.stack == found.stl == found.ldl == 0
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_check_tells_which_share_of_the_columns_a_pair_needs(pattern):
     mask = PATTERNS[pattern](9, 20)
     W = bsr(mask, (64, 64), "cpu")
-    assert W.shares.paired is None, "not known yet"
+    assert W.stats.paired is None, "not known yet"
     before = W.key
     W.check_indices()
     unions = [rows.any(0) for rows in mask.split(2)]
-    assert W.shares.paired == round(sum(int(u.sum()) for u in unions) / (len(unions) * 20), 3)
-    assert W.key != before and W.to(torch.float16).shares == W.shares
+    assert W.stats.paired == round(sum(int(u.sum()) for u in unions) / (len(unions) * 20), 3)
+    assert W.key != before and W.to(torch.float16).stats == W.stats
     other = BsrMatrix(W.crow_indices, W.col_indices, W.values, W.shape)
     other.recall()
-    assert other.shares == W.shares and other.key == W.key
+    assert other.stats == W.stats and other.key == W.key
     W = bsr(mask, (128, 64), "cpu")
     W.check_indices()
-    assert W.shares.paired is None
+    assert W.stats.paired is None
 
 
 def test_rows_that_share_columns_are_paired():
     """At 8192 cubed and 12.5 %: 64x64 blocks of a band are; at random a block row a tile does as well or better."""
 
     def pick(paired):
-        facts, cube = BlockFacts(64, 64, "int32"), heuristics.Extents(8192, 8192, 8192)
-        costs = {
-            c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(paired=paired))
-            for c in candidates.candidates_sm90(facts, SPEC)
-        }
-        return min(costs, key=costs.get)
+        return picked((64, 64), (8192, 8192, 8192), 0.125, paired=paired)
 
-    assert pick(0.133) == PAIRS[0]
-    assert not pick(None).pairs and not pick(0.234).pairs
+    assert pick(0.133).config == PAIRS[0]
+    assert pick(None).family == pick(0.234).family == "bsr"
 
 
 def test_a_plan_is_kept_until_the_indices_change():
@@ -164,16 +151,15 @@ def test_what_the_predicate_refuses():
     wide, narrow = PAIRS[:2]
 
     def reason(config, block=(64, 64), path="sm_90", **changes):
-        return unsupported(catalog.bsr(SPEC, path, config, block, **changes))
+        return unsupported(sparse_catalogue.bsr(SPEC, path, config, block, **changes))
 
     assert all(reason(c) == reason(c, (64, 192)) == reason(replace(c, cluster_n=1)) == "" for c in PAIRS)
-    assert "dense" in unsupported(catalog.dense(SPEC, "sm_90", wide))
     assert all("64 high" in reason(wide, block) for block in ((32, 64), (128, 64), (48, 64)))
     assert all("wide" in reason(wide, (64, width)) for width in (16, 48, 112))
     assert "residual" in reason(narrow, epilogue=COL) and "residual" in reason(narrow, epilogue=ROW)
     row = replace(ROW, residual=None)
     assert "bias" in reason(wide, epilogue=row) and reason(narrow, epilogue=row) == ""
-    assert unsupported(catalog.linear(SPEC, "sm_90", wide, (64, 64), epilogue=row)) == ""
+    assert unsupported(sparse_catalogue.linear(SPEC, "sm_90", wide, (64, 64), epilogue=row)) == ""
     for change in ({"cluster_m": 2, "cluster_n": 1}, {"tile_m": 64}, {"warps_m": 2, "teams": 1}):
         assert "a pair is 128 rows" in reason(replace(wide, **change))
     one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))

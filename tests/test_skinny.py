@@ -9,29 +9,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import candidates, explain, heuristics
+from cute_kernels import explain
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import bsr as bsr_facts
-from cute_kernels.catalog import dense as dense_facts
-from cute_kernels.catalog import linear as linear_facts
-from cute_kernels.config import BlockFacts, GemmConfig
-from cute_kernels.legality import unsupported
+from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import bsr_linear
-from sparse_collective import ops as sparse_ops
-from sparse_collective.few_columns import LANES_K, FewColumns, a_register, b_register
+from sparse_collective import eager as sparse_ops
+from sparse_collective.catalogue import bsr as bsr_facts
+from sparse_collective.catalogue import linear as linear_facts
 from sparse_collective.k_tiles import BsrKTiles
+from sparse_collective.skinny.config import SkinnyConfig
+from sparse_collective.skinny.family import SKINNY
+from sparse_collective.skinny.kernel import LANES_K, SkinnyKernel, a_register, b_register
 
-from .bsr_parts import LINEAR, bsr, check, multiply, width
+from .bsr_parts import LINEAR, bsr, check, multiply, picked, width
 from .cases import PATTERNS
 from .reference import normal
 
 BLOCKS = [(16, 16), (32, 64), (64, 64), (128, 128), (512, 112), (48, 16), (256, 64), (32, 32), (16, 144), (64, 256)]
-CONFIGS = [
-    GemmConfig(m, n, 8, stages, warps, 1, few=True)
-    for m, n, stages, warps in (
-        (16, 8, 2, 8), (16, 16, 2, 8), (32, 16, 2, 8), (16, 8, 4, 8), (16, 8, 1, 4), (32, 8, 3, 16)
-    )
-]  # fmt: skip
+CONFIGS = [SkinnyConfig(*shape) for shape in ((16, 8, 2, 8), (16, 16, 2, 8), (32, 16, 2, 8), (16, 8, 4, 8))]
+CONFIGS += [SkinnyConfig(16, 8, 1, 4), SkinnyConfig(32, 8, 3, 16)]
 
 
 def facts_of(config, block, path="sm_90"):
@@ -48,13 +45,13 @@ def facts_of(config, block, path="sm_90"):
 )
 def test_every_k_tile_is_loaded_once_and_none_past_the_row(block, config):
     """Warps, pieces and lanes of a row walk it as multiply() does; what `valid` refuses is a repetition."""
-    kernel, steps = FewColumns(facts_of(config, block)), block[1] // 8
+    kernel, steps = SkinnyKernel(facts_of(config, block)), block[1] // 8
     for blocks in range(1, 40):
         columns = [1000 + 3 * p for p in range(7 + blocks)]
         row = BsrKTiles(columns, blocks * steps, 7, 7, 0, 0, 0, steps)
         pieces, found = -(-row.count // kernel.piece), []
-        for warp in range(config.warps_m):
-            for piece in range(warp, pieces, config.warps_m):
+        for warp in range(config.warps):
+            for piece in range(warp, pieces, config.warps):
                 for t in range(LANES_K):
                     for s in range(0, config.stages, kernel.span):
                         i = kernel.number(piece, 0 if kernel.uniform else t, s)
@@ -109,13 +106,11 @@ def test_registers_of_w_and_b_meet_in_the_same_k(mmas_m, mmas_n):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("n", [1, 8, 9, 16, 17, 64])
 def test_it_is_chosen_for_few_columns(n, block, path):
-    facts, extents = BlockFacts(*block, "int32"), heuristics.Extents(64 * block[0], n, 96 * block[1])
-    find = candidates.candidates_sm90 if path == "sm_90" else candidates.candidates_sm80
-    for kept in (0.05, 0.25, 1.0):
-        legal = [c for c in find(facts, ARCHS["sm_90"]) if not unsupported(facts_of(c, block, path=path))]
-        pick = min(legal, key=lambda c: heuristics.cost(c, extents, facts, kept, 132, b_k_major=True))
-        assert n == 16 or pick.few is (n < 16)  # with 16, wide blocks and a large W are for tiles of 64 x 16 (measured)
-        assert not pick.few or (pick.tile_n == 8) is (n <= 8)
+    for density in (0.05, 0.25, 1.0):
+        pick = picked(block, (64 * block[0], n, 96 * block[1]), density, path=path, b_k_major=True)
+        few = pick.family == "skinny"
+        assert n == 16 or few is (n < 16)  # with 16, wide blocks and a large W are for tiles of 64 x 16 (measured)
+        assert not few or (pick.config.tile_n == 8) is (n <= 8)
 
 
 def test_what_the_predicate_refuses():
@@ -126,18 +121,12 @@ def test_what_the_predicate_refuses():
         refused = unsupported(bsr_facts(ARCHS[arch], path, config, (16, 16), **strides))
         assert ("TMA" in refused) if path == "sm_90" else refused == ""
     for changed, why in (
-        ({"tile_m": 64}, "16 or 32 rows"),
-        ({"tile_n": 32}, "8 or 16 columns"),
-        ({"tile_k": 64}, "K-tiles of 8"),
-        ({"cluster_n": 2}, "without clusters"),
-        ({"sweep": True}, "sweeps"),
-        ({"stages": 30}, "registers"),
-        ({"warps_m": 64}, "at most 32"),
-    ):
+        ({"tile_m": 64}, "16 or 32 rows"), ({"tile_n": 32}, "8 or 16 columns"), ({"stages": 30}, "registers"),
+        ({"warps": 64}, "at most 32"),
+    ):  # fmt: skip
         assert why in unsupported(bsr_facts(spec, "sm_90", replace(config, **changed), (32, 32)))
     assert "one block" in unsupported(bsr_facts(spec, "sm_90", replace(config, tile_m=32), (48, 16)))
     assert "order" in unsupported(bsr_facts(spec, "sm_90", config, (16, 16), ordered=True))
-    assert "dense" in unsupported(dense_facts(spec, "sm_90", config))
     assert "TMA" in unsupported(bsr_facts(ARCHS["sm_80"], "sm_90", config, (16, 16)))
 
 
@@ -154,7 +143,7 @@ def test_few_columns_take_this_kernel(device, path, block, n, linear):
     if not linear and path == "sm_90" and n != 1 and n % 8:
         b = width(W, n, device, True).t()
     facts = check(W, b, linear=linear).facts
-    assert facts.config.few and (facts.path, facts.block.bm, facts.block.bk) == (path, *block)
+    assert facts.family == "skinny" and (facts.path, facts.block.bm, facts.block.bk) == (path, *block)
 
 
 @LINEAR
@@ -164,15 +153,14 @@ def test_patterns(device, path, block, pattern, linear):
     """Empty rows, rows of one piece, and of more than the warps take at once."""
     W = bsr(pattern, block, device, grid=(9, 33))
     b = width(W, 5, device, True)
-    assert check(W, b if linear else b.t(), linear=linear).facts.config.few
+    assert check(W, b if linear else b.t(), linear=linear).facts.family == "skinny"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_configurations_that_are_no_candidates(monkeypatch, path, config):
-    for listing in ("candidates_sm80", "candidates_sm90"):
-        monkeypatch.setattr(candidates, listing, lambda block, spec: [config])
-    monkeypatch.setattr(sparse_ops, "_PLANS", {})
+    monkeypatch.setattr(SKINNY, "candidates", lambda path, block, spec: [config])
+    monkeypatch.setattr(sparse_ops, "_PLANS", PlanCache())
     monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
     for block in BLOCKS:
         if block[0] % config.tile_m == 0:
@@ -185,7 +173,7 @@ def test_configurations_that_are_no_candidates(monkeypatch, path, config):
 def test_many_strips(path):
     W = bsr("power_law", (64, 64), "cuda", grid=(128, 96))
     for n in (1, 8, 16):
-        assert check(W, width(W, n, "cuda", True), linear=True).facts.config.few
+        assert check(W, width(W, n, "cuda", True), linear=True).facts.family == "skinny"
 
 
 @pytest.mark.parametrize("n", [1, 7, 16])
@@ -194,13 +182,13 @@ def test_operands_of_any_strides(device, n):
     W = bsr("bernoulli", (64, 64), device)
     k = W.shape[1]
     for b in (normal(k, n + 3, device=device)[:, 1 : 1 + n], normal(k, 2 * n, device=device)[:, ::2]):
-        assert check(W, b).facts.config.few
+        assert check(W, b).facts.family == "skinny"
     for x in (
         normal(n, k + 5, device=device)[:, 5:], normal(n, k + 3, device=device)[:, :k],
         normal(n, 2 * k, device=device)[:, ::2], normal(k, n, device=device).t(),
         normal(n, device=device)[:, None].expand(n, k), normal(2, 5, k, device=device), normal(k, device=device),
     ):  # fmt: skip
-        assert check(W, x, linear=True).facts.config.few
+        assert check(W, x, linear=True).facts.family == "skinny"
 
 
 @LINEAR
@@ -221,10 +209,10 @@ def test_uneven_rows_need_no_order_and_are_planned_once(emulated):
     first = bsr_linear(x, W)
     assert not W.even and torch.equal(bsr_linear(x, W), first)
     (plan,) = sparse_ops._PLANS.values()
-    assert plan.facts.config.few and plan.ordered is None and not plan.facts.ordered
+    assert plan.facts.family == "skinny" and plan.ordered is None and not plan.facts.ordered
 
 
 def test_explain_says_which_kernel_it_is(emulated, path):
     W = bsr("bernoulli", (64, 64), "cpu")
     text = str(explain(bsr_linear, width(W, 3, "cpu", True), W))
-    assert "few columns" in text and "element by element" not in text
+    assert "skinny" in text and "element by element" not in text

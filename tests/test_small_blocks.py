@@ -8,26 +8,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import candidates, catalog, heuristics
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import COL
-from cute_kernels.config import BlockFacts
-from cute_kernels.legality import unsupported
-from cute_kernels.runtime import inspect
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.sweep_tile import CONSUMERS, ROWS, Geometry
-from sparse_collective.sweep import sweep_plan, table_shapes
-from sparse_collective.sweep_plan import PlanFacts, compile_planner, sweep_plan_on_gpu
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul.catalogue import COL
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.families import unsupported
+from sparse_collective import catalogue
+from sparse_collective.small_blocks.family import SMALL_BLOCKS
+from sparse_collective.small_blocks.tables import sweep_plan, table_shapes
+from sparse_collective.small_blocks.tables_kernel import sweep_plan_on_gpu
+from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from . import cases
-from .bsr_parts import bsr, check, width
+from .bsr_parts import bsr, check, picked, width
 from .conformance import FAMILIES
 
 BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
 BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
-SWEEPS = candidates.sweeps(ARCHS["sm_90"])
+CONFIGS = SMALL_BLOCKS.candidates("sm_90", BlockFacts(16, 16, "int32"), ARCHS["sm_90"])
 # The first configuration takes every block shape, the others three.
-BLOCKS_OF = [(config, block) for config in SWEEPS for block in (BLOCKS if config == SWEEPS[0] else BLOCKS[:3])]
+BLOCKS_OF = [(config, block) for config in CONFIGS for block in (BLOCKS if config == CONFIGS[0] else BLOCKS[:3])]
 
 
 @pytest.mark.sm_90
@@ -35,7 +35,7 @@ BLOCKS_OF = [(config, block) for config in SWEEPS for block in (BLOCKS if config
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_patterns(device, monkeypatch, config, pattern, block):
     """Groups and chunks of every filling, with a last group and a last chunk that are not full, and rings that wrap."""
-    FAMILIES["small blocks"].force(monkeypatch, config)
+    FAMILIES["small blocks sm_90"].force(monkeypatch, config)
     W = bsr(pattern, block, device, grid=(800 // block[0] + 1, 700 // block[1] + 2))
     assert check(W, width(W, 264, device)).facts.config == config
 
@@ -100,43 +100,30 @@ def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_
         assert torch.equal(ours.order, by_torch.order)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128)])
-def test_the_plan_kernel_compiles(arch, block):
-    for cluster, index_dtype, k_major in ((1, "int64", True), (2, "int32", False)):
-        compiled = compile_planner(PlanFacts(arch, *block, index_dtype, cluster, k_major), keep_cubin=True)
-        found = inspect.resources(cubin_of(compiled), arch)
-        assert found.stack == found.stl == found.ldl == 0
-
-
 @pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128), (256, 32)])
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
     W = bsr(mask, block, "cpu")
-    assert W.shares.listed is None, "not known yet"
+    assert W.stats.listed is None, "not known yet"
     before = W.key
     W.check_indices()
     groups = [part.any(0) for part in mask.split(max(1, 192 // block[0]))]
-    assert W.shares.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
-    assert W.key != before and W.to(torch.float16).shares == W.shares
+    assert W.stats.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
+    assert W.key != before and W.to(torch.float16).stats == W.stats
 
 
 def test_rows_that_share_columns_take_this_kernel():
     """At 8192 cubed and 12.5 %: 64x64 blocks at random are not, as a band they are; 16x16 blocks always."""
 
     def pick(block, listed, **layout):
-        facts, cube = BlockFacts(block, block, "int32"), heuristics.Extents(8192, 8192, 8192)
-        costs = {
-            c: heuristics.cost(c, cube, facts, 0.125, 132, shares=heuristics.Shares(listed), **layout)
-            for c in candidates.candidates_sm90(facts, ARCHS["sm_90"])
-        }
-        return min(costs, key=costs.get)
+        return picked((block, block), (8192, 8192, 8192), 0.125, listed=listed, **layout)
 
-    assert not pick(64, None).sweep and not pick(64, 0.33).sweep
-    assert pick(64, 0.15).sweep and pick(64, 0.15).chunks == 4
-    assert pick(16, None).sweep and pick(16, None).stages == 5
-    assert pick(16, None).cluster_m == 1 and pick(16, None, b_k_major=True).cluster_m == 2, "slices are wider then"
+    assert pick(64, None).family != "small blocks" != pick(64, 0.33).family
+    for side, listed, field, value in ((64, 0.15, "chunks", 4), (16, None, "stages", 5), (16, None, "cluster", 1)):
+        facts = pick(side, listed)
+        assert facts.family == "small blocks" and getattr(facts.config, field) == value
+    assert pick(16, None, b_k_major=True).config.cluster == 2, "slices are wider then"
 
 
 def test_a_plan_is_kept_until_the_indices_change():
@@ -164,22 +151,21 @@ def test_a_table_too_large_is_refused():
 
 def test_what_the_predicate_refuses():
     spec = ARCHS["sm_90"]
-    wide, narrow = (next(c for c in SWEEPS if c.tile_n == columns) for columns in (256, 128))
-    assert unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16))) == ""
-    assert "128 columns" in unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
-    assert unsupported(catalog.bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
+    wide, narrow = (next(c for c in CONFIGS if c.tile_n == columns) for columns in (256, 128))
+    assert unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16))) == ""
+    assert "128 columns" in unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
+    assert unsupported(catalogue.bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
     one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))
-    assert unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16), **one)) == ""
-    assert "one pattern" in unsupported(catalog.bsr(spec, "sm_90", wide, (16, 16), **several))
-    assert "one pattern" in unsupported(catalog.linear(spec, "sm_90", wide, (16, 16), **one, run=256))
-    assert "heights" in unsupported(catalog.bsr(spec, "sm_90", wide, (128, 128)))
-    assert "dense" in unsupported(catalog.dense(spec, "sm_90", wide))
+    assert unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16), **one)) == ""
+    assert "one pattern" in unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16), **several))
+    assert "one pattern" in unsupported(catalogue.linear(spec, "sm_90", wide, (16, 16), **one, run=256))
+    assert "heights" in unsupported(catalogue.bsr(spec, "sm_90", wide, (128, 128)))
 
 
 def test_tiles_with_slabs_beyond_the_block_are_refused():
     """Rows 64 and up of a tile would be stored over those of the block: the tuner found that results are wrong."""
     spec = ARCHS["sm_90"]
     tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)
-    assert "slabs" in unsupported(catalog.bsr(spec, "sm_90", tall, (64, 64)))
-    assert "slabs" in unsupported(catalog.bsr(spec, "sm_90", tall, (128, 64)))
-    assert unsupported(catalog.bsr(spec, "sm_90", tall, (144, 64))) == ""
+    assert "slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, (64, 64)))
+    assert "slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, (128, 64)))
+    assert unsupported(catalogue.bsr(spec, "sm_90", tall, (144, 64))) == ""

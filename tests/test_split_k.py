@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import candidates, explain, gemm, heuristics
+from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
-from cute_kernels.exchange_sm90 import swaps
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
-from cute_kernels.legality import unsupported
-from sparse_collective import bsr_matmul
+from cute_kernels.matmul import candidates, cost
+from cute_kernels.matmul.config import GemmConfig, GemmFacts
+from cute_kernels.matmul.split_k_sm90 import swaps
+from cute_kernels.runtime.families import unsupported
+from sparse_collective.family import in_step
 from sparse_collective.k_tiles import BsrSource
 
-from .bsr_parts import bsr
+from .bsr_parts import picked
 from .conformance import FAMILIES
 from .mbarrier import Barrier
 from .reference import normal
@@ -162,11 +163,10 @@ def test_what_is_refused():
 def test_clusters_that_run_at_once():
     """Clusters of four leave SMs idle, and the grid does not wait for them."""
     config = next(c for c in HIGH if c.split == 4)
-    assert heuristics.resident_clusters(config, 132) == 30
-    assert heuristics.resident_clusters(HIGH[0], 132) == 66
-    extents = heuristics.Extents(128, 8192, 4096)
-    assert heuristics.grid_limit(config, extents, None, 8, 132) == 120
-    assert heuristics.grid_limit(config, extents, BlockFacts(128, 128, "int32"), 8, 132) % 4 == 0
+    assert cost.resident_clusters(config, 132) == 30
+    assert cost.resident_clusters(HIGH[0], 132) == 66
+    assert cost.all_ctas(config, 132) == 120
+    assert in_step(config, 64, 8, 132) % 4 == 0
 
 
 # On a GPU
@@ -174,7 +174,7 @@ def test_clusters_that_run_at_once():
 
 @pytest.fixture(params=[*HIGH, *LOW], ids=str)
 def forced(request, monkeypatch):
-    FAMILIES["split K"].force(monkeypatch, request.param)
+    FAMILIES["dense split K sm_90"].force(monkeypatch, request.param)
     return request.param
 
 
@@ -194,17 +194,12 @@ def test_one_tile_of_exact_numbers(forced):
     a, b = torch.ones(64, 256, dtype=BF16, device="cuda"), torch.ones(256, 64, dtype=BF16, device="cuda")
     assert explain(gemm, a, b).facts.config == forced
     assert (gemm(a, b) == 256).all()
-    W, eye = bsr("all_blocks", (128, 128), "cuda", grid=(1, 5)), torch.eye(640, dtype=BF16, device="cuda")
-    assert torch.equal(bsr_matmul(W, eye), W.to_dense())
 
 
 def test_a_long_row_is_split():
     """Few columns, and one row with all blocks where the others have one in 16: that row's CTA would be the last."""
-    facts, few = BlockFacts(128, 128, "int32"), heuristics.Extents(8192, 128, 8192)
 
     def pick(longest):
-        shares = heuristics.Shares(longest=longest)
-        configs = candidates.candidates_sm90(facts, ARCHS["sm_90"])
-        return min(configs, key=lambda c: heuristics.cost(c, few, facts, 1 / 16, 132, shares=shares))
+        return picked((128, 128), (8192, 128, 8192), 1 / 16, longest=longest)
 
-    assert pick(1.0).split > 1 and pick(None).split == pick(0.1).split == 1
+    assert pick(1.0).config.split > 1 and pick(None).config.split == pick(0.1).config.split == 1

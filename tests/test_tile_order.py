@@ -12,13 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.arch import ARCHS
-from cute_kernels.runtime import inspect
-from cute_kernels.runtime.compile import cubin_of
 from cute_kernels.scheduler import TileScheduler
-from sparse_collective import order_kernel
-from sparse_collective.balance import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
-from sparse_collective.order_kernel import Deal, Divisors, Mark, OrderFacts, fits, work_order_on_gpu
+from sparse_collective.tile_order import kernel as order_kernel
+from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, fits, work_order_on_gpu
+from sparse_collective.tile_order.reference import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
 
 from . import cases
 from .bsr_parts import LINEAR, bsr, check, width
@@ -230,16 +227,3 @@ def test_what_the_kernel_serves():
     assert not fits(order_kernel.MOST_ROWS + 1, **tiles)
     assert not fits(64, **{**tiles, "workers": order_kernel.MOST_WORKERS + 1})
     assert not fits(64, **{**tiles, "tiles_n": order_kernel.MOST_ITEMS // 64})
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize(
-    ("dealt", "index_dtype"), [(True, "int32"), (True, "int64"), (False, "int32"), (False, "int64")]
-)
-def test_the_order_kernel_compiles(arch, dealt, index_dtype):
-    with mock.patch.object(order_kernel, "compile_for", wraps=order_kernel.compile_for) as compiling:
-        compiled = order_kernel.compile_order(OrderFacts(arch, index_dtype, dealt), keep_cubin=True)
-    assert compiling.call_args.args[1].smem_bytes <= min(spec.smem for spec in ARCHS.values())
-    found = inspect.resources(cubin_of(compiled), arch)
-    assert found.stack == found.stl == found.ldl == 0
-    assert found.registers * order_kernel.THREADS <= 65536

@@ -16,13 +16,12 @@ from bench.tune import build, command, fitness
 from bench.tune.build import ELF, SASS, Builder, compile_candidate, problems_of, write_candidates
 from cute_kernels import tuned
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmConfig, GemmFacts
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.config import GemmConfig, GemmFacts
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.compile import cubin_of, load_bytes
-from cute_kernels.runtime.kernels import compile_kernel
-from cute_kernels.runtime.plan import choose
+from cute_kernels.runtime.families import compile_kernel, unsupported
 
 from . import emulate
 

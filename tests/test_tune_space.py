@@ -9,11 +9,12 @@ import pytest
 from bench.tune import fitness
 from bench.tune.problems import STANDARD, parse
 from bench.tune.space import Candidate, Space
-from cute_kernels import candidates, explain
+from cute_kernels import explain
 from cute_kernels.arch import ARCHS, PATHS
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul.choose import choose
+from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
-from cute_kernels.runtime.plan import choose
 
 from . import emulate
 from .sass import attempt

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention import attention, block_sparse_attention
 from cute_kernels import explain, gemm
 from cute_kernels import path as forced_path
-from cute_kernels.catalog import squared_relu
+from cute_kernels.matmul.catalogue import squared_relu
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from tests import reference
 from tests.cases import PATTERNS, mask_to_indices

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
-from attention.decode import splits as forced_splits
-from attention.mask_mods import SameDocument, window_bounds
+from attention.decode.choose import splits as forced_splits
+from attention.masks.mask_mods import SameDocument, window_bounds
 from cute_kernels import explain
 from tests import reference
 

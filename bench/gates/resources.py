@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import kernel_configurations, name_of
-from cute_kernels.config import GemmFacts
+from cute_kernels.matmul.catalogue import kernel_configurations, name_of
+from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.parallel import Report, in_parallel, inspect_kernel
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.config import GemmFacts
+from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.runtime import inspect, keys
 from cute_kernels.runtime.bundle import Bundle, BundleWriter
 from cute_kernels.runtime.compile import Built, build_object, cubin_of, load_bytes, load_object
-from cute_kernels.runtime.kernels import compile_kernel
+from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.parallel import Outcome, attempt, report_of, worker_pool
 
 SASS, ELF = "SASS", "ELF"

@@ -15,9 +15,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cute_kernels import tuned
 from cute_kernels.arch import ARCHS, PATHS
+from cute_kernels.matmul.choose import choose
 from cute_kernels.runtime.bundle import BundleError
 from cute_kernels.runtime.cache import default_cache
-from cute_kernels.runtime.plan import choose, device_arch
+from cute_kernels.runtime.device import device_arch
 
 from .. import ceilings, record
 from . import build, problems

@@ -20,10 +20,11 @@ import torch
 
 from bench import timing
 from cute_kernels import explain, gemm
+from cute_kernels.matmul.plan import Plan
 from cute_kernels.ops import viewed
 from cute_kernels.reference import gemm as reference_gemm
 from cute_kernels.runtime import kernels
-from cute_kernels.runtime.plan import Plan, path
+from cute_kernels.runtime.device import path
 from cute_kernels.tuned import ENABLED_VARIABLE
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from tests import reference

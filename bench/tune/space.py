@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import NamedTuple
 
-from cute_kernels import candidates, heuristics
 from cute_kernels.arch import ARCHS, ArchSpec
-from cute_kernels.config import GemmConfig, GemmFacts
-from cute_kernels.legality import unsupported
-from cute_kernels.runtime.plan import Problem, candidates_for, facts_for
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul import cost as heuristics
+from cute_kernels.matmul.choose import candidates_for, facts_for
+from cute_kernels.matmul.config import GemmConfig, GemmFacts
+from cute_kernels.matmul.problem import Problem
+from cute_kernels.runtime.families import unsupported
 
 CONFIG_FIELDS = {field.name for field in fields(GemmConfig)}
 ATTEMPTS = 200  # at a legal genome, before a search step falls back on a known one
