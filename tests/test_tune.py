@@ -155,6 +155,7 @@ def test_a_new_field_of_a_configuration_needs_no_change(monkeypatch):
     make = lambda config: Candidate(dataclasses.replace(facts, config=config), 1, 1) if legal(config) else None  # noqa: E731
     monkeypatch.setattr(here, "candidate", make)
     monkeypatch.setattr(here, "most_ctas", lambda config, group: 1)
+    here._values.clear()
     here.known = [make(Config(64)), make(Config(128, 4)), make(Config(128, 4, True))]
     pool = list(here.known)
     _, depth, flag = dataclasses.fields(Config)

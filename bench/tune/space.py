@@ -52,6 +52,7 @@ class Space:
         self.problem, self.path, self.spec, self.sms = problem, path, spec, sms
         found = (self.candidate(config) for config in candidates_for(path, problem, spec))
         self.known = [candidate for candidate in found if candidate and self.clocks(candidate) < math.inf]
+        self._values: dict[tuple, list[int]] = {}  # by kind and field
 
     def candidate(self, config) -> Candidate | None:
         """A configuration, launched as the heuristics do; None if no kernel can be built from it."""
@@ -85,8 +86,11 @@ class Space:
 
         None for an optional field in which all known candidates of this kind agree: their kernel may not even read it.
         """
-        alike = (c.facts.config for c in self.known if kind(c.facts.config) == kind(config))
-        known, now = sorted({getattr(each, field.name) for each in alike}), getattr(config, field.name)
+        now, key = getattr(config, field.name), (kind(config), field.name)
+        if key not in self._values:
+            alike = (c.facts.config for c in self.known if kind(c.facts.config) == kind(config))
+            self._values[key] = sorted({getattr(each, field.name) for each in alike})
+        known = self._values[key]
         if type(now) is not int or (len(known) < 2 and field.default is not MISSING):
             return []
         between = ((a + b) // 2 for a, b in zip(known, known[1:], strict=False))
