@@ -2,8 +2,8 @@
 
     resources     registers, spills, shared memory and tensor-core instructions of every kernel; needs no GPU
     tables        whether the shipped tuned tables were measured on these kernels; needs no GPU
-    correctness   a matrix of products, and attention, on every path against fp64; without a GPU the ops' CPU reference
-    determinism   one hash of every output in repeated runs, and the same bits in a thousand
+    correctness   the tests of the ops' results against fp64; without a GPU those of the CPU references
+    determinism   the same bits in a thousand runs
     stability     hundreds of shapes, streams and threads at once, CUDA graphs, memory
     speed         ratios to peers against the floors of this card
     counters      how busy the tensor cores are, counted by ncu
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         from . import warm
 
         tell("compiling what will be launched ...")
-        warm.kernels(warm.products(args.only, args.quick))
+        warm.kernels(warm.cases(args.only, args.quick))
     gates = gate.run(checks(args.only, args.quick), tell)
     gate.page(gates)
     if gpu and args.only == NAMES:
