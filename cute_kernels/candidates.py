@@ -27,13 +27,11 @@ def with_stages(cfg: GemmConfig, spec: ArchSpec, store_bytes: int, most: int = 8
 
 
 def sm90(
-    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, split=1,
-    atomic=False, spec
+    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, split=1, spec
 ) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit."""
     cfg = GemmConfig(
         tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row, split=split,
-        atomic=atomic,
     )  # fmt: skip
     return with_stages(cfg, spec, ring * warps_m * warps_n * teams * 64 * store_row)
 
@@ -115,21 +113,6 @@ def split_sm90(k: int, spec: ArchSpec) -> tuple[list[GemmConfig], list[GemmConfi
         sm90(64, 128, k, 1, 2, ring=1, store_row=32, split=4, spec=spec),
     ]
     return high, low
-
-
-def atomic_sm90(block: BlockFacts | None, spec: ArchSpec) -> list[GemmConfig]:
-    """Configurations of atomic splits, for calls that permit any order of summation."""
-    k = tile_k_of(block)
-    if k < 64:
-        return []
-    high = [(128, 256, 2, 1), (128, 128, 2, 1), (128, 64, 2, 1)]
-    low = [(64, 256, 1, 2), (64, 128, 1, 2)]
-    shapes = high + low if block is None else high if block.bm % 128 == 0 else low
-    return [
-        sm90(tile_m, tile_n, k, warps_m, warps_n, ring=1, split=split, atomic=True, spec=spec)
-        for tile_m, tile_n, warps_m, warps_n in shapes
-        for split in (2, 3, 4, 6, 8, 12, 16)
-    ]
 
 
 def sweeps(spec: ArchSpec) -> list[GemmConfig]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from . import candidates, checks, functions
 from .arch import ARCHS, ArchSpec, arch_named
 from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
-from .legality import MOST_ATOMIC, unsupported
+from .legality import unsupported
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
@@ -83,9 +83,7 @@ def kernel_configurations(arch: str, quick: bool = False) -> list[GemmFacts]:
     found += batches(spec, spec.path)
     found += _few(spec, spec.path)
     if spec.path != "sm_80":
-        found += _lagging(spec)
         found += _shared(spec)
-        found += _atomic(spec)
         found += _swept(spec)
         found += _paired(spec)
         found += _older_path(spec)
@@ -205,14 +203,6 @@ def unaligned(spec: ArchSpec) -> list[GemmFacts]:
     return found + main(linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
 
 
-def _lagging(spec: ArchSpec) -> Iterator[GemmFacts]:
-    """Cooperative kernels whose second warpgroup lags, which the tuner tries."""
-    for block in (None, (128, 128)):
-        config = next(c for c in configurations("sm_90", block, spec) if c.warps_m == 2 and c.tile_n == 256)
-        make, shape = (dense, ()) if block is None else (linear, (block,))
-        yield make(spec, "sm_90", replace(config, lag=2), *shape)
-
-
 def _shared(spec: ArchSpec) -> Iterator[GemmFacts]:
     """A K shared among the CTAs of a cluster: what its store and exchange meet besides plain and loaded products."""
     high, _ = candidates.split_sm90(64, ARCHS["sm_90"])
@@ -224,30 +214,6 @@ def _shared(spec: ArchSpec) -> Iterator[GemmFacts]:
         yield dense(spec, spec.path, config, ranks=(3, 3, 3))
         yield linear(spec, spec.path, config, (512, 112), epilogue=LINEAR)
         yield bsr(spec, spec.path, config, (128, 128), ordered=True, index_dtype="int64")
-
-
-def _atomic(spec: ArchSpec) -> Iterator[GemmFacts]:
-    """Atomic splits: each tile plain, and with what its store meets; how many share one is a number in the code."""
-    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    seen = {}
-    for block in (None, (128, 128), (64, 64)):
-        facts = None if block is None else BlockFacts(*block, "int32")
-        for config in candidates.atomic_sm90(facts, ARCHS["sm_90"]):
-            seen.setdefault((block is None, config.tile_m, config.tile_n), (config, block))
-    for config, block in seen.values():
-        if block is None:
-            yield dense(spec, spec.path, config)
-            yield dense(spec, spec.path, config, epilogue=FULL)
-            continue
-        yield linear(spec, spec.path, config, block, epilogue=LINEAR)
-        yield bsr(spec, spec.path, config, block, ordered=True, index_dtype="int64")
-    config, _ = seen[True, 128, 128]
-    yield dense(spec, spec.path, replace(config, split=MOST_ATOMIC), ranks=(3, 3, 3))
-    yield dense(spec, spec.path, config, **fp32, majors=("k", "n", "m"))
-    yield dense(spec, spec.path, config, aligns=(8, 8, 1), epilogue=COL)
-    yield linear(spec, spec.path, config, (512, 112), epilogue=LINEAR)
-    grouped = {"batch": "patterns", "run": 256, "epilogue": replace(LINEAR, residual=None, bias_items=True)}
-    yield linear(spec, spec.path, config, (128, 128), **grouped)
 
 
 def _swept(spec: ArchSpec) -> Iterator[GemmFacts]:
@@ -371,15 +337,11 @@ def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
 
 
 def config_text(config: GemmConfig) -> str:
-    """As str(config), in half the width: tile/stages, warpgroups, and what is not 1.
-
-    "k/4" is K among 4 CTAs, "k/4a" with atomic additions.
-    """
+    """As str(config), in half the width: tile/stages, warpgroups, and what is not 1; "k/4" is K among 4 CTAs."""
     text = f"{config.tile_m}x{config.tile_n}x{config.tile_k}/{config.stages} {config.warps_m}x{config.warps_n}"
-    text += f" k/{config.split}{'a' if config.atomic else ''}" if config.split > 1 else ""
+    text += f" k/{config.split}" if config.split > 1 else ""
     if config.cluster_m * config.cluster_n > 1:
         text += f" c{config.cluster_m}x{config.cluster_n}"
-    text += f" lag {config.lag}" if config.lag else ""
     text += " pairs" if config.pairs else ""
     return text + (" pp" if config.teams == 2 else " sweep" if config.sweep else " few" if config.few else "")
 

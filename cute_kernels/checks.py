@@ -1,7 +1,5 @@
 """Checks that every op makes before any launch; each raises with what is wrong and what would work."""
 
-import warnings
-
 import torch
 
 from .config import EpilogueSpec
@@ -43,20 +41,6 @@ def check_device(op: str, device, **tensors) -> None:
 def check_scalar(op: str, name: str, value) -> None:
     if not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}; use float() or .item()")
-
-
-def check_deterministic(op: str, deterministic) -> None:
-    """torch.use_deterministic_algorithms refuses deterministic=False, or warns of it, on every device."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"{op}: deterministic must be True or False, got {type(deterministic).__name__}")
-    if not deterministic and torch.are_deterministic_algorithms_enabled():
-        text = (
-            f"{op}(deterministic=False) may give other bits on every run, but torch.use_deterministic_algorithms(True) "
-            "is set; leave deterministic out"
-        )
-        if not torch.is_deterministic_algorithms_warn_only_enabled():
-            raise RuntimeError(text)
-        warnings.warn(text, stacklevel=3)
 
 
 def check_no_grad(op: str, *tensors) -> None:

@@ -8,14 +8,13 @@ from .traced.program import Program
 
 ELEMENT = 2  # bytes of a bf16 or fp16 operand element
 PAIRED_ROWS = 64  # height of the blocks of which two rows are one tile
-COUNTER_WORDS = 32  # of a warpgroup's slot in an atomic split's workspace: its counter, on a line of its own
 FEW_VECTOR = 8  # K elements that a lane of the kernel for few columns loads at a time: 16 bytes
 FEW_PAD = 4  # floats between the columns of a warp's sums there, so that its lanes write to 32 banks
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 # What a kernel for few columns needs besides what few_registers counts, where B is loaded in vectors, and by element:
 # with these none spills, compiled for all architectures with every epilogue.
 FEW_OTHER_REGISTERS = {"vectors": 28, "elements": 48}
-NO_COUNTS = ("lag", "sweep", "pairs", "atomic", "few")  # fields of GemmConfig that may be 0
+NO_COUNTS = ("sweep", "pairs", "few")  # fields of GemmConfig that may be 0
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,12 @@ class GemmConfig:
     `teams` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two teams of consumers work on alternate tiles,
     so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers, each
     64 rows by `store_row` bytes.
-    `lag` (cooperative sm_90 kernels): by how many stages the second warpgroup starts after the first, and stays behind:
-    one then stores while the other still multiplies. `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
+    `sweep` (sm_90, block-sparse only) is the kernel for low blocks:
     sparse_collective.sweep_sm90. Its rings of A hold `chunks` full chunks; the more, the earlier blocks are loaded.
     `pairs` (sm_90, blocks 64 high only): a tile of 128 rows is two block rows, which share the blocks of B that both
     need: mainloop_pairs_sm90.
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
-    their sums through each other's shared memory (exchange_sm90). With `atomic` they are no cluster: each adds its sums
-    to the tile's in memory, in whatever order they come (atomic_sm90).
+    their sums through each other's shared memory (exchange_sm90).
     `few` (both paths, block-sparse only) is the kernel for 16 columns or fewer: sparse_collective.few_columns. Its
     warps_m warps each sum all of the tile, over pieces of K that are `stages` times 4 K-tiles of 8.
     """
@@ -50,38 +47,30 @@ class GemmConfig:
     teams: int = 1
     ring: int = 2
     store_row: int = 128
-    lag: int = 0
     sweep: bool = False
     chunks: int = 2
     pairs: bool = False
     split: int = 1
-    atomic: bool = False
     few: bool = False
 
     @property
     def cluster(self) -> int:
-        """CTAs that take work tiles together: those of a cluster, or of an atomic split."""
+        """CTAs that take work tiles together."""
         return self.cluster_m * self.cluster_n * self.split
-
-    @property
-    def slot(self) -> int:
-        """fp32 words of an atomic split's workspace that a tile takes."""
-        return self.tile_m * self.tile_n + self.warps_m * self.warps_n * COUNTER_WORDS
 
     @property
     def exchange_bytes(self) -> int:
         """Shared memory for the sums (fp32) that the other CTAs of a split send."""
-        return 0 if self.atomic else (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
+        return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
 
     def __str__(self) -> str:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         kind = " ping-pong" if self.teams == 2 else f" sweep of {self.chunks} chunks" if self.sweep else ""
         kind = " few columns" if self.few else kind
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages}"
-        lag = f" lag {self.lag}" if self.lag else ""
         pairs = " pairs" if self.pairs else ""
-        shared = f" K among {self.split} CTAs{', atomically' if self.atomic else ''}" if self.split > 1 else ""
-        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{pairs}{lag}{cluster}{shared}"
+        shared = f" K among {self.split} CTAs" if self.split > 1 else ""
+        return f"{tile} split {self.warps_m}x{self.warps_n}{kind}{pairs}{cluster}{shared}"
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,6 @@ class DenseGemm:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(a, b, d, bias, residual, alpha, beta, group, max_ctas, stream, None)
-
-    @cute.jit
-    def launch(self, a, b, d, bias, residual, alpha, beta, group, max_ctas, stream, workspace):
-        """The same with the workspace of an atomic split; None for others."""
         cfg = self.facts.config
         (M, K, La), (sM, sK, sL) = batched(a)
         mA = view(a, (M, K, La), (sM, sK, sL))
@@ -71,33 +66,8 @@ class DenseGemm:
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         source = DenseSource(cute.ceil_div(K, cfg.tile_k), La)
         args = EpilogueArgs(bias, residual, alpha, beta)
-        more = (workspace,) if const_expr(cfg.atomic) else ()
-        self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream, *more)
+        self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
 
     def output(self, d: cute.Tensor) -> cute.Tensor:
         (M, N, L), (sM, sN, sL) = batched(d)
         return view(d, (M, N, 1, L), (sM, sN, 0, sL))
-
-
-class AtomicDenseGemm(DenseGemm):
-    """DenseGemm with an atomic split, which adds up its sums in a workspace.
-
-    A class of its own: a parameter with a default would be one of every compiled function.
-    """
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-        workspace: cute.Tensor,  # (words,) fp32, all zero; left so
-    ):
-        self.launch(a, b, d, bias, residual, alpha, beta, group, max_ctas, stream, workspace)

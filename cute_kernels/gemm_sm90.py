@@ -12,22 +12,12 @@
                   team 0    |  mma 0  | store 0 |  mma 2  | store 2 | ...
                   team 1             |  mma 1  | store 1 |  mma 3  | ...
 
-One ring feeds both teams in tile order; a team steps over the stages that are not its own. With a lag, the second
-warpgroup of a cooperative kernel stays some K-tiles behind the first:
-
-                  group 0   |  mma 0  | store 0 |  mma 1  | store 1 | ...
-                  group 1     |  mma 0  | store 0 |  mma 1  | store 1 | ...
+One ring feeds both teams in tile order; a team steps over the stages that are not its own.
 
 With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (exchange_sm90), and each stores a part:
 
     CTA 0             team 0    |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
     CTA 1             team 0    |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
-
-Where any order of summation will do, they need be no cluster: each adds its sum to the tile's in memory (atomic_sm90),
-and the last one stores the tile:
-
-    CTA 0             team 0    |  mma 0, first K-tiles | add |  mma 1, ...
-    CTA 1             team 0    |  mma 0, last K-tiles  | add | read | store 0 |  mma 1, ...
 
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
 """
@@ -35,11 +25,10 @@ Which K-tiles a work tile sums over is the source's business; this file owns sto
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
-from .atomic_sm90 import AtomicSumSm90
 from .config import GemmFacts
 from .dtypes import cutlass_dtype
 from .epilogue import EpilogueArgs
@@ -78,20 +67,15 @@ class GemmSm90:
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster  # CTAs that take work tiles together
-        self.launched = 1 if cfg.atomic else cfg.cluster  # CTAs of a cluster
         self.parts = HALVES if cfg.pairs else 1  # boxes of A that TMA loads for a tile, one under the other
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
         mainloop = PairedMainloopSm90 if cfg.pairs else MainloopSm90
         self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.store = StoreSm90(facts, self.group_n, self.out_dtype)
-        self.exchange = self.atomic = None
+        self.exchange = None
         if cfg.split > 1:
-            accumulators = cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP)
-            if cfg.atomic:
-                self.atomic = AtomicSumSm90(cfg.split, self.team, accumulators)
-            else:
-                self.exchange = ExchangeSm90(cfg.split, self.team, accumulators)
+            self.exchange = ExchangeSm90(cfg.split, self.team, cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP))
         self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ storage
@@ -126,7 +110,6 @@ class GemmSm90:
             sD: cute.struct.Align[cute.struct.MemRange[self.out_dtype, sizes[2]], ALIGN]
             sX: cute.struct.Align[cute.struct.MemRange[Float32, sums], 16]  # nothing without a split
             exchange_barriers: cute.struct.MemRange[cutlass.Int64, exchange.barriers if exchange else 0]
-            counts: cute.struct.MemRange[Int32, self.team if self.atomic else 0]
 
         self.storage = SharedStorage
         self.smem_bytes = SharedStorage.size_in_bytes()
@@ -165,7 +148,6 @@ class GemmSm90:
         group: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
-        workspace: cute.Tensor | None = None,  # (words,) fp32, of an atomic split
     ):
         cfg = self.cfg
         sA_layout, sB_layout, sD_layout = self.layouts()
@@ -191,11 +173,11 @@ class GemmSm90:
         clusters = cutlass.min(scheduler.count, max_ctas // self.cluster)
         extent = (mD.shape[0], mD.shape[1])
         self.kernel(
-            tma_a, tA, tma_b, tB, tma_d, tD, tiled_mma, self.make_mma(1, 1), source, args, scheduler, extent, workspace
+            tma_a, tA, tma_b, tB, tma_d, tD, tiled_mma, self.make_mma(1, 1), source, args, scheduler, extent
         ).launch(
             grid=(clusters * self.cluster, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(self.launched, 1, 1),
+            cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -217,7 +199,6 @@ class GemmSm90:
         args: EpilogueArgs,
         scheduler: TileScheduler,
         extent: tuple,
-        workspace: cute.Tensor | None,
     ):
         cfg = self.cfg
         tidx = cute.arch.thread_idx()[0]
@@ -309,10 +290,6 @@ class GemmSm90:
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             first, step = block // self.cluster, ctas // self.cluster
-            ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
-            if const_expr(cfg.lag > 0):
-                for _ in range_constexpr(cfg.lag):
-                    ahead.advance()
             end = scheduler.end(first, step)
             team = group // self.team
             phase = Int32(0)  # of the exchange
@@ -330,10 +307,6 @@ class GemmSm90:
                 if const_expr(cfg.teams > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.teams, scheduler, source, rank_m)
-                if const_expr(cfg.lag > 0):
-                    # Once: from then on the warpgroup that stores later also starts the next tile later.
-                    if index == first and group == 1 and k_tiles.count > cfg.lag:
-                        ring.consumer_wait(ahead)
                 read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
                 if const_expr(cfg.teams > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
@@ -341,16 +314,10 @@ class GemmSm90:
                     self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), group, rank_k, phase)
                     phase = phase ^ 1
                 out_m, outer_m = k_tiles.out
-                terms = (
+                self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
                     (out_m, n * cfg.cluster_n + rank_n, outer_m, l, k_tiles.l), group, storage.one.data_ptr(), rank_k,
                 )  # fmt: skip
-                if const_expr(self.atomic is not None):
-                    counts = storage.counts.data_ptr()
-                    if self.atomic.reduce(acc, k_tiles, workspace, counts, index, group, self.store.sync):
-                        self.store.store(*terms)
-                else:
-                    self.store.store(*terms)
             self.store.drain()
             if const_expr(self.exchange is not None):
                 self.exchange.drain(storage.exchange_barriers.data_ptr(), group, phase)
@@ -390,9 +357,9 @@ class GemmSm90:
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.team * 4),
             tx_count=(cfg.tile_m + cfg.tile_n) * cfg.tile_k * self.dtype.width // 8,
             # CTAs that differ in the last mode, K, share no operands: each arrives at its own barriers.
-            cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, 1 if cfg.atomic else cfg.split)),
+            cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, cfg.split)),
             defer_sync=True,
         )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.launched, 1), is_relaxed=True)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(self.launched, 1))
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
         return ring, cta_layout

@@ -4,8 +4,7 @@ The model of one work tile, in clocks of an SM: its tensor-core time (2048 multi
 operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card), whichever is
 longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none of its store;
 of two ping-pong teams one stores while the other multiplies. Where K is split among the CTAs of a cluster, each takes
-its share of the loop and of the store, and the exchange comes between them; of an atomic split one CTA reads the sums
-of all and stores the whole tile.
+its share of the loop and of the store, and the exchange comes between them.
 """
 
 import math
@@ -26,10 +25,6 @@ STORE_CLOCKS = {"light": 16, "loaded": 40}
 # (2.7 to 3.3 TB/s in all), and what DRAM delivers to all SMs (4.27 TB/s), which no split exceeds.
 EXCHANGE_CLOCKS, EXCHANGE_BYTES_PER_CLOCK = 1500, 12
 DRAM_BYTES_PER_CLOCK = 2750
-# Of an atomic split, estimates that eight dense shapes bear out: its fences, counter and the sums' way back, what one
-# SM adds of 2.5 TB/s in all; and the most that its workspace may take.
-ATOMIC_CLOCKS, ATOMIC_BYTES_PER_CLOCK = 2500, 12
-MOST_WORKSPACE_BYTES = 64 << 20
 # Fitted to 90 times of sweeps, as sweep_cost says, at the clock of a loaded card, which these do not load as much: so
 # shared memory's 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
 SWEEP_CHUNK_CLOCKS, SWEEP_BLOCK_CLOCKS, SMEM_BYTES_PER_CLOCK = 392, 90, 165
@@ -90,8 +85,6 @@ def cost(
     if cfg.sweep:
         swept = sweep_cost(cfg, extents, block, kept, sms, light, l2_bytes_per_clock, shares.listed, b_k_major)
         return max(swept, least)
-    if workspace_words(cfg, extents, block, sms) * 4 > MOST_WORKSPACE_BYTES:
-        return math.inf
     clusters_m = -(-row_tiles(cfg, extents, block) // cfg.cluster_m)
     clusters_n = -(-extents.N // (cfg.tile_n * cfg.cluster_n))
     waves = -(-clusters_m * clusters_n * extents.L // resident_clusters(cfg, sms))
@@ -105,11 +98,8 @@ def cost(
         paired = min(1.0, 2 * kept, max(kept, paired))
         loop = extents.K / width * ((2 * kept - paired) * max(mma, load) + 2 * (paired - kept) * LONE_COLUMN * load)
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
-    store = accumulators // (1 if cfg.atomic else cfg.split) * STORE_CLOCKS["light" if light else "loaded"]
-    if cfg.atomic:
-        added = (cfg.split + 1) / cfg.split * cfg.tile_m * cfg.tile_n * 4  # by one CTA, and read
-        store += ATOMIC_CLOCKS + added / ATOMIC_BYTES_PER_CLOCK
-    elif cfg.split > 1:
+    store = accumulators // cfg.split * STORE_CLOCKS["light" if light else "loaded"]
+    if cfg.split > 1:
         store += EXCHANGE_CLOCKS + cfg.exchange_bytes / EXCHANGE_BYTES_PER_CLOCK
     if cfg.split > 1:
         operands = (kept * extents.M + extents.N) * extents.K * extents.L * ELEMENT
@@ -158,15 +148,7 @@ def row_tiles(cfg: GemmConfig, extents: Extents, block: BlockFacts | None) -> in
 
 def resident_clusters(cfg: GemmConfig, sms: int) -> int:
     """How many clusters run at once. Of four CTAs 32 did not fit into 132 SMs (twice the time): GPCs differ in size."""
-    return max(1, (sms - 12 if cfg.cluster > 2 and not cfg.atomic else sms) // cfg.cluster)
-
-
-def workspace_words(cfg: GemmConfig, extents: Extents, block: BlockFacts | None, sms: int) -> int:
-    """fp32 words of an atomic split's workspace: a slot for each work tile, and for those that fill a last round."""
-    if not cfg.atomic:
-        return 0
-    tiles = row_tiles(cfg, extents, block) * -(-extents.N // cfg.tile_n) * extents.L
-    return (tiles + sms) * cfg.slot
+    return max(1, (sms - 12 if cfg.cluster > 2 else sms) // cfg.cluster)
 
 
 def listed_at_random(kept: float, block: BlockFacts, rows: int) -> float:

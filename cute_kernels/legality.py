@@ -10,7 +10,6 @@ from .sweep_tile import CHUNK, CONSUMERS, ROWS, Geometry
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40
-MOST_ATOMIC = 16  # CTAs that an atomic split has
 
 
 def unsupported(facts: GemmFacts) -> str:
@@ -24,10 +23,8 @@ def unsupported(facts: GemmFacts) -> str:
         return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
     if block and (block.bm % MMA_K or block.bk % MMA_K):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
-    if any(n < 1 for name, n in vars(cfg).items() if name not in NO_COUNTS) or cfg.lag < 0:
+    if any(n < 1 for name, n in vars(cfg).items() if name not in NO_COUNTS):
         return f"{cfg}: every count must be at least 1"
-    if cfg.atomic and cfg.split == 1:
-        return "one CTA a tile has nothing to add atomically"
     if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
         return (
             f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
@@ -41,11 +38,11 @@ def _few(facts: GemmFacts) -> str:
     cfg, block = facts.config, facts.block
     if block is None:
         return "a dense product: the kernel for few columns is for block-sparse ones"
-    plain = (cfg.tile_k, cfg.warps_n, cfg.cluster, cfg.teams, cfg.lag, cfg.sweep, cfg.pairs)
-    if plain != (FEW_VECTOR, 1, 1, 1, 0, False, False) or cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
+    plain = (cfg.tile_k, cfg.warps_n, cfg.cluster, cfg.teams, cfg.sweep, cfg.pairs)
+    if plain != (FEW_VECTOR, 1, 1, 1, False, False) or cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
         return (
             f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns, K-tiles of {FEW_VECTOR} and one row of "
-            "warps, without clusters, teams, lags, sweeps and pairs"
+            "warps, without clusters, teams, sweeps and pairs"
         )
     if block.bm % cfg.tile_m:
         return f"{cfg.tile_m} rows for blocks {block.bm} high: a strip lies in one block"
@@ -66,8 +63,8 @@ def _unsupported_sm80(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.spec
     if cfg.few:
         return _few(facts)
-    if cfg.cluster * cfg.teams > 1 or cfg.lag or cfg.pairs:
-        return "clusters, ping-pong teams, lags, a split K and pairs of block rows exist on the sm_90 path only"
+    if cfg.cluster * cfg.teams > 1 or cfg.pairs:
+        return "clusters, ping-pong teams, a split K and pairs of block rows exist on the sm_90 path only"
     if cfg.stages < 3:
         return f"{cfg.stages} stages; the cp.async pipeline needs 3"
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
@@ -137,10 +134,10 @@ def _pairs(facts: GemmFacts) -> str:
         return "a pattern for each item, or runs of columns with an item each: pairs of rows are those of one pattern"
     if block.bk % 64:
         return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
-    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.lag, cfg.sweep, cfg.split)
-    if tile != (128, 64, 1, 1, 0, False, 1):
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.sweep, cfg.split)
+    if tile != (128, 64, 1, 1, False, 1):
         return (
-            f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without lag and split; "
+            f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without a split; "
             "other rows have other K-tiles, so a cluster shares A alone"
         )
     if facts.epilogue.residual:  # compiled: 8 to 120 bytes of stack
@@ -161,8 +158,8 @@ def _sweep(facts: GemmFacts) -> str:
         return "a pattern for each item, or runs of columns with an item each: a sweep's plan is that of one pattern"
     if reason := Geometry.refuse(facts.block.bm, facts.block.bk):
         return reason
-    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.lag, cfg.split)
-    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 0, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
+    tile = (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.warps_n, cfg.teams, cfg.cluster_n, cfg.split)
+    if tile != (ROWS * CONSUMERS, CHUNK, CONSUMERS, 1, 1, 1, 1) or cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
         return f"tile {cfg}: a sweep's is {ROWS * CONSUMERS} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
     if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
         return f"{cfg}: a chunk is released when the next one has been issued, and rings wrap at powers of two"
@@ -223,8 +220,6 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         )
     if cfg.stages < 2:
         return "one stage: a K-tile is released when the next one has been issued"
-    if cfg.lag and (cfg.teams > 1 or cfg.lag > cfg.stages - 2):
-        return f"a lag of {cfg.lag}: it is for cooperative kernels, and leaves at least two stages to load ahead"
     if reason := _split(facts):
         return reason
     if 16 * cfg.stages + 8 > BARRIER_BYTES:
@@ -245,14 +240,10 @@ def _split(facts: GemmFacts) -> str:
     cfg = facts.config
     if cfg.split == 1:
         return ""
-    if not cfg.atomic and cfg.split not in (2, 4):
+    if cfg.split not in (2, 4):
         return f"K among {cfg.split} CTAs: 1, 2 or 4 of them share it"
-    if cfg.split > MOST_ATOMIC:
-        return f"K among {cfg.split} CTAs: at most {MOST_ATOMIC} of them add to a tile"
-    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1 or cfg.lag:
-        return f"{cfg}: K is split in cooperative kernels, without a lag or a cluster that shares operands"
-    if cfg.atomic:
-        return ""
+    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1:
+        return f"{cfg}: K is split in cooperative kernels, without a cluster that shares operands"
     group_n = cfg.tile_n // cfg.warps_n
     chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))
     if chunks % cfg.split:

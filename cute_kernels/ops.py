@@ -11,7 +11,7 @@ import torch
 
 from . import checks, reference
 from .dtypes import NAMES
-from .heuristics import Extents, workspace_words
+from .heuristics import Extents
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.plan import Plan, Problem, choose, device_arch, forced_path
 
@@ -31,7 +31,6 @@ def gemm(
     out_dtype=None,
     *,
     epilogue=None,
-    deterministic=True,
 ):
     """epilogue(activation(alpha * a @ b + bias + beta * residual)), accumulated and applied in fp32.
 
@@ -47,31 +46,22 @@ def gemm(
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
             tensor of the same shape, and captures numbers.
-        deterministic: False permits sums whose order, and so whose last bits, differ from run to run. Where a product
-            has few tiles and a long K, several thread blocks may then add up a tile in memory, in whatever order they
-            come; `explain` says where. That was up to 2 % faster in the shapes measured (512x512x16384: 26.7 us for
-            27.2). Any other product runs as ever, and so do all on the sm_80 path and on CPU tensors. The memory, 64
-            MB at most, is kept for each stream; a call that a CUDA graph captures takes some of its own, and zeroes it
-            in every replay.
 
     Returns:
         (..., M, N), `out` if it was given.
 
     CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
-    run a plain torch reference in fp32. Results are the same bits on every run, unless deterministic=False.
+    run a plain torch reference in fp32. Results are the same bits on every run.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, the GPU is older than sm_80, or deterministic=False meets
-            torch.use_deterministic_algorithms(True).
+        RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
     if torch.compiler.is_compiling():
         from .runtime.torch_op import traced_gemm
 
-        return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, deterministic)
-    if deterministic is not True:
-        checks.check_deterministic("gemm", deterministic)
+        return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
     if epilogue is not None:
         epilogue = checks.epilogue_program("gemm", epilogue)
     try:
@@ -83,14 +73,14 @@ def gemm(
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
             None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
             activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype,
-            forced_path(), deterministic,
+            forced_path(),
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # whatever it is, the plan's checks will name it
     if plan is None:
         terms = bias, activation, residual, alpha, beta, out, out_dtype
-        plan = plan_gemm(a, b, *terms, epilogue=epilogue, deterministic=deterministic)
+        plan = plan_gemm(a, b, *terms, epilogue=epilogue)
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         if key is not None:
@@ -137,10 +127,8 @@ def plan_gemm(
     out_dtype=None,
     *,
     epilogue=None,
-    deterministic=True,
 ) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_deterministic("gemm", deterministic)
     checks.check_tensor("gemm: a", a)
     checks.check_tensor("gemm: b", b)
     if a.dim() < 2 or b.dim() < 2:
@@ -168,14 +156,13 @@ def plan_gemm(
     if math.prod(shape) == 0:
         plan.empty = True
     elif a.device.type == "cuda":
-        _plan_kernel(plan, a, b, bias, residual, out, batch, spec, deterministic)
+        _plan_kernel(plan, a, b, bias, residual, out, batch, spec)
     return plan
 
 
-def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec, deterministic: bool) -> None:
+def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
     """Fill in the kernel: how the tensors are viewed, which facts, which function."""
     from .runtime.kernels import function_for
-    from .runtime.workspace import with_workspace
 
     K, N = a.shape[-1], b.shape[-1]
     stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
@@ -208,13 +195,11 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec, determinist
         majors,
         (va.dim(), vb.dim(), vd.dim()),
         spec,
-        deterministic=deterministic,
     )
     arch, sms, card = device_arch(a.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
-    plan.workspace = workspace_words(plan.facts.config, problem.extents, None, sms)
-    plan.function = with_workspace(function_for(plan.facts), plan)
+    plan.function = function_for(plan.facts)
 
 
 def _view_of(name: str, t, batch, fold: bool, plan: Plan):

@@ -14,7 +14,7 @@ from .runtime.parallel import Outcome
 COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
 WIDTH = 180  # columns of a table in a file or a pipe; a terminal has its own
 LEGEND = """\
-configuration: tile MxNxK/stages, split among warps (sm_80) or warpgroups (sm_90), k/ CTAs that share K (a: atomically),
+configuration: tile MxNxK/stages, split among warps (sm_80) or warpgroups (sm_90), k/ CTAs that share K,
 c cluster, pp ping-pong
 operands: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
 regs: on the sm_90 path those of every thread at the start, before setmaxnreg moves them to the consumers

@@ -66,7 +66,7 @@ class StoreSm90:
         self.anchored = not facts.epilogue.is_light
         self.by_bias = self.anchored and facts.epilogue.bias is not None and not cfg.sweep
         self.chunks = group_n // self.epi_n  # of a slab
-        self.split = 1 if cfg.atomic else cfg.split  # of an atomic split one CTA stores the whole tile
+        self.split = cfg.split
         self.buffers = cfg.ring
 
     @property

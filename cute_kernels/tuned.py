@@ -53,7 +53,6 @@ SOURCES = {
     for path in PATHS
 }
 SOURCES["sm_90"] += (
-    "cute_kernels.atomic_sm90",
     "cute_kernels.exchange_sm90",
     "cute_kernels.mainloop_pairs_sm90",
     "sparse_collective.pairs_collective",
@@ -286,15 +285,8 @@ def read(file: Path) -> Table:
 def _pick(entry: Mapping[str, Any]) -> TunedPick:
     pick = TunedPick(**{**entry, "config": GemmConfig(**entry["config"])})
     config = pick.config
-    if (
-        type(config.sweep) is not bool
-        or type(config.pairs) is not bool
-        or type(config.atomic) is not bool
-        or type(config.few) is not bool
-        or type(config.lag) is not int
-        or config.lag < 0
-    ):
-        raise ValueError(f"sweep, pairs, atomic, few or lag in {entry} is not what it should be")
+    if type(config.sweep) is not bool or type(config.pairs) is not bool or type(config.few) is not bool:
+        raise ValueError(f"sweep, pairs or few in {entry} is not what it should be")
     config = dataclasses.replace(config, **dict.fromkeys(NO_COUNTS, 1))
     counts = [*dataclasses.astuple(config), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):

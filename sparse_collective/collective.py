@@ -43,15 +43,6 @@ class SparseCollective:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        operands = crow_indices, col_indices, order, groups, values, b, d, bias, residual, alpha, beta
-        self.launch(*operands, group, max_ctas, stream, None)
-
-    @cute.jit
-    def launch(
-        self, crow_indices, col_indices, order, groups, values, b, d, bias, residual, alpha, beta, group, max_ctas,
-        stream, workspace,
-    ):  # fmt: skip
-        """The same with the workspace of an atomic split; None for others."""
         facts, cfg = self.facts, self.facts.config
         bm, bk = facts.block.bm, facts.block.bk
         batch, items, blocks = facts.block.batch, None, values.shape[0]
@@ -81,8 +72,7 @@ class SparseCollective:
             crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run
         )
         args = EpilogueArgs(bias, residual, alpha, beta)
-        more = (workspace,) if const_expr(cfg.atomic) else ()
-        self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream, *more)
+        self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 
     def oriented(self, tensor: cute.Tensor) -> tuple[tuple, tuple]:
         """((rows, cols, L), strides) with rows along W's own modes, whichever way round the tensor came."""
@@ -96,29 +86,3 @@ class SparseCollective:
         bm = self.facts.block.bm
         (_, N, L), (sM, sN, sL) = self.oriented(d)
         return view(d, (bm, N, rows, L), (sM, sN, sM * bm, sL))
-
-
-class AtomicCollective(SparseCollective):
-    """SparseCollective with an atomic split, which adds up its sums in a workspace."""
-
-    @cute.jit
-    def __call__(
-        self,
-        crow_indices: cute.Tensor,
-        col_indices: cute.Tensor,
-        order: cute.Tensor | None,
-        groups: cute.Tensor | None,
-        values: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-        workspace: cute.Tensor,  # (words,) fp32, all zero; left so
-    ):
-        operands = crow_indices, col_indices, order, groups, values, b, d, bias, residual, alpha, beta
-        self.launch(*operands, group, max_ctas, stream, workspace)

@@ -15,7 +15,7 @@ from cute_kernels import checks, reference
 from cute_kernels.config import BlockFacts
 from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
-from cute_kernels.heuristics import Extents, resident_clusters, workspace_words
+from cute_kernels.heuristics import Extents, resident_clusters
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.ops import bias_view, stage, viewed
 from cute_kernels.runtime.plan import Plan, Problem, choose, device_arch, forced_path
@@ -29,7 +29,7 @@ RUN_MULTIPLE = 64  # rows; the widest tile that every kind of block has a kernel
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
-def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, deterministic=True):
+def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None):
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
     Args:
@@ -41,32 +41,30 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
         residual: of the result's shape and dtype.
         out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
         epilogue: a function of the fp32 accumulators, traced by torch (see cute_kernels.gemm).
-        deterministic: False permits sums whose order differs from run to run, where few columns meet long block rows of
-            blocks at least 48 wide; see cute_kernels.gemm.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
 
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
-    Every element is summed in one order and written by one thread block: the bits are the same on every run, unless
-    deterministic=False. CPU tensors run a torch reference on the dense matrix. Raises as cute_kernels.gemm does.
+    Every element is summed in one order and written by one thread block: the bits are the same on every
+    run. CPU tensors run a torch reference on the dense matrix. Raises as cute_kernels.gemm does.
     """
-    return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, deterministic)
+    return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
 
 
-def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None, deterministic=True):
+def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
         x: (..., K) bfloat16 or float16, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, deterministic: see bsr_matmul.
+        activation, out, epilogue: see bsr_matmul.
 
     Returns:
         (..., M), of a batch (L, N, M); `out` if it was given.
     """
-    return _call("bsr_linear", W, x, bias, activation, None, out, epilogue, None, deterministic)
+    return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
 
 
 def bsr_grouped_linear(
@@ -80,7 +78,6 @@ def bsr_grouped_linear(
     offsets=None,
     group_rows=None,
     epilogue=None,
-    deterministic=True,
 ):
     """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
 
@@ -92,7 +89,7 @@ def bsr_grouped_linear(
         W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form.
         groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
         bias: (E, M), or (M,) for all items.
-        activation, out, epilogue, deterministic: see bsr_matmul.
+        activation, out, epilogue: see bsr_matmul.
         offsets: in place of groups, (E,) int32 on x's device: where each expert's tokens end, ascending, each a
             multiple of group_rows, as torch._grouped_mm takes them. Two small kernels make groups of it.
         group_rows: tokens in a run, a multiple of 64; needed with offsets, else T / len(groups). With 256, tiles
@@ -110,7 +107,7 @@ def bsr_grouped_linear(
     """
     op = "bsr_grouped_linear"
     groups = _groups(op, x, groups, offsets, group_rows)
-    return _call(op, W, x, bias, activation, None, out, epilogue, groups, deterministic)
+    return _call(op, W, x, bias, activation, None, out, epilogue, groups)
 
 
 def _groups(op, x, groups, offsets, group_rows):
@@ -138,13 +135,11 @@ def _groups(op, x, groups, offsets, group_rows):
     return torch.searchsorted(offsets, first, right=True, out_int32=True)
 
 
-def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True):
+def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr
 
-        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups, deterministic)
-    if deterministic is not True:
-        checks.check_deterministic(op, deterministic)
+        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
     if epilogue is not None:
         epilogue = checks.epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
@@ -160,13 +155,13 @@ def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
             None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
             None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
-            activation, epilogue, forced_path(), deterministic,
+            activation, epilogue, forced_path(),
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None
     if plan is None:
-        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups, deterministic)
+        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         if key is not None:
@@ -217,11 +212,10 @@ def _launch(plan: Plan, W, col, values, b, d, bias, residual, groups) -> None:
 def _ordered(plan: Plan) -> tuple:
     """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
     from cute_kernels.runtime.kernels import function_for
-    from cute_kernels.runtime.workspace import with_workspace
 
     workers, cfg = plan.tiles.workers, plan.facts.config
     ctas = 1 if workers is None else workers * cfg.cluster
-    plan.ordered = with_workspace(function_for(replace(plan.facts, ordered=True)), plan), plan.tiles, ctas
+    plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
     return plan.ordered
 
 
@@ -267,9 +261,8 @@ def as_bsr(op: str, W) -> BsrMatrix:
     return matrix
 
 
-def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True) -> Plan:
+def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_deterministic(op, deterministic)
     linear = op != "bsr_matmul"
     name = "x" if linear else "b"
     checks.check_tensor(f"{op}: {name}", b)
@@ -297,7 +290,7 @@ def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None, dete
     if math.prod(shape) == 0:
         plan.empty = True
     elif W.device.type == "cuda":
-        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups, deterministic)
+        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups)
     return plan
 
 
@@ -355,9 +348,8 @@ def _epilogue(op, W, b, bias, activation, residual, epilogue):
     return replace(spec, bias_items=True) if items else spec
 
 
-def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups, deterministic: bool) -> None:
+def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups) -> None:
     from cute_kernels.runtime.kernels import function_for
-    from cute_kernels.runtime.workspace import with_workspace
 
     fold = W.batch is None
     if fold and out is not None and out.dim() > 2:
@@ -400,13 +392,11 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
         linear,
         W.density,
         W.shares,
-        deterministic,
     )
     arch, sms, card = device_arch(b.get_device())
     plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
-    plan.workspace = workspace_words(cfg, problem.extents, problem.block, sms)
     plan.swept = (cfg.cluster_m, plan.facts.majors[1] == "k") if cfg.sweep else ()
     plan.paired = cfg.pairs
     # A count of CTAs that divides the rows keeps even ones in step (heuristics.grid_limit); of uneven ones it gives the
@@ -427,7 +417,7 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
 
     def first_call(*args):
         """Compiles when it is called: an uneven pattern takes `ordered` instead."""
-        plan.function = with_workspace(function_for(plan.facts), plan)
+        plan.function = function_for(plan.facts)
         plan.function(*args)
 
     plan.function = first_call
@@ -464,18 +454,16 @@ def _known(op: str, W) -> BsrMatrix:
     return W
 
 
-def plan_bsr_matmul(
-    W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, deterministic=True
-) -> Plan:
+def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_matmul."""
     W = _known("bsr_matmul", W)
-    return _plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, deterministic)
+    return _plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
 
 
-def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None, deterministic=True) -> Plan:
+def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_linear."""
     W = _known("bsr_linear", W)
-    return _plan("bsr_linear", W, x, bias, activation, None, out, epilogue, None, deterministic)
+    return _plan("bsr_linear", W, x, bias, activation, None, out, epilogue)
 
 
 def plan_bsr_grouped_linear(
@@ -489,12 +477,11 @@ def plan_bsr_grouped_linear(
     offsets=None,
     group_rows=None,
     epilogue=None,
-    deterministic=True,
 ) -> Plan:
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     groups = _groups(op, x, groups, offsets, group_rows)
-    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups, deterministic)
+    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups)
 
 
 explains(bsr_matmul, plan_bsr_matmul)

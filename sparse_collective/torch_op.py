@@ -23,14 +23,13 @@ def bsr_op(
     out_dtype: torch.dtype | None = None,
     epilogue: str | None = None,
     groups: Tensor | None = None,
-    deterministic: bool = True,
 ) -> Tensor:
     from .ops import _call
 
     W = _matrix(crow_indices, col_indices, values, columns, check)
     shape = _shape(op, crow_indices, values, b)
     out = b.new_empty(shape, dtype=out_dtype or b.dtype)
-    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups, deterministic)
+    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
 
 
 @bsr_op.register_fake
@@ -48,7 +47,6 @@ def _(
     out_dtype=None,
     epilogue=None,
     groups=None,
-    deterministic=True,
 ):
     inner = b.shape[-2] if op == "bsr_matmul" else b.shape[-1]
     torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
@@ -70,12 +68,11 @@ def bsr_out_op(
     residual: Tensor | None = None,
     epilogue: str | None = None,
     groups: Tensor | None = None,
-    deterministic: bool = True,
 ) -> None:
     from .ops import _call
 
     W = _matrix(crow_indices, col_indices, values, columns, check)
-    _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups, deterministic)
+    _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
 
 
 @bsr_out_op.register_fake
@@ -93,7 +90,6 @@ def _(
     residual=None,
     epilogue=None,
     groups=None,
-    deterministic=True,
 ):
     return None
 
@@ -124,7 +120,7 @@ def _shape(op: str, crow_indices, values, b) -> tuple:
     return (*b.shape[:-1], rows)
 
 
-def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None, deterministic=True):
+def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
@@ -136,6 +132,6 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None,
     matrix = (W.crow_indices, W.col_indices, W.values, W.shape[-1], W.check and not W.checked)
     ops = torch.ops.sparse_collective
     if out is None:
-        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name, groups, deterministic)
-    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name, groups, deterministic)
+        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name, groups)
+    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name, groups)
     return out

@@ -297,7 +297,7 @@ def test_what_the_predicate_refuses():
     row = replace(ROW, residual=None)
     assert "bias" in reason(wide, epilogue=row) and reason(narrow, epilogue=row) == ""
     assert unsupported(linear(SPEC, "sm_90", wide, (64, 64), epilogue=row)) == ""
-    for change in ({"cluster_m": 2, "cluster_n": 1}, {"lag": 1}, {"tile_m": 64}, {"warps_m": 2, "teams": 1}):
+    for change in ({"cluster_m": 2, "cluster_n": 1}, {"tile_m": 64}, {"warps_m": 2, "teams": 1}):
         assert "a pair is 128 rows" in reason(replace(wide, **change))
     older = replace(wide, cluster_n=1, teams=1, tile_n=128)
     assert "sm_90 path only" in reason(older, path="sm_80")

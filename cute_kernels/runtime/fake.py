@@ -56,15 +56,10 @@ def launch_args() -> tuple:
     return Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
-def workspace_args(facts: GemmFacts) -> tuple:
-    """A fake of the workspace, which only an atomic split has."""
-    return (fake_tensor("float32", 1, 0, 4),) if facts.config.atomic else ()
-
-
 def dense_args(facts: GemmFacts) -> tuple:
     """Fakes of all arguments of dense.DenseGemm."""
     operands = (matrix(facts, i) for i in range(3))
-    return *operands, *epilogue_args(facts), *launch_args(), *workspace_args(facts)
+    return *operands, *epilogue_args(facts), *launch_args()
 
 
 def sparse_args(facts: GemmFacts) -> tuple:
@@ -86,4 +81,4 @@ def sparse_args(facts: GemmFacts) -> tuple:
         return crow, *tables, order, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
     groups = fake_tensor("int32", 1, 0, 1) if block.run else None
     tensors = crow, col, order, groups, values, matrix(facts, 1), matrix(facts, 2)
-    return *tensors, *epilogue_args(facts), *launch_args(), *workspace_args(facts)
+    return *tensors, *epilogue_args(facts), *launch_args()

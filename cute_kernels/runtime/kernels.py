@@ -10,9 +10,9 @@ def entry_class(facts: GemmFacts) -> type:
     """What a kernel's function is compiled from: its `__call__`, whose parameters but `stream` are the call's."""
     cfg = facts.config
     if facts.block is None:
-        from ..dense import AtomicDenseGemm, DenseGemm
+        from ..dense import DenseGemm
 
-        return AtomicDenseGemm if cfg.atomic else DenseGemm
+        return DenseGemm
     if cfg.sweep:
         from sparse_collective.sweep_collective import SweepCollective
 
@@ -25,9 +25,9 @@ def entry_class(facts: GemmFacts) -> type:
         from sparse_collective.pairs_collective import PairedCollective
 
         return PairedCollective
-    from sparse_collective.collective import AtomicCollective, SparseCollective
+    from sparse_collective.collective import SparseCollective
 
-    return AtomicCollective if cfg.atomic else SparseCollective
+    return SparseCollective
 
 
 def compile_kernel(facts: GemmFacts, *, keep_cubin: bool = False) -> Built:

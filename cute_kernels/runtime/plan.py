@@ -58,7 +58,6 @@ class Plan:
     paired: bool = False  # for the kernel over pairs of block rows
     tiles: tuple = ()  # of a sparse product: balance.Tiles
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
-    workspace: int = 0  # fp32 words in which an atomic split adds up its sums
     spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
 
     def __str__(self) -> str:
@@ -96,7 +95,6 @@ class Problem:
     transposed: bool = False
     kept: float = 1.0
     shares: heuristics.Shares = heuristics.NOT_KNOWN  # of a sparse operand
-    deterministic: bool = True  # False: sums may be added in an order that differs from run to run
 
 
 @functools.cache
@@ -136,10 +134,8 @@ def choose(
                     "store: element by element, since D's address, strides or contiguous extent are not multiples of "
                     "16 bytes"
                 )
-            if pick := tuned_pick(card, name, problem, spec, sms, notes):  # before an atomic split too: it was measured
+            if pick := tuned_pick(card, name, problem, spec, sms, notes):
                 return facts_for(problem, name, spec, pick.config), pick.group, pick.ctas, notes
-            if facts.config.atomic:
-                notes.append(f"{facts.config.split} thread blocks add up each tile in any order (deterministic=False)")
             group = heuristics.raster_group(facts.config, problem.extents, problem.block)
             ctas = heuristics.grid_limit(facts.config, problem.extents, problem.block, group, sms)
             return facts, group, ctas, notes
@@ -154,8 +150,6 @@ def tuned_pick(
 
     def refuse(pick: tuned.TunedPick) -> str:
         cluster = pick.config.cluster
-        if pick.config.atomic:
-            return "its sums are added in any order, which a call must permit, and the heuristics must choose"
         if not cluster <= pick.ctas <= sms:
             return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
         return unsupported(facts_for(problem, name, spec, pick.config))
@@ -168,8 +162,7 @@ def tuned_pick(
 
 def candidates_for(name: str, problem: Problem, spec: ArchSpec) -> list[GemmConfig]:
     if name == "sm_90":
-        found = candidates.candidates_sm90(problem.block, ARCHS["sm_90"])
-        return found if problem.deterministic else [*found, *candidates.atomic_sm90(problem.block, ARCHS["sm_90"])]
+        return candidates.candidates_sm90(problem.block, ARCHS["sm_90"])
     return candidates.candidates_sm80(problem.block, spec)
 
 

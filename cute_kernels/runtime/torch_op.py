@@ -117,11 +117,10 @@ def gemm_op(
     beta: float = 1.0,
     out_dtype: torch.dtype | None = None,
     epilogue: str | None = None,
-    deterministic: bool = True,
 ) -> Tensor:
     from ..ops import gemm
 
-    more = {"out_dtype": out_dtype, "epilogue": function_named(epilogue), "deterministic": deterministic}
+    more = {"out_dtype": out_dtype, "epilogue": function_named(epilogue)}
     return gemm(a, b, bias, activation, residual, alpha, beta, **more)
 
 
@@ -136,7 +135,6 @@ def _(
     beta=1.0,
     out_dtype=None,
     epilogue=None,
-    deterministic=True,
 ):
     torch._check(a.dim() >= 2 and b.dim() >= 2, lambda: "gemm: a and b need at least 2 dimensions")
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: {a.shape[-1]} columns meet {b.shape[-2]} rows")
@@ -155,11 +153,10 @@ def gemm_out_op(
     alpha: float = 1.0,
     beta: float = 1.0,
     epilogue: str | None = None,
-    deterministic: bool = True,
 ) -> None:
     from ..ops import gemm
 
-    more = {"out": out, "epilogue": function_named(epilogue), "deterministic": deterministic}
+    more = {"out": out, "epilogue": function_named(epilogue)}
     gemm(a, b, bias, activation, residual, alpha, beta, **more)
 
 
@@ -174,16 +171,15 @@ def _(
     alpha=1.0,
     beta=1.0,
     epilogue=None,
-    deterministic=True,
 ):
     return None
 
 
-def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, deterministic):
+def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
     """gemm inside a torch.compile trace."""
     name = named_function(epilogue)
     ops = torch.ops.cute_kernels
     if out is None:
-        return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name, deterministic)
-    ops.gemm_out(a, b, out, bias, activation, residual, float(alpha), float(beta), name, deterministic)
+        return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name)
+    ops.gemm_out(a, b, out, bias, activation, residual, float(alpha), float(beta), name)
     return out

@@ -1,32 +1,16 @@
-"""Memory of zeros: in which the thread blocks of an atomic split add up their sums (atomic_sm90), or draw numbers.
+"""Memory of zeros, from which the thread blocks of a kernel draw numbers.
 
 One buffer of zeros for each device, stream and dtype, kept as long as the process lives: every kernel leaves zeros
 behind, and the kernels of a stream follow each other, so all of them use it. It grows when a call needs more. Nothing
-but a fault stops a kernel between its first sum and its zeros, and a fault ends the CUDA context.
+but a fault stops a kernel before it has left zeros, and a fault ends the CUDA context.
 
 A CUDA graph may be replayed beside other calls, so a call under capture gets a buffer of its own from the graph's
 memory, and zeroing it becomes part of the graph: a few microseconds a replay.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from .plan import Plan
-
 _BUFFERS: dict[tuple, torch.Tensor] = {}  # (device, stream, dtype) -> (words,), all zero between calls
-
-
-def with_workspace(function: Callable, plan: Plan) -> Callable:
-    """A plan's compiled function, to be called as any other; that of an atomic split is handed its workspace."""
-    if plan.workspace == 0:
-        return function
-    device, words = plan.device, plan.workspace
-
-    def call(*args):
-        function(*args, zeros(device, words))
-
-    return call
 
 
 def zeros(device: torch.device, words: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
