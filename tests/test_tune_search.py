@@ -18,12 +18,14 @@ def legal(point):
 
 
 def vary(one, other, rng):
+    """A mixture, or one or two coordinates changed."""
     while True:
-        mixed = tuple(rng.choice(pair) for pair in zip(one, other or one, strict=True))
-        i = rng.randrange(len(SIDES))
-        changed = (*mixed[:i], rng.randrange(SIDES[i]), *mixed[i + 1 :])
-        if legal(changed):
-            return changed
+        found = [rng.choice(pair) for pair in zip(one, other or one, strict=True)]
+        for i in rng.sample(range(len(SIDES)), rng.choice((0, 1, 2) if other else (1, 2))):
+            near = min(max(found[i] + rng.choice((-1, 1)), 0), SIDES[i] - 1)
+            found[i] = rng.choice((near, rng.randrange(SIDES[i])))
+        if legal(tuple(found)):
+            return tuple(found)
 
 
 def cost(point):
