@@ -8,7 +8,6 @@ compared is each run's own ratio to the peer that took turns with ours; a row's 
 """
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .record import load
 from .table import make_console
 
 WITHIN = 0.03
@@ -47,21 +47,6 @@ class Comparison:
     def largest(self) -> tuple[str, float] | None:
         """The row that changed most, and its change."""
         return max(self.changes.items(), key=lambda item: abs(item[1] - 1), default=None)
-
-
-def load(path: Path) -> dict:
-    """A result file as record.write writes them.
-
-    Raises:
-        ValueError: it is something else, or no JSON.
-    """
-    try:
-        data = json.loads(Path(path).read_text())
-        if all("timings" in row and "problem" in row for row in data["rows"]) and "environment" in data:
-            return data | {"ceilings": data.get("ceilings") or {}}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{path} is no result file of `python -m bench gemm`, `block-sparse` or `attention`")
 
 
 def compare(a: Path, b: Path) -> Comparison:

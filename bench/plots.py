@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from .compare import load
 from .figure import (
     DASHES,
     DENSE,
@@ -31,6 +30,7 @@ from .figure import (
     styled,
 )
 from .peers import CUBLAS, QUACK, TRITON_BSR
+from .record import load
 from .rows import OURS
 
 FILES = ("gemm", "block-sparse", "sweep")

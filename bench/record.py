@@ -74,3 +74,18 @@ def save(folder: Path, card: str, name: str, data: dict) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
     return path
+
+
+def load(path: Path) -> dict:
+    """A result file as `write` makes them.
+
+    Raises:
+        ValueError: it is something else, or no JSON.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        if all("timings" in row and "problem" in row for row in data["rows"]) and "environment" in data:
+            return data | {"ceilings": data.get("ceilings") or {}}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is no result file of `python -m bench gemm`, `block-sparse` or `attention`")

@@ -127,7 +127,7 @@ def test_break_even_of_a_constant_rate_is_its_share_of_dense(plots):
 
 
 def test_break_even_is_written_into_the_figure(plots, write):
-    runs = {"block-sparse": compare.load(write("block-sparse", lines()))}
+    runs = {"block-sparse": record.load(write("block-sparse", lines()))}
     (ax,) = plots.speedup_density(runs).axes
     names = [text.get_text() for text in ax.texts]
     assert "64×64, even at 70 %" in names and "16×16, even at 20 %" in names
@@ -164,7 +164,7 @@ def test_one_density_makes_no_line(plots, write):
 def test_a_sweep_is_preferred_to_points_of_another_run(plots, write):
     write("block-sparse", lines())
     path = write("sweep", [sparse(32, d) for d in DENSITIES])
-    runs = {name: compare.load(path.parent / f"{name}.json") for name in ("block-sparse", "sweep")}
+    runs = {name: record.load(path.parent / f"{name}.json") for name in ("block-sparse", "sweep")}
     run, shapes = plots.by_block(runs)
     assert run is runs["sweep"] and list(shapes) == [(32, 32)]
 

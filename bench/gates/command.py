@@ -15,6 +15,7 @@ reason. On a GPU machine all of it is written to <out>/<card>/gates.json, unless
 
 import argparse
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ import torch
 from ..record import RESULTS
 
 NAMES = ("resources", "tables", "correctness", "determinism", "stability", "speed", "counters", "sanitizer")
-NOT_QUICK = ("counters", "sanitizer")
 
 
 def add_command(subparsers) -> None:
@@ -88,11 +88,18 @@ def run(args: argparse.Namespace) -> int:
     return gate.exit_status(gates)
 
 
-def run_only(name: str, quick: bool) -> int:
-    """Ask one gate and print its page; the exit status. Nothing is written."""
-    from . import gate
+def compile_only(suites: Iterable[str], quick: bool) -> int:
+    """Ask the resources gate about the kernels of some suites and print its page; the exit status."""
+    from .. import attention_kernels as attention
+    from . import gate, resources
 
-    gates = gate.run(checks((name,), quick), tell)
+    checks = {}
+    if set(suites) - {"attention"}:
+        checks["products"] = partial(resources.check, quick=quick)
+    if "attention" in suites:
+        how = {"compiled": attention.inspect_kernel, "named": attention.name_of}
+        checks["attention"] = partial(resources.check, attention.configurations(quick), **how)
+    gates = gate.run(checks, tell)
     gate.page(gates)
     return gate.exit_status(gates)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from bench import timing
 from cute_kernels import explain, gemm
 from cute_kernels.ops import viewed
 from cute_kernels.runtime import kernels
@@ -25,6 +24,7 @@ from cute_kernels.runtime.plan import Plan, choose, path
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from tests import reference
 
+from .. import timing
 from .build import Builder
 from .problems import DTYPES, TuneProblem
 from .search import INCUMBENT, race

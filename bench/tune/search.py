@@ -17,8 +17,11 @@ NEW_ATTEMPTS = 50  # to find a child that has not been scored yet
 
 @dataclass(frozen=True)
 class Settings:
-    """The best `population` have `children` in each generation. Parents win tournaments; a share of `strangers` of
-    the children descends from a seed instead. The search ends after `patience` generations without a relative gain of `gain`."""
+    """The best `population` have `children` in each generation; parents win tournaments.
+
+    A share of `strangers` of the children descends from a seed instead. The search ends after `patience` generations
+    without a relative gain of `gain`.
+    """
 
     population: int = 16
     children: int = 16

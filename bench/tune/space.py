@@ -118,5 +118,7 @@ class Space:
         if not mixed or rng.random() < MUTATION:
             values = {field.name: found for field in fields(config) if (found := self.values(field, config))}
             names = rng.sample(list(values), min(len(values), rng.choice((1, 1, 2, 2, 3))))
-            config = replace(config, **{name: rng.choice(values[name]) for name in names})
+            for name in names:
+                near = sorted(values[name], key=lambda value: abs(value - getattr(config, name)))[:2]
+                config = replace(config, **{name: rng.choice(near if rng.random() < 0.5 else values[name])})
         return self.candidate(config)
