@@ -237,7 +237,6 @@ def test_a_problem_is_tuned_end_to_end_with_torch_in_the_kernels_place(emulated,
     tuned.forget()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
     monkeypatch.setattr(command, "device_arch", lambda index: (SPEC, SMS, "Card"))
     monkeypatch.setattr(command.ceilings, "measure", lambda rounds: {"copy_tbs": 4.0})
     monkeypatch.setattr(record, "environment", lambda: {"card": "Card"})

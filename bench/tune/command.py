@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
@@ -30,7 +29,7 @@ from .space import Candidate, Space
 
 FINALISTS = 3
 GAIN = 0.99  # of the heuristics' time: a pick that gains less is noise, and is not kept
-SLOW = 1 / 1.1  # the ratio below which the heuristics' pick is more than 10 % slower
+SLOW = 1 / 1.1  # below this ratio the heuristics' pick is more than 10 % slower
 
 DESCRIPTION = """\
 Searches the configurations and launches of one kernel, from the library's own candidates on, until the budget of each
@@ -38,29 +37,6 @@ problem is spent or nothing better is found. Candidates must compile without spi
 results, and then race the heuristics' pick in turns. Winners go into a table that gemm, bsr_matmul and bsr_linear
 consult (cute_kernels.tuned). A kernel that hangs ends the process with status 3; problems that were done are kept.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of one problem. Times in microseconds; `ratio` is tuned over heuristic; `kept` says if it is used."""
-
-    problem: str
-    problem_class: str
-    path: str
-    heuristic: str
-    heuristic_us: float
-    tuned: str
-    tuned_us: float
-    ratio: float
-    kept: bool
-    tried: int
-    compiled: int
-    rejected: int
-    stopped: str
-
-    def line(self) -> str:
-        """One line, for a log."""
-        return f"{self.problem}: {self.heuristic_us:.1f} -> {self.tuned_us:.1f} us, {self.ratio:.3f}: {self.tuned}"
 
 
 def add_command(subparsers) -> None:
@@ -123,13 +99,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune_all(args: argparse.Namespace, wanted: list[TuneProblem], builder: Builder, bar: Progress) -> int:
-    """Tune every problem, keep each winner at once, write what is known so far, and print the table."""
+    """Tune every problem, write what is known after each, and print the table."""
     from .fitness import device_works
 
     rates, rows, failed, written = ceilings.measure(rounds=10), [], [], None
     for problem in wanted:
         try:
-            row, pick = tune_one(args, problem, builder, bar)
+            rows.append(tune_one(args, problem, builder, bar))
         except (ValueError, RuntimeError) as error:
             failed.append(f"{problem.text}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             print(f"FAILED {failed[-1]}", file=sys.stderr, flush=True)
@@ -137,10 +113,9 @@ def tune_all(args: argparse.Namespace, wanted: list[TuneProblem], builder: Build
                 print("the device is unusable after that: the remaining problems are left out", file=sys.stderr)
                 break
             continue
-        rows.append(row)
-        print(row.line(), file=sys.stderr, flush=True)
-        keep(args.keep, row, pick)
-        written = write(rows, rates, args.out, budget_s=args.budget, seed=args.seed)  # a later problem may hang
+        us, ratio = (rows[-1][name] for name in ("tuned_us", "ratio"))
+        print(f"{problem.text}: {us:.1f} us, {ratio:.3f} of the heuristics' pick", file=sys.stderr, flush=True)
+        written = write(rows, rates, args)  # a later problem may hang
         torch.cuda.empty_cache()
     print_table(rows)
     if written:
@@ -150,13 +125,14 @@ def tune_all(args: argparse.Namespace, wanted: list[TuneProblem], builder: Build
     return 1 if failed else 0
 
 
-def tune_one(
-    args: argparse.Namespace, problem: TuneProblem, builder: Builder, bar: Progress
-) -> tuple[Row, tuned.TunedPick]:
-    """Search one problem, and time the best against the heuristics' pick on the settled card."""
+def tune_one(args: argparse.Namespace, problem: TuneProblem, builder: Builder, bar: Progress) -> dict:
+    """Search one problem, time the best against the heuristics' pick on the settled card, and keep a gain.
+
+    Returns the problem's row of the result file. Times in microseconds; `ratio` is tuned over heuristic.
+    """
     from .fitness import Fitness
 
-    spec, sms, _ = device_arch(torch.cuda.current_device())
+    spec, sms, card = device_arch(torch.cuda.current_device())
     planned = problem.as_planned()
     space = Space(planned, choose(planned, spec, sms, args.path)[0].path, spec, sms)
     compiled, rejected = builder.compiled, len(builder.reasons)
@@ -175,25 +151,28 @@ def tune_one(
     best, us, base = winner(fitness.incumbent, finalists, fitness.final)
     for candidate, reason in fitness.rejected.items():
         print(f"rejected: {problem.text}: {candidate}: {reason}", file=sys.stderr)
-    text, today = tuned.problem_class(planned, space.path), datetime.date.today().isoformat()
+    text, today, kept = tuned.problem_class(planned, space.path), datetime.date.today().isoformat(), us / base <= GAIN
     us, base = round(us, 2), round(base, 2)
-    pick = tuned.TunedPick(text, space.path, best.facts.config, best.group, best.ctas, us, base, today)
-    row = Row(
-        problem=problem.text,
-        problem_class=text,
-        path=space.path,
-        heuristic=str(fitness.incumbent),
-        heuristic_us=base,
-        tuned=str(best),
-        tuned_us=us,
-        ratio=round(us / base, 4),
-        kept=us / base <= GAIN,
-        tried=result.scored,
-        compiled=builder.compiled - compiled,
-        rejected=len(builder.reasons) - rejected + len(fitness.rejected),
-        stopped=result.stopped,
-    )
-    return row, pick
+    if args.keep != "none":  # a problem without a gain loses its older entry
+        pick = tuned.TunedPick(text, space.path, best.facts.config, best.group, best.ctas, us, base, today)
+        file = tuned.user_file(card) if args.keep == "user" else tuned.shipped_file(card)
+        tuned.keep(file, card, space.path, [pick] if kept else [], [text])
+    return {
+        "problem": problem.text,
+        "problem_class": text,
+        "path": space.path,
+        "heuristic": str(fitness.incumbent),
+        "heuristic_us": base,
+        "tuned": str(best),
+        "tuned_us": us,
+        "ratio": round(us / base, 4),
+        "kept": kept,
+        "slow": us / base < SLOW,
+        "tried": result.scored,
+        "compiled": builder.compiled - compiled,
+        "rejected": len(builder.reasons) - rejected + len(fitness.rejected),
+        "stopped": result.stopped,
+    }
 
 
 def winner(
@@ -216,16 +195,7 @@ def state_of(result: Result) -> str:
     return f"{result.scored} tried, {best}"
 
 
-def keep(where: str, row: Row, pick: tuned.TunedPick) -> None:
-    """Put a gain into the table that `where` names; a problem without one loses its older entry."""
-    if where == "none":
-        return
-    card = torch.cuda.get_device_name()
-    file = tuned.user_file(card) if where == "user" else tuned.shipped_file(card)
-    tuned.keep(file, card, row.path, [pick] if row.kept else [], [row.problem_class])
-
-
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[dict]) -> None:
     """A line for each problem; those where the heuristics' pick is more than 10 % slower are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("problem", "heuristic pick", "tuned pick"):
@@ -234,16 +204,15 @@ def print_table(rows: list[Row]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for row in rows:
-        slow = row.ratio < SLOW
-        mark = "heuristic > 10 % slower" if slow else "kept" if row.kept else "no gain"
-        numbers = f"{row.heuristic_us:.1f}", f"{row.tuned_us:.1f}", f"{row.ratio:.3f}"
-        counts = f"{row.tried}/{row.compiled}/{row.rejected}"
-        table.add_row(row.problem, row.heuristic, row.tuned, *numbers, counts, mark, style="bold" if slow else "")
+        mark = "heuristic > 10 % slower" if row["slow"] else "kept" if row["kept"] else "no gain"
+        numbers = f"{row['heuristic_us']:.1f}", f"{row['tuned_us']:.1f}", f"{row['ratio']:.3f}"
+        counts = f"{row['tried']}/{row['compiled']}/{row['rejected']}"
+        table.add_row(row["problem"], row["heuristic"], row["tuned"], *numbers, counts, mark)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def write(rows: list[Row], rates: dict[str, float], folder: Path, **how) -> Path:
-    """Write <folder>/<card>/tune.json, in place of an earlier run's; `how` are further facts of the run."""
-    data = {"suite": "tune", "environment": record.environment(), "ceilings": rates} | how
-    rows = [asdict(row) | {"slow": row.ratio < SLOW} for row in rows]
-    return record.save(folder, data["environment"]["card"], "tune", data | {"rows": rows})
+def write(rows: list[dict], rates: dict[str, float], args: argparse.Namespace) -> Path:
+    """Write <out>/<card>/tune.json, in place of an earlier run's."""
+    where = record.environment()
+    how = {"suite": "tune", "environment": where, "ceilings": rates, "budget_s": args.budget, "seed": args.seed}
+    return record.save(args.out, where["card"], "tune", how | {"rows": rows})
