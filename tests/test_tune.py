@@ -17,7 +17,7 @@ from bench.tune import build, command, fitness
 from bench.tune.build import Builder
 from bench.tune.problems import STANDARD, parse
 from bench.tune.space import Candidate, Space
-from cute_kernels import candidates, explain, tuned
+from cute_kernels import candidates, tuned
 from cute_kernels.arch import ARCHS, PATHS
 from cute_kernels.config import GemmConfig, GemmFacts
 from cute_kernels.legality import unsupported
@@ -78,10 +78,10 @@ def test_what_is_no_problem_is_refused_with_the_reason(text, word):
         parse(text)
 
 
-def right(data, function, candidate, plan):
-    data.out.fill_(float("nan"))
-    fitness.launcher(plan, data)(function, candidate)
-    return bool((data.out.double() - data.truth).abs().max() <= data.bound)
+def right(call, truth, function, candidate, plan):
+    call.out.fill_(float("nan"))
+    fitness.launcher(plan, call)(function, candidate)
+    return bool((call.out.double() - truth.exact).abs().max() <= truth.bound)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def right(data, function, candidate, plan):
 )
 def test_a_problem_is_what_the_ops_plan_and_its_launch_is_theirs(text, emulated):
     problem = parse(text)
-    data = fitness.operands(problem, "cpu")
-    plan = explain(data.op, *data.args, **data.terms, out=data.out)
+    call, truth = fitness.operands(problem, "cpu")
+    plan = call.plan()
     facts, group, ctas, _ = choose(problem.as_planned(), SPEC, SMS, None)
     assert plan.facts == facts and (plan.group, plan.max_ctas) == (group, ctas)
-    assert right(data, plan.function, Candidate(facts, group, ctas), plan)
-    assert data.bound < 0.05 * data.truth.abs().max()
+    assert right(call, truth, plan.function, Candidate(facts, group, ctas), plan)
+    assert truth.bound < 0.05 * truth.exact.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_a_problem_is_what_the_ops_plan_and_its_launch_is_theirs(text, emulated)
     ],
 )
 def test_kernels_with_tables_are_launched_with_those_of_the_pattern(text, config, emulated):
-    data = fitness.operands(parse(text), "cpu")
-    plan = explain(data.op, *data.args, **data.terms, out=data.out)
+    call, truth = fitness.operands(parse(text), "cpu")
+    plan = call.plan()
     facts = dataclasses.replace(plan.facts, config=config)
-    assert right(data, emulate.Emulated(facts), Candidate(facts, 2, SMS), plan)
+    assert right(call, truth, emulate.Emulated(facts), Candidate(facts, 2, SMS), plan)
 
 
 # -- candidates -------------------------------------------------------------------------------------------------

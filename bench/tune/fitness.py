@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels import explain, gemm
+from cute_kernels import gemm
 from cute_kernels.ops import viewed
 from cute_kernels.runtime import kernels
 from cute_kernels.runtime.plan import Plan, choose, path
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
-from tests import reference
+from tests import calls, reference
+from tests.calls import Call
 
 from .. import timing
 from .build import Builder
@@ -59,50 +60,39 @@ def watched(what: str, seconds: float = HANG_S) -> Iterator[None]:
 
 
 @dataclass
-class Operands:
-    """A call's tensors, its result in fp64, and the largest error that a candidate may make."""
+class Truth:
+    """A call's result in fp64, and the largest error that a candidate may make."""
 
-    op: Callable
-    args: tuple
-    terms: dict
-    out: torch.Tensor
-    truth: torch.Tensor
+    exact: torch.Tensor
     bound: float
 
 
-def operands(problem: TuneProblem, device: str = "cuda") -> Operands:
-    """Random normal operands of a problem, scaled so that results are of the order of 1."""
+def operands(problem: TuneProblem, device: str = "cuda") -> tuple[Call, Truth]:
+    """A problem's call on random normal operands, scaled so that results are of the order of 1, and its truth."""
     reference.seed(problem.text)
     M, N, K = problem.M, problem.N, problem.K
     dtype, out_dtype = (getattr(torch, DTYPES[name]) for name in (problem.dtype, problem.out))
     kw, k = {"dtype": dtype, "device": device}, max(1, round(K * problem.kept))
-    linear = problem.op == "bsr_linear"
-    layouts = "NT" if linear else problem.layout  # of A and B
-    b = reference.operand(K, N, layouts[1].lower(), **kw)
+    b = reference.operand(K, N, "t" if problem.op == "bsr_linear" else problem.layout[1].lower(), **kw)
     if problem.op == "gemm":
-        a = reference.operand(M, K, layouts[0].lower(), k=k, **kw)
+        a = reference.operand(M, K, problem.layout[0].lower(), k=k, **kw)
         op, args, dense = gemm, (a, b), (a, b)
     else:
         W = random_bsr((M, K), problem.block, per_row=problem.per_row, scale=1 / math.sqrt(k), **kw)
         op, args, dense = bsr_matmul, (W, b), (W.to_dense(), b)
-        if linear:
-            op, args, dense = bsr_linear, (b.t(), W), (b.t(), W.to_dense().t())
-    shape = (N, M) if linear else (M, N)
-    terms = {"activation": problem.activation}
-    if problem.bias:
-        terms["bias"] = reference.normal(shape[1], **kw)
-    if problem.residual:
-        terms["residual"] = reference.normal(*shape, dtype=out_dtype, device=device)
-    truth, torchs = reference.exact_and_torch(*dense, out_dtype, **terms)
-    bound = FACTOR * float((torchs.double() - truth).abs().max()) + FLOOR * float(truth.abs().max())
-    return Operands(op, args, terms, torch.empty(shape, dtype=out_dtype, device=device), truth, bound)
+        if problem.op == "bsr_linear":
+            op, args, dense = bsr_linear, (b.t(), W), (b.t(), dense[0].t())
+    call = calls.product(op, args, dense, out_dtype=out_dtype, terms=problem.terms, device=device)
+    exact, torchs = reference.exact_and_torch(*dense, out_dtype, **call.terms)
+    bound = FACTOR * float((torchs.double() - exact).abs().max()) + FLOOR * float(exact.abs().max())
+    return call, Truth(exact, bound)
 
 
-def launcher(plan: Plan, data: Operands) -> Callable[[Callable, Candidate], object]:
-    """A launch of any kernel of the plan's problem: (function, candidate), past the ops and their checks."""
-    bias, residual = data.terms.get("bias"), data.terms.get("residual")
-    W, b = data.args if data.op is not bsr_linear else data.args[::-1]
-    rest = (W, b, data.out, bias, residual) if data.op is gemm else (b, data.out, bias, residual)
+def launcher(plan: Plan, call: Call) -> Callable[[Callable, Candidate], object]:
+    """A launch of any kernel of the call's problem into `call.out`: (function, candidate), past the ops' checks."""
+    bias, residual = call.terms.get("bias"), call.terms.get("residual")
+    W, b = call.args if call.op is not bsr_linear else call.args[::-1]
+    rest = (W, b, call.out, bias, residual) if call.op is gemm else (b, call.out, bias, residual)
     rest = viewed(plan.views, *rest) if plan.views else rest
 
     def launch(function: Callable, candidate: Candidate) -> object:
@@ -129,10 +119,9 @@ class Fitness:
         self.problem, self.space, self.builder = problem, space, builder
         self.rejected: dict[Candidate, str] = {}
         self.best = 1.0
-        self.data = operands(problem)
+        call, self.truth = operands(problem)
         with path(space.path):
-            plan = explain(self.data.op, *self.data.args, **self.data.terms, out=self.data.out)
-        self.launch = launcher(plan, self.data)
+            self.launch, self.out = launcher(call.plan(), call), call.out
         self.incumbent = Candidate(*choose(space.problem, space.spec, space.sms, space.path)[:3])
         self._right: set[Candidate] = set()
         self._functions = {self.incumbent.facts: kernels.function_for(self.incumbent.facts)}
@@ -155,7 +144,7 @@ class Fitness:
 
     def wrong(self, candidate: Candidate, function: Callable) -> str:
         """Why a candidate's result cannot be used; "" if it can."""
-        out, bits, first = self.data.out, {2: torch.int16, 4: torch.int32}[self.data.out.element_size()], None
+        out, first = self.out, None
         with watched(f"{self.problem.text}: {candidate}"):
             for run in range(RUNS):
                 out.fill_(math.nan)
@@ -168,11 +157,11 @@ class Fitness:
                     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 if first is None:
                     first = out.clone()
-                elif not torch.equal(out.view(bits), first.view(bits)):
+                elif not torch.equal(calls.bits([out]), calls.bits([first])):
                     return f"run {run + 1} differs from the first"
-            error = (first.double() - self.data.truth).abs()
-            if not bool((error <= self.data.bound).all()):  # a NaN compares false
-                return f"errs by {float(error.nan_to_num(math.inf).max()):.3g}, above {self.data.bound:.3g}"
+            error = (first.double() - self.truth.exact).abs()
+            if not bool((error <= self.truth.bound).all()):  # a NaN compares false
+                return f"errs by {float(error.nan_to_num(math.inf).max()):.3g}, above {self.truth.bound:.3g}"
         return ""
 
     # -- fast -------------------------------------------------------------------------------------------------

@@ -41,9 +41,7 @@ class TuneProblem:
     per_row: int
     dtype: str
     out: str
-    bias: bool
-    residual: bool
-    activation: str | None
+    terms: str
 
     @property
     def kept(self) -> float:
@@ -62,11 +60,12 @@ class TuneProblem:
         b = matrix(self.N, self.K) if linear else matrix(self.K, self.N, self.layout[1] == "T")
         d = matrix(self.N, self.M, itemsize=size) if linear else matrix(self.M, self.N, itemsize=size)
         b_modes, d_modes = (("n", "k"), ("n", "m")) if linear else (("k", "n"), ("m", "n"))
+        terms = self.terms.split("+")
         epilogue = EpilogueSpec(
-            bias=("row" if linear else "col") if self.bias else None,
-            bias_dtype=DTYPES[self.dtype] if self.bias else None,
-            residual=major(d, d_modes) if self.residual else None,
-            activation=self.activation,
+            bias=("row" if linear else "col") if "bias" in terms else None,
+            bias_dtype=DTYPES[self.dtype] if "bias" in terms else None,
+            residual=major(d, d_modes) if "residual" in terms else None,
+            activation=next((term for term in terms if term in ACTIVATIONS), None),
         )
         return Problem(
             Extents(self.M, self.N, self.K),
@@ -91,7 +90,6 @@ def parse(text: str) -> TuneProblem:
     op, M, N, K = found["op"], *map(int, found["shape"].split("x"))
     block = tuple(map(int, found["block"].split("x"))) if found["block"] else None
     terms = found["terms"].split("+") if found["terms"] else []
-    activations = [term for term in terms if term in ACTIVATIONS]
     if min(M, N, K, *(block or ())) < 1:
         raise ValueError(f"problem {text!r}: an extent is zero")
     if (op == "gemm") == (block is not None):
@@ -101,7 +99,7 @@ def parse(text: str) -> TuneProblem:
     if unknown := set(terms) - {"bias", "residual", *ACTIVATIONS}:
         known = ", ".join(("bias", "residual", *ACTIVATIONS))
         raise ValueError(f"problem {text!r}: {', '.join(sorted(unknown))} is no epilogue term ({known})")
-    if len(activations) > 1 or len(set(terms)) < len(terms):
+    if len(set(terms) & ACTIVATIONS.keys()) > 1 or len(set(terms)) < len(terms):
         raise ValueError(f"problem {text!r}: each term, and one activation, may be given once")
     if op == "bsr_linear" and "residual" in terms:
         raise ValueError(f"problem {text!r}: bsr_linear has no residual")
@@ -109,7 +107,7 @@ def parse(text: str) -> TuneProblem:
     return TuneProblem(
         text=text, op=op, M=M, N=N, K=K, layout=found["layout"] or "NN", block=block,
         per_row=_per_row(text, M, K, block, found["density"]) if block else 0, dtype=dtype, out=found["out"] or dtype,
-        bias="bias" in terms, residual="residual" in terms, activation=activations[0] if activations else None,
+        terms=found["terms"] or "",
     )  # fmt: skip
 
 
