@@ -12,8 +12,7 @@ import torch
 
 import cute_kernels
 from attention import attention
-from cute_kernels.matmul import candidates
-from cute_kernels.matmul.config import GemmConfig
+from cute_kernels.matmul import choose
 
 from . import reference
 from .calls import FP16, FP32, Case, attend, batched, dense, grouped, linear, matmul, paths
@@ -28,22 +27,26 @@ def check(case: Case) -> None:
     assert not complaint, complaint
 
 
-def only(field: str, make: partial) -> partial:
-    """A case that runs with those of the sm_90 candidates alone that have this field of GemmConfig set."""
-    return partial(run_only, field, make)
+def only(kind: str, make: partial) -> partial:
+    """A case that runs with kernels of one family alone, or, for "split", with those that share K."""
+    return partial(run_only, kind, make)
 
 
-def run_only(field: str, make: partial, path: str) -> None:
-    before = candidates.candidates_sm90
+def run_only(kind: str, make: partial, path: str) -> None:
+    before = choose.candidates_for
 
     def found(*args):
-        return [c for c in before(*args) if getattr(c, field) > GemmConfig.__dict__[field]]
+        return [
+            (family, config)
+            for family, config in before(*args)
+            if (config.split > 1 if kind == "split" else family.name == kind)
+        ]
 
-    candidates.candidates_sm90 = found
+    choose.candidates_for = found
     try:
         check(Case(make, path))
     finally:
-        candidates.candidates_sm90 = before
+        choose.candidates_for = before
 
 
 def outgrown(path: str) -> None:
@@ -91,8 +94,8 @@ CASES = {  # a maker's arguments, or a function of the path
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": only("split", partial(dense, 136, 200, 520)),
-    "bsr pairs of rows": only("pairs", partial(matmul, (64, 64), "banded", 5, 8, 264)),
-    "bsr sweep": only("sweep", partial(matmul, (16, 16), "power_law", 14, 9, 264)),
+    "bsr pairs of rows": only("row pairs", partial(matmul, (64, 64), "banded", 5, 8, 264)),
+    "bsr sweep": only("small blocks", partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {
     "dense by element": partial(dense, 67, 45, 33, "tn"),

@@ -197,9 +197,9 @@ def test_what_needs_a_gpu_says_so(monkeypatch, capsys):
 def test_without_a_gpu_the_suites_kernels_are_compiled(monkeypatch, capsys, suites, asked):
     given = []
 
-    def check(facts=None, **how):
-        given.append(list(facts or []))
-        return Gate("resources", FAILED if facts else PASSED, "so many kernels", ["one spills"])
+    def check(package=(), **how):
+        given.append(resources.catalogues(how["quick"], package))
+        return Gate("resources", FAILED if "attention" in package else PASSED, "so many kernels", ["one spills"])
 
     monkeypatch.setattr(resources, "check", check)
     assert command.compile_only(suites, quick=True) == 1
@@ -249,10 +249,10 @@ def test_tables_of_these_sources_pass_and_older_ones_are_told(tmp_path):
         tables.check(folder=tmp_path)
     shipped = next(tuned.SHIPPED.glob("*.json"))
     fitting = shipped.read_text()
-    for path, found in tuned.read(shipped).fingerprints.items():
-        fitting = fitting.replace(found, tuned.kernel_fingerprint(path))
+    for key, found in tuned.read(shipped).fingerprints.items():
+        fitting = fitting.replace(found, tuned.kernel_fingerprint(*key.split(" ", 1)))
     (tmp_path / shipped.name).write_text(fitting)
     assert tables.check(folder=tmp_path).verdict == PASSED
-    (tmp_path / shipped.name).write_text(fitting.replace(tuned.kernel_fingerprint("sm_90"), "0" * 16))
+    (tmp_path / shipped.name).write_text(fitting.replace(tuned.kernel_fingerprint("sm_90", "dense"), "0" * 16))
     with pytest.raises(Skip, match=r"sm_90.*other sources"):
         tables.check(folder=tmp_path)
