@@ -76,9 +76,10 @@ class Where:
 
     def __init__(self, plan, shape):
         self.facts, self.cfg = plan.facts, plan.facts.config
+        self.pairs = self.facts.family == "row pairs"
         self.batch, self.rows, self.cols = shape
         # a pair's tile is two block rows, and so one of all rows
-        self.block_rows = self.facts.block.bm if self.facts.block and not self.cfg.pairs else self.rows
+        self.block_rows = self.facts.block.bm if self.facts.block and not self.pairs else self.rows
         self.tiles_m = -(-self.block_rows // self.cfg.tile_m)  # row tiles of a block row, or of all
         self.tiles_n = -(-self.cols // self.cfg.tile_n)
         self.tiles = self.tiles_m * (self.rows // self.block_rows) * self.tiles_n * self.batch
@@ -102,16 +103,14 @@ class Where:
         text = f"tile row {row} of {self.tiles_m * (self.rows // self.block_rows)}, column {col} of {self.tiles_n}"
         if self.facts.block:
             text += (
-                f" (block rows {2 * row} and {2 * row + 1})"
-                if self.cfg.pairs
-                else f" (block row {row // self.tiles_m})"
+                f" (block rows {2 * row} and {2 * row + 1})" if self.pairs else f" (block row {row // self.tiles_m})"
             )
         return text + (f", batch {l}" if self.batch > 1 else "")
 
     def owner(self, place) -> str:
         """The consumer that computes an element: a warp on sm_80, a warpgroup and its 64-row slab on sm_90."""
         cfg = self.cfg
-        if cfg.few:
+        if self.facts.family == "skinny":
             return "all warps, which share K"
         row, col = place[1] % self.block_rows % cfg.tile_m, place[2] % cfg.tile_n
         index_n = col // (cfg.tile_n // cfg.warps_n)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import patterns
-from attention.masks import block_lists
+from attention.masks import block_lists, patterns
 from attention.masks.block_mask import BlockMask
 from attention.masks.mask_mods import And, Band, GlobalTokens, SameDocument, window_bounds
 from sparse_collective.bsr import BsrMatrix, random_bsr

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import patterns
+from attention.masks import patterns
 from attention.masks.block_mask import BlockMask
 from sparse_collective.bsr import random_bsr
 from tests.bsr_parts import NEEDS_GPU

@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.plan import Plan
+from sparse_collective.row_pairs.family import RowPairsConfig
 
 from .diagnose import Where, diagnose, kernel_view
 from .reference import assert_as_good_as_torch, normal, truth
@@ -76,7 +77,7 @@ def test_a_warpgroup_on_sm90():
 
 
 def test_a_tile_of_two_block_rows():
-    pairs = GemmConfig(128, 128, 64, 4, 1, 1, teams=2, pairs=True)
+    pairs = RowPairsConfig(128, 128, 64, 4, 1, 1, teams=2)
     out, exact = wrong_at((slice(256 + 64, 320 + 64), slice(128, 256)), shape=(448, 512))
     text = diagnose(out, exact, plan_of(pairs, "sm_90", (448, 512), block=BlockFacts(64, 64, "int32")))
     assert "tile row 2 of 4, column 1 of 4 (block rows 4 and 5): 8192 of 16384 wrong" in text

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from bench import record
-from bench.gates import command, correctness, counters, gate, sanitizer
+from bench.gates import command, counters, gate, resources, sanitizer
 from bench.gates.gate import FAILED, PASSED, SKIPPED, Gate, Skip
 
 from . import gpu_record
@@ -191,10 +191,20 @@ def test_what_needs_a_gpu_says_so(monkeypatch, capsys):
     assert capsys.readouterr().out.count("no CUDA GPU") == 3
 
 
-def test_a_failed_gate_is_the_exit_status(monkeypatch, capsys):
-    monkeypatch.setattr(correctness, "check", lambda quick: Gate("correctness", FAILED, "wrong", ["gemm"]))
-    assert command.run_only("correctness", quick=True) == 1
-    assert "Not to be shipped: correctness failed." in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("suites", "asked"), [(("attention",), ["attention"]), (("gemm", "attention"), ["products", "attention"])]
+)
+def test_without_a_gpu_the_suites_kernels_are_compiled(monkeypatch, capsys, suites, asked):
+    given = []
+
+    def check(package=(), **how):
+        given.append(resources.catalogues(how["quick"], package))
+        return Gate("resources", FAILED if "attention" in package else PASSED, "so many kernels", ["one spills"])
+
+    monkeypatch.setattr(resources, "check", check)
+    assert command.compile_only(suites, quick=True) == 1
+    assert len(given) == len(asked) and {facts.path for facts in given[-1]} == {"sm_80", "sm_90"}
+    assert "Not to be shipped: resources failed." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -239,10 +249,10 @@ def test_tables_of_these_sources_pass_and_older_ones_are_told(tmp_path):
         tables.check(folder=tmp_path)
     shipped = next(tuned.SHIPPED.glob("*.json"))
     fitting = shipped.read_text()
-    for path, found in tuned.read(shipped).fingerprints.items():
-        fitting = fitting.replace(found, tuned.kernel_fingerprint(path))
+    for key, found in tuned.read(shipped).fingerprints.items():
+        fitting = fitting.replace(found, tuned.kernel_fingerprint(*key.split(" ", 1)))
     (tmp_path / shipped.name).write_text(fitting)
     assert tables.check(folder=tmp_path).verdict == PASSED
-    (tmp_path / shipped.name).write_text(fitting.replace(tuned.kernel_fingerprint("sm_90"), "0" * 16))
+    (tmp_path / shipped.name).write_text(fitting.replace(tuned.kernel_fingerprint("sm_90", "dense"), "0" * 16))
     with pytest.raises(Skip, match=r"sm_90.*other sources"):
         tables.check(folder=tmp_path)
