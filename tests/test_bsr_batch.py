@@ -49,7 +49,7 @@ def test_items(form, index_dtype, device):
         assert mine.checked and (mine.nnz == 0 or a.values.data_ptr() <= mine.values.data_ptr())
     stored = sum(item.nnz for item in items)
     assert a.density == pytest.approx(stored / (4 * 24))
-    assert not items[0].even and not a.even and (a.shares == NOT_KNOWN) == (form == "patterns")
+    assert not items[0].even and not a.even and (a.stats == NOT_KNOWN) == (form == "patterns")
 
 
 def test_one_pattern_counts_its_blocks_once():

@@ -314,7 +314,7 @@ def test_other_values_of_one_pattern(device):
     plan = a.sweep_plan(1, False)
     b = a.with_values(2 * values)
     assert torch.equal(b.to_dense(), 2 * a.to_dense()) and pointers(b.crow_indices) == pointers(crow)
-    assert (b.checked, b.even, b.shares, b.key) == (True, a.even, a.shares, a.key)
+    assert (b.checked, b.even, b.stats, b.key) == (True, a.even, a.stats, a.key)
     assert b.sweep_plan(1, False) is plan and a.to(torch.bfloat16).sweep_plan(1, False) is plan
     with pytest.raises(ValueError, match="must be of shape"):
         a.with_values(values[1:])

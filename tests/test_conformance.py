@@ -11,6 +11,8 @@ import torch
 
 import cute_kernels
 from cute_kernels import explain
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.runtime.families import families
 from sparse_collective import BsrMatrix, bsr_matmul
 
 from .bsr_parts import LINEAR, SCATTERED, bsr, check_absent_blocks, dense, width
@@ -66,6 +68,10 @@ def test_every_configuration(device, monkeypatch, family, config, block):
         except ValueError as error:
             assert "no kernel serves this call" in str(error)
     assert served
+
+
+def test_every_family_of_products_is_here():
+    assert {kernels.family for kernels in FAMILIES.values()} == set(families(ProductFamily))
 
 
 def test_all_pairs_are_met():

@@ -307,10 +307,10 @@ def test_a_graph_finds_what_was_learnt_of_a_pattern(device, backend, monkeypatch
     x = normal(8, W.shape[1], device=device)
     compiled(lambda x: bsr_linear(x, W), backend)(x)
     found = met[-1]
-    assert W.even and W.shares.listed is not None
-    assert found is not W and (found.even, found.shares) == (True, W.shares) and found.plans is W.plans
+    assert W.even and W.stats.listed is not None
+    assert found is not W and (found.even, found.stats) == (True, W.stats) and found.plans is W.plans
     other = torch_op._matrix(W.crow_indices.clone(), W.col_indices, W.values, W.shape[1], False)
-    assert not other.even and other.shares.listed is None and other.plans is None
+    assert not other.even and other.stats.listed is None and other.plans is None
     assert other.derived(("a",), lambda: (W.crow_indices,)) == (W.crow_indices,), "made, and not kept"
 
 
