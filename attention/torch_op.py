@@ -1,8 +1,8 @@
-"""The attention ops as torch.library knows them, for torch.compile and opcheck; eager calls go around them.
+"""The attention ops registered with torch.library, for torch.compile and opcheck; eager calls do not use them.
 
-Each op gives (out, lse), an lse of no element where none is asked for; its twin `.._out` gives lse alone. A BlockMask
-crosses the schema as its lists, lengths and block size, its mask_mod as mask_text.py has it; what users hold besides as
-`crossing` has it, so that it is converted inside the op, once (kept.py).
+Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
+enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
+as `crossing` describes, and are converted once, inside of the op (kept.py).
 """
 
 import torch
@@ -185,7 +185,7 @@ def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_l
 
 
 def crossing(block_mask) -> tuple[tuple, str]:
-    """What a mask is to a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
+    """A mask as arguments of a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
 
     (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
     BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".

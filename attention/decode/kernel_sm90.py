@@ -1,17 +1,16 @@
 """The sm_90 kernel for decoding, few queries and long K and V: bound by the bytes of K and V, which are read once.
 
-    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which Q's heads are packed (decode_tiles)
+    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which Q's heads are packed (packing.py)
     warp 4         producer, issues all TMA loads of K and V
 
-    pipeline   producer arrives          consumers arrive (per stage)
-    K, V       1 thread + bytes of TMA   1 thread for each of 4 warps; `stages` stages each
+    named barrier 1   the consumers, around loads of Q and zeros in V
 
-The consumers' step over a tile is that of flash_sm90. They also load Q, a few rows of many heads, while the ring fills.
-The rings are deep: what is in flight, not the products, sets the speed. Up to head dimension 128 two CTAs share an SM:
-while one begins or ends, the other loads.
+The pipelines and the consumers' steps are those of mainloop_sm90. Consumers also load Q, a few rows of many heads,
+while the rings fill. The rings are deep: what is in flight, not the products, sets the speed. Up to head dimension 128
+two CTAs share an SM: while one begins or ends, the other loads.
 
 There are fewer heads of K and V than SMs, so the tiles of each are split among CTAs. Each part has its own softmax and
-leaves its O and LSE in fp32; a second kernel (combine) makes the result.
+stores its O and LSE in fp32; a second kernel (combine.py) computes the result from them.
 
 Both are launched early (programmatic dependent launch), this one also where nothing is split: CTAs may start and make
 their barriers before the kernel ahead of them in the stream has ended, if it allows that. They wait for its end before
@@ -80,7 +79,7 @@ class DecodeSm90:
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
         batch, heads, rows, _ = mQ.shape
         kv_heads = mK.shape[1]
-        shared = heads // kv_heads
+        qhead_per_kvhead = heads // kv_heads
         capacity = mK.shape[2]
         if const_expr(facts.page_size):
             capacity = mTable.shape[1] * facts.page_size
@@ -94,8 +93,8 @@ class DecodeSm90:
         self.smem_bytes = self.storage.size_in_bytes()
         tma_k, tK = loop.make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
         tma_v, tV = loop.make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
-        scheduler = DecodeScheduler(cute.ceil_div(rows * shared, ROWS), kv_heads, batch, splits)
-        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, shared, splits)
+        scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, ROWS), kv_heads, batch, splits)
+        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
@@ -191,9 +190,9 @@ class DecodeSm90:
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
                 row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, as all rows here
-                rows = seqlen.rows * source.shared
+                rows = seqlen.rows * source.qhead_per_kvhead
                 if tiles.count > 0:
-                    self.load_q(packed(mQ, tile, source.shared), sQ, tile.m * ROWS, rows, tidx)
+                    self.load_q(packed(mQ, tile, source.qhead_per_kvhead), sQ, tile.m * ROWS, rows, tidx)
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
@@ -209,7 +208,9 @@ class DecodeSm90:
                     self.mainloop.last_step(c, at_v)
                     at_v = self.mainloop.finish(c, at_v)
                 softmax.finish(out, lse)
-                store_tile(facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
+                store_tile(
+                    facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows
+                )
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, sQ: cute.Tensor, first: Int32, rows: Int32, tidx: Int32):

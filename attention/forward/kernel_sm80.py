@@ -28,7 +28,7 @@ class FlashForwardSm80:
 
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm80(facts, self.copy, facts.adds)
+        self.mainloop = MainloopSm80(facts, self.copy, facts.adds_row_sums)
         self.threads = WARP * facts.config.groups
         self.smem_bytes = facts.smem_bytes
 

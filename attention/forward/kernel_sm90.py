@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.tile.ptx import read_here
+from cute_kernels.tile.ptx import read_special_register
 
 from .config import FlashFacts
 from .mainloop_sm90 import WARPGROUP, MainloopSm90, permuted
@@ -159,7 +159,7 @@ class FlashForwardSm90:
             if const_expr(facts.ordered):
                 if group == cfg.groups - 1:
                     self.mainloop.order_arrive(c.order)  # group 0 goes first
-            index = read_here("ctaid.x")
+            index = read_special_register("ctaid.x")
             fields = scheduler.fields(index) if const_expr(cfg.dynamic) else ()
             while index < scheduler.count:
                 tile = scheduler.of_fields(fields) if const_expr(cfg.dynamic) else scheduler.decode(index)
@@ -207,7 +207,7 @@ class FlashForwardSm90:
 
     def first_row(self, tile) -> Int32:
         """Of this thread's two rows of the query tile the first."""
-        thread = read_here("tid.x") - WARPGROUP
+        thread = read_special_register("tid.x") - WARPGROUP
         return tile.m * self.cfg.tile_m + thread // 32 * 16 + thread % 32 // 4
 
     # ------------------------------------------------------------------ producer
@@ -221,7 +221,7 @@ class FlashForwardSm90:
         at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-        index = read_here("ctaid.x")
+        index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
         while index < scheduler.count:
             tile = scheduler.of_fields(fields)

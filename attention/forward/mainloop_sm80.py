@@ -56,11 +56,12 @@ class MainloopSm80:
 
     copy: `copy(op, source, n, tile, end)`, the kernel's own, copies tile n of K or V to the address `tile`; lines from
         `end` on, if that is given, become zeros.
-    adds: whether sums of P are added up (OnlineSoftmax.of_rows).
+    adds_row_sums: whether sums of P are added up (OnlineSoftmax.of_rows).
     """
 
-    def __init__(self, facts: FlashFacts, copy: Callable, adds: bool):
-        self.facts, self.cfg, self.copy, self.adds = facts, facts.config, copy, adds
+    def __init__(self, facts: FlashFacts, copy: Callable, adds_row_sums: bool):
+        self.facts, self.cfg, self.copy = facts, facts.config, copy
+        self.adds_row_sums = adds_row_sums
         self.dtype = cutlass_dtype(facts.dtype)
         self.q, self.k, self.v = operand_tiles(facts)
         self.tiles_m = self.q.span // 16  # of mma.sync, in one warp's rows
@@ -82,7 +83,7 @@ class MainloopSm80:
         acc_L = cute.make_rmem_tensor((4, self.tiles_m, 1), Float32)
         ones = cute.make_rmem_tensor((4, 1), self.dtype)
         ones.fill(1.0)
-        sums = None if self.adds else rows_and_columns(acc_L, self.tiles_m)[None, 0]
+        sums = None if self.adds_row_sums else rows_and_columns(acc_L, self.tiles_m)[None, 0]
         softmax = OnlineSoftmax.of_rows(2 * self.tiles_m, scale_log2, sums)
         return Consumer(sQ, sK, sV, rows_q, lanes, acc_S, acc_O, acc_L, ones, softmax)
 
@@ -135,7 +136,7 @@ class MainloopSm80:
         mask_and_softmax(self.facts, scores, softmax, work, i, kind)
         rP = self.convert(c.acc_S)
         softmax.rescale(out)
-        if const_expr(not self.adds):
+        if const_expr(not self.adds_row_sums):
             softmax.rescale(rows_and_columns(c.acc_L, self.tiles_m))
             for k in range_constexpr(len(rP)):
                 self.tile_steps.multiply(c.acc_L, rP[k], c.ones)

@@ -24,7 +24,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.gemm_sm90 import ALIGN, smem_layout
-from cute_kernels.tile.ptx import finish_first
+from cute_kernels.tile.ptx import compute_before_waits
 
 from .config import FlashFacts
 from .kv_tiles import FULL
@@ -166,7 +166,7 @@ class MainloopSm90:
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, facts.head_dim_v)), Float32)
         tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
-        softmax = OnlineSoftmax.of_rows(2, scale_log2, slack=facts.slack if self.lazy else 0.0)
+        softmax = OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=facts.rescale_threshold if self.lazy else 0.0)
         return Consumer(
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
         )  # fmt: skip
@@ -231,7 +231,7 @@ class MainloopSm90:
         at_k.advance()
         # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
         if const_expr(self.cfg.groups == 3 and kind == FULL):
-            finish_first(*(softmax.total[r] for r in range(2)), c.sQ.iterator.toint())
+            compute_before_waits(*(softmax.row_sum[r] for r in range(2)), c.sQ.iterator.toint())
         warpgroup.wait_group(0)
         if const_expr(self.lazy):
             self.convert(c.acc_S, c.tOrP)

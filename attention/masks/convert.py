@@ -1,4 +1,4 @@
-"""What BlockMask takes over from other formats. Nothing here waits for the device."""
+"""Conversions of other formats to BlockMask, and back. Nothing here waits for the device."""
 
 from __future__ import annotations
 
