@@ -10,7 +10,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cutlass_dsl import select_
 
 from cute_kernels.store_sm80 import WARP
 
@@ -21,6 +20,7 @@ from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from .combine import Combine
 from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .pages import place_of_row
 from .store import packed, store_tile
 
 
@@ -160,13 +160,9 @@ class DecodeSm80:
                 if const_expr(end is not None):
                     valid = row < end
                 if const_expr(mTable is not None):
-                    slot, row = row // self.facts.page_size, row % self.facts.page_size
-                    if const_expr(self.facts.page_size < op.lines):  # of which the last lines may have no slot
-                        slot = cutlass.min(slot, mTable.shape[1] - 1)
-                    number = mTable[tile.b, slot]
-                    there = number >= 0 and number < pages
-                    number = select_(there, number, Int32(0))
-                    valid = valid and there
+                    past_end = const_expr(self.facts.page_size < op.lines)  # a tile's last lines may be past all pages
+                    number, row, exists = place_of_row(self.facts, mTable, pages, tile.b, row, past_end)
+                    valid = valid and exists
                 source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * ELEMENT
             x, add = op.split(lines, byte)
             self.mainloop.tile_steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)

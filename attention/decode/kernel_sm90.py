@@ -36,6 +36,7 @@ from ..forward.softmax import rows_and_columns
 from ..forward.store_o import VECTOR
 from .combine import Combine
 from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .pages import box_of_tile, pages_of_tile
 from .store import packed, store_tile
 
 CONSUMERS = 1  # named barrier of the consumers
@@ -167,9 +168,9 @@ class DecodeSm90:
                 tiles = source.for_tile(tile, seqlen)
                 if tiles.count > 0:
                     gK, gV = tKgK[None, None, 0, tile.h_kv, None], tVgV[None, 0, None, tile.h_kv, None]
-                    pages, before = self.pages_of(mTable, tile, tiles.at(0)), Int32(0)
+                    pages, before = pages_of_tile(facts, mTable, tile.b, tiles.at(0)), Int32(0)
                     for i in cutlass.range(tiles.count, unroll=1):
-                        after = self.pages_of(mTable, tile, tiles.at(cutlass.min(i + 1, tiles.count - 1)))
+                        after = pages_of_tile(facts, mTable, tile.b, tiles.at(cutlass.min(i + 1, tiles.count - 1)))
                         self.load_boxes(tma_k, gK, tKsK, pipe_k, at_k, tile, tiles.at(i), pages)
                         at_k.advance()
                         if i > 0:
@@ -252,15 +253,6 @@ class DecodeSm90:
         cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def pages_of(self, mTable: cute.Tensor | None, tile, n: Int32) -> Int32:
-        """Lane j gets the number of the page that box j of tile n is in."""
-        page = Int32(0)
-        if const_expr(mTable is not None):
-            slot = (n * self.cfg.tile_n + cute.arch.lane_idx() % self.boxes * self.box) // self.facts.page_size
-            page = mTable[tile.b, cutlass.min(slot, mTable.shape[1] - 1)]
-        return page
-
-    @cute.jit
     def load_boxes(
         self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state, tile, n: Int32, pages: Int32
     ):
@@ -270,10 +262,7 @@ class DecodeSm90:
         """
         pipe.producer_acquire(state)
         for j in range_constexpr(self.boxes):
-            number, b = n, tile.b
-            if const_expr(self.facts.page_size):
-                number = (n * self.boxes + j) % (self.facts.page_size // self.box)
-                b = cute.arch.shuffle_sync(pages, j)
+            number, b = box_of_tile(self.facts, pages, tile.b, n, j)
             cute.copy(
                 tma, gX[None, number, b], sX[None, j, state.index],
                 tma_bar_ptr=pipe.producer_get_barrier(state), cache_policy=Int64(EVICT_FIRST),
