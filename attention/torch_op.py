@@ -7,6 +7,7 @@ as `crossing` describes, and are converted once, inside of the op (kept.py).
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.runtime.derived import captured
 from sparse_collective.bsr import BsrMatrix
@@ -190,8 +191,6 @@ def crossing(block_mask) -> tuple[tuple, str]:
     (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
     BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".
     """
-    from torch.nn.attention.flex_attention import noop_mask
-
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written(block_mask.mask_mod)
         return (list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.runtime.derived import Derived
 from sparse_collective.arguments import describe, is_strided, pair
@@ -235,7 +236,7 @@ class BlockMask:
         return cls.from_blocks(blocks, blocksize, lengths=lengths, mask_mod=mask_mod, causal=causal)
 
     @classmethod
-    def from_flex(cls, mask, *, check: bool = False) -> BlockMask:
+    def from_flex(cls, mask: FlexBlockMask, *, check: bool = False) -> BlockMask:
         """FlexAttention's mask: its lists, not copied where they are contiguous, and its mask_mod, None for noop_mask.
 
         Where Sk is no multiple of block_k, full blocks that go past the last column become partial ones, which copies;
@@ -325,7 +326,7 @@ class BlockMask:
         blocks = self.partial_count.numel() * self.n_block_cols
         return (self.partial_count.sum() + self.full_count.sum()).item() / max(blocks, 1)
 
-    def to_flex(self):
+    def to_flex(self) -> FlexBlockMask:
         """The same as a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""
         return convert.to_flex(self)
 
