@@ -108,7 +108,7 @@ def block_sparse_attention(
         causal: a row also sees no column after its own, as in attention.
 
     Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see
-    attention.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
+    masks.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
     tensors run the reference.
 
     What is computed from a mask, without waiting for the GPU, is kept as long as the object that was passed, also under

@@ -104,7 +104,7 @@ def entries():
 
 
 def divided(sass: str) -> list[str]:
-    """Instructions of a whole warpgroup between the vote that sends some of its warps to weigh their scores again, and
+    """Instructions of a whole warpgroup between the vote that sends some of its warps to recompute their scores, and
     the mma.sync instructions by which they do."""
     found, since = [], []
     for opcode in inspect.instructions(sass):
@@ -126,7 +126,7 @@ def inspected(facts: FlashFacts) -> tuple:
     alone = []
     if facts.path == "sm_90" and facts.skips_max:
         alone = [f"{opcode}, which not all warps may reach" for opcode in divided(inspect.disassemble(cubin))]
-        alone += [] if resources.hmma else ["no scores are weighed again"]
+        alone += [] if resources.hmma else ["no scores are recomputed"]
     found = alone + inspect.problems(
         resources,
         tensor_core="HGMMA" if facts.path == "sm_90" else "HMMA",

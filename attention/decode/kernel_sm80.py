@@ -107,7 +107,7 @@ class DecodeSm80:
         rows = seqlen.rows * source.qhead_per_kvhead
         from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
         if tiles.count > 0:
-            # Only the first tile visited can reach past the end of K and V: zeros stand there.
+            # Only the first tile visited can reach past the end of K and V; the rows after it become zeros.
             self.copy_q(packed(mQ, tile, source.qhead_per_kvhead), tile.m * cfg.tile_m, c.sQ, rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, None)
         self.mainloop.wait(2 * cfg.stages - 1)
@@ -135,7 +135,7 @@ class DecodeSm80:
 
     @cute.jit
     def copy_tile(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
-        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros.
+        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that do not exist become zeros.
 
         cache: (mX, mTable, pages, tile), with mX (B or pages, Hkv, S, D) and mTable (B, pages of an item) or None.
         """
@@ -146,7 +146,7 @@ class DecodeSm80:
 
     @cute.jit
     def copy_lines(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
-        """This thread's vectors of them."""
+        """The same for this thread's vectors."""
         mX, mTable, pages, tile = cache
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         to = op.offset(line, element * ELEMENT)

@@ -14,11 +14,11 @@ stores its O and LSE in fp32; a second kernel (combine.py) computes the result f
 
 Both are launched early (programmatic dependent launch), this one also where nothing is split: CTAs may start and make
 their barriers before the kernel ahead of them in the stream has ended, if it allows that. They wait for its end before
-they read or write anything in global memory, so a kernel's end is also that of all ahead of it. This kernel lets the
-next one start when its last loads are issued, combine at once: its CTAs leave room for others.
+they read or write anything in global memory, so when a kernel has ended, so have all ahead of it. This kernel lets the
+next one start when its last loads are issued, the combining one at once: its CTAs leave room for others.
 
-With pages, a tile of K or V is loaded in boxes of no more than a page's rows. The page numbers of a tile are read while
-the tile before is loaded, lane j having that of box j.
+With pages, a tile of K or V is loaded in boxes of at most a page's rows. The page numbers of a tile are read while the
+tile before is loaded; lane j reads that of box j.
 """
 
 import cuda.bindings.driver as cuda
@@ -104,7 +104,7 @@ class DecodeSm90:
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
-            preferred_smem_carveout=100,  # not in what is exported; unnamed, the DSL would ask a GPU for its size
+            preferred_smem_carveout=100,  # not exported; without it, the DSL would ask a GPU
             use_pdl=True,
             stream=stream,
         )  # fmt: skip
@@ -115,7 +115,7 @@ class DecodeSm90:
             )
 
     def boxed(self, layout, box: tuple):
-        """A ring's layout (rows, cols, PIPE), cut into boxes that TMA writes: (box rows, box cols, boxes)."""
+        """A ring's layout (rows, cols, PIPE) in the boxes that TMA writes: (box rows, box cols, boxes)."""
         boxes = cute.flat_divide(layout, box)  # (box rows, box cols, boxes, 1, PIPE) or (.., 1, boxes, PIPE)
         return cute.group_modes(boxes, 2, 5)
 
@@ -155,7 +155,7 @@ class DecodeSm90:
         pipe_k, pipe_v = self.mainloop.make_kv_rings(storage)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        cute.arch.griddepcontrol_wait()  # before it nothing in global memory is read or written
+        cute.arch.griddepcontrol_wait()  # nothing in global memory is read or written before it
 
         if warp == 4:
             tKsK, tKgK = self.partition(tma_k, sK, mK, (self.box, facts.head_dim))
@@ -200,7 +200,7 @@ class DecodeSm90:
                     work = QueryWork(source, tiles, tile, seqlen, row, softcap)
                     at_k = self.mainloop.first_step(c, work, at_k)
                     if const_expr(facts.seqlens):
-                        # What lies past the end may be NaN, of which a weight of 0 does not make 0.
+                        # V's rows past the end may hold NaN, and 0 times NaN is NaN.
                         valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
@@ -215,7 +215,7 @@ class DecodeSm90:
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, sQ: cute.Tensor, first: Int32, rows: Int32, tidx: Int32):
-        """Load a tile of packed rows (rows, D) to (ROWS, D, 1), zeros where there are none."""
+        """Load a tile of packed rows (rows, D) to (ROWS, D, 1), zeros for rows that do not exist."""
         vectors = const_expr(self.facts.head_dim // VECTOR)  # of a row
         each = const_expr(ROWS * vectors // WARPGROUP)
         for begin in range_constexpr(0, each, LOADS):
@@ -229,7 +229,7 @@ class DecodeSm90:
                     place = cute.make_ptr(self.dtype, at, AddressSpace.gmem, assumed_align=16)
                     cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), found[None, i])
             if const_expr(begin == 0):
-                self.sync()  # all have done their products with the tile before
+                self.sync()  # all warps have finished their products with the tile before
             for i in range_constexpr(min(LOADS, each - begin)):
                 number = tidx + (begin + i) * WARPGROUP
                 place = cute.local_tile(sQ[None, None, 0], (1, VECTOR), (number // vectors, number % vectors))
@@ -239,7 +239,7 @@ class DecodeSm90:
 
     @cute.jit
     def clear_rows(self, sV: cute.Tensor, valid: Int32, tidx: Int32):
-        """Zeros in (Dv, tile_n) from row `valid` of V on."""
+        """Zero the rows from `valid` on of a tile (Dv, tile_n) of V."""
         vectors = const_expr(self.facts.head_dim_v // VECTOR)
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)
@@ -256,9 +256,9 @@ class DecodeSm90:
     def load_boxes(
         self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state, tile, n: Int32, pages: Int32
     ):
-        """Load tile n, (TMA, boxes of B or of a page, B or pages) to (TMA, boxes, PIPE), as soon as its place is free.
+        """Load tile n, (TMA, boxes of B or of a page, B or pages) to (TMA, boxes, PIPE), as soon as its stage is free.
 
-        A page whose number there is not lies outside of the tensor, so TMA writes zeros.
+        A page that does not exist is outside of the tensor, so TMA writes zeros.
         """
         pipe.producer_acquire(state)
         for j in range_constexpr(self.boxes):

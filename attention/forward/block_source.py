@@ -96,7 +96,7 @@ class OrderedScheduler(QueryScheduler):
 
 
 def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
-    """(scheduler, source) of what block_sparse.blocks_of makes of a mask."""
+    """(scheduler, source) for what block_sparse.blocks_of makes of a mask."""
     index, width, table, *mask_tensors = blocks
     kind, cfg = facts.blocks, facts.config
     tiles_q, steps = kind.block_q // cfg.tile_m, kind.block_k // cfg.tile_n

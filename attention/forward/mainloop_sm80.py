@@ -37,13 +37,13 @@ COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a warp has for all tiles: where operands lie in shared memory, accumulators."""
+    """What a warp needs for all tiles: where operands are in shared memory, and its accumulators."""
 
     sQ: Int32
     sK: Int32
     sV: Int32
     rows_q: Int32  # address of the warp's rows of Q
-    lanes: tuple  # where this lane's rows of the fragments' matrices lie in a tile of Q, K and V
+    lanes: tuple  # where this lane's rows of the fragments' matrices are in a tile of Q, K and V
     acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_L: cute.Tensor  # (MMA, MMA_M, 1): sums of P's rows, where they are products with ones
@@ -77,9 +77,9 @@ class MainloopSm80:
         rows_q = sQ + warp * (self.q.span * self.q.line_bytes)
         acc_S = cute.make_rmem_tensor((4, self.tiles_m, cfg.tile_n // 8), Float32)
         acc_O = cute.make_rmem_tensor((4, self.tiles_m, facts.head_dim_v // 8), Float32)
-        # The sums of P's rows are products with ones: additions are put off by the compiler, which then holds every P
-        # twice, before and after rounding. They are fewer instructions, too. But they are sums of rounded numbers,
-        # which is right for O and not for LSE (1e-3 off, measured), so a kernel that gives LSE adds.
+        # The sums of P's rows are products with ones: the compiler would put off additions and then hold every P twice,
+        # before and after rounding. Products are fewer instructions, too. But they sum rounded numbers, which is right
+        # for O and not for LSE (1e-3 off, measured), so a kernel that writes LSE adds.
         acc_L = cute.make_rmem_tensor((4, self.tiles_m, 1), Float32)
         ones = cute.make_rmem_tensor((4, 1), self.dtype)
         ones.fill(1.0)
@@ -148,7 +148,7 @@ class MainloopSm80:
 
     @cute.jit
     def wait(self, groups: cutlass.Constexpr):
-        """Until all but the latest `groups` groups of copies are visible to all threads, and these have come here."""
+        """Wait until all but the latest `groups` groups of copies are visible to all threads; also a barrier of all."""
         cute.arch.cp_async_wait_group(groups)
         cute.arch.sync_threads()
 
@@ -201,7 +201,7 @@ class MainloopSm80:
 
 
 def operand_tiles(facts: FlashFacts) -> tuple:
-    """(Q, K, V): how their tiles lie in shared memory."""
+    """(Q, K, V): the layouts of their tiles in shared memory."""
     cfg = facts.config
     threads = WARP * cfg.groups
     q = OperandTile(cfg.tile_m, facts.head_dim, True, VECTOR, threads, cfg.groups, False)

@@ -41,7 +41,7 @@ ORDER_BARRIER = 1  # named barriers 1, 2, ..: each consumer warpgroup waits at i
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer warpgroup has for all of its query tiles: operands, accumulators, the rings of K and V."""
+    """What a consumer warpgroup needs for all of its query tiles: operands, accumulators, the rings of K and V."""
 
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
@@ -136,7 +136,7 @@ class MainloopSm90:
         )
 
     def make_ring(self, barriers, stages: int, elements: int) -> pipeline.PipelineAsync:
-        """The pipeline of an operand, of which a stage has so many elements; barriers are not yet visible to all."""
+        """The pipeline of an operand whose stages have `elements` elements; its barriers are not yet visible to all."""
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
@@ -229,7 +229,7 @@ class MainloopSm90:
             c.pipe_k.consumer_release(at_k)
             grown = mask_and_softmax(self.facts, rows_and_columns(c.acc_S), softmax, work, i, kind, self.lazy)
         at_k.advance()
-        # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
+        # Two warpgroups gain nothing by it, and masked tiles leave no registers for it.
         if const_expr(self.cfg.groups == 3 and kind == FULL):
             compute_before_waits(*(softmax.row_sum[r] for r in range(2)), c.sQ.iterator.toint())
         warpgroup.wait_group(0)

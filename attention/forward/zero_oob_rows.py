@@ -15,8 +15,8 @@ VECTOR = 16  # bytes that one thread stores at once
 def lines_of(layout) -> tuple[int, int]:
     """(bytes of a line, lines) of a stage of V's ring (Dv, tile_n, PIPE), of 16-bit elements.
 
-    A row of V is cut into pieces as wide as the swizzle; all rows' first pieces lie below each other, then all second
-    ones. A swizzle permutes 16-byte chunks within a line, so it does not matter to whole lines.
+    A row of V is cut into pieces as wide as the swizzle. First come the first pieces of all rows, one below the other,
+    then their second pieces. A swizzle permutes 16-byte chunks within a line, so it does not matter to whole lines.
     """
     dim, rows, _ = (cute.size(layout, mode=[i]) for i in range(3))
     width = cute.crd2idx((0, 1, 0), layout)
