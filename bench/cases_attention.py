@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
-from attention.mask_mods import window_bounds
+from attention.masks.mask_mods import window_bounds
 from sparse_collective import BsrMatrix
 from tests.cases import uniform
 

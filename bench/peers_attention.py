@@ -14,7 +14,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.mask_mods import window_bounds
+from attention.masks.mask_mods import window_bounds
 
 from .peers import Burst, Call, WrongResult, agrees, fastest, made, needs, peer, verified
 

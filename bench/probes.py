@@ -14,10 +14,11 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
-from cute_kernels.gemm_sm90 import ALIGN, smem_layout
+from cute_kernels.matmul.arguments import launch_args
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.compile import compile_for
-from cute_kernels.runtime.fake import fake_tensor, launch_args
+from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.tile.hopper import ALIGN, smem_layout
 
 STAGES = 6
 FEED_TILE = (256, 64)  # rows x bf16 columns of one TMA box: 32 KB, as a 256-wide B tile's

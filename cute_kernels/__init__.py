@@ -8,9 +8,10 @@ load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kern
 """
 
 from . import functions
+from .eager import plan_gemm
 from .explain import explain, explains
-from .ops import gemm, plan_gemm
-from .runtime.plan import path
+from .ops import gemm
+from .runtime.device import path
 
 __all__ = ["explain", "functions", "gemm", "load_bundle", "path"]
 __version__ = "0.1.0"

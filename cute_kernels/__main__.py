@@ -21,21 +21,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import catalog
 from .arch import ARCHS, MMA_K, arch_named
 from .dtypes import NAMES, OPERANDS
+from .matmul.bundle import OPS, bundle_facts
 from .report import print_report, row_of
 from .runtime import keys
 from .runtime.bundle import BundleWriter
 from .runtime.cache import KernelCache
 from .runtime.compile import MissingCompiler, import_cutlass
+from .runtime.families import families, family_of, load_all
 from .runtime.inspect import MissingDisassembler, find_nvdisasm
 from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kernel
 
 BUNDLE_BLOCKS = ((128, 128), (64, 64), (32, 32))
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
 INDEX_DTYPES = ("int32", "int64")
-EPILOG = "With no --block, --op and --dtype a bundle holds what most calls need; see catalog.bundle_facts."
+EPILOG = "With no --block, --op and --dtype a bundle holds what most calls need; see cute_kernels.matmul.bundle."
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
     listed(sub, "--dtype", one_of("operand type", DTYPES), ("bfloat16",), metavar="T,U")
     listed(sub, "--block", block_shape, (f"{bm}x{bk}" for bm, bk in BUNDLE_BLOCKS), metavar="BMxBK,...")
-    listed(sub, "--op", one_of("operation", catalog.OPS), catalog.OPS, metavar="OP,...")
+    listed(sub, "--op", one_of("operation", OPS), OPS, metavar="OP,...")
     listed(sub, "--index", one_of("index type", INDEX_DTYPES), ("int32",), metavar="T,U")
     sub.set_defaults(run=run_compile)
 
@@ -136,7 +137,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     import_cutlass()
     find_nvdisasm()
     start = time.perf_counter()
-    facts = [f for arch in args.arch for f in catalog.kernel_configurations(arch, args.quick)]
+    facts = [f for arch in args.arch for family in families() for f in family.catalogue(arch, args.quick)]
     found = {outcome.item: outcome for outcome in with_progress("inspecting", inspect_kernel, facts, args.jobs)}
     outcomes = [found[f] for f in facts]
     rows = [row_of(outcome) for outcome in outcomes]
@@ -150,14 +151,14 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_compile(args: argparse.Namespace) -> int:
     import_cutlass()
     start = time.perf_counter()
-    facts = [f for a in args.arch for f in catalog.bundle_facts(a, args.dtype, args.block, args.op, args.index)]
+    facts = [f for a in args.arch for f in bundle_facts(a, args.dtype, args.block, args.op, args.index)]
     writer = BundleWriter(args.out)
     named = [(f, keys.function_name(writer.key(f))) for f in facts]
     count, size, failures = Counter(), Counter(), []
     for outcome in with_progress("compiling", compile_object, named, args.jobs):
         made = outcome.item[0]
         if outcome.error:
-            failures.append(f"{made.arch} {catalog.name_of(made)}\n    {outcome.error}")
+            failures.append(f"{made.arch} {family_of(made).title(made)}\n    {outcome.error}")
             continue
         data, metadata = outcome.value
         writer.add(made, data, metadata)
@@ -200,6 +201,7 @@ def run_cache(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; what is wrong with the installation or a folder is one line on stderr."""
+    load_all()
     args = parser().parse_args(argv)
     try:
         return args.run(args)

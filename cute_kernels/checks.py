@@ -2,9 +2,9 @@
 
 import torch
 
-from .config import EpilogueSpec
 from .dtypes import NAMES, OPERANDS
 from .functions import ACTIVATIONS
+from .matmul.config import EpilogueSpec
 from .traced.memo import traced
 from .traced.program import FLOAT, Program
 

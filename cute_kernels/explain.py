@@ -1,6 +1,6 @@
 """explain: which kernel, configuration and path a call takes, and why."""
 
-from .runtime.plan import Plan
+from .matmul.plan import Plan
 
 _PLANNERS = {}
 

@@ -7,16 +7,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import catalog
 from .arch import arch_named
+from .runtime.families import family_of
 from .runtime.parallel import Outcome
 
 COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
+COLUMNS = ("path", "configuration", "problem", "operands", "epilogue")  # of Family.describe
 WIDTH = 180  # columns of a table in a file or a pipe; a terminal has its own
 LEGEND = """\
-configuration: tile MxNxK/stages, split among warps (sm_80) or warpgroups (sm_90), k/ CTAs that share K,
-c cluster, pp ping-pong
-operands: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
+configuration of a product: tile MxNxK/stages, warps (sm_80) or warpgroups (sm_90), k/ CTAs that share K, c cluster, pp
+ping-pong
+operands of a product: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
 regs: on the sm_90 path those of every thread at the start, before setmaxnreg moves them to the consumers
 """
 
@@ -24,19 +25,13 @@ regs: on the sm_90 path those of every thread at the start, before setmaxnreg mo
 def row_of(outcome: Outcome) -> dict:
     """One kernel as JSON; without numbers if it did not compile."""
     facts, report = outcome.item, outcome.value
-    row = {
-        "arch": facts.arch,
-        "name": catalog.name_of(facts),
-        "path": facts.path,
-        "config": str(facts.config),
-        "block": catalog.block_text(facts),
-        "operands": catalog.operands_text(facts),
-        "epilogue": catalog.epilogue_text(facts.epilogue),
-    }
+    family = family_of(facts)
+    row = {"arch": facts.arch, "family": family.name, "name": family.title(facts)}
+    row |= dict.fromkeys(COLUMNS, "") | family.describe(facts)
     if report is not None:
         r = report.resources
         row |= {name: getattr(r, name) for name in ("registers", "stack", "stl", "ldl", "static_smem")}
-        row |= {"dynamic_smem": report.dynamic_smem, "smem_limit": facts.spec.smem}
+        row |= {"dynamic_smem": report.dynamic_smem, "smem_limit": family.smem_limit(facts)}
         row |= {name: getattr(r, name) for name in (*COUNTED, "instructions")}
     problems = [outcome.error] if outcome.error else list(report.problems)
     return row | {"problems": problems, "seconds": round(outcome.seconds, 3)}
@@ -46,20 +41,14 @@ def table_of(arch: str, outcomes: list[Outcome]) -> Table:
     """The kernels of one architecture, a row each."""
     title = f"{arch}: {len(outcomes)} kernels, {arch_named(arch).smem} bytes of shared memory a block"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("path", "configuration", "block", "operands", "epilogue"):
+    for name in ("family", *COLUMNS):
         table.add_column(name, overflow="fold")
     for name in ("regs", "stack", "STL/LDL", "smem", *map(str.upper, COUNTED)):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for outcome in outcomes:
-        facts, row = outcome.item, row_of(outcome)
-        cells = [
-            facts.path,
-            catalog.config_text(facts.config),
-            row["block"],
-            row["operands"],
-            row["epilogue"],
-        ]
+        row = row_of(outcome)
+        cells = [row[name] for name in ("family", *COLUMNS)]
         if outcome.value is not None:
             cells += [row["registers"], row["stack"], f"{row['stl']}/{row['ldl']}"]
             cells += [f"{row['static_smem']}+{row['dynamic_smem']}", *(row[name] for name in COUNTED)]

@@ -29,37 +29,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arch import PATHS
-from .config import NO_COUNTS, GemmConfig
-from .heuristics import listed_at_random
+from .matmul.problem import STATS_ROWS, listed_at_random
 from .runtime.cache import cache_directory
-from .runtime.store import write_atomically
-from .sweep_tile import CONSUMERS, ROWS
+from .runtime.disk_store import write_atomically
+from .runtime.families import family_named
 
 if TYPE_CHECKING:
-    from .runtime.plan import Problem
+    from .matmul.problem import Problem
 
 LOG = logging.getLogger("cute_kernels.tuned")
 ENABLED_VARIABLE = "CUTE_KERNELS_TUNED"
 SHIPPED = Path(__file__).with_suffix("")  # the folder of the package's own tables
 FORMAT = 1
-
-# What decides the speed of a path's kernels, dense and sparse. Not config.py, though it derives some of their facts:
-# every new field of GemmConfig would void all tables.
-_SHARED = ("cute_kernels.dense", "cute_kernels.epilogue", "cute_kernels.functions", "cute_kernels.k_tiles")
-_SHARED += ("cute_kernels.scheduler", "sparse_collective.collective", "sparse_collective.k_tiles")
-_SHARED += ("sparse_collective.few_columns", "sparse_collective.vector_loads")
-SOURCES = {
-    path: (*_SHARED, *(f"cute_kernels.{part}_{path.replace('_', '')}" for part in ("gemm", "mainloop", "store")))
-    for path in PATHS
-}
-SOURCES["sm_90"] += (
-    "cute_kernels.exchange_sm90",
-    "cute_kernels.mainloop_pairs_sm90",
-    "sparse_collective.pairs_collective",
-)
-SOURCES["sm_90"] += ("cute_kernels.sweep_tile", *(f"sparse_collective.{part}" for part in (
-    "sweep", "sweep_collective", "sweep_plan", "sweep_sm90", "wgmma",
-)))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,8 @@ class TunedPick:
 
     problem: str  # problem_class()
     path: str
-    config: GemmConfig
+    family: str  # of kernels
+    config: Any  # the family's
     group: int
     ctas: int
     us: float
@@ -81,7 +63,10 @@ class TunedPick:
 
 @dataclass
 class Table:
-    """The contents of one file. `fingerprints` maps a path to the kernel_fingerprint its entries were measured with."""
+    """The contents of one file.
+
+    `fingerprints` maps a path and a family, as "sm_90 dense", to the kernel_fingerprint of when it was measured.
+    """
 
     card: str
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -116,9 +101,9 @@ def problem_class(problem: Problem, path: str) -> str:
     if problem.block and problem.block.batch:
         words.append(f"of {problem.block.batch}" + (f" in runs of {problem.block.run}" if problem.block.run else ""))
     if problem.block:
-        words.append(f"{100 * octave(problem.kept, 4):.3g}%")
-        random = listed_at_random(problem.kept, problem.block, CONSUMERS * ROWS)
-        if problem.shares.listed is not None and problem.shares.listed < 0.8 * random:
+        words.append(f"{100 * octave(problem.density, 4):.3g}%")
+        random = listed_at_random(problem.density, problem.block, STATS_ROWS)
+        if problem.stats.listed is not None and problem.stats.listed < 0.8 * random:
             words.append("shared columns")
     words += [",".join(problem.majors), problem.dtype, f"out {out_bytes}B"]
     words.append("light" if problem.epilogue.is_light else "loaded")
@@ -134,15 +119,20 @@ def problem_class(problem: Problem, path: str) -> str:
 
 
 @functools.cache
-def kernel_fingerprint(path: str) -> str:
-    """A hash of the sources that decide the speed of a path's kernels, without comments, docstrings and layout.
+def kernel_fingerprint(path: str, family: str) -> str:
+    """A hash of the sources that decide the speed of a family's kernels, without comments, docstrings and layout.
 
     Takes 10 to 20 ms, once per process, and only where a table has an entry for the call. Equal on all Python versions.
     """
     digest = hashlib.sha256()
-    for module in SOURCES[path]:
+    for module in family_named(family).sources(path):
         digest.update(f"{module}\0{source_text(_source(module))}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def key_of(path: str, family: str) -> str:
+    """Of Table.fingerprints."""
+    return f"{path} {family}"
 
 
 def _source(module: str) -> str:
@@ -211,13 +201,13 @@ def lookup(
     text = ""
     for file in (user_file(card), shipped_file(card)):
         table = read_once(file)
-        if table is None or table.card != card or path not in table.fingerprints:
+        if table is None or table.card != card:
             continue
         text = text or problem_class(problem, path)
         pick = table.entries.get((path, text))
         if pick is None:
             continue
-        if table.fingerprints[path] != kernel_fingerprint(path):
+        if table.fingerprints.get(key_of(path, pick.family)) != kernel_fingerprint(path, pick.family):
             notes.append(f"tuned table ignored: its kernels' sources differ ({file})")
         elif reason := refuse(pick):
             notes.append(f"tuned entry ignored: {reason} ({file})")
@@ -283,11 +273,8 @@ def read(file: Path) -> Table:
 
 
 def _pick(entry: Mapping[str, Any]) -> TunedPick:
-    pick = TunedPick(**{**entry, "config": GemmConfig(**entry["config"])})
-    config = pick.config
-    if type(config.sweep) is not bool or type(config.pairs) is not bool or type(config.few) is not bool:
-        raise ValueError(f"sweep, pairs or few in {entry} is not what it should be")
-    config = dataclasses.replace(config, **dict.fromkeys(NO_COUNTS, 1))
+    config = family_named(entry["family"]).config(**entry["config"])
+    pick = TunedPick(**{**entry, "config": config})
     counts = [*dataclasses.astuple(config), pick.group, pick.ctas]
     if any(type(n) is not int or n < 1 for n in counts):
         raise ValueError(f"a count in {entry} is no positive integer")
@@ -310,18 +297,24 @@ def keep(file: Path, card: str, path: str, picks: Iterable[TunedPick], settled: 
     """Put `picks`, measured with this process's kernels, into a table of `path`.
 
     `settled` are all problem classes that were measured: an older entry of one that has no pick any more goes. So do
-    a path's entries from other sources, and a file that is damaged or another card's, which nobody could use.
+    entries measured with other sources, and a file that is damaged or another card's, which nobody could use.
     """
+    picks = list(picks)
     try:
         found = read(file)
     except (OSError, ValueError):
         found = None
     table = found if found is not None and found.card == card else Table(card)
-    settled, current = set(settled), kernel_fingerprint(path)
-    stale = table.fingerprints.get(path) != current
-    for key in [key for key in table.entries if key[0] == path and (stale or key[1] in settled)]:
-        del table.entries[key]
-    table.fingerprints[path] = current
-    table.entries |= {(pick.path, pick.problem): pick for pick in picks}
+    settled = set(settled)
+    for key, pick in list(table.entries.items()):
+        stale = table.fingerprints.get(key_of(pick.path, pick.family)) != kernel_fingerprint(pick.path, pick.family)
+        if key[0] == path and (stale or key[1] in settled):
+            del table.entries[key]
+    for pick in picks:
+        table.entries[pick.path, pick.problem] = pick
+    used = {(pick.path, pick.family) for pick in table.entries.values()}
+    table.fingerprints = {key_of(*each): kernel_fingerprint(*each) for each in used if each[0] == path} | {
+        key: value for key, value in table.fingerprints.items() if not key.startswith(f"{path} ")
+    }
     write(file, table)
     forget()

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cute_kernels.heuristics import NOT_KNOWN, Shares
+from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
 from cute_kernels.runtime.derived import Derived, state_of
-from cute_kernels.sweep_tile import CHUNK
 
-from . import arguments, balance, index_check
-from .pairs import PairPlan, pair_plan, starts_of
-from .sweep import SweepPlan, sweep_plan
+from . import checks as arguments
+from . import index_check
+from .row_pairs.tables import PairPlan, pair_plan, starts_of
+from .small_blocks.tables import SweepPlan, sweep_plan
+from .small_blocks.tile import CHUNK
+from .tile_order import reference as balance
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -70,11 +72,11 @@ class BsrMatrix:
     check: bool
     checked: bool  # whether check_indices has passed
     even: bool  # whether all block rows are known to hold equally many blocks
-    shares: Shares  # of block columns that its rows need, where known; what kernels are chosen by
+    stats: PatternStats  # of block columns that its rows need, where known; what kernels are chosen by
     key: tuple  # what an op's plan depends on, hashable
     plans: Derived | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
     __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "batch", "nnz", "plans", "even")
-    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "shares", "key", "__weakref__")
+    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "stats", "key", "__weakref__")
 
     def __init__(
         self,
@@ -106,16 +108,16 @@ class BsrMatrix:
         self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape, batch=batch)
         self._set(blocksize=(bm, bk), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
         self._set(check=bool(check), checked=False, even=False, plans=Derived())
-        self._set_shares(NOT_KNOWN)
+        self._set_stats(NOT_KNOWN)
 
     def _set(self, **attributes: object) -> None:
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
-    def _set_shares(self, shares: Shares) -> None:
+    def _set_stats(self, stats: PatternStats) -> None:
         dtypes = self.values.dtype, self.crow_indices.dtype
-        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, shares
-        self._set(shares=shares, key=key)
+        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, stats
+        self._set(stats=stats, key=key)
 
     def _refuse(self, name: str, *_: object) -> None:
         raise AttributeError(f"BsrMatrix.{name} is read-only; build a new matrix, which copies no tensor")
@@ -133,13 +135,13 @@ class BsrMatrix:
         check: bool = True,
         checked: bool = True,
         even: bool = False,
-        shares: Shares = NOT_KNOWN,
+        stats: PatternStats = NOT_KNOWN,
     ) -> BsrMatrix:
         """An instance whose indices are, or with checked=False may be, right by construction."""
         matrix = cls(crow, col, values, shape, check=check)
         matrix._set(checked=checked, even=even)
-        matrix._set_shares(shares)
-        if even or shares != NOT_KNOWN:
+        matrix._set_stats(stats)
+        if even or stats != NOT_KNOWN:
             matrix._remember()
         return matrix
 
@@ -217,7 +219,7 @@ class BsrMatrix:
         shape, state = self.shape[1:], {"check": self.check, "checked": self.checked, "even": self.even}
         if self.batch == "values":
             pattern = self.crow_indices, self.col_indices
-            return [self._make(*pattern, v, shape, **state, shares=self.shares) for v in self.values]
+            return [self._make(*pattern, v, shape, **state, stats=self.stats) for v in self.values]
         found = []
         for crow, begin, end in zip(self.crow_indices, *self.crow_indices[:, [0, -1]].t().tolist(), strict=True):
             parts = crow - begin, self.col_indices[begin:end], self.values[begin:end]
@@ -358,7 +360,7 @@ class BsrMatrix:
         values = self.values.to(target)
         if crow is self.crow_indices and col is self.col_indices:
             return self if values is self.values else self.with_values(values)
-        state = {"check": self.check, "checked": self.checked, "even": self.even, "shares": self.shares}
+        state = {"check": self.check, "checked": self.checked, "even": self.even, "stats": self.stats}
         return self._make(crow, col, values, self.shape, **state)
 
     def with_values(self, values: Tensor) -> BsrMatrix:
@@ -376,7 +378,7 @@ class BsrMatrix:
             raise ValueError(f"values must be of shape {tuple(self.values.shape)}, got {tuple(values.shape)}")
         matrix = BsrMatrix(self.crow_indices, self.col_indices, values, self.shape, check=self.check)
         matrix._set(checked=self.checked, even=self.even, plans=self.plans)
-        matrix._set_shares(self.shares)
+        matrix._set_stats(self.stats)
         return matrix
 
     def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple):
@@ -399,7 +401,7 @@ class BsrMatrix:
     def _make_sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
         pattern = self.crow_indices, self.col_indices, self.shape[-2:], self.blocksize
         if self.device.type == "cuda":
-            from .sweep_plan import MOST_CHUNKS, sweep_plan_on_gpu
+            from .small_blocks.tables_kernel import MOST_CHUNKS, sweep_plan_on_gpu
 
             if -(-self.shape[-1] // CHUNK) <= MOST_CHUNKS:
                 return sweep_plan_on_gpu(*pattern, cluster, b_k_major)
@@ -412,7 +414,7 @@ class BsrMatrix:
     def _make_pair_plan(self) -> PairPlan:
         pattern = self.crow_indices, self.col_indices, self.n_block_cols
         if self.device.type == "cuda":
-            from .pairs_plan import MOST_COLUMNS, pair_plan_on_gpu
+            from .row_pairs.tables_kernel import MOST_COLUMNS, pair_plan_on_gpu
 
             if self.n_block_cols <= MOST_COLUMNS:
                 return pair_plan_on_gpu(*pattern)
@@ -429,7 +431,7 @@ class BsrMatrix:
         def make() -> tuple[Tensor]:
             starts = starts_of(self.pair_plan()) if paired else self.crow_indices
             if self.device.type == "cuda":
-                from .order_kernel import fits, work_order_on_gpu
+                from .tile_order.kernel import fits, work_order_on_gpu
 
                 if fits(len(starts) - 1, **tiles._asdict()):
                     return (work_order_on_gpu(starts, **tiles._asdict()),)
@@ -454,15 +456,15 @@ class BsrMatrix:
                 "this BsrMatrix has unchecked indices, and a CUDA graph cannot capture the check, which "
                 "synchronises; call check_indices() before the capture, or build the matrix with check=False"
             )
-        error, even, shares = index_check.check(self)
+        error, even, stats = index_check.check(self)
         if error:
             raise ValueError(error)
         self._set(checked=True, even=even)
-        self._set_shares(shares)
+        self._set_stats(stats)
         self._remember()
 
     def _remember(self) -> None:
-        known = weakref.ref(self.col_indices), self.blocksize, self.even, self.shares, self.plans
+        known = weakref.ref(self.col_indices), self.blocksize, self.even, self.stats, self.plans
         _LEARNT[self.crow_indices] = known
 
     def recall(self) -> None:
@@ -474,9 +476,9 @@ class BsrMatrix:
         col, blocksize, *learnt = _LEARNT.get(self.crow_indices) or (lambda: None, None, *nothing)
         if col() is not self.col_indices or blocksize != self.blocksize:
             learnt = nothing
-        even, shares, plans = learnt
+        even, stats, plans = learnt
         self._set(even=even, plans=plans)
-        self._set_shares(shares)
+        self._set_stats(stats)
 
     def row_of_block(self) -> Tensor:
         """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.

@@ -7,14 +7,10 @@ that its tensors' shapes fit together (arguments.py).
 import torch
 from torch import Tensor
 
-from cute_kernels.config import PAIRED_ROWS
-from cute_kernels.heuristics import NOT_KNOWN, Shares
-from cute_kernels.sweep_tile import CONSUMERS, ROWS
-
-GROUP_ROWS = ROWS * CONSUMERS  # of the sweep kernel without a cluster
+from cute_kernels.matmul.problem import NOT_KNOWN, PAIRED_ROWS, STATS_ROWS, PatternStats
 
 
-def check(W) -> tuple[str, bool, Shares]:
+def check(W) -> tuple[str, bool, PatternStats]:
     """What is wrong first, or ""; whether all block rows hold equally many blocks; what is known of the pattern."""
     crow, col, nnz, cols = rows_of_all_items(W), W.col_indices, W.nnz, W.n_block_cols
     # (nnz + 1,); clamped so that a wrong crow ends in a flag and not in a write out of bounds.
@@ -30,7 +26,7 @@ def check(W) -> tuple[str, bool, Shares]:
         (lengths == lengths[:1]).all(),
     )
     longest = lengths.max() if len(lengths) else crow[0]
-    group_rows = max(W.blocksize[0], GROUP_ROWS)
+    group_rows = max(W.blocksize[0], STATS_ROWS)
     columns = needed_columns(W, group_rows), needed_columns(W, 2 * PAIRED_ROWS, only=PAIRED_ROWS), longest
     *wrong, even, listed, paired, longest = torch.stack([x.long() for x in (*flags, *columns)]).tolist()
     if any(wrong):
@@ -42,7 +38,7 @@ def check(W) -> tuple[str, bool, Shares]:
         return round(columns / max(1, -(-W.shape[-2] // rows) * cols), digits)
 
     paired = share(paired, 2 * PAIRED_ROWS, 3) if W.blocksize[0] == PAIRED_ROWS else None
-    return "", bool(even), Shares(share(listed, group_rows, 2), paired, round(longest / max(1, cols), 2))
+    return "", bool(even), PatternStats(share(listed, group_rows, 2), paired, round(longest / max(1, cols), 2))
 
 
 def rows_of_all_items(W) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
-from attention.decode import splits as forced_splits
-from attention.mask_mods import SameDocument, window_bounds
+from attention.decode.choose import splits as forced_splits
+from attention.masks.mask_mods import SameDocument, window_bounds
 from cute_kernels import explain, gemm
-from cute_kernels.catalog import squared_relu
+from cute_kernels.matmul.catalogue import squared_relu
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
 from . import reference

@@ -13,15 +13,18 @@ from types import SimpleNamespace
 
 import torch
 
-import cute_kernels.ops as dense_ops
-import sparse_collective.ops as sparse_ops
+import cute_kernels
+import cute_kernels.eager as dense_ops
+import sparse_collective.eager as sparse_ops
 from cute_kernels import checks, reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
-from cute_kernels.legality import unsupported
-from cute_kernels.runtime import fake, kernels
-from cute_kernels.sweep_tile import CONSUMERS, Geometry
-from sparse_collective.pairs_collective import PairedSource
+from cute_kernels.matmul.arguments import contiguous_mode
+from cute_kernels.runtime import families
+from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.families import family_of
+from sparse_collective.row_pairs.gemm import PairedSource
+from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 
 from . import emulate_attention
 
@@ -32,12 +35,12 @@ class Emulated:
     built = set()  # facts of all kernels since the last install: how many a GPU run would compile
 
     def __init__(self, facts):
-        assert unsupported(facts) == "", unsupported(facts)
+        assert family_of(facts).unsupported(facts) == ""
         self.facts = facts
         self.built.add(facts.key())
 
     def __call__(self, *args):
-        expected = inspect.signature(kernels.entry_class(self.facts).__call__).parameters
+        expected = inspect.signature(type(family_of(self.facts).entry(self.facts)).__call__).parameters
         assert len(args) == len(expected) - len(("self", "stream")), f"{len(args)} arguments for {list(expected)}"
         *operands, bias, residual, alpha, beta, group, max_ctas = args
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
@@ -48,8 +51,8 @@ class Emulated:
             acc = a.float() @ b.float()
         else:
             *parts, b, d = operands
-            cfg = self.facts.config
-            acc = (self.swept if cfg.sweep else self.paired if cfg.pairs else self.sparse)(*parts, b)
+            kind = {"small blocks": self.swept, "row pairs": self.paired}.get(self.facts.family, self.sparse)
+            acc = kind(*parts, b)
         self.insist("b", b, 1)
         self.insist("d", d, 2)
         self.insist_on_whole_granules(d)
@@ -93,7 +96,7 @@ class Emulated:
     def insist_on_whole_granules(self, d):
         """TMA stores 16 bytes at a time: where a contiguous extent ends inside of them, it writes what lies behind."""
         if self.facts.tma_store:
-            mode = fake.contiguous_mode(self.facts, 2)
+            mode = contiguous_mode(self.facts, 2)
             assert d.shape[mode] * d.element_size() % 16 == 0, f"TMA would write past the end of d {tuple(d.shape)}"
 
     def sparse(self, crow, col, order, groups, values, b):
@@ -252,12 +255,12 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
         return plan
 
     planners = importlib.import_module("cute_kernels.explain")._PLANNERS
-    monkeypatch.setitem(planners, dense_ops.gemm, gemm_planner)
+    monkeypatch.setitem(planners, cute_kernels.gemm, gemm_planner)
     monkeypatch.setattr(dense_ops, "plan_gemm", gemm_planner)
     monkeypatch.setattr(sparse_ops, "_plan", bsr_planner)
     for ops in (dense_ops, sparse_ops):
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
-        monkeypatch.setattr(ops, "_PLANS", {})
+        monkeypatch.setattr(ops, "_PLANS", PlanCache())
     monkeypatch.setattr(Emulated, "built", set())
-    monkeypatch.setattr(kernels, "function_for", Emulated)
+    monkeypatch.setattr(families, "function_for", Emulated)
     emulate_attention.install(monkeypatch, arch, sms)

@@ -1,7 +1,7 @@
 """Whether a change leaves the machine code as it was: a hash of every kernel that the catalogues list.
 
     python -m tests.machine_code --write          record the hashes, in tests/machine_code.txt
-    python -m tests.machine_code [--only TEXT]    compile again, and list the kernels whose code is none of those recorded
+    python -m tests.machine_code [--only TEXT]    compile again, and list kernels whose code is none of those recorded
 
 Hashes are of the instructions alone (the cubin's .text sections), so kernels may be renamed. They hold for one version
 of the compiler, which the file names. No GPU is needed; all of it takes some 20 minutes on two cores.
@@ -14,66 +14,32 @@ import os
 import sys
 from pathlib import Path
 
+import attention  # noqa: F401 (importing it registers its families)
+import sparse_collective  # noqa: F401
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import kernel_configurations, name_of
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.families import compile_kernel, families
 from cute_kernels.runtime.parallel import in_parallel
 
 RECORD = Path(__file__).with_suffix(".txt")
 COMPILER = "nvidia-cutlass-dsl"
 
 
-def compiled(facts):
-    """What the kernel's own module makes of facts of any kind, with its cubin kept."""
-    kind = type(facts).__name__
-    if kind == "GemmFacts":
-        from cute_kernels.runtime.kernels import compile_kernel as build
-    elif kind == "FlashFacts":
-        from attention.runtime import compile_flash as build
-    elif kind == "DecodeFacts":
-        from attention.decode import compile_decode as build
-    elif kind == "OrderFacts":
-        from sparse_collective.order_kernel import compile_order as build
-    elif kind == "PlanFacts":
-        from sparse_collective.sweep_plan import compile_planner as build
-    else:
-        from sparse_collective.pairs_plan import compile_pair_planner as build
-    built = build(facts, keep_cubin=True)
-    return getattr(built, "compiled", built)
-
-
 def hash_of(facts) -> str:
-    """Of the instructions."""
-    code = [s.data for s in inspect.sections(cubin_of(compiled(facts))) if s.name.startswith(".text.")]
+    """Of the instructions of the kernel of these facts."""
+    cubin = cubin_of(compile_kernel(facts, keep_cubin=True).compiled)
+    code = [section.data for section in inspect.sections(cubin) if section.name.startswith(".text.")]
     return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
 def catalogue() -> dict:
     """name -> facts, of every kernel."""
-    from sparse_collective.order_kernel import OrderFacts
-    from sparse_collective.pairs_plan import PairPlanFacts
-    from sparse_collective.sweep_plan import PlanFacts
-
-    from . import test_attention_compile, test_decode_compile
-
     found = {}
-    for spec in ARCHS.values():
-        for facts in kernel_configurations(spec.name):
-            found[f"{spec.target}: {name_of(facts)}"] = facts
-        for index in ("int32", "int64"):
-            for dealt in (False, True):
-                found[f"{spec.target}: tile order {index} dealt {dealt}"] = OrderFacts(spec.target, index, dealt)
-        if spec.path == "sm_90":
-            for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
-                for cluster, k_major in ((1, False), (1, True), (2, True)):
-                    facts = PlanFacts(spec.target, *block, "int32", cluster, k_major)
-                    found[f"{spec.target}: plan of small blocks {block} {cluster} {k_major}"] = facts
-            found[f"{spec.target}: plan of pairs"] = PairPlanFacts(spec.target, "int32")
-    for entry in test_attention_compile.entries():
-        found[f"attention {entry.id}"] = entry.values[0]
-    for facts in test_decode_compile.entries():
-        found[f"decoding {facts}"] = facts
+    for family in families():
+        for spec in ARCHS.values():
+            for facts in family.catalogue(spec.name):
+                found[f"{spec.target}: {family.name}: {family.title(facts)}"] = facts
     return found
 
 

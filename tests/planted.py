@@ -18,9 +18,10 @@ from functools import partial, wraps
 
 import torch
 
-from cute_kernels import catalog
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmFacts
+from cute_kernels.matmul import catalogue
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.family import DENSE
 
 from .calls import Case, dense, matmul
 
@@ -72,7 +73,7 @@ def race():
     It then reads K-tiles that have not arrived, and overwrites those that other warps still read. No kernel may come
     out of a cache meanwhile, nor go into one: see `main`.
     """
-    from cute_kernels import mainloop_sm80
+    from cute_kernels.matmul import mainloop_sm80
 
     cute = mainloop_sm80.cute
     arch = Instead(cute.arch, sync_threads=lambda: None, cp_async_wait_group=lambda n: None)
@@ -91,7 +92,7 @@ RACED = (  # deep enough that the ring goes round many times
 
 def raced_facts() -> GemmFacts:
     """A kernel that `race` changes."""
-    (facts,) = catalog.main(catalog.dense, ARCHS["sm_80"], "sm_80", None)
+    (facts,) = DENSE.catalogue("sm_80", quick=True)
     return facts
 
 
@@ -101,9 +102,9 @@ def raced_facts() -> GemmFacts:
 def spilling() -> GemmFacts:
     """The catalogue's sm_90 configuration with most accumulators a thread, under a GELU: `unsupported` refuses it."""
     spec = ARCHS["sm_90"]
-    configs = catalog.configurations("sm_90", None, spec)
+    configs = DENSE.candidates("sm_90", None, spec)
     most = max(configs, key=lambda c: c.tile_m * c.tile_n / (c.warps_m * c.warps_n))
-    return catalog.dense(spec, "sm_90", most, epilogue=catalog.COL)
+    return catalogue.dense(spec, "sm_90", most, epilogue=catalogue.COL)
 
 
 # -- a wrong result -------------------------------------------------------------------------------------------

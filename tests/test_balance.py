@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import cute_kernels
 from cute_kernels.arch import ARCHS
 from cute_kernels.scheduler import TileScheduler
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, order_kernel
-from sparse_collective.balance import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
-from sparse_collective.order_kernel import Deal, Divisors, Mark, OrderFacts, fits, work_order_on_gpu
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective.tile_order import kernel as order_kernel
+from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, OrderFacts, fits, work_order_on_gpu
+from sparse_collective.tile_order.reference import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
 
 from . import cases
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from cute_kernels.heuristics import NOT_KNOWN
+from cute_kernels.matmul.problem import NOT_KNOWN
 from sparse_collective.bsr import BsrMatrix, random_bsr
 from tests.bsr_parts import DEVICES, INDEX_DTYPES, Operations, assert_same, pointers
 from tests.cases import PATTERNS, mask_to_indices

@@ -6,11 +6,13 @@ As in test_bsr_ops, each test also runs on the CPU, with torch in the kernels' p
 import pytest
 import torch
 
-from cute_kernels import candidates, explain, heuristics
+from cute_kernels import explain
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import configurations, linear
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul import cost as heuristics
+from cute_kernels.matmul.catalogue import configurations, linear
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
 from .cases import PATTERNS, mask_to_indices

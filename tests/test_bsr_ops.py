@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import candidates, explain, gemm
+from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul.config import BlockFacts
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective import ops as sparse_ops
 

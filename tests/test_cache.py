@@ -13,7 +13,7 @@ import pytest
 from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime import keys
 from cute_kernels.runtime.cache import KernelCache, default_cache
-from cute_kernels.runtime.store import sha256, write_atomically
+from cute_kernels.runtime.disk_store import sha256, write_atomically
 from tests import tiny_kernels
 from tests.cache_fixtures import (  # noqa: F401 (fixtures are used by name)
     Builder,
@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_is_still_read(tmp_path, build, caplog, 
     def refuse(*args, **kwargs):
         raise OSError(code, "no")
 
-    monkeypatch.setattr("cute_kernels.runtime.store.write_atomically", refuse)
+    monkeypatch.setattr("cute_kernels.runtime.disk_store.write_atomically", refuse)
     cache = KernelCache(tmp_path)
     cache.get(Facts(), build(Facts()))
     assert cache.stats().disk_hits == 1

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from cute_kernels import __main__ as cli
-from cute_kernels import catalog, explain, gemm
+from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul import catalogue as catalog
 from cute_kernels.runtime import parallel
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.compile import MissingCompiler
+from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.inspect import MissingDisassembler
 from cute_kernels.runtime.parallel import Outcome, attempt, in_parallel
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul

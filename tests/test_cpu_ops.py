@@ -13,11 +13,12 @@ from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS, PATHS, arch_named, arch_of
 from cute_kernels.checks import epilogue_program
-from cute_kernels.config import BlockFacts, EpilogueSpec, GemmFacts
-from cute_kernels.heuristics import Extents
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.choose import candidates_for, choose, facts_for
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
-from cute_kernels.runtime.plan import Problem, candidates_for, choose, facts_for, forced_path
+from cute_kernels.runtime.device import forced_path
+from cute_kernels.runtime.families import unsupported
 from cute_kernels.traced import activations
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
 

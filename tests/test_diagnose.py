@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
-from cute_kernels.runtime.plan import Plan
+from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.matmul.plan import Plan
+from sparse_collective.row_pairs.family import RowPairsConfig
 
 from .diagnose import Where, diagnose, kernel_view
 from .reference import assert_as_good_as_torch, normal, truth
@@ -31,7 +32,7 @@ def wrong_at(*places, shape=(512, 512), value=9.0):
 
 
 TALL, SPLIT_N = GemmConfig(256, 128, 64, 4, 2, 1), GemmConfig(64, 256, 64, 4, 1, 2)
-PAIRS, LOW = GemmConfig(128, 128, 64, 4, 1, 1, teams=2, pairs=True), GemmConfig(64, 128, 64, 4, 2, 2)
+PAIRS, LOW = RowPairsConfig(128, 128, 64, 4, 1, 1, teams=2), GemmConfig(64, 128, 64, 4, 2, 2)
 FAULTS = {  # configuration, path, shape, block, the elements at fault, what is said of them
     "a warp": (
         SM80, "sm_80", (512, 512), None, (slice(128 + 64, 256), slice(64, 96)),  # lower left warp of tile (1, 1)

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import candidates, explain, heuristics
+from cute_kernels import explain
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul import cost as heuristics
+from cute_kernels.matmul.config import BlockFacts, GemmConfig
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective import ops as sparse_ops
 
@@ -46,7 +48,7 @@ CONFIGS = [
 
 
 def facts_of(config, block, **changes):
-    from cute_kernels.catalog import linear
+    from cute_kernels.matmul.catalogue import linear
 
     return linear(ARCHS["sm_90"], changes.pop("path", "sm_90"), config, block, **changes)
 
@@ -58,8 +60,8 @@ def facts_of(config, block, **changes):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_k_tile_is_loaded_once_and_none_past_the_row(block, config):
     """Warps, pieces and lanes of a row walk it as multiply() does; what `valid` refuses is a repetition."""
-    from sparse_collective.few_columns import LANES_K, FewColumns
     from sparse_collective.k_tiles import BsrKTiles
+    from sparse_collective.skinny.kernel import LANES_K, FewColumns
 
     if block[0] % config.tile_m:
         pytest.skip("a strip lies in one block")
@@ -94,7 +96,7 @@ def plain(row, i):
 @pytest.mark.parametrize(("mmas_m", "mmas_n"), [(1, 1), (1, 2), (2, 2)])
 def test_registers_of_w_and_b_meet_in_the_same_k(mmas_m, mmas_n):
     """Two MMAs m16n8k16 over what 32 lanes have loaded are the product of 32 columns."""
-    from sparse_collective.few_columns import a_register, b_register
+    from sparse_collective.skinny.kernel import a_register, b_register
 
     W, x = torch.randn(16 * mmas_m, 32), torch.randn(8 * mmas_n, 32)
     a, b = torch.zeros(4, mmas_m, 2, 32, 2), torch.zeros(2, mmas_n, 2, 32, 2)  # a register holds two elements
@@ -136,7 +138,7 @@ def test_it_is_chosen_for_few_columns(n, block, path):
 
 
 def test_what_the_predicate_refuses():
-    from cute_kernels.catalog import bsr, dense
+    from cute_kernels.matmul.catalogue import bsr, dense
 
     config, spec = CONFIGS[0], ARCHS["sm_90"]
     strides = {"aligns": (8, 1, 1), "majors": ("k", "any", "any")}

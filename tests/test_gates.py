@@ -13,8 +13,8 @@ from bench.gates import correctness, determinism, gate, resources, speed, stabil
 from bench.gates.gate import FAILED, PASSED, SKIPPED, Skip
 from bench.rows import Candidate, Case, Problem
 from cute_kernels import gemm
-from cute_kernels.catalog import kernel_configurations
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.family import DENSE
+from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
 
 from . import calls, gpu_record, planted, sanitize_cases
@@ -188,7 +188,7 @@ def test_a_spill_is_found():
 
 
 def test_a_sound_kernel_passes():
-    found = resources.check(kernel_configurations("sm_90", quick=True)[:1])
+    found = resources.check(DENSE.catalogue("sm_90", quick=True))
     assert found.verdict == PASSED and "1 kernels (sm_90a 1)" in found.summary
 
 

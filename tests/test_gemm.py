@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import candidates, explain, gemm
+from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels import ops as dense_ops
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmFacts
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.runtime.families import unsupported
 
 from .reference import (
     assert_as_good_as_torch,

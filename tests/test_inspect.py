@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.catalog import kernel_configurations
+from cute_kernels.matmul.catalogue import kernel_configurations
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import compile_for, cubin_of
-from cute_kernels.runtime.kernels import compile_kernel
+from cute_kernels.runtime.families import compile_kernel
 from tests import sass, tiny_kernels
 from tests.tiny_kernels import ARCHS
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cute_kernels.arch import MMA_K
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.k_tiles import DenseSource
+from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective.k_tiles import BsrSource
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.arch import ARCHS
-from cute_kernels.catalog import kernel_configurations, name_of
+from cute_kernels.matmul.catalogue import kernel_configurations, name_of
 from cute_kernels.runtime.parallel import inspect_kernel
 
 TURNS = ("sm_86", "sm_89")

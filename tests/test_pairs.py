@@ -10,12 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import candidates, explain, heuristics
+from cute_kernels import explain
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts
-from cute_kernels.legality import unsupported
-from sparse_collective import BsrMatrix, balance, bsr_linear, bsr_matmul
-from sparse_collective.pairs import pair_plan, starts_of
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul import cost as heuristics
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.families import unsupported
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective.row_pairs.tables import pair_plan, starts_of
+from sparse_collective.tile_order import reference as balance
 
 from . import cases
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
@@ -217,7 +220,7 @@ def test_plans_of_patterns(pattern):
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 128), (33, 1100), (2, 40_000)], ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_kernel_plans_as_torch_does(pattern, shape, index_dtype):
-    from sparse_collective.pairs_plan import pair_plan_on_gpu
+    from sparse_collective.row_pairs.tables_kernel import pair_plan_on_gpu
 
     crow, col = (t.cuda() for t in cases.mask_to_indices(PATTERNS[pattern](*shape), index_dtype))
     ours, by_torch = (plan(crow, col, shape[1]) for plan in (pair_plan_on_gpu, pair_plan))
@@ -230,7 +233,7 @@ def test_the_kernel_plans_as_torch_does(pattern, shape, index_dtype):
 def test_the_plan_kernel_compiles(arch):
     from cute_kernels.runtime import inspect
     from cute_kernels.runtime.compile import cubin_of
-    from sparse_collective.pairs_plan import PairPlanFacts, compile_pair_planner
+    from sparse_collective.row_pairs.tables_kernel import PairPlanFacts, compile_pair_planner
 
     for index_dtype in ("int32", "int64"):
         compiled = compile_pair_planner(PairPlanFacts(arch, index_dtype), keep_cubin=True)
@@ -282,7 +285,7 @@ def test_a_plan_is_kept_until_the_indices_change():
 def test_what_the_predicate_refuses():
     from dataclasses import replace
 
-    from cute_kernels.catalog import COL, ROW, bsr, dense, linear
+    from cute_kernels.matmul.catalogue import COL, ROW, bsr, dense, linear
 
     wide, narrow = PAIRS[:2]
 

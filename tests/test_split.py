@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import candidates, explain, gemm, heuristics
+from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts, GemmConfig, GemmFacts
-from cute_kernels.exchange_sm90 import swaps
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul import cost as heuristics
+from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.matmul.split_k_sm90 import swaps
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective.k_tiles import BsrSource
 

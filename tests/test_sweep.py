@@ -8,13 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import candidates, explain, heuristics
+from cute_kernels import explain
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import BlockFacts
-from cute_kernels.legality import unsupported
-from cute_kernels.sweep_tile import CONSUMERS, ROWS, Geometry
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul import cost as heuristics
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.families import unsupported
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
-from sparse_collective.sweep import sweep_plan, table_shapes
+from sparse_collective.small_blocks.tables import sweep_plan, table_shapes
+from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from . import cases
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
@@ -158,7 +160,7 @@ def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cl
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 16), (16, 128)], ids=lambda b: f"{b[0]}x{b[1]}")
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_dtype):
-    from sparse_collective.sweep_plan import sweep_plan_on_gpu
+    from sparse_collective.small_blocks.tables_kernel import sweep_plan_on_gpu
 
     mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
     crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
@@ -179,7 +181,7 @@ def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_
 def test_the_plan_kernel_compiles(arch, block):
     from cute_kernels.runtime import inspect
     from cute_kernels.runtime.compile import cubin_of
-    from sparse_collective.sweep_plan import PlanFacts, compile_planner
+    from sparse_collective.small_blocks.tables_kernel import PlanFacts, compile_planner
 
     for cluster, index_dtype, k_major in ((1, "int64", True), (2, "int32", False)):
         compiled = compile_planner(PlanFacts(arch, *block, index_dtype, cluster, k_major), keep_cubin=True)
@@ -241,7 +243,7 @@ def test_a_table_too_large_is_refused():
 
 
 def test_what_the_predicate_refuses():
-    from cute_kernels.catalog import COL, bsr, dense
+    from cute_kernels.matmul.catalogue import COL, bsr, dense
 
     spec = ARCHS["sm_90"]
     wide, narrow = (next(c for c in SWEEPS if c.tile_n == columns) for columns in (256, 128))
@@ -254,7 +256,7 @@ def test_what_the_predicate_refuses():
 
 def test_tiles_with_slabs_beyond_the_block_are_refused():
     """Rows 64 and up of a tile would be stored over those of the block: the tuner found that results are wrong."""
-    from cute_kernels.catalog import bsr
+    from cute_kernels.matmul.catalogue import bsr
 
     spec = ARCHS["sm_90"]
     tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)

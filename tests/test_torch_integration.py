@@ -7,8 +7,7 @@ import torch
 import torch._dynamo.testing
 
 from cute_kernels import functions as F
-from cute_kernels import gemm
-from cute_kernels.runtime import torch_op
+from cute_kernels import gemm, torch_op
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 from sparse_collective import torch_op as sparse_torch_op
 

@@ -17,17 +17,20 @@ from bench.tune import build, command, fitness
 from bench.tune.build import Builder
 from bench.tune.problems import STANDARD, parse
 from bench.tune.space import Candidate, Space
-from cute_kernels import candidates, tuned
+from cute_kernels import tuned
 from cute_kernels.arch import ARCHS, PATHS
-from cute_kernels.config import GemmConfig, GemmFacts
-from cute_kernels.legality import unsupported
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
-from cute_kernels.runtime.plan import choose
+from sparse_collective.families import ROW_PAIRS, SMALL_BLOCKS
 
 from . import emulate
 from .sass import attempt
 
 SPEC, SMS = ARCHS["sm_90"], 132
+SMALL = SMALL_BLOCKS.candidates("sm_90", BlockFacts(16, 16, "int32"), SPEC)  # in clusters of 2, of 1, ...
+PAIRS = ROW_PAIRS.candidates("sm_90", BlockFacts(64, 64, "int32"), SPEC)
 TEXTS = (
     "gemm 4096x4096x4096 NN bf16",
     "gemm 512x4096x1024 TT bf16>fp32 bias",
@@ -108,9 +111,9 @@ def test_a_problem_is_what_the_ops_plan_and_its_launch_is_theirs(text, emulated)
 @pytest.mark.parametrize(
     ("text", "config"),
     [
-        ("bsr_matmul 256x384x512 16x16 30% bias+relu", next(c for c in candidates.sweeps(SPEC) if c.cluster_m == 1)),
-        ("bsr_matmul 256x384x512 16x16 30% bias+relu", next(c for c in candidates.sweeps(SPEC) if c.cluster_m == 2)),
-        ("bsr_matmul 320x384x512 64x64 30% bias+relu", candidates.pairs(SPEC)[0]),
+        ("bsr_matmul 256x384x512 16x16 30% bias+relu", SMALL[1]),
+        ("bsr_matmul 256x384x512 16x16 30% bias+relu", SMALL[0]),
+        ("bsr_matmul 320x384x512 64x64 30% bias+relu", PAIRS[0]),
     ],
 )
 def test_kernels_with_tables_are_launched_with_those_of_the_pattern(text, config, emulated):
@@ -149,17 +152,20 @@ def test_a_new_field_of_a_configuration_needs_no_change(monkeypatch):
         depth: int = 2
         flag: bool = False
 
+    class Other(Config):
+        """A family of its own."""
+
     facts = here.known[0].facts
     monkeypatch.setattr(here, "clocks", lambda candidate: 1.0)
     legal = lambda config: config.tile % 8 == 0 and config.depth < 9  # noqa: E731
     make = lambda config: Candidate(dataclasses.replace(facts, config=config), 1, 1) if legal(config) else None  # noqa: E731
     monkeypatch.setattr(here, "candidate", make)
-    monkeypatch.setattr(here, "most_ctas", lambda config, group: 1)
+    monkeypatch.setattr(here, "_launch", lambda one, rng: one)
     here._values.clear()
-    here.known = [make(Config(64)), make(Config(128, 4)), make(Config(128, 4, True))]
+    here.known = [make(Config(64)), make(Config(128, 4)), make(Other(128, 4))]
     pool = list(here.known)
     _, depth, flag = dataclasses.fields(Config)
-    assert here.values(depth, Config(64, flag=True)) == here.values(flag, Config(64)) == []
+    assert here.values(depth, Other(64)) == here.values(flag, Config(64)) == []
     for _ in range(200):
         pool.append(here.vary(rng.choice(pool), rng.choice([None, *pool]), rng))
     configs = {candidate.facts.config for candidate in pool}

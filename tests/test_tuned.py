@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from bench.tune.problems import parse
 from cute_kernels import explain, gemm, tuned
 from cute_kernels.arch import ARCHS
-from cute_kernels.config import GemmConfig
-from cute_kernels.heuristics import Extents
-from cute_kernels.runtime.plan import choose
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.config import GemmConfig
+from cute_kernels.matmul.problem import Extents
 
 from .reference import normal
 

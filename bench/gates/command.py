@@ -88,17 +88,16 @@ def run(args: argparse.Namespace) -> int:
     return gate.exit_status(gates)
 
 
+# Whose families a kind of suite is about
+PACKAGES = {"products": ("cute_kernels", "sparse_collective"), "attention": ("attention",)}
+
+
 def compile_only(suites: Iterable[str], quick: bool) -> int:
     """Ask the resources gate about the kernels of some suites and print its page; the exit status."""
-    from .. import attention_kernels as attention
     from . import gate, resources
 
-    checks = {}
-    if set(suites) - {"attention"}:
-        checks["products"] = partial(resources.check, quick=quick)
-    if "attention" in suites:
-        how = {"compiled": attention.inspect_kernel, "named": attention.name_of}
-        checks["attention"] = partial(resources.check, attention.configurations(quick), **how)
+    kinds = {"attention" if suite == "attention" else "products" for suite in suites}
+    checks = {kind: partial(resources.check, quick=quick, package=PACKAGES[kind]) for kind in sorted(kinds)}
     gates = gate.run(checks, tell)
     gate.page(gates)
     return gate.exit_status(gates)

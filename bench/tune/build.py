@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from cute_kernels.config import GemmFacts
+from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.runtime import inspect, keys
 from cute_kernels.runtime.compile import Built, build_object, cubin_of, load_bytes
-from cute_kernels.runtime.kernels import compile_kernel
+from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.parallel import attempt, report_of, worker_pool
 
 

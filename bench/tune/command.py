@@ -17,8 +17,9 @@ from rich.table import Table
 
 from cute_kernels import tuned
 from cute_kernels.arch import PATHS
+from cute_kernels.matmul.choose import choose
+from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.inspect import MissingDisassembler
-from cute_kernels.runtime.plan import choose, device_arch
 
 from .. import ceilings, record
 from . import problems
@@ -154,7 +155,9 @@ def tune_one(args: argparse.Namespace, problem: TuneProblem, builder: Builder, b
     text, today, kept = tuned.problem_class(planned, space.path), datetime.date.today().isoformat(), us / base <= GAIN
     us, base = round(us, 2), round(base, 2)
     if args.keep != "none":  # a problem without a gain loses its older entry
-        pick = tuned.TunedPick(text, space.path, best.facts.config, best.group, best.ctas, us, base, today)
+        pick = tuned.TunedPick(
+            text, space.path, best.facts.family, best.facts.config, best.group, best.ctas, us, base, today
+        )
         file = tuned.user_file(card) if args.keep == "user" else tuned.shipped_file(card)
         tuned.keep(file, card, space.path, [pick] if kept else [], [text])
     return {

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels import gemm
-from cute_kernels.ops import viewed
-from cute_kernels.runtime import kernels
-from cute_kernels.runtime.plan import Plan, choose, path
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.plan import Plan, viewed
+from cute_kernels.runtime import families
+from cute_kernels.runtime.device import path
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from tests import calls, reference
 from tests.calls import Call
@@ -98,11 +99,9 @@ def launcher(plan: Plan, call: Call) -> Callable[[Callable, Candidate], object]:
     def launch(function: Callable, candidate: Candidate) -> object:
         facts, tables = candidate.facts, ()
         if facts.block:
-            tables = (W.crow_indices, W.col_indices, None, None, W.values)  # neither an order of work tiles nor groups
-            if facts.config.sweep:
-                tables = (W.crow_indices, *W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k"), W.values)
-            elif facts.config.pairs:
-                tables = (W.crow_indices, *W.pair_plan(), None, W.values)
+            family = families.family_of(facts)
+            pattern = family.pattern(facts, W, None)
+            tables = (W.crow_indices, *(family.with_order(pattern, None) if family.orders else pattern), W.values)
         return function(*tables, *rest, 1.0, 1.0, candidate.group, candidate.ctas)
 
     return launch
@@ -124,7 +123,7 @@ class Fitness:
             self.launch, self.out = launcher(call.plan(), call), call.out
         self.incumbent = Candidate(*choose(space.problem, space.spec, space.sms, space.path)[:3])
         self._right: set[Candidate] = set()
-        self._functions = {self.incumbent.facts: kernels.function_for(self.incumbent.facts)}
+        self._functions = {self.incumbent.facts: families.function_for(self.incumbent.facts)}
         if not self.usable(self.incumbent):
             raise RuntimeError(f"the heuristics' pick for {problem.text} is wrong: {self.rejected[self.incumbent]}")
 

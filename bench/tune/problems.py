@@ -12,11 +12,10 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from cute_kernels.config import BlockFacts, EpilogueSpec
 from cute_kernels.functions import ACTIVATIONS
-from cute_kernels.heuristics import Extents
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
+from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, layout_of, major
-from cute_kernels.runtime.plan import Problem
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ALIGNED = 256  # an address as torch's allocator gives it
@@ -77,7 +76,7 @@ class TuneProblem:
             epilogue,
             BlockFacts(*self.block, "int32") if self.block else None,
             linear,
-            self.kept,
+            density=self.kept,
         )
 
 

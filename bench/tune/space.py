@@ -1,8 +1,8 @@
 """The search space of one problem on one path: configurations near those that the library itself proposes.
 
 Nothing here knows a family of kernels or a field of its configuration. Fields and their values come from the library's
-candidates, and `unsupported` decides which combinations can be built. A candidate keeps its configuration's type and
-flags, which tell families apart. Its whole numbers vary.
+candidates, and `unsupported` decides which combinations can be built. A candidate keeps its configuration's type,
+which is its family's. Its whole numbers vary.
 """
 
 import math
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from random import Random
 
-from cute_kernels import heuristics
 from cute_kernels.arch import ArchSpec
-from cute_kernels.config import GemmFacts
-from cute_kernels.legality import unsupported
-from cute_kernels.runtime.plan import Problem, candidates_for, facts_for
+from cute_kernels.matmul.choose import candidates_for, facts_for
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.problem import Problem
+from cute_kernels.runtime.families import family_of, unsupported
 
 ATTEMPTS = 200  # to find a legal neighbour
 GROUPS = (1, 2, 4, 8, 16, 32)
@@ -39,18 +39,12 @@ def changed_fields(config) -> list:
     return [field for field in fields(config) if getattr(config, field.name) != field.default]
 
 
-def kind(config) -> tuple:
-    """What a candidate never changes: the configuration's type and its flags."""
-    flags = (getattr(config, field.name) for field in fields(config))
-    return type(config), *(flag for flag in flags if isinstance(flag, bool))
-
-
 class Space:
     """The candidates for a problem on a path of an architecture with `sms` multiprocessors."""
 
     def __init__(self, problem: Problem, path: str, spec: ArchSpec, sms: int):
         self.problem, self.path, self.spec, self.sms = problem, path, spec, sms
-        found = (self.candidate(config) for config in candidates_for(path, problem, spec))
+        found = (self.candidate(config) for _, config in candidates_for(path, problem, spec))
         self.known = [candidate for candidate in found if candidate and self.clocks(candidate) < math.inf]
         self._values: dict[tuple, list[int]] = {}  # by kind and field
 
@@ -59,18 +53,11 @@ class Space:
         facts = facts_for(self.problem, self.path, self.spec, config)
         if unsupported(facts):
             return None
-        group = heuristics.raster_group(config, self.problem.extents, self.problem.block)
-        return Candidate(facts, group, self.most_ctas(config, group))
-
-    def most_ctas(self, config, group: int) -> int:
-        return heuristics.grid_limit(config, self.problem.extents, self.problem.block, group, self.sms)
+        return Candidate(facts, *family_of(facts).grid(config, self.problem, self.sms))
 
     def clocks(self, candidate: Candidate) -> float:
         """What the cost model says of a candidate; infinity where it does not serve the problem."""
-        p = self.problem
-        pattern = {"shares": p.shares, "b_k_major": p.majors[1] == "k"}
-        config = candidate.facts.config
-        return heuristics.cost(config, p.extents, p.block, p.kept, self.sms, p.epilogue.is_light, **pattern)
+        return family_of(candidate.facts).cost(candidate.facts.config, self.problem, self.sms)
 
     def seeds(self, count: int, rng: Random) -> list[Candidate]:
         """Where a search begins: the library's candidates, then their neighbours, best first by the cost model.
@@ -86,9 +73,9 @@ class Space:
 
         None for an optional field in which all known candidates of this kind agree: their kernel may not even read it.
         """
-        now, key = getattr(config, field.name), (kind(config), field.name)
+        now, key = getattr(config, field.name), (type(config), field.name)
         if key not in self._values:
-            alike = (c.facts.config for c in self.known if kind(c.facts.config) == kind(config))
+            alike = (c.facts.config for c in self.known if type(c.facts.config) is type(config))
             self._values[key] = sorted({getattr(each, field.name) for each in alike})
         known = self._values[key]
         if type(now) is not int or (len(known) < 2 and field.default is not MISSING):
@@ -106,12 +93,12 @@ class Space:
         return one
 
     def _launch(self, one: Candidate, rng: Random) -> Candidate:
-        group = rng.choice(GROUPS)
-        return replace(one, group=group, ctas=rng.choice((self.sms, self.most_ctas(one.facts.config, group))))
+        _, ctas = family_of(one.facts).grid(one.facts.config, self.problem, self.sms)
+        return replace(one, group=rng.choice(GROUPS), ctas=rng.choice((self.sms, ctas)))
 
     def _config(self, one: Candidate, other: Candidate | None, rng: Random) -> Candidate | None:
         config = one.facts.config
-        mixed = other is not None and kind(other.facts.config) == kind(config)
+        mixed = other is not None and type(other.facts.config) is type(config)
         if mixed:
             parents = config, other.facts.config
             config = replace(config, **{f.name: getattr(rng.choice(parents), f.name) for f in fields(config)})

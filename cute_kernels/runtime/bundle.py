@@ -15,7 +15,7 @@ from typing import Any
 
 from . import keys
 from .compile import build_object
-from .store import CorruptEntry, sha256, write_atomically
+from .disk_store import CorruptEntry, sha256, write_atomically
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -27,7 +27,7 @@ import platformdirs
 from . import keys
 from .bundle import Bundle, BundleError, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
-from .store import LOG, CorruptEntry, Store
+from .disk_store import LOG, CorruptEntry, Store
 
 __all__ = ["Built", "Bundle", "BundleError", "CacheStats", "KernelCache", "default_cache", "write_bundle"]
 

@@ -121,18 +121,19 @@ def frame(cubin: bytes, arch: str) -> Frame:
 
 
 def problems(
-    resources: Resources, *, tensor_core: str, dynamic_smem: int, smem_limit: int, warp_specialised: bool
+    resources: Resources, *, tensor_core: str | None, dynamic_smem: int, smem_limit: int, warp_specialised: bool
 ) -> list[str]:
     """Why this kernel should not be shipped; an empty list if nothing speaks against it.
 
-    `tensor_core` is the instruction that must be there: "HGMMA" or "HMMA" ("QGMMA", "IGMMA" for 8 bits).
+    `tensor_core` is the instruction that must be there: "HGMMA" or "HMMA" ("QGMMA", "IGMMA" for 8 bits);
+    None of a kernel without products.
     """
     r = resources
     found = stack_problems(r)
     if r.stl or r.ldl:
         found.append(f"{r.stl} stores to and {r.ldl} loads from local memory (STL, LDL)")
     found += smem_problems(r, dynamic_smem, smem_limit)
-    if not r.opcodes.get(tensor_core):
+    if tensor_core and not r.opcodes.get(tensor_core):
         found.append(f"no {tensor_core}: the tensor cores are not used as meant")
     if warp_specialised and r.usetmaxreg < 2:
         found.append(f"{r.usetmaxreg} USETMAXREG, not 2, of producer and consumers: setmaxnreg was dropped")

@@ -6,6 +6,7 @@ and does not stop the others.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import re
@@ -18,10 +19,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import GemmFacts
 from . import inspect
 from .compile import build_object, cubin_of
-from .kernels import compile_kernel
+from .families import compile_kernel, families, family_of
 
 MOST_ERROR_TEXT = 1500  # characters; the compiler's messages can hold a whole module
 
@@ -45,26 +45,27 @@ class Report:
     problems: tuple[str, ...]
 
 
-def inspect_kernel(facts: GemmFacts) -> Report:
+def inspect_kernel(facts: Any) -> Report:
     """Compile the kernel of `facts` and read its machine code."""
     built = compile_kernel(facts, keep_cubin=True)
     return report_of(facts, cubin_of(built.compiled), int(built.metadata["smem"]))
 
 
-def report_of(facts: GemmFacts, cubin: bytes, dynamic_smem: int) -> Report:
+def report_of(facts: Any, cubin: bytes, dynamic_smem: int) -> Report:
     """Read a kernel's machine code; inspect.MissingDisassembler where nothing can."""
-    resources = inspect.resources(cubin, facts.arch)
+    family, resources = family_of(facts), inspect.resources(cubin, facts.arch)
     problems = inspect.problems(
         resources,
-        tensor_core="HGMMA" if facts.warp_specialised else "HMMA",
+        tensor_core=family.tensor_core(facts),
         dynamic_smem=dynamic_smem,
-        smem_limit=facts.spec.smem,
-        warp_specialised=facts.warp_specialised,
+        smem_limit=family.smem_limit(facts),
+        warp_specialised=family.warp_specialised(facts),
     )
+    problems = family.judge(facts, cubin, resources, problems)
     return Report(resources, dynamic_smem, tuple(problems))
 
 
-def compile_object(named: tuple[GemmFacts, str]) -> tuple[bytes, dict[str, Any]]:
+def compile_object(named: tuple[Any, str]) -> tuple[bytes, dict[str, Any]]:
     """The object file of a kernel, its function under the given name, and its metadata: a bundle's entry."""
     facts, name = named
     return build_object(lambda: compile_kernel(facts), name)
@@ -83,11 +84,15 @@ def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:
 
 
 def worker_pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes to submit `attempt` to."""
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    """Processes to submit `attempt` to, which know the families that this one knows."""
+    modules = tuple(dict.fromkeys(type(family).__module__ for family in families()))
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(modules,))
 
 
-def _start_worker() -> None:
+def _start_worker(modules: tuple[str, ...]) -> None:
+    for module in modules:
+        importlib.import_module(module)
     os.dup2(2, 1)  # what the compiler prints: stdout may be somebody's JSON
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 

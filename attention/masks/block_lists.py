@@ -1,0 +1,163 @@
+"""Lists of blocks, (..., Mq) counts and (..., Mq, width) ascending columns, and bool tables (..., Mq, Mk) of the same.
+
+All is computed on the tensors' device, and only `first_error` waits for it. masked_fill stands where torch.where
+of a number would do, which may copy that number from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sparse_collective.checks import pair
+
+from .element_mask import call
+
+BLOCKS = (64, 128)
+MOST = 2**29  # rows or columns: positions and the bounds of windows are int32, and so are their sums
+CHUNK = 2**25  # elements of the score matrix that are looked at together
+
+
+def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The counts (..., Mq) and columns (..., Mq, Mk), both int32, of a bool table; past the count the other columns."""
+    cols = torch.arange(table.shape[-1], dtype=torch.int32, device=table.device)
+    before = table.cumsum(-1, dtype=torch.int32)  # listed columns up to and with this one
+    count = table.sum(-1, dtype=torch.int32)
+    # Each column's place: a permutation, so that what is written does not depend on the order of the writes.
+    place = torch.where(table, before - 1, count[..., None] + cols - before)
+    index = torch.empty(table.shape, dtype=torch.int32, device=table.device)
+    return count, index.scatter_(-1, place.long(), cols.expand_as(index))
+
+
+def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
+    """The bool table (..., Mq, cols) of a list whose columns are in range."""
+    listed = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device) < count[..., None]
+    table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)  # the last one is never read
+    return table.scatter_(-1, index.masked_fill(~listed, cols).long(), True)[..., :cols]
+
+
+def chunks(total: int, each: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of parts of range(total) of about CHUNK elements, where each number stands for `each` of them."""
+    step = max(1, CHUNK // max(each, 1))
+    for begin in range(0, total, step):
+        yield begin, min(begin + step, total)
+
+
+def block_rows(begin: int, end: int, block: int, length: int, device) -> Tensor:
+    """(end - begin, block) int32 elements of these blocks; past the length the last one again, which is harmless."""
+    rows = torch.arange(begin * block, end * block, dtype=torch.int32, device=device)
+    return rows.clamp(max=length - 1).view(-1, block)
+
+
+def tables_of_mask_mod(mask_mod, heads, lengths, blocksize, device) -> tuple[Tensor, Tensor]:
+    """(seen somewhere, seen everywhere), bool (B, H, Mq, Mk), of (B, H) = heads, by looking at every element.
+
+    Blocks that go past the last column are not seen everywhere.
+    """
+    (sq, sk), (block_q, block_k) = lengths, blocksize
+    rows, cols = -(-sq // block_q), -(-sk // block_k)
+    some, every = torch.zeros(2, *heads, rows, cols, dtype=torch.bool, device=device)
+    b, h = (torch.arange(n, dtype=torch.int32, device=device) for n in heads)
+    b, h = b.view(-1, 1, 1, 1, 1, 1), h.view(-1, 1, 1, 1, 1)
+    each = heads[0] * heads[1] * block_q * block_k
+    for c0, c1 in chunks(cols, each):
+        kv = block_rows(c0, c1, block_k, sk, device)  # (columns of blocks, block_k)
+        inside = torch.arange(c0 * block_k, c1 * block_k, device=device).view_as(kv) < sk
+        for r0, r1 in chunks(rows, each * (c1 - c0)):
+            q = block_rows(r0, r1, block_q, sq, device)[:, :, None, None]
+            seen = call(mask_mod, b, h, q, kv) & inside
+            seen = seen.expand(*seen.shape[:-4], r1 - r0, block_q, c1 - c0, block_k)
+            some[:, :, r0:r1, c0:c1] = seen.any(-1).any(-2)
+            every[:, :, r0:r1, c0:c1] = seen.all(-1).all(-2)
+    return some, every
+
+
+def tables_of_rows(begin, end, prefix, lengths, blocksize) -> tuple[Tensor, Tensor]:
+    """The same, (Mq, Mk), where row q sees the columns [begin[q], end[q]) and [0, prefix[q]), all within [0, Sk).
+
+    Looks at each row once for every block, block_k times less than every element.
+    """
+    (sq, sk), (block_q, block_k) = lengths, blocksize
+    rows, cols = -(-sq // block_q), -(-sk // block_k)
+    merged = begin <= prefix
+    end = torch.where(merged, torch.maximum(end, prefix), end)
+    begin = begin.masked_fill(merged, 0)
+    some, every = torch.zeros(2, rows, cols, dtype=torch.bool, device=begin.device)
+    first = torch.arange(cols, dtype=torch.int32, device=begin.device) * block_k
+    past = first + block_k
+    for r0, r1 in chunks(rows, block_q * cols):
+        q = block_rows(r0, r1, block_q, sq, begin.device)
+        lo, hi, pre = (t[q.long()][..., None] for t in (begin, end, prefix))  # (rows of blocks, block_q, 1)
+        some[r0:r1] = ((torch.maximum(lo, first) < torch.minimum(hi, past)) | (first < pre)).any(1)
+        every[r0:r1] = (((lo <= first) & (hi >= past)) | (pre >= past)).all(1)
+    return some, every
+
+
+def grid(lengths: Sequence[int], blocksize: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], int, int]:
+    """(Sq, Sk), (block_q, block_k), Mq and Mk, or a ValueError where they are unsupported."""
+    lengths, blocksize = pair(lengths, "lengths"), pair(blocksize, "blocksize")
+    for name, side in zip(("block_q", "block_k"), blocksize, strict=True):
+        if side not in BLOCKS:
+            raise ValueError(f"{name} is {side}; blocks have sides of 64 or 128")
+    for name, length in zip(("Sq", "Sk"), lengths, strict=True):
+        if not 0 <= length <= MOST:
+            raise ValueError(f"{name} is {length}; it must be in [0, {MOST}]")
+    return lengths, blocksize, *(-(-n // side) for n, side in zip(lengths, blocksize, strict=True))
+
+
+def band_tables(lengths, blocksize, left: int | None, right: int | None, device) -> tuple[Tensor, Tensor]:
+    """(seen somewhere, seen everywhere), bool (Mq, Mk), of columns from `left` before to `right` after the position."""
+    sq, sk = lengths
+    position = torch.arange(sk - sq, sk, dtype=torch.int32, device=device)  # (Sq,)
+    begin = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
+    end = torch.full_like(position, sk) if right is None else (position + right + 1).clamp(0, sk)
+    return tables_of_rows(begin, end, torch.zeros_like(begin), lengths, blocksize)
+
+
+def flags(mask) -> Tensor:
+    """What may be wrong with a BlockMask's lists, (5,) bool; see first_error for the order."""
+    cols = mask.n_block_cols
+    parts = [[], [], []]
+    tables = []
+    for count, index in ((mask.partial_count, mask.partial_index), (mask.full_count, mask.full_index)):
+        width = index.shape[-1]
+        listed = torch.arange(width, dtype=torch.int32, device=index.device) < count[..., None]
+        outside = listed & ((index < 0) | (index >= cols))
+        parts[0].append(((count < 0) | (count > width)).any())
+        parts[1].append(outside.any())
+        parts[2].append(((index[..., 1:] <= index[..., :-1]) & listed[..., 1:]).any())
+        safe = index.masked_fill(~listed | outside, cols)
+        table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)
+        tables.append(table.scatter_(-1, safe.long(), True)[..., :cols])
+    partial, full = tables
+    cut = full[..., -1].any() if mask.lengths[1] % mask.blocksize[1] else full.new_zeros(())
+    return torch.stack([*(torch.stack(p).any() for p in parts), (partial & full).any(), cut])
+
+
+def first_error(mask) -> str:
+    """What is wrong first. Copies the lists to the host."""
+    cols, tables = mask.n_block_cols, []
+    for name in ("partial", "full"):
+        count, index = (getattr(mask, f"{name}_{part}").cpu() for part in ("count", "index"))
+        width = index.shape[-1]
+        for b, h, r in ((count < 0) | (count > width)).nonzero()[:1].tolist():
+            return f"{name}_count[{b}, {h}, {r}] is {count[b, h, r]}; it must be in [0, {width}]"
+        listed = torch.arange(width) < count[..., None]
+        for b, h, r, i in (listed & ((index < 0) | (index >= cols))).nonzero()[:1].tolist():
+            return f"{name}_index[{b}, {h}, {r}, {i}] is {index[b, h, r, i]}; it must be in [0, {cols})"
+        for b, h, r, i in ((index[..., 1:] <= index[..., :-1]) & listed[..., 1:]).nonzero()[:1].tolist():
+            place, value, after = f"{name}_index[{b}, {h}, {r}, {i + 1}]", index[b, h, r, i + 1], index[b, h, r, i]
+            return f"{place} is {value} after {after}; blocks of a row must be sorted and without duplicates"
+        tables.append(table_of(count, index, cols))
+    partial, full = tables
+    for b, h, r, c in (partial & full).nonzero()[:1].tolist():
+        return f"block {c} of row {r} (item {b}, head {h}) is both partial and full; list it once"
+    if mask.lengths[1] % mask.blocksize[1]:
+        for b, h, r in full[..., -1].nonzero()[:1].tolist():
+            return (
+                f"block {cols - 1} of row {r} (item {b}, head {h}) is full but goes past the last of "
+                f"{mask.lengths[1]} columns; list it as partial"
+            )
+    return "the lists were wrong when checked but have been written to since; they must not change"

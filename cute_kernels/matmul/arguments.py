@@ -1,0 +1,47 @@
+"""What the products' functions are compiled from: fakes of their arguments."""
+
+from ..runtime.fake import fake_tensor
+from .config import GemmFacts
+
+
+def matrix(facts: GemmFacts, operand: int):
+    """The fake of a (0), b (1) or d (2): a torch matrix or batch."""
+    dtype = facts.out_dtype if operand == 2 else facts.dtype
+    return fake_tensor(dtype, facts.ranks[operand], contiguous_mode(facts, operand), facts.aligns[operand])
+
+
+def contiguous_mode(facts: GemmFacts, operand: int, major: str | None = None) -> int | None:
+    """Which mode of the torch tensor has stride 1, given its major as the kernel names it."""
+    major, rank = major or facts.majors[operand], facts.ranks[operand]
+    # The major that names the last mode of the torch tensor: a is (M, K), b (K, N) and d (M, N), or with
+    # `transposed` b is (N, K) and d (N, M).
+    last = ("k", "k" if facts.transposed else "n", "m" if facts.transposed else "n")[operand]
+    return None if major == "any" else rank - 1 if major == last else rank - 2
+
+
+def epilogue_args(facts: GemmFacts) -> tuple:
+    """Fakes of (bias, residual, alpha, beta); a term that the epilogue lacks is None."""
+    from cutlass import Float32
+
+    spec = facts.epilogue
+    bias = None
+    if spec.bias:
+        bias = fake_tensor(spec.bias_dtype, 2, 1, 1) if spec.bias_items else fake_tensor(spec.bias_dtype, 1, 0, 1)
+    residual = None
+    if spec.residual:
+        residual = fake_tensor(facts.out_dtype, facts.ranks[2], contiguous_mode(facts, 2, spec.residual), 1)
+    return bias, residual, Float32(1.0), Float32(1.0)
+
+
+def launch_args() -> tuple:
+    """Fakes of (group, max_ctas, stream); the stream is the one torch has current at the call."""
+    from cutlass import Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    return Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def dense_args(facts: GemmFacts) -> tuple:
+    """Fakes of all arguments of dense.DenseGemm."""
+    operands = (matrix(facts, i) for i in range(3))
+    return *operands, *epilogue_args(facts), *launch_args()

@@ -1,0 +1,168 @@
+"""Which kernels of products there are: the facts that ops can ask for, listed, so that tools and tests need no tensors.
+
+Compiling needs no GPU. So a test can hold each of these to its registers and its instructions on every
+architecture, and a bundle can carry them to machines that should not compile.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .. import checks, functions
+from ..arch import ArchSpec, arch_named
+from .candidates import split_sm90
+from .config import EpilogueSpec, GemmFacts
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def squared_relu(x):
+    """A user's own epilogue function, as the documentation of `functions` shows it."""
+    return functions.maximum(x, 0.0) * functions.maximum(x, 0.0)
+
+
+LIGHT = EpilogueSpec(scale=True, activation="relu")
+
+
+def loaded(bias: str, residual: str) -> EpilogueSpec:
+    """What costs the most. Of the activations that is gelu, which has an error function in it."""
+    return EpilogueSpec(bias=bias, bias_dtype="bfloat16", residual=residual, activation="gelu")
+
+
+COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
+SQUARED_RELU = checks.epilogue_program("gemm", squared_relu)
+FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=SQUARED_RELU)
+
+
+def dense(spec: ArchSpec, path: str, config, **changes) -> GemmFacts:
+    """gemm(a, b) of contiguous matrices."""
+    return GemmFacts(**{"arch": spec.target, "path": path, "config": config, "majors": ("k", "n", "n")} | changes)
+
+
+def buildable(family, facts: Iterable[GemmFacts]) -> list[GemmFacts]:
+    """Without repetitions, and without what no kernel can be built from."""
+    return [f for f in dict.fromkeys(facts) if not family.unsupported(f)]
+
+
+def first(family, make, spec: ArchSpec, path: str, block, **changes) -> list[GemmFacts]:
+    """The first of a family's configurations that supports these changes, in a list; an empty one if none does.
+
+    `make` is `dense`, or takes a block shape as well.
+    """
+    shape = () if block is None else ((block.bm, block.bk),)
+    configs = family.candidates(path, block, spec)
+    return buildable(family, (make(spec, path, config, *shape, **changes) for config in configs))[:1]
+
+
+def dense_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Each configuration plain and with the heaviest epilogue, and the main one in all its variations."""
+    spec = arch_named(arch)
+    found = first(family, dense, spec, spec.path, None)
+    if quick:
+        return found
+    for config in family.candidates(spec.path, None, spec):
+        plain = dense(spec, spec.path, config)
+        # The narrowest tiles take only a K-major B.
+        majors = ("k", "k" if family.unsupported(plain) else "n", "n")
+        found += [dense(spec, spec.path, config, majors=majors, epilogue=e) for e in (EpilogueSpec(), COL)]
+    found += variations(family, spec, spec.path)
+    found += unaligned(family, spec)
+    if spec.path != "sm_80":
+        found += shared(spec)
+        found += first(family, dense, spec, "sm_80", None) + first(family, dense, spec, "sm_80", None, epilogue=COL)
+    return buildable(family, found)
+
+
+def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """Dense products with other operands, outputs and epilogues."""
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    changes = [{"majors": (a, b, "n")} for a in "km" for b in "kn"]
+    changes += [
+        {"majors": ("k", "n", "m")},
+        {"dtype": "float16", "out_dtype": "float16"},
+        fp32,
+        {**fp32, "majors": ("k", "n", "m")},
+        {**fp32, "epilogue": FULL},
+        {"aligns": (8, 8, 1)},
+        {"aligns": (8, 8, 1), "epilogue": COL},
+        {"aligns": (8, 8, 1), "majors": ("k", "n", "any")},
+        {"epilogue": LIGHT},
+        {"epilogue": ROW},
+        {"epilogue": FULL},
+        {"epilogue": loaded("col", "any")},
+        {"ranks": (3, 3, 3)},
+        {"ranks": (2, 3, 3)},  # one A for the whole batch
+    ]
+    return [facts for change in changes for facts in first(family, dense, spec, path, None, **change)]
+
+
+def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
+    """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
+    narrow = [{"aligns": (align,) * 3} for align in (1, 2, 4)]
+    narrow += [
+        {"aligns": (1, 1, 1), "majors": ("m", "k", "n")},
+        {"aligns": (1, 1, 1), "majors": ("any", "any", "any")},
+        {"aligns": (1, 1, 1), "epilogue": COL},
+    ]
+    return [facts for change in narrow for facts in first(family, dense, spec, "sm_80", None, **change)]
+
+
+def shared(spec: ArchSpec) -> list[GemmFacts]:
+    """A K shared among the CTAs of a cluster: what its store and exchange meet besides plain and loaded products."""
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    changes = ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": FULL})
+    changes += ({"aligns": (8, 8, 1), "epilogue": COL}, {"ranks": (3, 3, 3)})
+    return [dense(spec, spec.path, config, **change) for config in split_sm90(64, spec)[0] for change in changes]
+
+
+def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
+    """None, a bias, and a bias with each activation."""
+    with_bias = EpilogueSpec(bias=bias, bias_dtype=dtype)
+    return [
+        EpilogueSpec(),
+        with_bias,
+        *(replace(with_bias, activation=name) for name in functions.ACTIVATIONS),
+    ]
+
+
+# -- in words -------------------------------------------------------------------------------------------------
+
+
+def describe(facts: GemmFacts) -> dict[str, str]:
+    """The columns of a table."""
+    return {
+        "path": facts.path,
+        "configuration": facts.config.short,
+        "problem": block_text(facts),
+        "operands": operands_text(facts),
+        "epilogue": epilogue_text(facts.epilogue),
+    }
+
+
+def block_text(facts: GemmFacts) -> str:
+    return f"{facts.block.bm}x{facts.block.bk}" if facts.block else "dense"
+
+
+def operands_text(facts: GemmFacts) -> str:
+    """Majors and types; then what differs from aligned matrices with 32-bit indices."""
+    types = SHORT[facts.dtype] + (f">{SHORT[facts.out_dtype]}" if facts.out_dtype != facts.dtype else "")
+    text = f"{','.join(facts.majors)} {types}"
+    aligned = (8, 8, 16 // facts.out_bytes)
+    if facts.aligns != aligned:
+        text += " align " + ",".join(map(str, facts.aligns))
+    if facts.ranks[1:] != (2, 2):
+        text += " rank " + ",".join(map(str, facts.ranks))
+    if facts.block and facts.block.index_dtype != "int32":
+        text += f" {facts.block.index_dtype}"
+    if facts.block and facts.block.batch:
+        text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
+    return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
+
+
+def epilogue_text(spec: EpilogueSpec) -> str:
+    """The terms in their order; "" for none."""
+    terms = ["alpha"] if spec.scale else []
+    terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias else []
+    terms += [f"residual({spec.residual})"] if spec.residual else []
+    terms += [spec.activation] if spec.activation else []
+    terms += ["function"] if spec.function else []
+    return "+".join(terms)

@@ -1,0 +1,101 @@
+"""Which kernel serves a product: of the candidates that can be built the one of least cost, or what was measured."""
+
+from .. import tuned
+from ..arch import ArchSpec
+from ..operand import Layout
+from ..runtime.families import families, family_of
+from .config import GemmFacts
+from .family import ProductFamily
+from .problem import Problem
+
+
+def choose(
+    problem: Problem, spec: ArchSpec, sms: int, forced: str | None, card: str = ""
+) -> tuple[GemmFacts, int, int, list[str]]:
+    """The kernel for a problem: facts, raster group, most CTAs, and notes on why.
+
+    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted. On
+    a path that serves the problem, what was measured on `card` (see tuned) goes before the cost model; "" is no card.
+    """
+    notes = []
+    order = [forced] if forced else ["sm_90", "sm_80"] if spec.path == "sm_90" else ["sm_80"]
+    for path in order:
+        reasons, best = [], None
+        for family, config in candidates_for(path, problem, spec):
+            facts = facts_for(problem, path, spec, config)
+            if reason := family.unsupported(facts):
+                reasons.append(reason)
+                continue
+            clocks = family.cost(config, problem, sms)
+            if best is None or clocks < best[0]:
+                best = (clocks, facts)
+        if best:
+            facts = best[1]
+            if facts.warp_specialised and not facts.tma_store:
+                notes.append(
+                    "store: element by element, since D's address, strides or contiguous extent are not multiples of "
+                    "16 bytes"
+                )
+            if pick := tuned_pick(card, path, problem, spec, sms, notes):
+                return facts_for(problem, path, spec, pick.config), pick.group, pick.ctas, notes
+            group, ctas = family_of(facts).grid(facts.config, problem, sms)
+            return facts, group, ctas, notes
+        notes.append(f"not on path {path}: {reasons[0] if reasons else 'it has no kernels'}")
+    raise ValueError("no kernel serves this call: " + "; ".join(notes))
+
+
+def tuned_pick(
+    card: str, path: str, problem: Problem, spec: ArchSpec, sms: int, notes: list[str]
+) -> tuned.TunedPick | None:
+    """The pick of a tuned table that this device can run; `notes` say what was found, used or not."""
+
+    def refuse(pick: tuned.TunedPick) -> str:
+        cluster = pick.config.cluster
+        if not cluster <= pick.ctas <= sms:
+            return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
+        facts = facts_for(problem, path, spec, pick.config)
+        return family_of(facts).unsupported(facts)
+
+    pick = tuned.lookup(card, path, problem, refuse, notes)
+    if pick:
+        notes.append(f"tuned: {pick.us:.1f} µs against the cost model's {pick.heuristic_us:.1f} on {card}, {pick.date}")
+    return pick
+
+
+def candidates_for(path: str, problem: Problem, spec: ArchSpec) -> list[tuple[ProductFamily, object]]:
+    """(family, configuration) of all families that serve the problem, in the order of their registration."""
+    serving = (family for family in families(ProductFamily) if family.serves(problem.block))
+    return [(family, config) for family in serving for config in family.candidates(path, problem.block, spec)]
+
+
+def store_align(d: Layout, out_dtype: str) -> int:
+    """GemmFacts' alignment of D on the sm_90 path: 16 bytes, in elements, where it may be stored by TMA, else 1.
+
+    TMA writes whole granules of 16 bytes. Where the contiguous extent ends inside of one, what lies behind each row (a
+    neighbour's columns, where D is a slice) would be overwritten: so the extent must be a multiple of them too.
+    """
+    granule = 16 // (4 if out_dtype == "float32" else 2)
+    return d.vector if d.vector % granule == 0 else 1
+
+
+def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
+    a, b, d = problem.layouts
+    if name == "sm_90":  # TMA's loads clip a contiguous extent of any length
+        aligns = a.align, b.align, store_align(d, problem.out_dtype)
+    else:  # cp.async copies whole vectors, so the extent counts too
+        aligns = a.vector, b.vector, d.vector
+    if problem.block:
+        aligns = (8, *aligns[1:])
+    return GemmFacts(
+        arch=spec.target,
+        path=name,
+        config=config,
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        majors=problem.majors,
+        aligns=aligns,
+        ranks=problem.ranks,
+        transposed=problem.transposed,
+        block=problem.block,
+        epilogue=problem.epilogue,
+    )

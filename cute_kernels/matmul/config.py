@@ -1,0 +1,203 @@
+"""What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from ..arch import MMA_K, ArchSpec, arch_named
+from ..tile.element import ELEMENT
+from ..traced.program import Program
+
+BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile and schedule of one kernel of a dense product, or of a block-sparse one with the same kernel.
+
+    `warps_m` x `warps_n` is how the tile is split among its consumers: warps on sm_80, warpgroups on sm_90.
+    A cluster (sm_90 only) of `cluster_m` x `cluster_n` CTAs multicasts B down its M side and A along its N side.
+    `teams` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two teams of consumers work on alternate tiles,
+    so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers, each
+    64 rows by `store_row` bytes.
+    `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
+    their sums through each other's shared memory (split_k_sm90).
+    """
+
+    # Whether sm_90's kernel has a producer warp with TMA and consumers with WGMMA; else all warps use mma.sync.
+    warp_specialised: ClassVar[bool] = True
+    rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    warps_m: int
+    warps_n: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    teams: int = 1
+    ring: int = 2
+    store_row: int = 128
+    split: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that take work tiles together."""
+        return self.cluster_m * self.cluster_n * self.split
+
+    @property
+    def split_k_bytes(self) -> int:
+        """Shared memory for the sums (fp32) that the other CTAs of a split send."""
+        return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of A and B."""
+        return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
+
+    @property
+    def operand_bytes(self) -> int:
+        """Shared memory of the rings of A and B."""
+        return self.stage_bytes * self.stages
+
+    @property
+    def short(self) -> str:
+        """Tile/stages, warps or warpgroups, and what is not 1; "k/4" says that 4 CTAs share K."""
+        text = f"{self.tile_m}x{self.tile_n}x{self.tile_k}/{self.stages} {self.warps_m}x{self.warps_n}"
+        text += f" k/{self.split}" if self.split > 1 else ""
+        text += f" c{self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
+        return text + (" pp" if self.teams == 2 else "")
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages} split {self.warps_m}x{self.warps_n}"
+        text += " ping-pong" if self.teams == 2 else ""
+        text += f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
+        return text + (f" K among {self.split} CTAs" if self.split > 1 else "")
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """Block shape and index width of a BSR operand A.
+
+    `batch` says how a batch of items is stored: "values", one pattern and values for each item, or "patterns", a
+    pattern for each; None for a single matrix. `run` is for a grouped product: so many columns of B in a row multiply
+    one item, and the next run another; 0 for a product that is not grouped.
+    """
+
+    bm: int
+    bk: int
+    index_dtype: str
+    batch: str | None = None
+    run: int = 0
+
+
+@dataclass(frozen=True)
+class EpilogueSpec:
+    """Which terms an epilogue has. The order they apply in is fixed:
+
+    x = alpha * acc                 scale
+    x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col";
+                                    with `bias_items` each item of a batch of A has its own
+    x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
+    x = activation(x)               a name in functions.ACTIVATIONS
+    x = function(x)                 the user's own, traced
+    """
+
+    scale: bool = False
+    bias: str | None = None
+    bias_dtype: str | None = None
+    bias_items: bool = False
+    residual: str | None = None
+    activation: str | None = None
+    function: Program | None = None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it takes next to no registers: nothing to load and at most a ReLU."""
+        return self == EpilogueSpec(scale=self.scale, activation="relu" if self.activation == "relu" else None)
+
+
+@dataclass(frozen=True)
+class GemmFacts:
+    """Everything that selects one compiled kernel.
+
+    Majors name the contiguous mode as the kernel sees it: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a
+    tensor with no contiguous mode. Alignments are in elements: what base pointer and strides are multiples of, at
+    most 8; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch tensors
+    a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output.
+    `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
+    """
+
+    arch: str  # the compiler's target
+    path: str
+    config: Any  # a family's
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    majors: tuple[str, str, str] = ("k", "k", "n")
+    aligns: tuple[int, int, int] = (8, 8, 8)
+    ranks: tuple[int, int, int] = (2, 2, 2)
+    transposed: bool = False
+    block: BlockFacts | None = None
+    ordered: bool = False
+    epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
+
+    @property
+    def family(self) -> str:
+        """Name of the family of kernels; see runtime.families."""
+        if type(self.config) is GemmConfig:
+            return "dense" if self.block is None else "bsr"
+        return self.config.family
+
+    def key(self) -> str:
+        """A text that is the same in every process; a user's function enters by what it computes."""
+        return repr(self)
+
+    @cached_property
+    def spec(self) -> ArchSpec:
+        return arch_named(self.arch)
+
+    @property
+    def tma_store(self) -> bool:
+        """Whether D's strides and contiguous extent meet TMA's rule; elsewhere the store goes element by element."""
+        aligned = self.majors[2] != "any" and self.aligns[2] * self.out_bytes % 16 == 0
+        return self.warp_specialised and aligned
+
+    @property
+    def warp_specialised(self) -> bool:
+        """Whether some warps load by TMA and others multiply by WGMMA; elsewhere all warps use mma.sync."""
+        return self.path == "sm_90" and self.config.warp_specialised
+
+    @property
+    def out_bytes(self) -> int:
+        return 4 if self.out_dtype == "float32" else 2
+
+    @property
+    def k_blocks(self) -> tuple[int, ...]:
+        """MMA steps of each K-tile in one period; see k_tiles."""
+        full = self.config.tile_k // MMA_K
+        if self.block is None:
+            return (full,)
+        tiles, rest = divmod(self.block.bk, self.config.tile_k)
+        if rest == 0:
+            return (full,)
+        period = (full,) * tiles + (rest // MMA_K,)
+        # A long period is unrolled code; past 8 K-tiles the padding costs at most 1/9 and zeros do as well.
+        return period if len(period) <= 8 else (full,)
+
+    @property
+    def k_tiles_per_block(self) -> int:
+        return -(-self.block.bk // self.config.tile_k)
+
+    @property
+    def clips_k(self) -> bool:
+        """Whether an MMA step may reach past the extent of mode K and must find zeros there."""
+        if self.block is None:
+            return True
+        periods = self.k_tiles_per_block // len(self.k_blocks)
+        return sum(self.k_blocks) * MMA_K * periods > self.block.bk
+
+    @property
+    def store_bytes(self) -> int:
+        """Shared memory of the sm_90 store rings, of all warpgroups."""
+        cfg = self.config
+        return cfg.ring * cfg.warps_m * cfg.warps_n * cfg.teams * 64 * cfg.store_row if self.tma_store else 0

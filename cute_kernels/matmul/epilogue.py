@@ -1,0 +1,79 @@
+"""What happens to an accumulator before it is stored: D = f(activation(alpha * A B + bias + beta * residual)).
+
+The epilogue has a static half, `EpilogueSpec` (config.py: which terms there are, part of a kernel's facts), and a
+dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
+fragments of shape (2, 2, J), the accumulator layout that mma.sync and wgmma have in common. Value (c, r, j) of a
+thread lies at row r * 8 and column j * 8 + c from the thread's first element.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr, range_constexpr
+
+from ..traced.activations import ACTIVATIONS
+from ..traced.lower import lower
+
+
+@dataclass(frozen=True)
+class EpilogueArgs:
+    """Tensors and scalars of the terms: bias (bias extent, outer_m) or (bias extent, outer_m, items of A), residual
+    (M, N, outer_m, L) like mD."""
+
+    bias: cute.Tensor | None
+    residual: cute.Tensor | None
+    alpha: Float32
+    beta: Float32
+
+
+def coordinates(tCcD: cute.Tensor, first: int, count: int, origin: tuple) -> list[tuple]:
+    """(m, n) of `count` accumulators from flat index `first`, the fragment's tile lying at `origin`."""
+    return [(origin[0] + c[0], origin[1] + c[1]) for c in (tCcD[first + v] for v in range(count))]
+
+
+@cute.jit
+def apply(
+    spec: cutlass.Constexpr,
+    args: EpilogueArgs,
+    rD: cute.Tensor,  # (2 * 2 * J,) fp32 fragment, updated in place
+    cD: list,  # (2 * 2 * J,) coordinates (m, n) of its values inside (M, N)
+    extent: tuple,  # (M, N), at least 1: nothing outside is read from the residual or the bias
+    outer: tuple,  # (outer_m, l) and, where the bias has one for each, the item of A
+    one: Float32 | None = None,  # a 1.0 that the bias is multiplied by: see StoreSm90.anchored
+):
+    """Run the epilogue on one chunk of accumulators, in registers."""
+    size = const_expr(cute.size(rD))
+    x = rD.load()
+    if const_expr(spec.scale):
+        x = x * args.alpha
+    if const_expr(spec.bias is not None):
+        rBias = cute.make_rmem_tensor(rD.shape, Float32)
+        mode = const_expr(0 if spec.bias == "row" else 1)
+        for v in range_constexpr(size):
+            # A row bias has one value per r, a column bias one per (c, j): load each once, then copy.
+            first = const_expr(v & 2 if spec.bias == "row" else v & ~2)
+            if const_expr(v == first):
+                # Clamped rather than guarded: what lies outside is not stored, and loads without branches overlap.
+                at = cutlass.min(cD[v][mode], extent[mode] - 1)
+                if const_expr(spec.bias_items):
+                    rBias[v] = args.bias[at, outer[0], outer[2]].to(Float32)
+                else:
+                    rBias[v] = args.bias[at, outer[0]].to(Float32)
+                if const_expr(one is not None):
+                    rBias[v] = rBias[v] * one
+            else:
+                rBias[v] = rBias[first]
+        x = x + rBias.load()
+    if const_expr(spec.residual is not None):
+        rC = cute.make_rmem_tensor(rD.shape, Float32)
+        for v in range_constexpr(size):
+            m, n = cutlass.min(cD[v][0], extent[0] - 1), cutlass.min(cD[v][1], extent[1] - 1)
+            rC[v] = args.residual[m, n, outer[0], outer[1]].to(Float32)
+        x = x + args.beta * rC.load()
+    if const_expr(spec.activation is not None):
+        x = ACTIVATIONS[spec.activation](x)
+    rD.store(x)
+    if const_expr(spec.function is not None):
+        for v in range_constexpr(size):
+            rD[v] = lower(spec.function, [rD[v]]).to(Float32)

@@ -1,0 +1,96 @@
+"""What choosing, planning and the tools ask of a family of products, and what the dense one answers."""
+
+from collections.abc import Iterator
+
+from ..arch import ArchSpec
+from ..runtime.families import Family, register
+from . import catalogue, cost, legality
+from .arguments import dense_args
+from .candidates import dense_sm80, dense_sm90
+from .config import BlockFacts, GemmConfig, GemmFacts
+from .problem import Problem
+
+
+class ProductFamily(Family):
+    """A family whose facts are GemmFacts with a `config` of its own type.
+
+    `orders`: whether its kernel takes a table with the order of its work tiles.
+    """
+
+    config: type = GemmConfig
+    orders = False
+
+    def serves(self, block: BlockFacts | None) -> bool:
+        """Whether it has kernels for products with an A of such blocks; None is a dense A."""
+        raise NotImplementedError
+
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec) -> list:
+        """Configurations worth trying, best first among equals."""
+        raise NotImplementedError
+
+    def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
+        """Clocks that the product takes under a configuration."""
+        return cost.cost(config, problem, sms, l2_bytes_per_clock)
+
+    def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
+        """(width of a raster panel in cluster tiles, CTAs of a persistent kernel)."""
+        return cost.raster_group(config, problem), cost.all_ctas(config, sms)
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        """The modules that decide the speed of its kernels on a path: tuned picks hold as long as these stay."""
+        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler")
+        names += tuple(f"matmul.{part}_{path.replace('_', '')}" for part in ("kernel", "mainloop", "store"))
+        names += ("tile.hopper", "matmul.split_k_sm90") if path == "sm_90" else ("tile.ampere",)
+        return tuple(f"cute_kernels.{name}" for name in names)
+
+    def unsupported(self, facts: GemmFacts) -> str:
+        return legality.gemm(facts)
+
+    def tensor_core(self, facts: GemmFacts) -> str:
+        return "HGMMA" if facts.warp_specialised else "HMMA"
+
+    def warp_specialised(self, facts: GemmFacts) -> bool:
+        return facts.warp_specialised
+
+    def dynamic_smem(self, entry) -> int:
+        return entry.kernel.smem_bytes
+
+    def describe(self, facts: GemmFacts) -> dict[str, str]:
+        return catalogue.describe(facts)
+
+    def bundle(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
+        """The facts of an op's calls on contiguous aligned matrices of a dtype, with the commonest epilogues."""
+        raise NotImplementedError
+
+
+class Dense(ProductFamily):
+    """A dense product: cute_kernels.gemm."""
+
+    name = "dense"
+
+    def serves(self, block: BlockFacts | None) -> bool:
+        return block is None
+
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec) -> list:
+        return dense_sm90(spec) if path == "sm_90" else dense_sm80(spec)
+
+    def entry(self, facts: GemmFacts):
+        from .dense import DenseGemm
+
+        return DenseGemm(facts)
+
+    def arguments(self, facts: GemmFacts) -> tuple:
+        return dense_args(facts)
+
+    def bundle(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
+        for config in self.candidates(spec.path, None, spec):
+            for epilogue in catalogue.epilogues_of("col", dtype):
+                for b in "nk":
+                    terms = {"majors": ("k", b, "n"), "epilogue": epilogue, "dtype": dtype, "out_dtype": dtype}
+                    yield catalogue.dense(spec, spec.path, config, **terms)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
+        return catalogue.dense_kernels(self, arch, quick)
+
+
+DENSE = register(Dense())

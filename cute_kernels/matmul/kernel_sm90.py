@@ -1,0 +1,354 @@
+"""The sm_90 GEMM kernel: persistent, warp-specialised, TMA in, WGMMA, TMA out.
+
+    warpgroup 0        producer; one of its warps issues all TMA loads, the others idle
+    warpgroups 1..     consumers; each owns tile_m / warps_m rows and tile_n / warps_n columns of its team's tile
+
+    pipeline   producer arrives          consumers arrive (per stage)
+    AB ring    1 thread + bytes of TMA   1 thread for each warp of a team and each CTA that shares operands
+
+    cooperative   producer  | load 0 | load 1 | load 2 | ...                    runs ahead by the ring's stages
+                  team 0    |  mma 0  | store 0 |  mma 1  | store 1 | ...
+    ping-pong     producer  | load 0 | load 1 | load 2 | ...
+                  team 0    |  mma 0  | store 0 |  mma 2  | store 2 | ...
+                  team 1             |  mma 1  | store 1 |  mma 3  | ...
+
+One ring feeds both teams in tile order; a team steps over the stages that are not its own.
+
+With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (exchange_sm90), and each stores a part:
+
+    CTA 0             team 0    |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
+    CTA 1             team 0    |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
+
+Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from ..dtypes import cutlass_dtype
+from ..k_tiles import split_k_tiles
+from ..scheduler import TileScheduler
+from ..tile.hopper import ALIGN, WARPGROUP, smem_layout
+from .config import GemmFacts
+from .epilogue import EpilogueArgs
+from .mainloop_sm90 import MainloopSm90
+from .split_k_sm90 import SplitKSm90
+from .store_sm90 import StoreSm90
+
+# Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
+# threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's temporaries.
+REGISTERS = (24, 240)
+
+
+class GemmSm90:
+    """Compiles to one kernel per `GemmFacts`; called with operands in the kernel's modes (see k_tiles)."""
+
+    def __init__(self, facts: GemmFacts, mainloop: type = MainloopSm90):
+        cfg = facts.config
+        self.facts, self.cfg = facts, cfg
+        self.dtype = cutlass_dtype(facts.dtype)
+        self.out_dtype = cutlass_dtype(facts.out_dtype)
+        self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
+        self.consumers = self.team * cfg.teams
+        self.threads = WARPGROUP * (1 + self.consumers)
+        self.group_n = cfg.tile_n // cfg.warps_n
+        self.cluster = cfg.cluster  # CTAs that take work tiles together
+        self.parts = mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
+        # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
+        self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
+        self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.store = StoreSm90(facts, self.group_n, self.out_dtype)
+        self.exchange = None
+        if cfg.split > 1:
+            self.exchange = SplitKSm90(cfg.split, self.team, cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP))
+        self.smem_bytes = None  # known once traced
+
+    # ------------------------------------------------------------------ storage
+
+    def layouts(self) -> tuple:
+        """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
+        cfg, store = self.cfg, self.store
+        a_k, b_k = self.facts.majors[0] == "k", self.facts.majors[1] == "k"
+        sA = smem_layout(self.dtype, cfg.tile_m, cfg.tile_k, cfg.stages, a_k)
+        sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, cfg.stages, b_k)
+        sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * self.consumers, store.n_major)
+        return sA, sB, sD
+
+    def boxes_of_a(self):
+        """sA as TMA writes it, (tile_m / parts, tile_k, parts x PIPE): a stage's parts lie one behind the other."""
+        cfg, parts = self.cfg, self.parts
+        return smem_layout(self.dtype, cfg.tile_m // parts, cfg.tile_k, cfg.stages * parts, self.facts.majors[0] == "k")
+
+    def make_storage(self, sA_layout, sB_layout, sD_layout):
+        sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
+        if not self.store.tma:
+            sizes[2] = 8
+        exchange = self.exchange
+        sums = cute.cosize(exchange.layout()) if exchange else 0
+
+        @cute.struct
+        class SharedStorage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            one: cute.struct.MemRange[Float32, 1]
+            sA: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
+            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
+            sD: cute.struct.Align[cute.struct.MemRange[self.out_dtype, sizes[2]], ALIGN]
+            sX: cute.struct.Align[cute.struct.MemRange[Float32, sums], 16]  # nothing without a split
+            exchange_barriers: cute.struct.MemRange[cutlass.Int64, exchange.barriers if exchange else 0]
+
+        self.storage = SharedStorage
+        self.smem_bytes = SharedStorage.size_in_bytes()
+
+    # ------------------------------------------------------------------ atoms
+
+    def make_mma(self, warps_m: int, warps_n: int):
+        major = {"k": warpgroup.OperandMajorMode.K, "m": warpgroup.OperandMajorMode.MN}
+        major["n"] = major["m"]
+        return sm90_utils.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            major[self.facts.majors[0]],
+            major[self.facts.majors[1]],
+            Float32,
+            (warps_m, warps_n, 1),
+            tiler_mn=(64, self.group_n),
+        )
+
+    def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
+        smem = cute.slice_(layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, tensor, smem, (rows, self.cfg.tile_k), num_multicast=sharers)
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mA: cute.Tensor,  # (M, K, outer_a)
+        mB: cute.Tensor,  # (N, K, outer_k, L)
+        mD: cute.Tensor,  # (M, N, outer_m, L)
+        source,
+        args: EpilogueArgs,
+        tiles_m: Int32,  # row tiles of the whole product
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        cfg = self.cfg
+        sA_layout, sB_layout, sD_layout = self.layouts()
+        self.make_storage(sA_layout, sB_layout, sD_layout)
+        tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n)
+        tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
+        tma_b, tB = self.make_load(mB, sB_layout, cfg.tile_n, cfg.cluster_m > 1, cfg.cluster_m)
+        tma_d, tD = None, mD
+        if const_expr(self.store.tma):
+            tma_d, tD = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(),
+                mD,
+                cute.slice_(sD_layout, (None, None, 0)),
+                (64, self.store.epi_n),
+            )
+        scheduler = TileScheduler(
+            cute.ceil_div(tiles_m, cfg.cluster_m),
+            cute.ceil_div(mD.shape[1], cfg.tile_n * cfg.cluster_n),
+            mD.shape[3],
+            group,
+            source.order,
+        )
+        clusters = cutlass.min(scheduler.count, max_ctas // self.cluster)
+        extent = (mD.shape[0], mD.shape[1])
+        self.kernel(
+            tma_a, tA, tma_b, tB, tma_d, tD, tiled_mma, self.make_mma(1, 1), source, args, scheduler, extent
+        ).launch(
+            grid=(clusters * self.cluster, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_a: cute.CopyAtom,
+        mA: cute.Tensor,
+        tma_b: cute.CopyAtom,
+        mB: cute.Tensor,
+        tma_d: cute.CopyAtom,
+        mD: cute.Tensor,
+        tiled_mma: cute.TiledMma,
+        tiled_mma_group: cute.TiledMma,
+        source,
+        args: EpilogueArgs,
+        scheduler: TileScheduler,
+        extent: tuple,
+    ):
+        cfg = self.cfg
+        tidx = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
+        block = cute.arch.block_idx()[0]
+        ctas = cute.arch.grid_dim()[0]
+        rank = block % self.cluster
+        rank_k = Int32(0)
+        if const_expr(cfg.split > 1):
+            rank, rank_k = Int32(0), rank
+        rank_m, rank_n = rank % cfg.cluster_m, rank // cfg.cluster_m
+
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+            if const_expr(self.store.tma):
+                cpasync.prefetch_descriptor(tma_d)
+
+        sA_layout, sB_layout, sD_layout = self.layouts()
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (tile_m, tile_k, PIPE)
+        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (tile_n, tile_k, PIPE)
+        sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
+        if const_expr(self.store.anchored):
+            if tidx == 0:
+                cute.make_tensor(storage.one.data_ptr(), cute.make_layout(1))[0] = Float32(1.0)
+            cute.arch.sync_threads()
+        sX = None
+        if const_expr(self.exchange is not None):
+            sX = storage.sX.get_tensor(self.exchange.layout())
+            if tidx == 0:
+                self.exchange.init(storage.exchange_barriers.data_ptr())
+        ring, cta_layout = self.make_pipeline(storage.barriers.data_ptr())
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if warp == 0:
+                boxes = self.boxes_of_a()
+                sA_boxes = storage.sA.get_tensor(boxes.outer, swizzle=boxes.inner)
+                # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
+                gA = cute.local_tile(mA, (cfg.tile_m // self.parts, cfg.tile_k), (None, None, None))
+                gB = cute.local_tile(mB, (cfg.tile_n, cfg.tile_k), (None, None, None, None))
+                tAsA, tAgA = cpasync.tma_partition(
+                    tma_a,
+                    rank_n % self.sharers_a,
+                    cute.make_layout(self.sharers_a),
+                    cute.group_modes(sA_boxes, 0, 2),
+                    cute.group_modes(gA, 0, 2),
+                )
+                tBsB, tBgB = cpasync.tma_partition(
+                    tma_b,
+                    rank_m,
+                    cute.make_layout(cfg.cluster_m),
+                    cute.group_modes(sB, 0, 2),
+                    cute.group_modes(gB, 0, 2),
+                )
+                coord = cta_layout.get_flat_coord(rank)
+                mask_a = cute.make_layout_image_mask(cta_layout, coord, mode=1)
+                mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+                first, step = block // self.cluster, ctas // self.cluster
+                end = scheduler.end(first, step)
+                bounds = self.bounds(first, scheduler, source, rank_m)
+                for index in cutlass.range(first, end, step, unroll=1):
+                    m, n, l = scheduler.decode(index)
+                    n = n * cfg.cluster_n + rank_n
+                    k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
+                    bounds = self.bounds(index + step, scheduler, source, rank_m)
+                    state = self.mainloop.load(
+                        k_tiles,
+                        tma_a, tAgA, tAsA, mask_a,
+                        tma_b, tBgB[None, n, None, None, cutlass.min(l, mB.shape[3] - 1)], tBsB, mask_b,
+                        ring, state,
+                    )  # fmt: skip
+                ring.producer_tail(state)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            groups = cute.make_layout(self.team, stride=WARPGROUP)
+            thr_mma = tiled_mma.get_slice(groups(group % self.team))
+            tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))  # (MMA, MMA_M, MMA_K, PIPE)
+            tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))  # (MMA, MMA_N, MMA_K, PIPE)
+            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
+            thr_mma_group = tiled_mma_group.get_slice(tidx % WARPGROUP)
+            # (64, epi_n, rest_m, rest_n, outer_m, L)
+            gD = mD
+            if const_expr(self.store.tma):
+                gD = cute.local_tile(mD, (64, self.store.epi_n), (None, None, None, None))
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            first, step = block // self.cluster, ctas // self.cluster
+            end = scheduler.end(first, step)
+            team = group // self.team
+            phase = Int32(0)  # of the exchange
+            bounds = self.bounds(first, scheduler, source, rank_m)
+            if const_expr(cfg.teams > 1):
+                if team == 1:
+                    self.mainloop.pass_turn(team)  # team 0 goes first
+                    read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
+                    bounds = self.bounds(first + step, scheduler, source, rank_m)
+                first = first + team * step
+            for index in cutlass.range(first, end, step * cfg.teams, unroll=1):
+                m, n, l = scheduler.decode(index)
+                k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
+                other = bounds
+                if const_expr(cfg.teams > 1):
+                    other = self.bounds(index + step, scheduler, source, rank_m)
+                bounds = self.bounds(index + step * cfg.teams, scheduler, source, rank_m)
+                read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
+                if const_expr(cfg.teams > 1):
+                    read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
+                if const_expr(self.exchange is not None):
+                    self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), group, rank_k, phase)
+                    phase = phase ^ 1
+                out_m, outer_m = k_tiles.out
+                self.store.store(
+                    acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
+                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l, k_tiles.l), group, storage.one.data_ptr(), rank_k,
+                )  # fmt: skip
+            self.store.drain()
+            if const_expr(self.exchange is not None):
+                self.exchange.drain(storage.exchange_barriers.data_ptr(), group, phase)
+
+    @cute.jit
+    def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:
+        """The source's bounds for a work tile; past the last tile, those of the last, for nobody to use."""
+        m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
+        return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
+
+    def share(self, k_tiles, rank_k: Int32):
+        """This CTA's part of a work tile's K-tiles."""
+        if self.cfg.split == 1:
+            return k_tiles
+        return split_k_tiles(k_tiles, rank_k, self.cfg.split, len(self.facts.k_blocks))
+
+    @cute.jit
+    def skip(self, index, end, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):
+        """Step over the stages of a work tile that the other team consumes."""
+        if index < end:
+            m, _, l = scheduler.decode(index)
+            count = source.for_tile(m * self.cfg.cluster_m + rank_m, l, bounds).count
+            read.advance(count)
+            release.advance(count)
+        return read, release
+
+    @cute.jit
+    def make_pipeline(self, barriers: cute.Pointer):
+        """The AB ring and the cluster's layout (cluster_m, cluster_n, 1); returns after every barrier is visible."""
+        cfg = self.cfg
+        cta_layout = cute.make_layout((cfg.cluster_m, cfg.cluster_n, 1))
+        sharers = cfg.cluster_m + cfg.cluster_n - 1
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=cfg.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.team * 4),
+            tx_count=(cfg.tile_m + cfg.tile_n) * cfg.tile_k * self.dtype.width // 8,
+            # CTAs that differ in the last mode, K, share no operands: each arrives at its own barriers.
+            cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, cfg.split)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
+        return ring, cta_layout

@@ -1,0 +1,188 @@
+"""From which facts a GEMM kernel can be built: what holds for all families, then for each path's kernel.
+
+Each function says why not, "" if a kernel can be built. A family's `unsupported` asks those that apply to it.
+"""
+
+from ..arch import MMA_K
+from .config import BARRIER_BYTES, GemmFacts
+
+# What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
+# and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
+SM80_OTHER_REGISTERS = 40
+
+
+def general(facts: GemmFacts) -> str:
+    """What all families ask."""
+    cfg, block = facts.config, facts.block
+    if facts.dtype not in ("bfloat16", "float16"):
+        return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
+    if block and (block.bm % MMA_K or block.bk % MMA_K):
+        return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
+    if any(n < 1 for n in vars(cfg).values()):
+        return f"{cfg}: every count must be at least 1"
+    if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
+        return (
+            f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
+            f"{block.run} long: the columns must divide it"
+        )
+    return ""
+
+
+def gemm(facts: GemmFacts) -> str:
+    """What the kernels of both paths ask."""
+    if reason := general(facts):
+        return reason
+    return sm80(facts) if facts.path == "sm_80" else tma_operands(facts) or sm90(facts)
+
+
+def sm80(facts: GemmFacts) -> str:
+    """What the sm_80 kernel asks."""
+    cfg, spec = facts.config, facts.spec
+    if cfg.cluster * cfg.teams > 1:
+        return "clusters, ping-pong teams and a split K exist on the sm_90 path only"
+    if cfg.stages < 3:
+        return f"{cfg.stages} stages; the cp.async pipeline needs 3"
+    if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
+        return f"tile {cfg}: its sides and warps must be powers of two, which the swizzle needs"
+    span_m, span_n = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n
+    if span_m < 16 or span_n < 16 or cfg.tile_k < MMA_K:
+        return f"a warp's part of {span_m}x{span_n}x{cfg.tile_k}: ldmatrix reads 16 rows of 16 elements"
+    threads = 32 * cfg.warps_m * cfg.warps_n
+    line_a = cfg.tile_m if facts.majors[0] == "m" else cfg.tile_k
+    line_b = cfg.tile_n if facts.majors[1] == "n" else cfg.tile_k
+    longest = max(line_a, line_b)
+    if longest > 8 * threads:
+        return f"a line of {longest} elements of an operand; {threads} threads copy {8 * threads} at once"
+    n_major, vector = facts.majors[2] == "n", 16 // facts.out_bytes
+    line = span_n if n_major else span_m
+    if line > 32 * vector:
+        return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
+    accumulators = span_m * span_n // 32
+    fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 2)  # of A and B, double-buffered
+    registers = min(255, 65_536 // threads)
+    if accumulators + fragments + SM80_OTHER_REGISTERS > registers:
+        return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+    block, steps = facts.block, facts.k_blocks
+    if (
+        block
+        and accumulators > 64
+        and block.bm > cfg.tile_m
+        and len(steps) > 2
+        and sum(steps) % 2
+        and facts.ranks[1] > 2
+    ):
+        # compiled: 8 and 24 bytes of stack
+        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
+    pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
+    store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n
+    needed = max(cfg.operand_bytes, store)
+    if needed > spec.smem:
+        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
+    return ""
+
+
+def tma_operands(facts: GemmFacts) -> str:
+    """What the sm_90 path asks of an architecture and of operands."""
+    if facts.spec.path != "sm_90":
+        return f"{facts.spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path"
+    for name, align in zip("AB", facts.aligns, strict=False):
+        if align < 8:
+            return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
+    if "any" in facts.majors[:2]:
+        return "an operand has no contiguous mode, which TMA needs"
+    return ""
+
+
+def sm90(facts: GemmFacts) -> str:
+    """What the sm_90 kernel asks, but for its operands."""
+    return store_buffers(facts) or _tile_sm90(facts) or _schedule_sm90(facts)
+
+
+def store_buffers(facts: GemmFacts) -> str:
+    """What the sm_90 store asks of its buffers."""
+    if facts.config.store_row not in (32, 64, 128) or facts.config.store_row < 16 * facts.out_bytes:
+        return f"store buffers of {facts.config.store_row} bytes a row: 128, 64 and 32, of at least 16 elements"
+    return ""
+
+
+def smem_sm90(facts: GemmFacts) -> str:
+    """Whether shared memory holds the rings, the store buffers and the barriers."""
+    needed = facts.config.operand_bytes + facts.store_bytes + facts.config.split_k_bytes + 2 * BARRIER_BYTES
+    spec = facts.spec
+    return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block" if needed > spec.smem else ""
+
+
+def _tile_sm90(facts: GemmFacts) -> str:
+    """What WGMMA, the swizzles and the store ask of a tile."""
+    cfg = facts.config
+    if facts.block and cfg.tile_m >= facts.block.bm * cfg.rows_per_tile + 64:
+        return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: slabs of 64 rows would hold none of the block"
+    if cfg.tile_m % (64 * cfg.warps_m):
+        return f"{cfg.tile_m} rows among {cfg.warps_m} warpgroups: each takes a multiple of WGMMA's 64"
+    group_n, rest = divmod(cfg.tile_n, cfg.warps_n)
+    if rest or group_n % 16:
+        return f"{cfg.tile_n} columns among {cfg.warps_n} warpgroups: each takes a multiple of stmatrix's 16"
+    if max(cfg.tile_m, cfg.tile_n, cfg.tile_k) > 256:
+        return f"tile {cfg}: a TMA box, and a WGMMA, has at most 256 a side"
+    if cfg.tile_k not in (16, 32) and cfg.tile_k % 64:
+        return f"a K-tile of {cfg.tile_k}: 16, 32 or multiples of 64 elements fill a swizzle row"
+    atom = next(columns for columns in (64, 32, 16) if cfg.tile_n % columns == 0)
+    if facts.majors[1] == "n" and group_n % atom:
+        return f"{group_n} columns a warpgroup cut B's swizzle atom of {atom}"
+    chunk = min(group_n, cfg.store_row // facts.out_bytes)
+    if group_n % chunk:
+        return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
+    accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
+    if accumulators > 192:
+        return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
+    if accumulators > 128 and (facts.epilogue.residual or facts.epilogue.function or not facts.tma_store):
+        return (
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
+            "element by element"
+        )
+    return ""
+
+
+def _schedule_sm90(facts: GemmFacts) -> str:
+    """What the teams, the pipeline and the cluster ask, and whether shared memory holds it all."""
+    cfg = facts.config
+    if cfg.teams > 2:
+        return f"{cfg.teams} teams: two take turns"
+    if cfg.warps_m * cfg.warps_n * cfg.teams != 2:
+        return (
+            f"{cfg.warps_m * cfg.warps_n * cfg.teams} consumer warpgroups: the register budgets, and the barrier of "
+            "two teams, are made for exactly two"
+        )
+    if cfg.stages < 2:
+        return "one stage: a K-tile is released when the next one has been issued"
+    if reason := _split(facts):
+        return reason
+    if 16 * cfg.stages + 8 > BARRIER_BYTES:
+        return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
+    if cfg.cluster_m * cfg.cluster_n > 2:
+        return f"a cluster of {cfg.cluster_m}x{cfg.cluster_n}: above two CTAs it measured half as fast, and is not kept"
+    if (cfg.cluster_m > 1 and cfg.tile_n < 64) or (cfg.cluster_n > 1 and cfg.tile_m < 64):
+        return f"tile {cfg}: a multicast operand has at least 64 rows, of which each CTA fetches its share"
+    if reason := smem_sm90(facts):
+        return reason
+    if facts.block and cfg.cluster_m > 1 and -(-facts.block.bm // cfg.tile_m) % cfg.cluster_m:
+        return f"a cluster of {cfg.cluster_m} row tiles would span two block rows of {facts.block.bm}"
+    return ""
+
+
+def _split(facts: GemmFacts) -> str:
+    """What sharing K among the CTAs of a cluster asks."""
+    cfg = facts.config
+    if cfg.split == 1:
+        return ""
+    if cfg.split not in (2, 4):
+        return f"K among {cfg.split} CTAs: 1, 2 or 4 of them share it"
+    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1:
+        return f"{cfg}: K is split in cooperative kernels, without a cluster that shares operands"
+    group_n = cfg.tile_n // cfg.warps_n
+    chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))
+    if chunks % cfg.split:
+        return f"{chunks} chunks of a warpgroup's store among {cfg.split} CTAs: each stores as many (see store_row)"
+    if cfg.split == 2 and cfg.tile_m * cfg.tile_n >= 128 * 256 and facts.epilogue.residual:  # 8 to 128 bytes of stack
+        return "64 sums of 128 accumulators a thread leave no registers for a residual"
+    return ""

@@ -1,0 +1,239 @@
+"""The sm_80 mainloop: cp.async fills a ring of shared-memory stages, warps multiply out of it with mma.sync.
+
+Every thread loads and every thread multiplies. For K-tile i, with `stages - 1` loads in flight:
+
+    first MMA step    issue the copies of K-tile i + stages - 1 into the stage that K-tile i - 1 has left, commit
+    last MMA step     wait until K-tile i + 1 has arrived, __syncthreads: it is visible, and stage i is free
+    every MMA step    ldmatrix the next step's fragments into the other register buffer, multiply this one's
+
+Where the tiles lie is the source's business (k_tiles.py). Its answer is fetched one K-tile ahead, because for a
+sparse source it is a load from memory. Past the last K-tile it is asked for the last one again, so that it reads
+nothing out of range, and all copies are turned into zero fills, which read nothing at all: no branch is needed.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr, range_constexpr
+
+from ..arch import MMA_K
+from ..tile.ampere import TileSteps
+from ..tile.element import ELEMENT
+
+
+def keep(value: Int64) -> Int64:
+    """The value, made once: the compiler sees no way to compute it anew in a loop, which it would prefer to do."""
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
+
+
+class MainloopSm80(TileSteps):
+    """Steps of one work tile; see the schedule above."""
+
+    def __init__(self, facts, dtype, a, b):  # OperandTiles
+        super().__init__(dtype)
+        self.stages = facts.config.stages
+        self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
+        self.period = len(self.k_blocks)
+        # The two register buffers alternate with the MMA steps, so a loop's body must hold an even number of them.
+        self.unroll = 1 + sum(self.k_blocks) % 2
+        self.a, self.b = a, b
+        self.stage_bytes = a.bytes + b.bytes
+        self.mmas_m, self.mmas_n = a.span // 16, b.span // 8
+
+    # ------------------------------------------------------------------ global memory -> shared memory
+
+    @cute.jit
+    def load(
+        self,
+        tile,  # KTile
+        left: Int32,  # K-tiles that are left, this one included; below 1, nothing is read
+        j: cutlass.Constexpr,  # number of the K-tile in its period
+        mA: cute.Tensor,  # (M, K, outer_a)
+        mB: cute.Tensor,  # (N, K, outer_k)
+        threads: tuple,  # thread_part of A and of B
+        stage: Int32,
+    ):
+        """Issue and commit the copies of one K-tile, as one group."""
+        cols = const_expr(self.k_blocks[j % self.period] * MMA_K)
+        self.copy(self.a, mA, tile.a[1:], left, cols, threads[0], stage)
+        self.copy(self.b, mB, tile.b, left, cols, threads[1], stage + self.a.bytes)
+        cute.arch.cp_async_commit_group()
+
+    def thread_part(self, op, mX: cute.Tensor, rest: Int32) -> tuple:
+        """(row0, line, element, to, source): what this thread's copies have in common in all K-tiles.
+
+        `to` is where its first vector goes in a stage; `source` where that comes from, in bytes past the tile's
+        column 0. What stands in rows past the extent does not matter, since what comes of it is never stored.
+        """
+        line, element = op.position(cute.arch.thread_idx()[0])
+        row0 = rest * op.rows
+        row, k = (row0 + line, element) if op.k_major else (cutlass.min(row0 + element, mX.shape[0] - op.vector), line)
+        source = (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
+        return row0, line, element, op.offset(line, element * ELEMENT), keep(source)
+
+    @cute.jit
+    def copy(
+        self,
+        op: cutlass.Constexpr,
+        mX: cute.Tensor,  # (rows, K, outer)
+        tile: tuple,  # (rest_k, outer)
+        left: Int32,
+        cols: cutlass.Constexpr,  # columns that an MMA step will read
+        thread: tuple,
+        stage: Int32,
+    ):
+        """Copy one operand's tile; columns past the extent of mode K become zeros."""
+        k0 = tile[0] * op.tile_k
+        source = mX.iterator.toint() + (Int64(tile[1]) * mX.stride[2] + Int64(k0) * mX.stride[1]) * ELEMENT
+        # Columns of this tile that exist; below 1 of them, all copies are zero fills.
+        columns = mX.shape[1] - k0 if const_expr(self.clips_k) else cols
+        limit = cutlass.min(left * op.tile_k, columns)
+        tidx = cute.arch.thread_idx()[0]
+        copy = const_expr(self.copy_wide if op.vector == 8 else self.copy_narrow)
+        if const_expr(op.active == op.threads):
+            copy(op, mX, source, left, limit, cols, thread, stage, tidx)
+        elif tidx < op.active:
+            copy(op, mX, source, left, limit, cols, thread, stage, tidx)
+
+    @cute.jit
+    def copy_wide(
+        self,
+        op: cutlass.Constexpr,
+        mX: cute.Tensor,
+        source: Int64,
+        left: Int32,
+        limit: Int32,
+        cols: cutlass.Constexpr,
+        thread: tuple,
+        stage: Int32,
+        tidx: Int32,
+    ):
+        """This thread's 16-byte vectors: unrolled, from one base."""
+        row0, line, element, to, at = thread
+        at = source + at
+        # How many lines there are from this thread's first one on; none, if its columns do not exist. Whether every
+        # line is there is known beforehand for rows that tiles divide, and for steps of k inside what is multiplied.
+        extent = mX.shape[0]
+        exact = const_expr(isinstance(extent, int) and extent % op.rows == 0)
+        there = limit - (element if const_expr(op.k_major) else line)
+        if const_expr(op.k_major and not exact):
+            there = cutlass.min(extent - row0 - line, cutlass.min(there, 1) * op.rows)
+        for v in range_constexpr(op.copies):
+            lines = const_expr(v * op.stride)
+            if const_expr(op.k_major):
+                valid = there > (0 if const_expr(exact) else lines)
+            elif const_expr(self.clips_k or lines + op.stride > cols):
+                valid = there > lines
+            else:
+                valid = left > 0
+            if const_expr(op.k_major or lines < cols):
+                x, add = op.split(lines, 0)
+                self.copy_vector(op, at, stage + (to ^ x) + add, valid)
+                at = at + op.stride * mX.stride[0 if op.k_major else 1] * ELEMENT
+
+    @cute.jit
+    def copy_narrow(
+        self,
+        op: cutlass.Constexpr,
+        mX: cute.Tensor,
+        source: Int64,
+        left: Int32,
+        limit: Int32,
+        cols: cutlass.Constexpr,
+        thread: tuple,
+        stage: Int32,
+        tidx: Int32,
+    ):
+        """This thread's vectors below 16 bytes: there are many, so in a loop, each from its own coordinates."""
+        for v in cutlass.range(op.copies, unroll=4):
+            line, element = op.position(tidx + v * op.active)
+            row, k = (line, element) if const_expr(op.k_major) else (element, line)
+            row = cutlass.min(thread[0] + row, mX.shape[0] - (1 if const_expr(op.k_major) else op.vector))
+            at = source + (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
+            self.copy_vector(op, at, stage + op.offset(line, element * ELEMENT), k < limit)
+
+    # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
+
+    @cute.jit
+    def mma(
+        self,
+        k_tiles,
+        mA: cute.Tensor,  # (M, K, outer_a)
+        mB: cute.Tensor,  # (N, K, outer_k) of this work tile's l
+        n: Int32,
+        acc: cute.Tensor,  # (MMA, MMA_M, MMA_N), zeros
+        ring: Int32,  # PIPE stages of A and B
+        index_warp: tuple,  # (warp_m, warp_n)
+    ):
+        """Accumulate every K-tile into acc."""
+        count = k_tiles.count
+        if count > 0:
+            lane = cute.arch.lane_idx()
+            lanes = (self.a.lane_offset(lane, index_warp[0]), self.b.lane_offset(lane, index_warp[1]))
+            # Two of each, for this MMA step and the next: (8, MMA_M) and (4, MMA_N)
+            rA = [cute.make_rmem_tensor((8, self.mmas_m), self.dtype) for _ in range(2)]
+            rB = [cute.make_rmem_tensor((4, self.mmas_n), self.dtype) for _ in range(2)]
+            tile = k_tiles.at(Int32(0))
+            threads = (self.thread_part(self.a, mA, tile.a[0]), self.thread_part(self.b, mB, n))
+            for s in range_constexpr(self.stages - 1):
+                self.load(tile, count - s, s, mA, mB, threads, ring + s * self.stage_bytes)
+                tile = k_tiles.at(cutlass.min(Int32(s + 1), count - 1))
+            cute.arch.cp_async_wait_group(self.stages - 2)
+            cute.arch.sync_threads()
+            self.read_step(0, lanes, ring, rA[0], rB[0])
+            left = count - (self.stages - 1)
+            read, write = ring, ring + (self.stages - 1) * self.stage_bytes
+            for _ in cutlass.range(count // (self.period * self.unroll), unroll=1):
+                for u in range_constexpr(self.unroll):
+                    tile, left, read, write = self.run_period(
+                        u, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB
+                    )
+            if const_expr(self.unroll > 1):
+                if count // self.period % self.unroll > 0:
+                    self.run_period(0, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB)
+
+    @cute.jit
+    def run_period(
+        self,
+        u: cutlass.Constexpr,
+        k_tiles,
+        tile,  # the next K-tile to load
+        left: Int32,
+        read: Int32,
+        write: Int32,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        threads: tuple,
+        acc: cute.Tensor,
+        ring: Int32,
+        lanes: tuple,
+        rA: list,
+        rB: list,
+    ):
+        """Multiply one period of K-tiles, and load as many ahead."""
+        step = const_expr(u * sum(self.k_blocks))
+        for j in range_constexpr(self.period):
+            blocks = const_expr(self.k_blocks[j])
+            for k in range_constexpr(blocks):
+                buffer, other = const_expr(step % 2), const_expr((step + 1) % 2)
+                if const_expr(k + 1 < blocks):
+                    self.read_step(k + 1, lanes, read, rA[other], rB[other])
+                if const_expr(k == 0):
+                    self.load(tile, left, j + self.stages - 1, mA, mB, threads, write)
+                    left = left - 1
+                    # The mask says that the number is not negative, which makes a source's divisions cheap.
+                    tile = k_tiles.at((k_tiles.count - cutlass.max(left, 1)) & 0x7FFFFFFF)
+                if const_expr(k + 1 == blocks):
+                    write = read
+                    read = read + self.stage_bytes
+                    if read == ring + self.stages * self.stage_bytes:
+                        read = ring
+                    cute.arch.cp_async_wait_group(self.stages - 2)
+                    cute.arch.sync_threads()
+                    self.read_step(0, lanes, read, rA[other], rB[other])
+                self.multiply(acc, rA[buffer], rB[buffer])
+                step = const_expr(step + 1)
+        return tile, left, read, write
+
+    def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):
+        self.read(self.a, k, lanes[0], stage, rA)
+        self.read(self.b, k, lanes[1], stage + self.a.bytes, rB)

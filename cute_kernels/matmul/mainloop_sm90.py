@@ -1,0 +1,154 @@
+"""The sm_90 mainloop: TMA fills a ring of shared-memory stages, warpgroups multiply out of it with WGMMA.
+
+    producer warp      acquire empty[s] -> expect bytes on full[s] -> TMA A, TMA B -> s += 1
+    consumer groups    wait full[s] -> issue the stage's WGMMAs, commit -> wait until one group is in flight
+                       -> release empty[s - 1] -> s += 1
+
+Exactly one K-tile's WGMMAs are in flight while the next one's are issued, so the tensor cores never drain between
+stages. Where the tiles lie is the source's business (k_tiles.py).
+
+Two ping-pong teams take turns: a team starts when the other has issued its last WGMMA. The turn keeps the tensor cores
+from being shared, and it is what makes stepping over the other team's stages safe: an mbarrier tells only the parity
+of its phase, so whoever waits must never be more than one phase away.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+TURN_BARRIER = 8  # named barriers 8 and 9: team 0's turn, team 1's turn
+TURN_THREADS = 256  # one team waits, the other arrives
+
+
+class MainloopSm90:
+    """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`)."""
+
+    boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
+
+    def __init__(self, k_blocks: tuple[int, ...], teams: int, multicast_a: bool, multicast_b: bool):
+        self.k_blocks = k_blocks
+        self.teams = teams
+        self.multicast_a = multicast_a
+        self.multicast_b = multicast_b
+
+    @cute.jit
+    def load(
+        self,
+        k_tiles,
+        tma_a: cute.CopyAtom,
+        tAgA: cute.Tensor,  # (TMA, rest_m, rest_k, outer_a)
+        tAsA: cute.Tensor,  # (TMA, PIPE)
+        mask_a: cutlass.Int16,
+        tma_b: cute.CopyAtom,
+        tBgB: cute.Tensor,  # (TMA, rest_k, outer_k) of this work tile's n and l
+        tBsB: cute.Tensor,  # (TMA, PIPE)
+        mask_b: cutlass.Int16,
+        pipeline,
+        state,
+    ):
+        """Issue the TMA loads of every K-tile; returns the pipeline state after them."""
+        for i in cutlass.range(k_tiles.count, unroll=1):
+            tile = k_tiles.at(i)
+            pipeline.producer_acquire(state)
+            barrier = pipeline.producer_get_barrier(state)
+            self.load_a(tile, tma_a, tAgA, tAsA, mask_a, barrier, state.index)
+            cute.copy(
+                tma_b,
+                tBgB[(None, *tile.b)],
+                tBsB[None, state.index],
+                tma_bar_ptr=barrier,
+                mcast_mask=mask_b if const_expr(self.multicast_b) else None,
+            )
+            state.advance()
+        return state
+
+    @cute.jit
+    def load_a(
+        self,
+        tile,
+        tma_a: cute.CopyAtom,
+        tAgA: cute.Tensor,  # (TMA, rest_m, rest_k, outer_a)
+        tAsA: cute.Tensor,  # (TMA, PIPE)
+        mask_a: cutlass.Int16,
+        barrier: cute.Pointer,
+        stage: cutlass.Int32,
+    ):
+        """Issue the TMA loads of A's part of a K-tile."""
+        cute.copy(
+            tma_a,
+            tAgA[(None, *tile.a)],
+            tAsA[None, stage],
+            tma_bar_ptr=barrier,
+            mcast_mask=mask_a if const_expr(self.multicast_a) else None,
+        )
+
+    @cute.jit
+    def mma(
+        self,
+        k_tiles,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,  # (MMA, MMA_M, MMA_N)
+        tCrA: cute.Tensor,  # (MMA, MMA_M, MMA_K, PIPE)
+        tCrB: cute.Tensor,  # (MMA, MMA_N, MMA_K, PIPE)
+        pipeline,
+        read,
+        release,
+        team: cutlass.Int32,
+    ):
+        """Accumulate every K-tile into acc; returns the read and release states after them."""
+        period = const_expr(len(self.k_blocks))
+        if const_expr(self.teams > 1):
+            cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=TURN_THREADS)
+        if k_tiles.count == 0:
+            acc.fill(0.0)
+            self.pass_turn(team)
+        else:
+            # The first period starts the accumulation, so that no register is cleared beforehand.
+            for j in range_constexpr(period):
+                pipeline.consumer_wait(read)
+                self.issue(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], j == 0)
+                if const_expr(j > 0):
+                    warpgroup.wait_group(1)
+                    pipeline.consumer_release(release)
+                    release.advance()
+                read.advance()
+            for _ in cutlass.range(1, k_tiles.count // period, unroll=1):
+                for j in range_constexpr(period):
+                    pipeline.consumer_wait(read)
+                    self.issue(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], False)
+                    warpgroup.wait_group(1)
+                    pipeline.consumer_release(release)
+                    release.advance()
+                    read.advance()
+            self.pass_turn(team)
+            warpgroup.wait_group(0)
+            pipeline.consumer_release(release)
+            release.advance()
+        return read, release
+
+    def pass_turn(self, team):
+        """Let the other team start its mainloop."""
+        if self.teams > 1:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - team, number_of_threads=TURN_THREADS)
+
+    @cute.jit
+    def issue(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        stage: cutlass.Int32,
+        k_blocks: cutlass.Constexpr,
+        zero_init: cutlass.Constexpr,
+    ):
+        """Issue and commit the WGMMAs of one stage, as one group."""
+        warpgroup.fence()
+        # A fresh atom: its ACCUMULATE field is set here, and the tiled_mma's own must not change inside a loop.
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
+        for k in range_constexpr(k_blocks):
+            cute.gemm(atom, acc, tCrA[None, None, k, stage], tCrB[None, None, k, stage], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()

@@ -1,0 +1,56 @@
+"""A product as the kernels see it: what its kernel is chosen by."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..operand import Layout
+from .config import BlockFacts, EpilogueSpec
+
+STATS_ROWS, PAIRED_ROWS = 192, 64  # of PatternStats
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The shape of a product."""
+
+    M: int
+    N: int
+    K: int
+    L: int = 1
+
+
+class PatternStats(NamedTuple):
+    """What is known of a sparse operand's pattern, as shares of its block columns. None: as of blocks at random.
+
+    listed: the columns in which a group of STATS_ROWS rows has a block. paired: in which a pair of block rows has one,
+    where blocks are PAIRED_ROWS high. longest: that the longest block row has.
+    """
+
+    listed: float | None = None
+    paired: float | None = None
+    longest: float | None = None
+
+
+NOT_KNOWN = PatternStats()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product as the kernels see it: extents, operand layouts (A, B, D) and what is fused."""
+
+    extents: Extents
+    dtype: str
+    out_dtype: str
+    layouts: tuple[Layout, Layout, Layout]
+    majors: tuple[str, str, str]
+    ranks: tuple[int, int, int]
+    epilogue: EpilogueSpec
+    block: BlockFacts | None = None
+    transposed: bool = False
+    density: float = 1.0  # of a sparse operand, as its statistics
+    stats: PatternStats = NOT_KNOWN
+
+
+def listed_at_random(density: float, block: BlockFacts, rows: int) -> float:
+    """The share of block columns in which `rows` rows of a random pattern have a block."""
+    return 1 - (1 - density) ** max(1, rows // block.bm)

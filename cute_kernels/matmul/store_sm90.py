@@ -1,0 +1,161 @@
+"""The sm_90 store: accumulators through the epilogue into shared memory, and out by TMA, or straight to memory.
+
+Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through a two-deep ring of
+its own, so warpgroups never wait for each other:
+
+    all 128 threads    epilogue in registers, while the chunks before are still being stored
+    warp 0             wait until the ring's buffer is free
+    all 128 threads    stmatrix -> fence
+    warp 0             TMA store of the chunk, commit
+
+Of a tile whose K was split, a CTA stores its share of the chunks.
+
+Where D's strides or contiguous extent do not meet TMA's rule (multiples of 16 bytes, which it writes whole),
+`store_direct` writes element by element.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr, range_constexpr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from ..tile.hopper import WARPGROUP
+from . import epilogue
+from .epilogue import coordinates
+
+SLAB_M = 64  # rows of one WGMMA
+PIECE = 32  # accumulators that an epilogue works on at a time
+
+
+@dsl_user_op
+def load_one(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
+    """The 1.0 at a shared-memory address, by a load that the compiler may not move across a barrier."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    text, constraints = "ld.volatile.shared.f32 $0, [$1];", "=f,r"
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [address], text, constraints,
+            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+class StoreSm90:
+    """Stores the accumulators of one consumer warpgroup."""
+
+    def __init__(self, facts, group_n: int, dtype, anchor_bias: bool = True):
+        cfg = facts.config
+        self.spec = facts.epilogue
+        self.dtype = dtype
+        self.tile_m, self.tile_n = cfg.tile_m, cfg.tile_n
+        self.warps_m = cfg.warps_m
+        self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
+        self.group_n = group_n  # columns of one warpgroup
+        self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
+        self.epi_n = min(group_n, cfg.store_row * 8 // dtype.width)  # columns of one chunk
+        self.n_major = facts.majors[2] != "m"
+        self.tma = facts.tma_store
+        # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and
+        # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart: of
+        # the bias, where there is one, for that is fewer products; but with fewer registers (`anchor_bias` False) that
+        # spilled.
+        self.anchored = not facts.epilogue.is_light
+        self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None
+        self.chunks = group_n // self.epi_n  # of a slab
+        self.split = cfg.split
+        self.buffers = cfg.ring
+
+    @property
+    def layout_enum(self):
+        return LayoutEnum.ROW_MAJOR if self.n_major else LayoutEnum.COL_MAJOR
+
+    @cute.jit
+    def store(
+        self,
+        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup; of a split tile, this CTA's share of it
+        args: epilogue.EpilogueArgs,
+        tma_d: cute.CopyAtom,
+        gD: cute.Tensor,  # (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
+        sD: cute.Tensor,  # (64, epi_n, PIPE)
+        thr_mma,  # this thread's slice of a one-warpgroup tiled MMA
+        tiled_mma_group: cute.TiledMma,
+        extent: tuple,  # (M, N)
+        tile: tuple,  # (m, n, outer_m, l) and the item of A, if a bias has one for each
+        group: cutlass.Int32,  # which consumer warpgroup
+        anchor: cute.Pointer,  # 1.0 in shared memory
+        rank=None,  # of the CTAs that share a split tile, which
+    ):
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        warp = cute.arch.make_warp_uniform(tidx // 32)
+        group_m = group % self.warps_m
+        col0 = tile[1] * self.tile_n + group % self.team // self.warps_m * self.group_n
+        # (MMA, 1, 1): (row, column) of each accumulator inside a slab
+        tCcD = thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
+
+        if const_expr(self.tma):
+            atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
+            layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
+            copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
+            tRS_sD = copy_r2s.get_slice(tidx).partition_D(sD)  # (R2S, R2S_M, R2S_N, PIPE)
+            shape = cute.shape(copy_r2s.get_slice(tidx).partition_S(sD))[:3]
+            bSG_sD, bSG_gD = cpasync.tma_partition(
+                tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+            )
+        values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
+        piece = const_expr(min(values, PIECE) if self.anchored else values)
+        rD = cute.make_rmem_tensor(piece, Float32)
+        share = const_expr(self.slabs * self.chunks // self.split)
+        for i in range_constexpr(share):
+            chunk = i if const_expr(self.split == 1) else rank * share + i
+            s, e = chunk // self.chunks, chunk % self.chunks
+            slab = tile[0] * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
+            if const_expr(self.tma):
+                rOut = cute.make_rmem_tensor(shape, self.dtype)
+            for first in range_constexpr(0, values, piece):
+                one = load_one(anchor) if const_expr(self.anchored) else None
+                for v in range_constexpr(piece):
+                    rD[v] = acc[i * values + first + v]
+                    if const_expr(self.anchored and not self.by_bias):
+                        rD[v] = rD[v] * one
+                if const_expr(self.split == 1):
+                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
+                else:  # the accumulators of a chunk begin `values` after those of the chunk before
+                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
+                factor = one if const_expr(self.by_bias) else None
+                epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], factor)
+                if const_expr(self.tma):
+                    part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
+                    part.store(rD.load().to(self.dtype))
+                else:
+                    self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
+            if const_expr(self.tma):
+                buffer = group * self.buffers + i % self.buffers
+                if warp == 0:
+                    cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+                self.sync(group)
+                cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.sync(group)
+                if warp == 0:
+                    n = col0 // self.epi_n + e
+                    cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, tile[2], tile[3]])
+                    cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):
+        for v in range_constexpr(cute.size(rD)):
+            if cute.elem_less(cD[v], extent):
+                mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
+
+    def sync(self, group):
+        """All 128 threads of one warpgroup."""
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+
+    def drain(self):
+        """Before the CTA ends, its shared memory must have been read."""
+        if self.tma:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

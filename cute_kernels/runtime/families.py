@@ -1,0 +1,130 @@
+"""The registry of kernel families: what the cache, the tools and the tests know of kernels without knowing any.
+
+A family is one kind of kernel. Its package registers it when it is imported. To make one: subclass `Family`, give its
+facts class a `family` attribute of the same name, and call `register`. The tools (`python -m cute_kernels`) import the
+packages that installed distributions name as entry points of the group "cute_kernels.families", and those that the
+environment variable CUTE_KERNELS_FAMILIES names, separated by commas.
+"""
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from .cache import Built, default_cache
+from .compile import compile_for
+
+GROUP = "cute_kernels.families"
+VARIABLE = "CUTE_KERNELS_FAMILIES"
+_REGISTRY: dict[str, "Family"] = {}
+
+
+class Family:
+    """One kind of kernel. `name` is its name here and the `family` of its facts.
+
+    Facts are what one kernel is compiled from: frozen, picklable, hashable by value, with `arch` (the compiler's
+    target), `family`, and a `key()` or a `repr` that is the same in every process. They hold no tensors.
+    """
+
+    name: str
+
+    def entry(self, facts: Any) -> Any:
+        """What `cute.compile` takes: an object whose `__call__` is the compiled function."""
+        raise NotImplementedError(f"{self.name}: entry")
+
+    def arguments(self, facts: Any) -> tuple:
+        """Fakes of all arguments of the entry, with which it is compiled (runtime.fake)."""
+        raise NotImplementedError(f"{self.name}: arguments")
+
+    def catalogue(self, arch: str, quick: bool = False) -> Iterable[Any]:
+        """The facts that ops can ask for on an architecture, for tools and tests; a few typical ones if `quick`."""
+        raise NotImplementedError(f"{self.name}: catalogue")
+
+    def unsupported(self, facts: Any) -> str:
+        """Why no kernel can be built from these facts; "" if one can."""
+        return ""
+
+    def tensor_core(self, facts: Any) -> str | None:
+        """The instruction that its kernel must contain; None for one without products."""
+        return None
+
+    def warp_specialised(self, facts: Any) -> bool:
+        """Whether setmaxnreg moves registers from a producer to consumers."""
+        return False
+
+    def dynamic_smem(self, entry: Any) -> int:
+        """Bytes of shared memory that the launch asks for, once compiled."""
+        return getattr(entry, "smem_bytes", 0) or 0
+
+    def smem_limit(self, facts: Any) -> int:
+        """Bytes of shared memory that a block may have."""
+        from ..arch import arch_named
+
+        return arch_named(facts.arch).smem
+
+    def judge(self, facts: Any, cubin: bytes, resources: Any, problems: list[str]) -> list[str]:
+        """What is wrong with a compiled kernel, of what inspect.problems found and of what the family knows besides."""
+        return problems
+
+    def describe(self, facts: Any) -> dict[str, str]:
+        """The facts in words, for one row of a table: path, configuration, problem, operands, epilogue."""
+        return {"configuration": str(facts)}
+
+    def title(self, facts: Any) -> str:
+        """One line that no other entry of an architecture's catalogue shares."""
+        return "; ".join(filter(None, self.describe(facts).values()))
+
+    def compile(self, facts: Any, *, keep_cubin: bool = False) -> Built:
+        """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
+        entry = self.entry(facts)
+        compiled = compile_for(facts.arch, entry, *self.arguments(facts), keep_cubin=keep_cubin)
+        return Built(compiled, {"smem": self.dynamic_smem(entry), **self.describe(facts)})
+
+
+def register(family: Family) -> Family:
+    """Add a family; ValueError if another one has its name."""
+    if type(_REGISTRY.get(family.name, family)) is not type(family):
+        raise ValueError(f"there is a kernel family named {family.name!r} already: {_REGISTRY[family.name]}")
+    _REGISTRY[family.name] = family
+    return family
+
+
+def families(kind: type = Family) -> list:
+    """All families registered so far that are of a kind, in the order of their registration."""
+    return [family for family in _REGISTRY.values() if isinstance(family, kind)]
+
+
+def family_named(name: str) -> Family:
+    """A family by its name; ValueError with the known ones if it is not registered."""
+    if name not in _REGISTRY:
+        raise ValueError(f"no kernel family {name!r}; registered are {', '.join(_REGISTRY)}")
+    return _REGISTRY[name]
+
+
+def family_of(facts: Any) -> Family:
+    """The family that facts belong to."""
+    return family_named(facts.family)
+
+
+def unsupported(facts: Any) -> str:
+    """Why no kernel can be built from facts of any family; "" if one can. Ops, the tuner, tools and tests ask this."""
+    return family_of(facts).unsupported(facts)
+
+
+def compile_kernel(facts: Any, *, keep_cubin: bool = False) -> Built:
+    """Compile the kernel of facts of any family."""
+    return family_of(facts).compile(facts, keep_cubin=keep_cubin)
+
+
+def function_for(facts: Any):
+    """The kernel's function, from memory, a bundle, the disk, or compiled now."""
+    return default_cache().get(facts, lambda: compile_kernel(facts))
+
+
+def load_all() -> None:
+    """Import every package that registers families: what installed distributions and the environment name."""
+    named = [point.value for point in importlib.metadata.entry_points(group=GROUP)]
+    named += [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
+    for name in dict.fromkeys(filter(None, named)):
+        importlib.import_module(name)

@@ -1,0 +1,1 @@
+"""What the kernels of products and of attention are made of."""

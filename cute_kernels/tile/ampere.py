@@ -1,0 +1,177 @@
+"""What kernels of mma.sync are made of: swizzled tiles in shared memory, cp.async, ldmatrix, products."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
+from cutlass.cute.typing import AddressSpace
+
+from ..arch import MMA_K
+from .element import ELEMENT
+
+WARP = 32
+CHUNK = 16  # bytes; what ldmatrix reads of a line, and the unit of the swizzle
+ALIGN = 128  # bytes; all 32 banks
+
+
+def log2(x: int) -> int:
+    assert x > 0 and x & (x - 1) == 0, f"{x} is no power of two"
+    return x.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class OperandTile:
+    """A (rows, tile_k) tile of A or B: where its elements lie in a stage, who copies them and who reads them.
+
+    A stage holds lines along the contiguous mode: tile_k elements of one row, or all rows of one k. The 16-byte
+    chunks of a line are permuted by an XOR with bits of the line's number, so that eight lanes hit 32 banks both
+    when they copy along a line and when ldmatrix reads one chunk from each of eight lines.
+
+    Offsets are linear over disjoint bits: offset(line + 2^i, byte) differs from offset(line, byte) by an XOR and an
+    addition that are known at compile time (`split`). So a thread needs one base, however many vectors it moves.
+    The methods take Python integers as well as Int32, and are checked on the host.
+    """
+
+    rows: int
+    tile_k: int
+    k_major: bool
+    vector: int  # elements of one copy
+    threads: int
+    warps: int  # how many share the rows
+    is_b: bool
+
+    @property
+    def lines(self) -> int:
+        return self.rows if self.k_major else self.tile_k
+
+    @property
+    def line_bytes(self) -> int:
+        return ELEMENT * (self.tile_k if self.k_major else self.rows)
+
+    @property
+    def bytes(self) -> int:
+        return self.lines * self.line_bytes
+
+    @property
+    def span(self) -> int:
+        """Rows of one warp."""
+        return self.rows // self.warps
+
+    @property
+    def chunks(self) -> int:
+        """Neighbouring chunks that the XOR permutes: a power of two that divides a line's."""
+        chunks = self.line_bytes // CHUNK
+        return min(8, chunks & -chunks)
+
+    def swizzle(self, line):
+        """The XOR for a line, in bytes."""
+        return ((line >> log2(8 // self.chunks)) & (self.chunks - 1)) << 4
+
+    def offset(self, line, byte):
+        return line * self.line_bytes + (byte ^ self.swizzle(line))
+
+    def split(self, line: int, byte: int) -> tuple[int, int]:
+        """(x, add): offset(l + line, b + byte) == (offset(l, b) ^ x) + add where no bit is set on both sides."""
+        mask = (self.chunks - 1) * CHUNK
+        return (byte & mask) ^ self.swizzle(line), line * self.line_bytes + (byte & ~mask)
+
+    # ------------------------------------------------------------------ copying: vector index = thread + j * active
+
+    @property
+    def active(self) -> int:
+        """Threads that copy: a small tile has fewer vectors than the CTA has threads."""
+        return min(self.threads, self.bytes // (ELEMENT * self.vector))
+
+    @property
+    def copies(self) -> int:
+        return self.bytes // (ELEMENT * self.vector * self.active)
+
+    @property
+    def stride(self) -> int:
+        """Lines between two vectors of a thread, where they are 16 bytes long."""
+        return self.position(self.active)[0]
+
+    def position(self, index):
+        """(line, element) of a vector."""
+        bits = log2(self.line_bytes // (ELEMENT * self.vector))
+        return index >> bits, (index & ((1 << bits) - 1)) * self.vector
+
+    # ------------------------------------------------------------------ reading: ldmatrix x4 = 16 rows x 16 k
+
+    def lane_offset(self, lane, index_warp):
+        """Where a lane's eight-element row of its 8 x 8 matrix lies, for the warp's first 16 rows and first 16 k.
+
+        A fragment's four matrices run along its rows first for A, along k first for B.
+        """
+        i, r = lane >> 3, lane & 7
+        row_half, k_half = (i >> 1, i & 1) if self.is_b else (i & 1, i >> 1)
+        row = index_warp * self.span + row_half * 8
+        if self.k_major:
+            return self.offset(row + r, k_half * CHUNK)
+        return self.offset(k_half * 8 + r, row * ELEMENT)
+
+    def step(self, i: int, k: int) -> tuple[int, int]:
+        """`split` of the warp's i-th 16 rows and k-th 16 columns."""
+        return self.split(16 * i, MMA_K * ELEMENT * k) if self.k_major else self.split(MMA_K * k, 16 * ELEMENT * i)
+
+
+class TileSteps:
+    """What every mainloop of mma.sync does with OperandTiles: copy a vector, read fragments, multiply them.
+
+    Addresses are integers: bytes, shared ones 32 bits wide.
+    """
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    @cute.jit
+    def copy_vector(self, op: cutlass.Constexpr, source: Int64, to: Int32, valid: cutlass.Boolean):
+        """One vector, or zeros where it is not valid."""
+        size = const_expr(op.vector * ELEMENT)
+        layout = cute.make_layout(((op.vector, 1), 1))  # ((vector, rest), copies)
+        gX = cute.make_tensor(make_ptr(self.dtype, source, AddressSpace.gmem, assumed_align=size), layout)
+        sX = cute.make_tensor(make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=size), layout)
+        if const_expr(op.vector > 1):
+            # With a predicate that is false, cp.async reads nothing and writes zeros.
+            mode = const_expr(LoadCacheMode.GLOBAL if size == CHUNK else LoadCacheMode.ALWAYS)
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), self.dtype, num_bits_per_copy=8 * size)
+            pred = cute.make_rmem_tensor((1, 1), cutlass.Boolean)  # (rest, copies)
+            pred[0] = valid
+            cute.copy(atom, gX, sX, pred=pred)
+        else:
+            value = self.dtype(0.0)
+            if valid:
+                value = gX[0]
+            sX[0] = value
+
+    @cute.jit
+    def read(
+        self,
+        op: cutlass.Constexpr,
+        k: cutlass.Constexpr,
+        lane: Int32,
+        stage: Int32,
+        rX: cute.Tensor,
+        first: cutlass.Constexpr = 0,
+    ):
+        """ldmatrix one operand's fragments of MMA step k, 16 rows an instruction, from the first-th 16 rows on.
+
+        rX: (8, MMA_M) for A, (4, MMA_N) for B, of as many rows as are wanted.
+        """
+        # Lines along k need no transposing: the tensor core takes pairs along k in one register.
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not op.k_major, 4), self.dtype)
+        count = const_expr(cute.size(rX) // 8)
+        rX = cute.make_tensor(rX.iterator, cute.make_layout((8, count)))  # two n8 fragments of B are one x4
+        for i in range_constexpr(count):
+            x, add = op.step(first + i, k)
+            at = make_ptr(self.dtype, stage + (lane ^ x) + add, AddressSpace.smem, assumed_align=CHUNK)
+            cute.copy(atom, cute.make_tensor(at, 8), rX[None, i])
+
+    @cute.jit
+    def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
+        """One MMA step."""
+        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, cutlass.Float32, (16, 8, 16)))
+        cute.gemm(atom, acc, rA, rB, acc)

@@ -1,0 +1,132 @@
+"""The tables of results in README.md and docs/performance.md, written from bench/results.
+
+python docs/tables.py            write them anew, between <!-- table: NAME --> and <!-- end -->
+python docs/tables.py --check    exit 1 if a table is not what the result files say
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench/results/nvidia-h200"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs/performance.md")
+TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+README_ROWS = {  # row -> how the README calls it
+    "gemm 4096x4096x4096 NN": "`gemm` 4096³",
+    "gemm 8192x8192x8192 NN": "`gemm` 8192³",
+    "gemm 8192x8192x1024 NT, bias+gelu_tanh": "`gemm` 8192×8192×1024, bias and tanh GELU",
+    "bsr_matmul 128x128, 0.125": "`bsr_matmul` 8192³, 12.5 % of 128×128 blocks",
+    "bsr_matmul 64x64, 0.125": "the same, 64×64",
+    "bsr_matmul 32x32, 0.125": "the same, 32×32",
+    "bsr_matmul 16x16, 0.125": "the same, 16×16",
+    "bsr_linear 128x128, 0.25, 1 tokens, 16384 squared": "`bsr_linear`, 1 token × 16384², 25 % of 128×128",
+    "forward B2 S8192 H16 D128 full": "`attention` B2 S8192 H16 D128",
+    "forward B2 S8192 H16 D128 causal": "the same, causal",
+    "forward B2 S8192 H8 D256 full": "the same, H8 D256",
+    "block-sparse 128x128, 0.125": "`block_sparse_attention`, 12.5 % of 128×128",
+    "block-sparse 64x64, 0.125": "the same, 64×64",
+    "decoding B8, 16k keys, 32/8 heads D128": "1 query, B8, 16384 keys, 32/8 heads D128",
+}
+LARGE_COPY = "copy bandwidth"  # its time is that of other bytes
+SECTIONS = {  # table -> (suite, pattern that a row's name begins with)
+    "dense": ("gemm", r"gemm (?!.*sm_80)"),
+    "dense sm_80": ("gemm", r"gemm .*sm_80"),
+    "block-sparse": ("block-sparse", r"bsr_\w+ \d+x\d+, 0\.(125|216)(, sm_80 path)?$"),
+    "patterns": ("block-sparse", r"bsr_\w+ .*(scattered|skewed|banded|local and global)"),
+    "density": ("block-sparse", r"bsr_matmul \d+x\d+, (?!0\.125|0\.216)[\d.]+$"),
+    "few tokens": ("block-sparse", r".*tokens"),
+    "experts": ("block-sparse", r"bsr_grouped"),
+    "attention": ("attention", r"forward|window|sm_80 path"),
+    "small attention": ("attention", r"small"),
+    "block-sparse attention": ("attention", r"block-sparse"),
+    "decoding": ("attention", r"decoding"),
+}
+
+
+def load(suite: str) -> dict:
+    return json.loads((RESULTS / f"{suite}.json").read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def microseconds(us: float) -> str:
+    return f"{us:.0f}" if us >= 1000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
+
+
+def cells(row: dict, name: str, asked: bool) -> list[str]:
+    """One row: ours, the peer it is held against, and the ratio of useful rates."""
+    ours, *peers = (t for t in row["timings"] if "median_us" in t)
+    if row["against"] == "the fastest peer":
+        peer = max(peers, key=lambda t: t["tflops"])
+    else:
+        peer = next(t for t in peers if t["name"] == row["against"])
+    tflops = f"{ours['tflops']:.0f}" if ours["tflops"] >= 20 else f"{ours['tflops']:.1f}"
+    us = "" if peer["name"] == LARGE_COPY else microseconds(peer["median_us"])
+    beside = [peer["name"], us, f"{row['ratio']:.3f}"]
+    found = [name, microseconds(ours["median_us"]), tflops, *beside]
+    return found + ["" if row["asked"] is None else f"{row['asked']:g}"] if asked else found
+
+
+def results(suite: str, pattern: str) -> list[str]:
+    head = ["case", "µs", "TFLOP/s", "beside it", "µs", "ratio", "asked"]
+    return table(head, [cells(r, r["name"], True) for r in load(suite)["rows"] if re.match(pattern, r["name"])])
+
+
+def readme() -> list[str]:
+    rows = {r["name"]: r for suite in ("gemm", "block-sparse", "attention") for r in load(suite)["rows"]}
+    shown = [cells(rows[name], label, False) for name, label in README_ROWS.items()]
+    return table(["bf16", "µs", "TFLOP/s", "beside it", "µs", "ratio"], shown)
+
+
+def measured() -> list[str]:
+    found = []
+    for suite in ("gemm", "block-sparse", "attention"):
+        file = load(suite)
+        env, top, rounds = file["environment"], file["ceilings"], file["rows"][0]["timings"][0]["rounds"]
+        versions = f"driver {env['driver']}, torch {env['torch']}, DSL {env['nvidia-cutlass-dsl']}"
+        limits = [f"{top[key]:.5g}" for key in ("copy_tbs", "l2_tbs", "tensor_tflops")]
+        found.append([suite, env["commit"], env["date"], env["card"], versions, str(rounds), *limits])
+    head = ["suite", "commit", "date", "card", "versions", "rounds", "copy TB/s", "L2 TB/s", "WGMMA TFLOP/s"]
+    return table(head, found)
+
+
+def missed() -> list[str]:
+    found = []
+    for suite in ("gemm", "block-sparse", "attention"):
+        file = load(suite)
+        under = [r for r in file["rows"] if (r["asked"] or 0) > r["ratio"]]
+        found += [[r["name"], f"{r['ratio']:.3f}", f"{r['asked']:g}"] for r in under]
+        for check in file.get("checks", ()):
+            if not check["ok"]:
+                bound = "at most " if check["at_most"] else ""
+                found.append([check["name"], f"{check['value']:.3f}", f"{bound}{check['asked']:g}"])
+    return table(["case", "measured", "asked"], found)
+
+
+def written(text: str) -> str:
+    """The document with every table as the result files have it."""
+    special = {"readme": readme, "measured": measured, "missed": missed}
+
+    def fill(match: re.Match) -> str:
+        name = match[2]
+        lines = special[name]() if name in special else results(*SECTIONS[name])
+        return match[1] + "\n".join(lines) + "\n" + match[3]
+
+    return TABLE.sub(fill, text)
+
+
+def main() -> int:
+    stale = [path for path in DOCUMENTS if path.read_text() != written(path.read_text())]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'not what bench/results says' if '--check' in sys.argv else 'written'}")
+        if "--check" not in sys.argv:
+            path.write_text(written(path.read_text()))
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The sparse collective: a GEMM kernel of either path with the BSR source in place of the dense one.
+
+Nothing of the loads, the pipelines or the tensor-core calls is here. What is here: torch's tensors re-viewed so that
+a stored block and a block column are outer indices, and the source that walks a row's indices.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.dense import batched, kernel_for, view
+from cute_kernels.matmul.epilogue import EpilogueArgs
+
+from .k_tiles import BsrSource
+
+
+class BsrGemm:
+    """(M, K) or (L, M, K) BSR times b (K, N) or (L, K, N) into d; with `facts.transposed`, b is (N, K) and d (N, M).
+
+    A grouped product takes the item of W for each run of b's columns from `groups`, and has d of one matrix.
+    """
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        self.kernel = kernel_for(facts)
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,  # (M / bm + 1,), or (L, M / bm + 1) of a pattern an item
+        col_indices: cute.Tensor,  # (nnz,)
+        order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
+        groups: cute.Tensor | None,  # (N / run,) int32, of a grouped product
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk) of one pattern
+        b: cute.Tensor,
+        d: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        facts, cfg = self.facts, self.facts.config
+        bm, bk = facts.block.bm, facts.block.bk
+        batch, items, blocks = facts.block.batch, None, values.shape[0]
+        if const_expr(batch == "values"):
+            items, blocks = values.shape[0], values.shape[0] * values.shape[1]
+        if const_expr(batch == "patterns"):
+            items, length = crow_indices.shape
+            crow_indices = view(crow_indices, (length, items), (1, length))
+        rows = crow_indices.shape[0] - 1
+        mA = view(values, (bm, bk, blocks), (bk, 1, bm * bk))
+        (K, N, L), (sK, sN, sL) = self.oriented(b)
+        mB = view(b, (N, bk, K // bk, L), (sN, sK, sK * bk, sL))
+        mD = self.output(d, rows)
+        if const_expr(residual is not None):
+            residual = self.output(residual, rows)
+        if const_expr(bias is not None):
+            # (bias extent, outer_m): a row bias continues with every block row, a column bias is the same for all
+            stride = bias.stride[0]
+            if const_expr(facts.epilogue.bias_items):
+                bias = view(bias, (bm, rows, bias.shape[0]), (1, bm, stride))
+            elif const_expr(facts.epilogue.bias == "row"):
+                bias = view(bias, (bm, rows), (stride, stride * bm))
+            else:
+                bias = view(bias, (bias.shape[0], rows), (stride, 0))
+        tiles_m, tiles_run = -(-bm // cfg.tile_m), max(1, facts.block.run // cfg.tile_n)
+        source = BsrSource(
+            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run
+        )
+        args = EpilogueArgs(bias, residual, alpha, beta)
+        self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
+
+    def oriented(self, tensor: cute.Tensor) -> tuple[tuple, tuple]:
+        """((rows, cols, L), strides) with rows along W's own modes, whichever way round the tensor came."""
+        shape, stride = batched(tensor)
+        if self.facts.transposed:
+            shape, stride = (shape[1], shape[0], shape[2]), (stride[1], stride[0], stride[2])
+        return shape, stride
+
+    def output(self, d: cute.Tensor, rows: Int32) -> cute.Tensor:
+        """(bm, N, M / bm, L)"""
+        bm = self.facts.block.bm
+        (_, N, L), (sM, sN, sL) = self.oriented(d)
+        return view(d, (bm, N, rows, L), (sM, sN, sM * bm, sL))

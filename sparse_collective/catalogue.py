@@ -1,0 +1,195 @@
+"""Which kernels of block-sparse products there are; see cute_kernels.matmul.catalogue."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cute_kernels.arch import ArchSpec, arch_named
+from cute_kernels.matmul.candidates import split_sm90
+from cute_kernels.matmul.catalogue import COL, FULL, LIGHT, LINEAR, ROW, buildable, dense, first
+from cute_kernels.matmul.config import BlockFacts, GemmFacts
+
+# One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
+# (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
+BLOCKS = ((128, 128), (128, 64), (256, 64), (64, 64), (512, 112), (32, 32), (16, 16), (48, 112), (64, 256))
+
+
+def bsr(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
+    """bsr_matmul(W, b) of a contiguous b."""
+    more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
+    index = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more)
+    return dense(spec, path, config, **{"block": index, "ranks": (3, 2, 2)} | changes)
+
+
+def linear(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
+    """bsr_linear(x, W) of a contiguous x."""
+    return bsr(spec, path, config, block, **{"majors": ("k", "k", "m"), "transposed": True} | changes)
+
+
+def main(family, make, spec: ArchSpec, path: str, block: tuple[int, int], **changes) -> list[GemmFacts]:
+    """The first of the family's configurations for a block shape that supports these changes, in a list."""
+    return first(family, make, spec, path, BlockFacts(*block, "int32"), **changes)
+
+
+def bsr_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Each configuration plain; those of 128x128 blocks, which all blocks of that height share, loaded as well."""
+    spec = arch_named(arch)
+    path = spec.path
+    found = main(family, bsr, spec, path, (128, 128)) + main(family, linear, spec, path, (512, 112), epilogue=LINEAR)
+    if quick:
+        return found
+    for block in BLOCKS:
+        for config in family.candidates(path, BlockFacts(*block, "int32"), spec):
+            found.append(bsr(spec, path, config, block))
+            if block == (128, 128):
+                found.append(linear(spec, path, config, block, epilogue=LINEAR))
+    found += variations(family, spec, path)
+    found += unaligned(family, spec)
+    found += batches(family, spec, path)
+    if path != "sm_80":
+        for config in split_sm90(64, spec)[0]:
+            found.append(linear(spec, path, config, (512, 112), epilogue=LINEAR))
+            found.append(bsr(spec, path, config, (128, 128), ordered=True, index_dtype="int64"))
+        for make in (bsr, linear):
+            found += main(family, make, spec, path, (512, 112), ranks=(3, 3, 3))
+        for block in ((128, 128), (512, 112), (32, 32)):
+            found += main(family, bsr, spec, "sm_80", block)
+        found += batches(family, spec, "sm_80")[:6]
+    return buildable(family, found)
+
+
+def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """Products with 128x128 blocks with other operands, outputs and epilogues."""
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    matmul = [
+        {"majors": ("k", "k", "n")},
+        {"dtype": "float16", "out_dtype": "float16"},
+        fp32,
+        {"index_dtype": "int64"},
+        {"ordered": True},
+        {"ranks": (3, 3, 3)},
+        {"aligns": (8, 8, 1)},
+        {"epilogue": LIGHT},
+        {"epilogue": COL},
+        {"epilogue": ROW},
+        {"epilogue": FULL},
+    ]
+    layer = [{}, {"majors": ("k", "n", "m")}, {"aligns": (8, 8, 1)}, {"epilogue": LIGHT}, {**fp32, "epilogue": LINEAR}]
+    found = [facts for change in matmul for facts in main(family, bsr, spec, path, (128, 128), **change)]
+    found += [facts for change in layer for facts in main(family, linear, spec, path, (128, 128), **change)]
+    found += [facts for block in ((256, 64), (64, 64)) for facts in main(family, bsr, spec, path, block, ordered=True)]
+    return found + main(family, linear, spec, path, (32, 32), epilogue=LINEAR)
+
+
+def batches(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """Batches of block-sparse matrices in both forms, and grouped products."""
+    values, patterns = {"batch": "values", "ranks": (4, 3, 3)}, {"batch": "patterns", "ranks": (3, 3, 3)}
+    layer = replace(LINEAR, residual=None, bias_items=True)
+    found = []
+    for form in (values, patterns):
+        found += main(family, bsr, spec, path, (128, 128), **form)
+        found += main(family, linear, spec, path, (128, 128), **form, epilogue=replace(LINEAR, bias_items=True))
+        for block in ((128, 128), (64, 64)):
+            grouped = form | {"ranks": (form["ranks"][0], 2, 2), "run": 128}
+            found += main(family, linear, spec, path, block, **grouped, epilogue=layer)
+    found += main(family, bsr, spec, path, (128, 128), batch="values", ranks=(4, 2, 3), ordered=True)
+    found += main(family, bsr, spec, path, (128, 128), batch="patterns", ranks=(3, 2, 3), index_dtype="int64")
+    found += main(family, bsr, spec, path, (128, 128), **values, epilogue=replace(ROW, bias_items=True))
+    found += main(family, bsr, spec, path, (128, 128), **patterns, epilogue=FULL)
+    for block in ((32, 32), (512, 112)):
+        found += main(family, bsr, spec, path, block, batch="patterns", ranks=(3, 2, 3))
+    for block in ((128, 128), (64, 64), (256, 64), (32, 32)):
+        for config in family.candidates(path, BlockFacts(*block, "int32", run=256), spec):
+            found.append(linear(spec, path, config, block, batch="patterns", run=256, epilogue=layer))
+    found += main(family, linear, spec, path, (128, 128), batch="values", ranks=(4, 2, 2), run=256, ordered=True)
+    return buildable(family, found)
+
+
+def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
+    """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
+    sparse = [{"aligns": (8, align, align)} for align in (1, 4)]
+    sparse += [{"aligns": (8, 1, 8), "majors": ("k", "any", "n")}]
+    found = [facts for change in sparse for facts in main(family, bsr, spec, "sm_80", (128, 128), **change)]
+    return found + main(family, linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
+
+
+def small_blocks_kernels(family, arch: str) -> list[GemmFacts]:
+    """Each configuration plain, as a layer and with what its epilogue bears; blocks of every kind."""
+    return buildable(family, _small_blocks(family, arch_named(arch)))
+
+
+def _small_blocks(family, spec: ArchSpec) -> Iterator[GemmFacts]:
+    configs = family.candidates(spec.path, BlockFacts(16, 16, "int32"), spec)
+    if not configs:
+        return
+    loaded_layer = replace(LINEAR, residual=None)
+    for block in ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32)):
+        for config in configs[: 5 if block == (16, 16) else 1]:
+            yield bsr(spec, spec.path, config, block)
+            yield linear(spec, spec.path, config, block)
+            yield linear(spec, spec.path, config, block, epilogue=loaded_layer)
+            yield bsr(spec, spec.path, config, block, epilogue=COL)
+    config, _, narrow, *_ = configs  # 256 columns, and 128
+    yield bsr(spec, spec.path, config, (32, 32), batch="values", ranks=(4, 3, 3))
+    for each, epilogue in ((config, replace(loaded_layer, bias_items=True)), (narrow, LINEAR)):
+        yield linear(spec, spec.path, each, (16, 16), batch="values", ranks=(4, 2, 3), epilogue=epilogue)
+    for change in ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"}):
+        yield bsr(spec, spec.path, config, (32, 32), **change)
+    for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": FULL}):
+        yield bsr(spec, spec.path, narrow, (32, 32), **change)
+
+
+def row_pairs_kernels(family, arch: str) -> list[GemmFacts]:
+    """Each configuration as a layer and with what its epilogue bears; operands of every kind."""
+    return buildable(family, _row_pairs(family, arch_named(arch)))
+
+
+def _row_pairs(family, spec: ArchSpec) -> Iterator[GemmFacts]:
+    configs = family.candidates(spec.path, BlockFacts(64, 64, "int32"), spec)
+    if not configs:
+        return
+    col, layer, full = (replace(epilogue, residual=None) for epilogue in (COL, LINEAR, FULL))
+    for config in configs:
+        yield linear(spec, spec.path, config, (64, 64))
+        yield linear(spec, spec.path, config, (64, 128), epilogue=layer)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=col)
+        yield bsr(spec, spec.path, config, (64, 64), ordered=True, epilogue=col)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=full)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=replace(col, bias="row"))
+        yield bsr(spec, spec.path, config, (64, 64), aligns=(8, 8, 1))
+        yield bsr(spec, spec.path, replace(config, cluster_n=1), (64, 64))
+        rows = replace(layer, bias_items=True)
+        yield linear(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 3, 3), epilogue=rows)
+        yield bsr(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 2, 3), ordered=True)
+    config = configs[0]
+    changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
+    for change in (*changes, {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"majors": ("k", "k", "n")}):
+        yield bsr(spec, spec.path, config, (64, 64), **change)
+
+
+def skinny_kernels(family, arch: str) -> list[GemmFacts]:
+    """Each configuration with every epilogue; B in vectors and element by element; batches, runs."""
+    spec = arch_named(arch)
+    found = list(_skinny(family, spec, spec.path))
+    if spec.path != "sm_80":
+        strides = {"majors": ("k", "any", "any"), "aligns": (8, 1, 1)}
+        configs = family.candidates("sm_80", BlockFacts(128, 128, "int32"), spec)
+        found += [linear(spec, "sm_80", config, (128, 128), **strides, epilogue=LINEAR) for config in configs]
+    for block in BLOCKS:
+        for config in family.candidates(spec.path, BlockFacts(*block, "int32"), spec):
+            found.append(bsr(spec, spec.path, config, block))
+            if block == (128, 128):
+                found.append(linear(spec, spec.path, config, block, epilogue=LINEAR))
+    return buildable(family, found)
+
+
+def _skinny(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
+    wide, narrow, uneven = (128, 128), (16, 16), (512, 112)
+    items = replace(LINEAR, bias_items=True)
+    for config in family.candidates(path, BlockFacts(*wide, "int32"), spec):
+        yield linear(spec, path, config, wide)
+        yield linear(spec, path, config, narrow, epilogue=LINEAR)
+        yield bsr(spec, path, config, uneven, epilogue=FULL)
+        yield linear(spec, path, config, wide, majors=("k", "any", "any"), aligns=(8, 1, 1), epilogue=LINEAR)
+        yield bsr(spec, path, config, uneven, batch="patterns", ranks=(3, 3, 3), index_dtype="int64", epilogue=FULL)
+        runs = {"batch": "patterns", "run": 64, "ranks": (3, 2, 2)}
+        yield linear(spec, path, config, wide, **runs, epilogue=replace(items, residual=None))

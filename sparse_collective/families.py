@@ -1,0 +1,11 @@
+"""The families of block-sparse products, and of the kernels that make their tables. Importing registers them."""
+
+from .family import BSR
+from .row_pairs.family import ROW_PAIRS
+from .row_pairs.tables_family import ROW_PAIR_TABLES
+from .skinny.family import SKINNY
+from .small_blocks.family import SMALL_BLOCKS
+from .small_blocks.tables_family import SMALL_BLOCK_TABLES
+from .tile_order.family import TILE_ORDER
+
+__all__ = ["BSR", "ROW_PAIRS", "ROW_PAIR_TABLES", "SKINNY", "SMALL_BLOCKS", "SMALL_BLOCK_TABLES", "TILE_ORDER"]

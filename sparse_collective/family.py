@@ -1,0 +1,132 @@
+"""What the block-sparse ops ask of a family of products, and what the plain one answers: a block row a tile."""
+
+from collections.abc import Iterator
+
+from cute_kernels.arch import ArchSpec
+from cute_kernels.matmul import cost
+from cute_kernels.matmul.candidates import tile_k_of
+from cute_kernels.matmul.catalogue import epilogues_of
+from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.matmul.problem import Problem
+from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.families import register
+from cute_kernels.tile.element import ELEMENT
+
+from . import catalogue
+from .candidates import bsr_sm80, bsr_sm90
+from .fakes import bsr_args
+
+FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
+
+
+class BsrFamily(ProductFamily):
+    """A family of block-sparse products. Their entries take, in this order:
+
+    crow_indices, what `pattern` gives, values, b, d, and what every product takes.
+    """
+
+    orders = True
+
+    def serves(self, block: BlockFacts | None) -> bool:
+        return block is not None
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        return *super().sources(path), "sparse_collective.bsr_gemm", "sparse_collective.k_tiles"
+
+    def arguments(self, facts: GemmFacts) -> tuple:
+        return bsr_args(facts, self.tables(facts))
+
+    def tables(self, facts: GemmFacts) -> tuple:
+        """Fakes of what `pattern` gives, with an order of work tiles or None in its place."""
+        order = fake_tensor("int32", 2, 1, 2) if facts.ordered else None
+        groups = fake_tensor("int32", 1, 0, 1) if facts.block.run else None
+        return fake_tensor(facts.block.index_dtype, 1, 0, 1), order, groups
+
+    def bundle(self, op: str, spec: ArchSpec, block: BlockFacts, dtype: str) -> Iterator[GemmFacts]:
+        linear = op == "bsr_linear"
+        make, shape = catalogue.linear if linear else catalogue.bsr, (block.bm, block.bk)
+        for config in self.candidates(spec.path, block, spec):
+            for epilogue in epilogues_of("row" if linear else "col", dtype):
+                terms = {"epilogue": epilogue, "index_dtype": block.index_dtype, "dtype": dtype, "out_dtype": dtype}
+                for ordered in (False, True) if self.orders else (False,):
+                    yield make(spec, spec.path, config, shape, ordered=ordered, **terms)
+
+    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
+        """The tensors that say where W's blocks are, without an order of work tiles: col_indices, groups."""
+        return W.col_indices if W.nnz else W.col_indices.new_zeros(1), groups
+
+    def with_order(self, pattern: tuple, order) -> tuple:
+        """`pattern` with an order of work tiles, or None, in its place; only of a family that `orders`."""
+        columns, groups = pattern
+        return columns, order, groups
+
+    def work_order(self, W, tiles):
+        """The order of work tiles of W's pattern."""
+        return W.work_order(tiles)
+
+
+class Bsr(BsrFamily):
+    """The GEMM kernels of both paths with the BSR source."""
+
+    name = "bsr"
+    config = GemmConfig
+
+    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
+        return bsr_sm90(block, spec) if path == "sm_90" else bsr_sm80(block, spec)
+
+    def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
+        return slowed_by_dram(problem, cost.cost(config, problem, sms, l2_bytes_per_clock))
+
+    def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
+        group = cost.raster_group(config, problem)
+        return group, in_step(config, cost.row_tiles(config, problem.extents, problem.block), group, sms)
+
+    def entry(self, facts: GemmFacts):
+        from .bsr_gemm import BsrGemm
+
+        return BsrGemm(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
+        return catalogue.bsr_kernels(self, arch, quick)
+
+
+def in_step(config, tiles_m: int, group: int, sms: int) -> int:
+    """How many CTAs a persistent kernel runs on: so many that panels stay in step.
+
+    Stored blocks are sorted by column, so block rows that start together walk over B together, and its blocks are
+    shared through L2 while they are there. With a CTA count that divides a panel (or is a multiple of it) they go on
+    starting together, or so we explain that at 8192, 12.5 %, 128 CTAs are 1.4 to 3.3 % faster than 132.
+    """
+    slots = cost.resident_clusters(config, sms)
+    panel = tiles_m // config.cluster_m * group
+    for fewer in range(slots, int(0.94 * slots), -1):
+        if panel % fewer == 0 or fewer % panel == 0:
+            return fewer * config.cluster
+    return cost.all_ctas(config, sms)
+
+
+def values_bytes(problem: Problem) -> float:
+    """Size of the stored blocks."""
+    extents = problem.extents
+    return problem.density * extents.M * extents.K * (extents.L if problem.block.batch else 1) * ELEMENT
+
+
+def held_by_dram(problem: Problem) -> float:
+    """The least clocks of a product of few columns by kernels not made for it; 0 of others.
+
+    They reach these shares of DRAM's rate: measured with 1 token, W 16384 and 8192 squared.
+    """
+    if problem.extents.N > FEW_COLUMNS:
+        return 0.0
+    share = {16: 0.22, 32: 0.55}.get(tile_k_of(problem.block), 0.8)
+    return cost.PIPELINE_FILL + values_bytes(problem) / (share * cost.DRAM_BYTES_PER_CLOCK)
+
+
+def slowed_by_dram(problem: Problem, clocks: float) -> float:
+    """`clocks`, or what DRAM asks for; of those that it holds up, the best first."""
+    least = held_by_dram(problem)
+    return clocks if clocks > least else least + 0.02 * clocks
+
+
+BSR = register(Bsr())

@@ -1,0 +1,1 @@
+"""Products with at most 16 columns, limited by the reading of W."""

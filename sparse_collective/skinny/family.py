@@ -1,0 +1,91 @@
+"""Products with at most 16 columns: which configurations there are, what they ask, what they cost."""
+
+import math
+
+from cute_kernels.arch import ArchSpec
+from cute_kernels.matmul import cost, legality
+from cute_kernels.matmul.config import BlockFacts, GemmFacts
+from cute_kernels.matmul.problem import Problem
+from cute_kernels.runtime.families import register
+
+from .. import catalogue
+from ..family import FEW_COLUMNS, BsrFamily, values_bytes
+from .config import PAD, VECTOR, SkinnyConfig, registers
+
+# What the kernel waits for before its first values arrive, and from one piece to a warp's next: estimates, in clocks.
+FILL, TURN = 700, 800
+FEED = 0.7  # of L2's rate, for plain loads: so that picks come out as measured
+
+
+class Skinny(BsrFamily):
+    """Few columns, on both paths. No kernel comes as near to DRAM's rate."""
+
+    name = "skinny"
+    config = SkinnyConfig
+    orders = False
+
+    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[SkinnyConfig]:
+        """Up to 8 columns, and up to 16.
+
+        A warp has 2 or 4 KB of W under way. 32 rows a strip ask L2 for half as much of B. Measured (us, 8192 squared,
+        12.5% of 128x128; 16384 squared, 25 % of 64x64) for 1 token: 4 warps with 4 KB each 11.4, 43.0; 8 warps with 2
+        KB 11.7, 42.6, with 4 KB 11.9, 42.1. For 16 tokens: 16 rows 13.5, 48.5; 32 rows 11.8, 49.1; 64x16 tiles by TMA
+        12.9, 45.5.
+        """
+        shapes = [(16, 8, 4, 4), (16, 16, 2, 8), *([(32, 16, 2, 8)] if block.bm % 32 == 0 else [])]
+        return [SkinnyConfig(*shape) for shape in shapes]
+
+    def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
+        """The longest of three, and the indices that come before the first values.
+
+        DRAM delivers W once. L2 delivers W to each column tile and item that it is multiplied with, and for every strip
+        of W as many rows of B as there are columns. And a warp waits for each piece before it asks for the next one.
+        With strips of 32 rows too few values are under way; for more columns than FEW_COLUMNS it is no match for other
+        kernels. What a column tile fetches before its first values arrive counts for each.
+        """
+        extents, block = problem.extents, problem.block
+        if extents.N > FEW_COLUMNS:
+            return math.inf
+        values, tiles_n = values_bytes(problem), -(-extents.N // config.tile_n)
+        passes = tiles_n * (1 if block.batch else extents.L)
+        from_l2 = values * passes * (1 + min(extents.N, config.tile_n) / config.tile_m) / FEED
+        turns = max(1, math.ceil(problem.density * extents.K / (4 * VECTOR * config.stages * config.warps)))
+        from_dram = values / cost.DRAM_BYTES_PER_CLOCK / (1 if config.tile_m == 16 else 0.75)
+        return FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * TURN)
+
+    def unsupported(self, facts: GemmFacts) -> str:
+        """It needs no TMA; but on the sm_90 path, where TMA serves no operand, all of sm_80's kernels compete."""
+        if reason := legality.general(facts) or (legality.tma_operands(facts) if facts.path == "sm_90" else ""):
+            return reason
+        cfg, spec = facts.config, facts.spec
+        if cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
+            return f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns"
+        if facts.block.bm % cfg.tile_m:
+            return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: a strip lies in one block"
+        if facts.ordered:
+            return "an order of work tiles: the kernel for few columns takes block rows as they come"
+        if cfg.warps > 32:
+            return f"{cfg.warps} warps; a block of threads has at most 32"
+        most, needed = min(255, 65_536 // (32 * cfg.warps)), registers(facts)
+        if needed > most:
+            return f"{needed} registers a thread, of {most}"
+        needed = (cfg.tile_m + PAD) * cfg.tile_n * cfg.warps * 4
+        return f"{needed} bytes of shared memory; {spec.name} has {spec.smem}" if needed > spec.smem else ""
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        return *super().sources(path), "sparse_collective.skinny.kernel", "sparse_collective.skinny.vector_loads"
+
+    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
+        columns, groups = super().pattern(facts, W, groups)
+        return columns, None, groups  # its entry has a place for an order of work tiles, as BsrGemm's
+
+    def entry(self, facts: GemmFacts):
+        from .kernel import SkinnyGemm
+
+        return SkinnyGemm(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
+        return [] if quick else catalogue.skinny_kernels(self, arch)
+
+
+SKINNY = register(Skinny())

@@ -1,0 +1,302 @@
+"""Few columns: W times one to sixteen of them is a walk through W's stored values, limited by device memory alone.
+
+A CTA owns a strip of `tile_m` rows of a block row, and all columns of a column tile. Side by side, the strip's parts of
+its stored blocks are one matrix of tile_m rows. Its warps take turns at it, and add up their sums in the end:
+
+    warp w    pieces w, w + warps, ...  of 32 x stages columns: load W, load B, multiply, all in registers
+    threads   the sums of all warps, in the order of the warps, through the epilogue; one element a thread
+
+In which order an MMA sums over k is free, as long as A and B agree. So no operand passes through shared memory: a lane
+loads eight neighbouring k of its row of W, 16 bytes, and they are its part of two MMAs; the same eight k of its column
+of B are its part of their other operand.
+
+    lane (g, t) = (lane / 4, lane % 4)     W rows g and g + 8, columns 8 t .. 8 t + 7, and B column g
+    first MMA   k 8 t .. 8 t + 3 of all t;     second MMA   k 8 t + 4 .. 8 t + 7
+
+Those eight k are the K-tile that the source is asked for: a block is a multiple of it wide, so none reaches into a
+second block, and a warp's 32 columns may lie in one block or in two. Where W's values lie depends on no index: the
+first ones are under way while the indices are fetched. Then, for each piece:
+
+    load B       wherever the index says
+    next index   of the warp's next piece
+    multiply     and at once load W's next piece into the registers that are free now
+
+What keeps memory busy is the number of warps: 32 on an SM with 2 KB each under way, where the rate of DRAM times its
+latency is some 30 KB. So W is not loaded further ahead, and the registers are few enough for that many warps.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warp as warp_mma
+
+from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.matmul import epilogue
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.epilogue import EpilogueArgs
+from cute_kernels.tile.element import ELEMENT
+
+from ..bsr_gemm import BsrGemm
+from .config import PAD, VECTOR, loads_vectors, registers
+from .vector_loads import WORDS, load_elements, load_vector
+
+WARP, LANES_K = 32, 4  # lanes of a warp; those that share a row
+RESERVED = 1024  # bytes of shared memory that a CTA takes besides its own
+NOT_NEGATIVE = 0x7FFFFFFF  # a mask that says so, which makes divisions cheap
+
+
+def a_register(row: int, w: int) -> tuple:
+    """(register, MMA_M, half) of word w of the vector in W's row g + 8 row: an MMA's rows g and g + 8 take turns."""
+    return w % 2 * 2 + row % 2, row // 2, w // 2
+
+
+def b_register(j: int, w: int) -> tuple:
+    """(register, MMA_N, half) of word w of the vector in B's column g + 8 j."""
+    return w % 2, j, w // 2
+
+
+class SkinnyKernel:
+    """Compiles to one kernel per `GemmFacts`; called with operands in the kernel's modes (see k_tiles)."""
+
+    def __init__(self, facts: GemmFacts):
+        cfg = facts.config
+        self.facts, self.cfg = facts, cfg
+        self.dtype, self.out_dtype = cutlass_dtype(facts.dtype), cutlass_dtype(facts.out_dtype)
+        self.threads = WARP * cfg.warps
+        self.mmas_m, self.mmas_n = cfg.tile_m // 16, cfg.tile_n // 8
+        self.piece = LANES_K * cfg.stages  # K-tiles
+        # Whether a row is a whole number of pieces, however many blocks it has.
+        self.whole = facts.block.bk % (self.piece * VECTOR) == 0
+        # Whether the lanes of a row are always in one block; how many K-tiles of a lane are, one after another.
+        steps, rest = divmod(facts.block.bk, LANES_K * VECTOR)
+        self.uniform = rest == 0
+        self.span = math.gcd(steps, cfg.stages) if self.uniform else 1
+        pitch = cfg.tile_m + PAD
+        self.sums = (cfg.tile_m, cfg.tile_n, cfg.warps), (1, pitch, pitch * cfg.tile_n)
+        self.smem_bytes = pitch * cfg.tile_n * cfg.warps * 4
+        self.resident = max(1, 65_536 // (self.threads * registers(facts)))  # CTAs that an SM is to hold
+        # Per cent of what an SM has: enough for the CTAs that are to be there; the rest is L1, for B.
+        self.carveout = min(100, -(-100 * self.resident * (self.smem_bytes + RESERVED) // facts.spec.smem))
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mA: cute.Tensor,  # (bm, bk, blocks)
+        mB: cute.Tensor,  # (N, bk, K / bk, L)
+        mD: cute.Tensor,  # (bm, N, M / bm, L)
+        source,
+        args: EpilogueArgs,
+        tiles_m: Int32,  # strips of the whole product
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Column tiles and items of one strip are neighbours, so that its values are in L2 for all but the first."""
+        tiles_n = cute.ceil_div(mD.shape[1], self.cfg.tile_n)
+        per_strip = tiles_n * mD.shape[3]
+        self.kernel(mA, mB, mD, source, args, tiles_n, per_strip).launch(
+            grid=(tiles_m * per_strip, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=self.carveout,  # unnamed, the DSL would ask a GPU for it
+            stream=stream,
+        )
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        source,
+        args: EpilogueArgs,
+        tiles_n: Int32,
+        per_strip: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sSum = cutlass.utils.SmemAllocator().allocate_tensor(  # (M, N, WARPS)
+            Float32, cute.make_layout(self.sums[0], stride=self.sums[1]), byte_alignment=16
+        )
+        m, n, l = self.decode(tiles_n, per_strip)
+        k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
+        # (MMA, MMA_M, MMA_N)
+        acc = cute.make_rmem_tensor((4, self.mmas_m, self.mmas_n), Float32)
+        acc.fill(0.0)
+        self.multiply(k_tiles, mA, mB[None, None, None, l], n, acc, warp)
+        self.keep(acc, sSum[None, None, warp])
+        cute.arch.sync_threads()
+        m, n, l = self.decode(tiles_n, per_strip)  # once more: the loop needs all registers
+        k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
+        self.store(sSum, args, mD, (n, l), k_tiles)
+
+    @cute.jit
+    def decode(self, tiles_n: Int32, per_strip: Int32):
+        """(m, n, l) of this CTA; by instructions of its own in each place where it is asked for."""
+        index = cute.arch.block_idx()[0]
+        index = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[index])
+        m, n, l = index & NOT_NEGATIVE, Int32(0), Int32(0)
+        if per_strip > 1:  # a division takes a while
+            index = m
+            m = index // per_strip
+            rest = index - m * per_strip
+            l = rest // tiles_n
+            n = rest - l * tiles_n
+        return m, n, l
+
+    @cute.jit
+    def multiply(
+        self,
+        k_tiles,
+        mA: cute.Tensor,  # (bm, bk, blocks)
+        mB: cute.Tensor,  # (N, bk, K / bk)
+        n: Int32,
+        acc: cute.Tensor,  # (MMA, MMA_M, MMA_N), zeros
+        warp: Int32,
+    ):
+        """Accumulate this warp's pieces of the strip."""
+        cfg, stages = self.cfg, self.cfg.stages
+        pieces = ((k_tiles.count + (self.piece - 1)) & NOT_NEGATIVE) // self.piece
+        if warp < pieces:
+            lane = cute.arch.lane_idx()
+            g, t = lane >> 2, lane & 3
+            rest_m, _ = k_tiles.out
+            a_lane = mA.iterator.toint() + (rest_m * cfg.tile_m + g) * (mA.stride[0] * ELEMENT)
+            # Columns past the last one load it again; what comes of them is not stored.
+            columns = [cutlass.min(n * cfg.tile_n + j * 8 + g, mB.shape[0] - 1) for j in range(self.mmas_n)]
+            b_lane = [mB.iterator.toint() + Int64(column) * (mB.stride[0] * ELEMENT) for column in columns]
+            if const_expr(self.uniform):
+                a_lane = a_lane + t * (VECTOR * ELEMENT)
+                b_lane = [x + Int64(t) * (mB.stride[1] * VECTOR * ELEMENT) for x in b_lane]
+                t = Int32(0)
+            rA = cute.make_rmem_tensor((4, self.mmas_m, 2, stages), Int32)
+            rB = cute.make_rmem_tensor((2, self.mmas_n, 2, stages), Int32)
+            rCol = cute.make_rmem_tensor(stages, Int32)  # block columns of the next piece's K-tiles
+            # W's first values are asked for before its indices are waited for.
+            self.load_piece(k_tiles, warp, t, mA, a_lane, rA)
+            self.fetch(k_tiles, warp, t, rCol)
+            for piece in cutlass.range(warp, pieces, cfg.warps, unroll=1):
+                following = piece + cfg.warps
+                for s in range_constexpr(0, stages, self.span):
+                    self.load_b(k_tiles, self.number(piece, t, s), s, mB, b_lane, rCol, rB)
+                self.fetch(k_tiles, cutlass.min(following, pieces - 1), t, rCol)
+                atom = cute.make_mma_atom(warp_mma.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)))
+                tA, tB = cute.recast_tensor(rA, self.dtype), cute.recast_tensor(rB, self.dtype)
+                for s in range_constexpr(stages):
+                    for half in range_constexpr(2):
+                        cute.gemm(atom, acc, tA[None, None, half, s], tB[None, None, half, s], acc)
+                if following < pieces:
+                    self.load_piece(k_tiles, following, t, mA, a_lane, rA)
+
+    @cute.jit
+    def load_piece(self, k_tiles, piece: Int32, t: Int32, mA: cute.Tensor, a_lane: Int64, rA: cute.Tensor):
+        """A lane's part of W of a piece."""
+        for s in range_constexpr(0, self.cfg.stages, self.span):
+            self.load_a(k_tiles, self.number(piece, t, s), s, mA, a_lane, rA)
+
+    def number(self, piece, t, s: int):
+        """The number of a lane's K-tile s of a piece; where lanes are together in a block, of the first lane's."""
+        return ((piece & NOT_NEGATIVE) * self.piece + s * LANES_K + t) & NOT_NEGATIVE
+
+    def k_tile(self, k_tiles, i):
+        """A K-tile; past the row's last one that again, so that nothing is read out of range."""
+        return k_tiles.at(i if self.whole else cutlass.min(i, k_tiles.count - 1) & NOT_NEGATIVE)
+
+    def valid(self, k_tiles, i):
+        """Whether a K-tile exists; None where all do."""
+        return None if self.whole else i < k_tiles.count
+
+    @cute.jit
+    def fetch(self, k_tiles, piece: Int32, t: Int32, rCol: cute.Tensor):
+        """The block columns of a lane's K-tiles of a piece."""
+        for s in range_constexpr(0, self.cfg.stages, self.span):
+            rCol[s] = self.k_tile(k_tiles, self.number(piece, t, s)).b[1]
+
+    @cute.jit
+    def load_a(self, k_tiles, i: Int32, first: cutlass.Constexpr, mA: cute.Tensor, a_lane: Int64, rA: cute.Tensor):
+        """A lane's vectors of W from K-tile i on, as many as are sure to lie in one block.
+
+        They go to the registers of two MMAs: (row, row + 8) of each pair of k.
+        """
+        _, k, block = self.k_tile(k_tiles, i).a
+        at = a_lane + Int64(block) * (mA.stride[2] * ELEMENT) + k * (VECTOR * ELEMENT)
+        for s in range_constexpr(first, first + self.span):
+            for row in range_constexpr(2 * self.mmas_m):
+                offset = const_expr((row * 8 * mA.stride[0] + (s - first) * LANES_K * VECTOR) * ELEMENT)
+                words = load_vector(at + offset, self.valid(k_tiles, i), stream=True)
+                for w in range_constexpr(WORDS):
+                    rA[(*a_register(row, w), s)] = words[w]
+
+    @cute.jit
+    def load_b(
+        self,
+        k_tiles,
+        i: Int32,
+        first: cutlass.Constexpr,
+        mB: cute.Tensor,  # (N, bk, K / bk)
+        b_lane: list,
+        rCol: cute.Tensor,
+        rB: cute.Tensor,
+    ):
+        """The same k of a lane's columns of B."""
+        k, _ = self.k_tile(k_tiles, i).b
+        step = mB.stride[1] * ELEMENT
+        for j in range_constexpr(self.mmas_n):
+            at = b_lane[j] + Int64(rCol[first]) * (mB.stride[2] * ELEMENT) + Int64(k * VECTOR) * step
+            for s in range_constexpr(first, first + self.span):
+                valid = self.valid(k_tiles, i)
+                if const_expr(loads_vectors(self.facts)):
+                    words = load_vector(at, valid, stream=False)
+                else:
+                    words = load_elements(at, Int64(step), valid)
+                at = at + LANES_K * VECTOR * step
+                for w in range_constexpr(WORDS):
+                    rB[(*b_register(j, w), s)] = words[w]
+
+    # ------------------------------------------------------------------ sums, epilogue, store
+
+    @cute.jit
+    def keep(self, acc: cute.Tensor, sSum: cute.Tensor):
+        """Write a warp's sums to its (M, N) of shared memory."""
+        lane = cute.arch.lane_idx()
+        g, t = lane >> 2, lane & 3
+        for j in range_constexpr(self.mmas_n):
+            for i in range_constexpr(self.mmas_m):
+                for v in range_constexpr(4):
+                    sSum[i * 16 + v // 2 * 8 + g, j * 8 + 2 * t + v % 2] = acc[v, i, j]
+
+    @cute.jit
+    def store(self, sSum: cute.Tensor, args: EpilogueArgs, mD: cute.Tensor, tile: tuple, k_tiles):
+        """Add up the sums of all warps, and store them through the epilogue: neighbours along D's contiguous mode."""
+        cfg = self.cfg
+        rest_m, row = k_tiles.out
+        n, l = tile
+        size = const_expr(cfg.tile_m * cfg.tile_n)
+        extent = (mD.shape[0], mD.shape[1])
+        for v in range_constexpr(-(-size // self.threads)):
+            e = cute.arch.thread_idx()[0] + v * self.threads
+            i, j = e % cfg.tile_m, e // cfg.tile_m
+            if const_expr(self.facts.majors[2] == "n"):
+                i, j = e // cfg.tile_n, e % cfg.tile_n
+            coord = (rest_m * cfg.tile_m + i, n * cfg.tile_n + j)
+            if e < size and coord[1] < extent[1]:
+                rD = cute.make_rmem_tensor(1, Float32)
+                rD[0] = sSum[i, j, 0]
+                for w in range_constexpr(1, cfg.warps):
+                    rD[0] = rD[0] + sSum[i, j, w]
+                epilogue.apply(self.facts.epilogue, args, rD, [coord], extent, (row, l, k_tiles.l))
+                mD[coord[0], coord[1], row, l] = rD[0].to(self.out_dtype)
+
+
+class SkinnyGemm(BsrGemm):
+    """The same product as BsrGemm's by the kernel for few columns."""
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        self.kernel = SkinnyKernel(facts)

@@ -1,0 +1,120 @@
+"""The sparse collective over the sweep kernel: groups of rows and their chunks in place of work tiles and K-tiles."""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.dense import view
+from cute_kernels.matmul.epilogue import EpilogueArgs
+
+from ..bsr_gemm import BsrGemm
+from .kernel_sm90 import SmallBlocksSm90
+from .tile import CONSUMERS
+
+
+@dataclass(frozen=True)
+class SweptChunks:
+    """The chunks that one CTA's group of rows sweeps over, and the slices of B they consist of; see sweep.SweepPlan."""
+
+    slices: cute.Tensor  # (slices of a row,)
+    words: cute.Tensor  # (chunks of a row, 4 or 8)
+    needed: Int32  # slices
+    rank: Int32  # of the CTA in its cluster
+    per_chunk: cutlass.Constexpr[int]  # slices
+
+    @property
+    def count(self) -> Int32:
+        return (self.needed + (self.per_chunk - 1)) // self.per_chunk
+
+    def slice(self, i) -> Int32:
+        """Past the last slice, that one again: it fills a chunk, and no bit asks for it."""
+        return self.slices[cutlass.min(i, self.needed - 1)]
+
+    def word(self, i, consumer) -> Int32:
+        return self.words[cutlass.min(i, self.count - 1), self.rank * CONSUMERS + consumer]
+
+
+@dataclass(frozen=True)
+class SweepSource:
+    """The source of the sweep kernel: what a group of rows needs, and its blocks in the order they are met."""
+
+    crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64
+    counts: cute.Tensor  # (groups,)
+    slices: cute.Tensor  # (groups, slices of a row)
+    words: cute.Tensor  # (groups, chunks of a row, 4 or 8)
+    order: cute.Tensor  # (max(nnz, 1),)
+    cluster: cutlass.Constexpr[int]
+    rows: cutlass.Constexpr[int]  # block rows of a consumer
+    per_chunk: cutlass.Constexpr[int]  # slices
+    blocks: Int32 | None = None  # of an item, of a batch: block p of item l is matrix p + l * blocks of values
+
+    def for_tile(self, m, rank) -> SweptChunks:
+        return SweptChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.per_chunk)
+
+    def first_block(self, m, rank, consumer) -> Int32:
+        """Where in `order` a consumer's blocks begin."""
+        row = ((m * self.cluster + rank) * CONSUMERS + consumer) * self.rows
+        return Int32(self.crow_indices[cutlass.min(row, self.crow_indices.shape[0] - 1)])
+
+    def block(self, i) -> Int32:
+        return self.order[cutlass.min(i, self.order.shape[0] - 1)]
+
+
+class SmallBlocksGemm(BsrGemm):
+    """The same product as BsrGemm's by the sweep kernel, whose rows are D's columns."""
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        self.kernel = SmallBlocksSm90(facts)
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,  # (M / bm + 1,)
+        counts: cute.Tensor,
+        slices: cute.Tensor,
+        words: cute.Tensor,
+        order: cute.Tensor,
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk)
+        b: cute.Tensor,
+        d: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        facts = self.facts
+        bm, bk = facts.block.bm, facts.block.bk
+        fold = const_expr(self.kernel.geometry.fold)
+        blocks, matrices = None, values.shape[0]
+        if const_expr(facts.block.batch is not None):
+            blocks, matrices = values.shape[1], values.shape[0] * values.shape[1]
+        mA = view(values, (bm // fold, bk * fold, matrices), (bk * fold, 1, bm * bk))
+        (K, N, L), (sK, sN, sL) = self.oriented(b)
+        mB = view(b, (N, K, L), (sN, sK, sL))
+        mD = self.swapped_output(d)
+        if const_expr(residual is not None):
+            residual = self.swapped_output(residual)
+        if const_expr(bias is not None):
+            stride = bias.stride[0]
+            if const_expr(facts.epilogue.bias_items):
+                bias = view(bias, (bias.shape[1], 1, bias.shape[0]), (1, 0, stride))
+            else:
+                bias = view(bias, (bias.shape[0], 1), (stride, 0))
+        g = self.kernel.geometry
+        source = SweepSource(
+            crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices, blocks
+        )
+        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
+
+    def swapped_output(self, d: cute.Tensor) -> cute.Tensor:
+        """(N, M, 1, L)"""
+        (M, N, L), (sM, sN, sL) = self.oriented(d)
+        return view(d, (N, M, 1, L), (sN, sM, 0, sL))

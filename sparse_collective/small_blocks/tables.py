@@ -1,0 +1,98 @@
+"""What the sweep kernel (sweep_sm90.py) must know of a pattern: which columns of W a group of rows needs, and in which
+order it meets their blocks. Made once per pattern, on its device, without waiting for it; plain torch.
+
+    segment   the rows of one consumer warpgroup: 64 rows of W, 64 / bm block rows
+    group     the segments of one cluster: 3 for each CTA
+    slice     a block column, or 64 columns of a wider one, or two neighbours: what a group needs of B, or leaves out
+    chunk     as many of the needed slices as make 64 columns, neighbours or not
+
+For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, column s of the chunk.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from .tile import CONSUMERS, MOST_TABLE_BYTES, ROWS, Geometry, table_bytes
+
+BATCH = 32  # entries that a warp fetches at once, one a lane
+
+
+class SweepPlan(NamedTuple):
+    """The pattern as the kernel reads it; all int32, on the pattern's device.
+
+    counts (groups,): how many slices a group needs.
+    slices (groups, slices of a row): their numbers in ascending order; past the count, anything.
+    words (groups, chunks, 4 or 8): of each chunk of those, a word for every segment.
+    order (max(nnz, 1),): the stored blocks segment by segment; in it, chunk by chunk in the order of a word's bits.
+    """
+
+    counts: torch.Tensor
+    slices: torch.Tensor
+    words: torch.Tensor
+    order: torch.Tensor
+
+
+def table_shapes(shape: tuple[int, int], g: Geometry, cluster: int) -> tuple[tuple, tuple]:
+    """Shapes of a plan's slices and words, for W of this shape and clusters of so many CTAs.
+
+    Raises ValueError for words above MOST_TABLE_BYTES.
+    """
+    groups, slices = -(-shape[0] // (ROWS * CONSUMERS * cluster)), -(-shape[1] // (g.width * g.gather))
+    if (size := table_bytes(*shape, cluster)) > MOST_TABLE_BYTES:
+        raise ValueError(
+            f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_TABLE_BYTES}"
+        )
+    return (groups, slices), (groups, -(-slices // g.slices), 4 if cluster == 1 else 8)
+
+
+def sweep_plan(
+    crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int, b_k_major: bool
+) -> SweepPlan:
+    """The plan of a checked pattern: crow (M / bm + 1,), col (nnz,), W of `shape` (M, K) in blocks (bm, bk).
+
+    `cluster`: CTAs of a cluster, 1 or 2; `b_k_major`: whether the dense operand is contiguous along K. Raises as
+    Geometry.of_block and `table_shapes` do.
+    """
+    g, segments = Geometry.of_block(*block, b_k_major), CONSUMERS * cluster
+    (groups, slices), words_shape = table_shapes(shape, g, cluster)
+    nnz, device = col.numel(), col.device
+    words = torch.zeros(words_shape, dtype=torch.int32, device=device)
+    if nnz == 0:
+        counts, order = (torch.zeros(n, dtype=torch.int32, device=device) for n in (groups, 1))
+        return SweepPlan(counts, torch.zeros(groups, slices, dtype=torch.int32, device=device), words, order)
+    numbers = torch.arange(nnz, dtype=crow.dtype, device=device)
+    row = torch.searchsorted(crow, numbers, right=True) - 1
+    segment, first = row // g.rows, col.long() * g.parts // g.gather
+    group = segment // segments
+    needed = torch.zeros(groups, slices, dtype=torch.bool, device=device)
+    for part in range(g.parts):
+        needed.view(-1).index_fill_(0, group * slices + first + part, True)
+    ranks = needed.cumsum(1)
+    rank = ranks.view(-1)[group * slices + first] - 1
+    chunk = rank // g.slices
+    bit = row % g.rows * g.steps + rank % g.slices * g.gather + col % g.gather
+    place = (group * words.shape[1] + chunk) * words.shape[2] + segment % segments
+    one = torch.ones_like(bit, dtype=torch.int32) << bit.int()
+    for part in range(g.parts):
+        words.view(-1).index_add_(0, place + part * words.shape[2], one)  # every bit is set once
+    everything = torch.arange(slices, device=device).expand(groups, -1)
+    to = torch.where(needed, ranks - 1, slices)
+    table = torch.zeros(groups, slices + 1, dtype=torch.int32, device=device)
+    table.scatter_(1, to, everything.int())  # what is not needed goes to the last place, which nobody reads
+    order = torch.argsort((segment * words.shape[1] + chunk) * ROWS + bit)
+    return SweepPlan(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a plan kernel is compiled from."""
+
+    family: ClassVar[str] = "small block tables"
+    arch: str
+    bm: int
+    bk: int
+    index_dtype: str
+    cluster: int
+    b_k_major: bool = False

@@ -1,0 +1,41 @@
+"""The kernel that makes the tables of small blocks, as a family."""
+
+from cute_kernels.arch import arch_named
+from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.families import Family, register
+
+from .tables import PlanFacts
+
+
+class SmallBlockTables(Family):
+    """The kernel that makes the tables of small blocks."""
+
+    name = "small block tables"
+
+    def entry(self, facts: PlanFacts):
+        from .tables_kernel import SweepPlanner
+
+        return SweepPlanner(facts)
+
+    def arguments(self, facts: PlanFacts) -> tuple:
+        from cutlass.cute.runtime import make_fake_stream
+
+        indices = [fake_tensor(facts.index_dtype, 1, 0, 1) for _ in range(2)]
+        tables = [fake_tensor("int32", rank, rank - 1, align) for rank, align in ((1, 1), (2, 1), (3, 4), (1, 1))]
+        return *indices, *tables, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[PlanFacts]:
+        spec = arch_named(arch)
+        if spec.path != "sm_90":
+            return []
+        blocks = ((16, 16),) if quick else ((16, 16), (32, 32), (64, 64), (16, 128), (64, 32))
+        kinds = ((1, False), (1, True), (2, True))
+        return [PlanFacts(spec.target, *block, "int32", *kind) for block in blocks for kind in kinds]
+
+    def describe(self, facts: PlanFacts) -> dict[str, str]:
+        operands = facts.index_dtype + (" k" if facts.b_k_major else " n")
+        config = f"small block tables c{facts.cluster}x1"
+        return {"configuration": config, "problem": f"{facts.bm}x{facts.bk}", "operands": operands}
+
+
+SMALL_BLOCK_TABLES = register(SmallBlockTables())

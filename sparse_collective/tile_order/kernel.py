@@ -1,0 +1,350 @@
+"""The order of work tiles, made on the GPU by one kernel: the very table that balance.work_order makes with hundreds.
+
+    every row           gets its rank, the longest first: a bitonic sort in shared memory
+    every item          finds its card by arithmetic (`Deal`), and adds its cost to it
+    deal after deal     every worker counts those with less work so far, and takes the card of that number
+    every item          finds its card again, which now tells the worker, and is stored
+
+An item is a work tile; a card is what a deal gives to one worker, an item of each of the deal's rounds. All CTAs do
+the same, so that nothing passes between them, but for the last step, which they share. With one CTA a tile nothing is
+dealt, and an item's place is arithmetic alone.
+
+Works on every architecture: no TMA, no tensor cores.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64, const_expr, range_constexpr
+
+from cute_kernels.dtypes import NAMES_OF_INDEX
+from cute_kernels.runtime.device import device_arch
+from cute_kernels.runtime.families import function_for
+
+from .config import OrderFacts
+from .reference import LONG, MOST_DEALS, OVERHEAD
+
+WARP = 32
+THREADS = 1024
+HELPERS = 4  # threads that count for one worker
+MOST_WORKERS = THREADS // HELPERS
+MOST_ROWS = 8192  # 64 KB of the 99 KB of shared memory that every architecture has; cards are 32 KB
+MOST_ITEMS = 2**30  # numbers are 32 bits wide
+MOST_CTAS = 32
+ITEMS_A_THREAD = 4  # stored
+NOBODY = 2**31 - 1  # more work than anybody has
+NO_ROW = 2**63 - 1  # sorts behind every row
+
+
+class Mark(NamedTuple):
+    """How much of a class of rows, the long or the short, comes before some position of the order."""
+
+    columns: Int32  # columns of tiles of the complete panels, over all batches
+    rest: Int32  # items of the panel that has begun
+    width: Int32  # its columns
+
+    def items(self, height):
+        """Items before the position, of the class's `height` longest row tiles."""
+        return self.columns * height + cutlass.min(self.rest, height * self.width)
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What all items are divided by: numbers, or in a kernel cute.FastDivmodDivisorV2, a multiplication and a shift."""
+
+    tiles_m: Any
+    row_tiles: Any
+    tiles_n: Any
+    group: Any
+    workers: Any
+    step: Any
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Where items come, without sorting them: arithmetic on row tiles whose rows are sorted already.
+
+    The order before it is dealt: long rows, then short ones; of each, panel by panel, a panel's row tiles by length,
+    and of a row tile the panel's columns. `step` of its items make a deal. Sorted by row tile they fill its rounds.
+
+    Numbers of the kernel or of the host, where the tests go through the same arithmetic.
+    """
+
+    tiles_m: Int32
+    row_tiles: Int32
+    tiles_n: Int32
+    batch: Int32
+    group: Int32
+    workers: Int32
+    rounds: Int32  # of a deal, at most
+    by: Divisors
+
+    @property
+    def step(self):
+        return self.rounds * self.workers
+
+    @property
+    def columns(self):
+        return self.tiles_n * self.batch
+
+    @property
+    def items(self):
+        return self.tiles_m * self.columns
+
+    def mark(self, position, long, short):
+        """The Mark of a position in one class; `long` row tiles are of long rows, `short` is 1 for the others."""
+        height = self.height(long, short)
+        local = cutlass.min(cutlass.max(position - short * long * self.columns, 0), height * self.columns)
+        some = cutlass.max(height, 1)  # a class without rows has no items to divide
+        l = local // (some * self.tiles_n)
+        local = local - l * some * self.tiles_n
+        first = local // (some * self.group) * self.group
+        return Mark(l * self.tiles_n + first, local - first * some, self.width(first))
+
+    def height(self, long, short):
+        """Row tiles of a class."""
+        return long + short * (self.tiles_m - 2 * long)
+
+    def width(self, first):
+        """Columns of the panel that begins with column `first`."""
+        return cutlass.min(self.group, self.tiles_n - first)
+
+    def split(self, index):
+        """(column, row tile) of the items in an order that is easily computed; the longest row tile is 0."""
+        column = index // self.by.tiles_m
+        return column, index - column * self.tiles_m
+
+    def class_of(self, tile, long):
+        """(1 for a short row, the row tile's number in its class)."""
+        short = cutlass.min(cutlass.max(tile - long + 1, 0), 1)
+        return short, tile - short * long
+
+    def position(self, column, tile, long):
+        """Where in the order an item comes, before it is dealt."""
+        short, tile = self.class_of(tile, long)
+        l = column // self.by.tiles_n
+        n = column - l * self.tiles_n
+        first = n // self.by.group * self.group
+        panel = short * long * self.columns + self.height(long, short) * (l * self.tiles_n + first)
+        return panel + tile * self.width(first) + n - first
+
+    def place(self, column, tile, long, number, begin: Mark, end: Mark):
+        """Which of deal `number`'s items an item of it is, sorted by row tile; `begin` and `end` are its class's Marks.
+
+        Before it come all long items if it is short, its class's longer row tiles, and its row tile's columns so far:
+        of each as many as come before the deal's end, less those before its begin.
+        """
+        short, tile = self.class_of(tile, long)
+        longs = long * self.columns
+        before = cutlass.min((number + 1) * self.step, longs) - cutlass.min(number * self.step, longs)
+        return short * before + end.items(tile) - begin.items(tile + 1) + column
+
+    def card(self, place, number):
+        """(round, card) of a deal's item: to and fro, but for the last round, as nobody may miss one before it."""
+        turn = place // self.by.workers
+        card = place - turn * self.workers
+        total = (self.items + self.workers - 1) // self.by.workers
+        last = cutlass.min(self.rounds, total - number * self.rounds) - 1
+        back = cutlass.min(cutlass.max(last - turn, 0), turn & 1)
+        return number * self.rounds + turn, card + back * (self.workers - 1 - 2 * card)
+
+
+def pair(i, bit):
+    """The i-th two places that differ in this bit alone."""
+    low = ((i >> bit) << (bit + 1)) | (i & ((1 << bit) - 1))
+    return low, low | (1 << bit)
+
+
+class TileDealer:
+    """Compiles to one kernel per `OrderFacts`."""
+
+    def __init__(self, facts: OrderFacts):
+        self.dealt = facts.dealt
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,  # (M / bm + 1,)
+        order: cute.Tensor,  # (slots, 2): whole rounds of workers
+        row_tiles: Int32,
+        steps: Int32,
+        tiles_n: Int32,
+        batch: Int32,
+        group: Int32,  # at most tiles_n
+        workers: Int32,
+        bits: Int32,  # 2**bits is at least the number of rows
+        stream: cuda.CUstream,
+    ):
+        slots = order.shape[0]
+        rounds = cute.ceil_div(cute.ceil_div(slots, workers), MOST_DEALS)
+        tiles_m = (crow_indices.shape[0] - 1) * row_tiles
+        sizes = tiles_m, row_tiles, tiles_n, group, workers, rounds * workers
+        by = Divisors(*(cute.fast_divmod_create_divisor_v2(size) for size in sizes))
+        deal = Deal(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
+        ctas = cutlass.min(cute.ceil_div(slots, ITEMS_A_THREAD * THREADS), MOST_CTAS)
+        self.kernel(crow_indices, order, deal, steps, bits).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, crow_indices: cute.Tensor, order: cute.Tensor, deal: Deal, steps: Int32, bits: Int32):
+        places = const_expr(MOST_DEALS * MOST_WORKERS if self.dealt else 1)
+
+        @cute.struct
+        class Storage:
+            keys: cute.struct.MemRange[Int64, MOST_ROWS]
+            cards: cute.struct.MemRange[Int32, places]
+            loads: cute.struct.Align[cute.struct.MemRange[Int32, MOST_WORKERS], 16]
+            marks: cute.struct.MemRange[Int32, (MOST_DEALS + 1) * 2 * 3]
+            long: cute.struct.MemRange[Int32, 1]
+
+        self.smem_bytes = Storage.size_in_bytes()
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        sKeys = cute.make_tensor(storage.keys.data_ptr(), cute.make_layout(MOST_ROWS))
+        sLong = cute.make_tensor(storage.long.data_ptr(), cute.make_layout(1))
+        tidx, bidx, ctas = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+
+        self.sort_rows(crow_indices, sKeys, sLong, steps, bits, tidx)
+        long = sLong[0] * deal.row_tiles
+        if const_expr(self.dealt):
+            table = cute.make_layout((MOST_DEALS, MOST_WORKERS), stride=(MOST_WORKERS, 1))
+            sCards = cute.make_tensor(storage.cards.data_ptr(), table)  # cost, then worker, of each card
+            sLoads = cute.make_tensor(storage.loads.data_ptr(), cute.make_layout(MOST_WORKERS))
+            sMarks = cute.make_tensor(storage.marks.data_ptr(), cute.make_layout((MOST_DEALS + 1, 2, 3)))
+            deals = cute.ceil_div(order.shape[0], deal.step)
+            for i in cutlass.range(tidx, deals * MOST_WORKERS, THREADS):
+                sCards[i // MOST_WORKERS, i % MOST_WORKERS] = 0
+            if tidx < MOST_WORKERS:
+                sLoads[tidx] = tidx if tidx < deal.workers else NOBODY
+            if tidx <= deals:
+                for short in range_constexpr(2):
+                    mark = deal.mark(cutlass.min(tidx * deal.step, deal.items), long, short)
+                    for part in range_constexpr(3):
+                        sMarks[tidx, short, part] = mark[part]
+            cute.arch.sync_threads()
+
+            for i in cutlass.range(tidx, deal.items, THREADS):
+                column, tile = deal.split(i)
+                number, _, card = self.find(deal, column, tile, long, sMarks)
+                cost = -Int32(sKeys[tile // deal.by.row_tiles] >> 32)
+                cute.arch.atomic_add(storage.cards.data_ptr() + (number * MOST_WORKERS + card), cost)
+            cute.arch.sync_threads()
+            self.deal_cards(sCards, sLoads, deals, deal.workers, tidx)
+
+        for i in cutlass.range(bidx * THREADS + tidx, deal.items, THREADS * ctas):
+            column, tile = deal.split(i)
+            rank = tile // deal.by.row_tiles
+            if const_expr(self.dealt):
+                number, turn, card = self.find(deal, column, tile, long, sMarks)
+                slot = turn * deal.workers + sCards[number, card]
+            else:
+                slot = deal.position(column, tile, long)
+            order[slot, 0] = Int32(sKeys[rank]) * deal.row_tiles + tile - rank * deal.row_tiles
+            order[slot, 1] = column
+        if const_expr(self.dealt):
+            # The last round's last cards are blank.
+            if bidx == 0 and tidx < order.shape[0] - deal.items:
+                card = deal.workers - 1 - tidx
+                slot = order.shape[0] - deal.workers + sCards[deals - 1, card]
+                order[slot, 0] = -1
+                order[slot, 1] = -1
+
+    @cute.jit
+    def sort_rows(
+        self,
+        crow_indices: cute.Tensor,
+        sKeys: cute.Tensor,  # (MOST_ROWS,): -cost << 32 | row, ascending
+        sLong: cute.Tensor,  # (1,): how many rows are long
+        steps: Int32,
+        bits: Int32,
+        tidx: Int32,
+    ):
+        rows = crow_indices.shape[0] - 1
+        if tidx == 0:
+            sLong[0] = 0
+        cute.arch.sync_threads()
+        total = Int64(Int32(crow_indices[rows]) - Int32(crow_indices[0])) * steps + rows * OVERHEAD
+        for row in cutlass.range(tidx, Int32(1) << bits, THREADS):
+            key = Int64(NO_ROW)
+            if row < rows:
+                cost = (Int32(crow_indices[row + 1]) - Int32(crow_indices[row])) * steps + OVERHEAD
+                key = (Int64(-cost) << 32) | Int64(row)
+                if Int64(cost) * rows >= total * LONG:
+                    cute.arch.atomic_add(sLong.iterator, 1)
+            sKeys[row] = key
+        cute.arch.sync_threads()
+        for k in cutlass.range(1, bits + 1):
+            for j in cutlass.range(k):
+                for i in cutlass.range(tidx, Int32(1) << (bits - 1), THREADS):
+                    low, high = pair(i, k - 1 - j)
+                    a, b = sKeys[low], sKeys[high]
+                    if (a > b) == ((low >> k) & 1 == 0):  # runs of 2**k ascend and descend in turn
+                        sKeys[low] = b
+                        sKeys[high] = a
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def find(self, deal: Deal, column: Int32, tile: Int32, long: Int32, sMarks: cute.Tensor):
+        """(deal, round, card) of an item."""
+        number = deal.position(column, tile, long) // deal.by.step
+        short, _ = deal.class_of(tile, long)
+        begin = Mark(*(sMarks[number, short, part] for part in range(3)))
+        end = Mark(*(sMarks[number + 1, short, part] for part in range(3)))
+        turn, card = deal.card(deal.place(column, tile, long, number, begin, end), number)
+        return number, turn, card
+
+    @cute.jit
+    def deal_cards(
+        self,
+        sCards: cute.Tensor,  # (MOST_DEALS, MOST_WORKERS): costs; becomes workers
+        sLoads: cute.Tensor,  # (MOST_WORKERS,): work so far * MOST_WORKERS + worker
+        deals: Int32,
+        workers: Int32,
+        tidx: Int32,
+    ):
+        """In each deal the worker with the r-th least work gets card r; of equals the first worker comes first.
+
+        Beyond 2**23 K-tiles a worker, seconds of work, keys wrap: still an order, no longer the best one.
+        """
+        worker, helper = tidx // HELPERS, tidx % HELPERS
+        others = workers
+        if tidx >= cute.round_up(workers * HELPERS, WARP):
+            others = 0
+        for number in cutlass.range(deals):
+            mine = sLoads[worker]
+            rank = Int32(0)
+            for first in cutlass.range(helper * 4, others, HELPERS * 4):
+                for i in range_constexpr(4):  # one load of 16 bytes
+                    rank += Int32(sLoads[first + i] < mine)
+            for distance in range_constexpr(HELPERS.bit_length() - 1):
+                rank += cute.arch.shuffle_sync_bfly(rank, 1 << distance)
+            cute.arch.sync_threads()
+            if helper == 0 and worker < workers:
+                sLoads[worker] = mine + sCards[number, rank] * MOST_WORKERS
+                sCards[number, rank] = worker
+            cute.arch.sync_threads()
+
+
+def fits(rows: int, *, row_tiles: int, tiles_n: int, batch: int, workers: int | None, **_) -> bool:
+    """Whether the kernel serves a problem; arguments are work_order_on_gpu's. The others are for balance.work_order."""
+    items = rows * row_tiles * tiles_n * batch
+    return rows <= MOST_ROWS and 1 <= items <= MOST_ITEMS and (workers or 1) <= MOST_WORKERS
+
+
+def work_order_on_gpu(
+    crow: torch.Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
+) -> torch.Tensor:
+    """balance.work_order of a checked pattern on a GPU, for problems that `fits`."""
+    rows, dealt = len(crow) - 1, workers is not None
+    workers = workers or 1
+    slots = -(-rows * row_tiles * tiles_n * batch // workers) * workers
+    order = torch.empty((slots, 2), dtype=torch.int32, device=crow.device)
+    facts = OrderFacts(device_arch(crow.get_device())[0].target, NAMES_OF_INDEX[crow.dtype], dealt)
+    dealer = function_for(facts)
+    bits = max(1, (rows - 1).bit_length())
+    dealer(crow, order, row_tiles, steps, tiles_n, batch, min(group, tiles_n), workers, bits)
+    return order
