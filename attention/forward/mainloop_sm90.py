@@ -24,6 +24,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.hopper import ALIGN, smem_layout
+from cute_kernels.tile.ptx import compute_before_waits
 
 from .config import FlashFacts
 from .kv_tiles import FULL
