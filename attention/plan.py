@@ -14,7 +14,7 @@ import torch
 from cute_kernels import checks as common
 from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES
-from cute_kernels.runtime.device import device_arch, forced_path
+from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.workspace import zeros
 
 from . import checks
@@ -141,8 +141,8 @@ def spans_of(q, k, v, out) -> tuple:
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:
-    """Whether a call with this tensor runs on a GPU."""
-    return tensor.device.type == "cuda"
+    """Whether a call with this tensor takes a kernel."""
+    return plans_kernel(tensor.device)
 
 
 def plan_kernel(

@@ -1,6 +1,9 @@
 """What `python -m cute_kernels inspect` says about compiled kernels: as JSON, or as tables with the reasons below."""
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -9,7 +12,7 @@ from rich.text import Text
 
 from .arch import arch_named
 from .runtime.families import family_of
-from .runtime.parallel import Outcome
+from .runtime.parallel import Outcome, inspect_kernel
 
 COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
 COLUMNS = ("path", "configuration", "problem", "operands", "epilogue")  # of Family.describe
@@ -20,6 +23,54 @@ ping-pong
 operands of a product: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
 regs: on the sm_90 path those of every thread at the start, before setmaxnreg moves them to the consumers
 """
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What one compiled kernel costs; print it to read it."""
+
+    name: str
+    arch: str  # the compiler's target
+    registers: int  # a thread's, at entry: under setmaxnreg only what the launch allocates
+    stack: int  # bytes a thread; above 0 it spills
+    spills: int  # loads from and stores to local memory, in the code
+    shared_memory: int  # bytes a block, static and dynamic
+    shared_memory_limit: int
+    instructions: int
+    opcodes: Mapping[str, int]  # how often each instruction stands in the code
+    problems: tuple[str, ...]  # why it should not be shipped
+    facts: Any  # what it was compiled from
+
+    def __str__(self) -> str:
+        counted = {name: self.opcodes.get(name.upper(), 0) for name in COUNTED}
+        lines = [
+            f"{self.arch}: {self.name}",
+            f"registers {self.registers}, spills {self.spills}, stack {self.stack} bytes, "
+            f"shared memory {self.shared_memory} of {self.shared_memory_limit} bytes",
+            f"instructions {self.instructions}: "
+            + ", ".join(f"{name.upper()} {count}" for name, count in counted.items() if count),
+            *(f"problem: {problem}" for problem in self.problems),
+        ]
+        return "\n  ".join(lines)
+
+
+def report_of_kernel(facts: Any) -> KernelReport:
+    """Compile the kernel of facts of any family and read its machine code."""
+    found, family = inspect_kernel(facts), family_of(facts)
+    r = found.resources
+    return KernelReport(
+        name=family.title(facts),
+        arch=facts.arch,
+        registers=r.registers,
+        stack=r.stack,
+        spills=r.stl + r.ldl,
+        shared_memory=r.static_smem + found.dynamic_smem,
+        shared_memory_limit=family.smem_limit(facts),
+        instructions=r.instructions,
+        opcodes=r.opcodes,
+        problems=found.problems,
+        facts=facts,
+    )
 
 
 def row_of(outcome: Outcome) -> dict:
