@@ -91,21 +91,19 @@ def parser() -> argparse.ArgumentParser:
 
     def listed(sub, name: str, parse, default: Iterable, **kwargs) -> None:
         text = ",".join(default)  # argparse parses a default that is text
-        kwargs |= (
-            {"default": text, "help": f"default: {text}"}
-            if text
-            else {"required": True, "help": "such as sm_90a,sm_89"}
-        )
+        if text:
+            kwargs |= {"default": text, "help": f"default: {text}"}
         sub.add_argument(name, type=list_of(parse), **kwargs)
 
     sub = commands.add_parser("inspect", parents=[jobs], help="registers, spills, shared memory, instructions")
     listed(sub, "--arch", arch_target, ARCHS, metavar="A,B")
     sub.add_argument("--quick", action="store_true", help="three kernels an architecture instead of all")
+    listed(sub, "--family", one_of("family", [f.name for f in families()]), (), metavar="A,B", help="default: all")
     sub.add_argument("--json", action="store_true", help="a JSON list on stdout, and nothing else there")
     sub.set_defaults(run=run_inspect)
 
     sub = commands.add_parser("compile", parents=[jobs], help="write an ahead-of-time bundle", epilog=EPILOG)
-    listed(sub, "--arch", arch_target, (), metavar="A,B")
+    listed(sub, "--arch", arch_target, (), metavar="A,B", required=True, help="such as sm_90a,sm_89")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
     listed(sub, "--dtype", one_of("operand type", DTYPES), ("bfloat16",), metavar="T,U")
     listed(sub, "--block", block_shape, (f"{bm}x{bk}" for bm, bk in BUNDLE_BLOCKS), metavar="BMxBK,...")
@@ -137,7 +135,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     import_cutlass()
     find_nvdisasm()
     start = time.perf_counter()
-    facts = [f for arch in args.arch for family in families() for f in family.catalogue(arch, args.quick)]
+    chosen = [family for family in families() if not args.family or family.name in args.family]
+    facts = [f for arch in args.arch for family in chosen for f in family.catalogue(arch, args.quick)]
     found = {outcome.item: outcome for outcome in with_progress("inspecting", inspect_kernel, facts, args.jobs)}
     outcomes = [found[f] for f in facts]
     rows = [row_of(outcome) for outcome in outcomes]

@@ -42,7 +42,7 @@ class KernelReport:
     facts: Any  # what it was compiled from
 
     def __str__(self) -> str:
-        counted = {name: self.opcodes.get(name.upper(), 0) for name in COUNTED}
+        counted = {name: self.opcodes.get(name.upper(), 0) for name in (*COUNTED, "ldg", "stg")}
         lines = [
             f"{self.arch}: {self.name}",
             f"registers {self.registers}, spills {self.spills}, stack {self.stack} bytes, "
