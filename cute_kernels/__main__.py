@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +37,8 @@ from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kern
 BUNDLE_BLOCKS = ((128, 128), (64, 64), (32, 32))
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
 INDEX_DTYPES = ("int32", "int64")
+INTERRUPTED = 130  # the exit status that shells give for SIGINT
+LINE_SECONDS = 5  # between two lines of progress
 EPILOG = "With no --block, --op and --dtype a bundle holds what most calls need; see cute_kernels.matmul.bundle."
 
 
@@ -121,13 +124,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def with_progress(what: str, function: Callable, items: list, jobs: int) -> Iterator[Outcome]:
-    """Outcomes as they come, with a bar on stderr if somebody is looking at it."""
+    """Outcomes as they come, with a bar on stderr; with a line every few seconds where that is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    outcomes = in_parallel(function, items, jobs, own_process=True)
+    with closing(outcomes), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=len(items))
-        for outcome in in_parallel(function, items, jobs):
+        start = said = time.monotonic()
+        for done, outcome in enumerate(outcomes, start=1):
             bar.advance(task)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= LINE_SECONDS:
+                said = now
+                print(f"{what}: {done} of {len(items)} kernels, {now - start:.0f} s", file=sys.stderr, flush=True)
             yield outcome
 
 
@@ -199,18 +208,22 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; what is wrong with the installation or a folder is one line on stderr."""
-    load_all()
-    args = parser().parse_args(argv)
+    """Run one command; what is wrong with the installation or a folder, and Ctrl-C, is one line on stderr."""
     try:
+        load_all()
+        args = parser().parse_args(argv)
         return args.run(args)
     except (MissingCompiler, MissingDisassembler, OSError) as error:
         print(f"python -m cute_kernels: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == INTERRUPTED:  # without the seconds that Python takes to free what it has imported
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
