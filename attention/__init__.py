@@ -1,7 +1,7 @@
 """Flash attention on the iterators of `cute_kernels`: dense, block-sparse, packed, and for decoding."""
 
-from . import mask_mods, patterns
-from .block_mask import BlockMask
+from .masks import mask_mods, patterns
+from .masks.block_mask import BlockMask
 from .ops import attention, block_sparse_attention
 
 __all__ = ["BlockMask", "attention", "block_sparse_attention", "mask_mods", "patterns"]

@@ -4,8 +4,8 @@ import torch
 
 from cute_kernels import checks
 
-from .block_lists import MOST
-from .heuristics import HEAD_DIMS
+from .forward.choose import HEAD_DIMS
+from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
 

@@ -1,28 +1,18 @@
-"""attention: what a torch user calls. Validate, plan, launch; as cute_kernels.ops does for products.
+"""attention and block_sparse_attention: what a torch user calls.
 
-An eager call with metadata seen before costs a look-up, a test of its tensors and the launch. Under torch.compile the
-calls go through the registered ops of torch_op.py.
+Under torch.compile a call becomes a registered op (torch_op.py); all other calls go to eager.py at once.
 """
 
-from functools import partial
-
-import torch
 from torch.compiler import is_compiling
 
-from cute_kernels import checks as common
 from cute_kernels.explain import explains
-from cute_kernels.runtime.device import forced_path
-from sparse_collective import BsrMatrix
 
-from . import checks, decode, kept
-from . import plan as planning
-from .block_mask import BlockMask
-from .mask_mods import window_bounds
-from .packed import attention_packed, plan_packed
-from .plan import FlashPlan, Plans, launch, spans_of, without_kernel
-from .sparse_plan import launch_blocks, plan_blocks
-
-_PLANS = Plans()
+from . import (
+    block_sparse,
+    eager,
+    families,  # noqa: F401 (importing it registers them)
+    torch_op,
+)
 
 
 def attention(
@@ -72,42 +62,11 @@ def attention(
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if is_compiling():
-        from .torch_op import traced_attention
-
-        tensors = cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
-        return traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out, *tensors)
-    if type(window) is list:
-        window = tuple(window)
-    if packed:
-        _check_one_form(seqlens_k, block_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
-    terms = (
-        causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
-        out is None, seqlens_k is None, block_table is None,
+    run = torch_op.traced_attention if is_compiling() else eager.attention
+    return run(
+        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
     )  # fmt: skip
-    tensors = (q, k, v) if out is None else (q, k, v, out)
-    if seqlens_k is not None or block_table is not None:
-        tensors += (seqlens_k,) if block_table is None else (seqlens_k, block_table)
-    plan = _PLANS.known(terms, tensors, out)
-    if plan is None:
-        make = partial(
-            plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqlens_k=seqlens_k, block_table=block_table,
-        )  # fmt: skip
-        plan = _PLANS.checked("attention", terms, tensors, out, make)
-    if plan.function is None:
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        if seqlens_k is not None:
-            terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-        out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out)
-    elif seqlens_k is not None:
-        out, lse = launch(plan, q, k, v, out, seqlens_k, block_table)
-    else:
-        out, lse = launch(plan, q, k, v, out)
-    return (out, lse) if return_lse else out
 
 
 def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None):
@@ -142,109 +101,9 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
     a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since replays must see what was written
     between them: pass one of these two where the mask does not change.
     """
-    if is_compiling():
-        from .torch_op import traced_block_sparse
-
-        return traced_block_sparse(q, k, v, block_mask, causal, softcap, scale, return_lse, out)
-    mask = as_block_mask(q, k, block_mask)
-    if planning.has_kernel(q):
-        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out)
-        return (out, lse) if return_lse else out
-    terms = {"causal": causal, "softcap": softcap, "scale": scale}
-    plan = plan_block_sparse(q, k, v, mask, **terms, return_lse=return_lse, out=out)
-    common.check_no_grad("block_sparse_attention", q, k, v)
-    out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out)
-    return (out, lse) if return_lse else out
+    run = torch_op.traced_block_sparse if is_compiling() else eager.block_sparse_attention
+    return run(q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)
 
 
-def as_block_mask(q, k, block_mask) -> BlockMask:
-    """What block_sparse_attention was given, as a BlockMask for q and k."""
-    checks.check_tensor("block_sparse_attention: q", q)
-    checks.check_tensor("block_sparse_attention: k", k)
-    if isinstance(block_mask, BlockMask):
-        return block_mask
-    if isinstance(block_mask, kept.FlexBlockMask):
-        return kept.of_flex(block_mask)
-    if isinstance(block_mask, BsrMatrix):
-        return kept.of_bsr(block_mask)
-    if isinstance(block_mask, torch.Tensor):
-        if block_mask.layout is torch.sparse_bsr:
-            return kept.of_torch_bsr(block_mask)
-        return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
-    raise TypeError(
-        "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
-        f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
-    )
-
-
-def plan_attention(
-    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
-) -> FlashPlan:  # fmt: skip
-    """Check a call's arguments and choose its kernel, without launching it."""
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqlens_k, block_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
-    decode.check_cache("attention", q, k, v, seqlens_k, block_table)
-    plan = _checked_plan("attention", q, k, v, softcap, scale, return_lse, out, decode.capacity(k, block_table))
-    bounds = window_bounds(window, causal)
-    if not plan.empty and planning.has_kernel(q):
-
-        def choose(plan, facts, sms) -> bool:
-            if seqlens_k is None and not decode.serves(q, k, sms):
-                return False
-            decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms)
-            return True
-
-        terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
-        extents = q.shape[0] * q.shape[1], q.shape[2], decode.capacity(k, block_table)
-        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
-    return plan
-
-
-def _check_one_form(seqlens_k, block_table) -> None:
-    """Packed sequences have no cache."""
-    if seqlens_k is not None or block_table is not None:
-        raise ValueError("attention: cu_seqlens and seqlens_k are two forms; give one of them")
-
-
-def plan_block_sparse(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None
-) -> FlashPlan:
-    """The same of block_sparse_attention."""
-    op = "block_sparse_attention"
-    mask = as_block_mask(q, k, block_mask)
-    checks.check_qkv(op, q, k, v)
-    plan = _checked_plan(op, q, k, v, softcap, scale, return_lse, out, k.shape[2])
-    checks.check_block_mask(op, mask, q, k)
-    window_bounds(None, causal)
-    if not plan.empty and planning.has_kernel(q):
-        plan_blocks(plan, q, k, v, mask, causal, softcap, scale, return_lse, out)
-    return plan
-
-
-def _checked_plan(op: str, q, k, v, softcap, scale, return_lse, out, columns: int) -> FlashPlan:
-    """The plan of a call whose scalars and out are right too, without a kernel."""
-    checks.check_scale(op, scale, softcap)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
-    if planning.has_kernel(q):
-        checks.check_head_dims(op, q, v)
-    plan = FlashPlan(op, (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3]), q.dtype, q.device)
-    if out is not None:
-        checks.check_out(op, out, plan.out_shape, q.dtype, q.device, (q, k, v))
-        plan.spans = spans_of(q, k, v, out)
-    plan.empty = 0 in plan.out_shape or columns == 0
-    return plan
-
-
-def _reference(q, k, v, **terms):
-    from . import reference
-
-    run = reference.attention_cached if "seqlens_k" in terms else reference.attention
-    return run(q, k, v, **terms, return_lse=True)
-
-
-explains(attention, plan_attention)
-explains(block_sparse_attention, plan_block_sparse)
+explains(attention, eager.plan_attention)
+explains(block_sparse_attention, block_sparse.plan_block_sparse)

@@ -9,8 +9,8 @@ from cute_kernels.runtime.device import forced_path
 
 from . import checks, reference
 from . import plan as planning
-from .mask_mods import window_bounds
-from .plan import FlashPlan, Plans, launch, spans_of, without_kernel
+from .masks.mask_mods import window_bounds
+from .plan import FlashPlan, Plans, launch, without_kernel
 
 OP = "attention"
 MOST = 2**31 - 1024  # tiles and positions are int32, and a tile may begin at the last row
@@ -30,7 +30,7 @@ def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse, out, **
         make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out)
         plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
-        out, lse = launch(plan, q, k, v, out, cu_seqlens_q, cu_seqlens_k)
+        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None))
     else:
         out, lse = without_kernel(plan, partial(_reference, plan, *tensors, terms), out)
     return (out, lse) if return_lse else out
@@ -42,19 +42,12 @@ def plan_packed(
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    checks.check_scale(OP, scale, softcap)
-    bounds = window_bounds(window, causal)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"{OP}: return_lse must be True or False, got {return_lse!r}")
     (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
-    plan = FlashPlan(OP, (rows, heads, v.shape[-1]), (heads, rows), q.dtype, q.device)
-    if out is not None:
-        checks.check_out(OP, out, plan.out_shape, q.dtype, q.device, (q, k, v))
-        plan.spans = spans_of(q, k, v, out)
-    plan.empty = 0 in plan.out_shape or cols == 0
+    shapes = (rows, heads, v.shape[-1]), (heads, rows)
+    plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out)
+    bounds = window_bounds(window, causal)
     if plan.empty or not planning.has_kernel(q):
         return plan
-    checks.check_head_dims(OP, q, v)
     if (rows // LEAST_TILE + sequences + 1) * heads > MOST or rows + cols > MOST:
         raise ValueError(
             f"{OP}: {rows} rows and {cols} columns of {sequences} sequences and {heads} heads are more than the "

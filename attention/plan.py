@@ -14,11 +14,13 @@ import torch
 from cute_kernels import checks as common
 from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES
+from cute_kernels.runtime import families
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.workspace import zeros
 
 from . import checks
-from .config import BandKind, FlashFacts
+from .forward.choose import Extents, pick
+from .forward.config import FlashFacts, WindowKind
 
 try:
     from torch._C._dynamo.guards import TensorGuards  # torch.compile's: has a tensor changed?
@@ -39,7 +41,9 @@ class FlashPlan:
     lse_shape: tuple
     dtype: torch.dtype
     device: torch.device
-    scalars: tuple = ()  # scale_log2, softcap, left, right, max_ctas
+    scalars: tuple = ()  # the function's last arguments
+    more: tuple = (None, None, None)  # those after LSE, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks
+    takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     function: Callable | None = None
     facts: FlashFacts | None = None
     notes: list[str] = field(default_factory=list)
@@ -60,7 +64,7 @@ class FlashPlan:
         else:
             f = self.facts
             lines.append(f"path: {f.path}, compiled for {f.arch}")
-            lines.append(f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.band}")
+            lines.append(f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.window}")
         return "\n  ".join(lines + self.notes)
 
 
@@ -140,6 +144,19 @@ def spans_of(q, k, v, out) -> tuple:
     return *sizes, -size
 
 
+def checked_plan(op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, scale, return_lse, out) -> FlashPlan:
+    """The plan of a call, without a kernel; checks its scalars and out. `columns`: how many a row may see."""
+    checks.check_scale(op, scale, softcap)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
+    plan = FlashPlan(op, out_shape, lse_shape, q.dtype, q.device)
+    if out is not None:
+        checks.check_out(op, out, plan.out_shape, q.dtype, q.device, (q, k, v))
+        plan.spans = spans_of(q, k, v, out)
+    plan.empty = 0 in plan.out_shape or columns == 0
+    return plan
+
+
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Whether a call with this tensor takes a kernel."""
     return plans_kernel(tensor.device)
@@ -154,9 +171,7 @@ def plan_kernel(
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
     `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
     """
-    from .heuristics import Extents, pick
-    from .runtime import function_for
-
+    checks.check_head_dims(plan.op, q, v)
     spec, sms, _ = device_arch(q.get_device())
     facts = FlashFacts(
         arch=spec.target,
@@ -165,7 +180,7 @@ def plan_kernel(
         dtype=NAMES[q.dtype],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
-        band=BandKind(*(bound is not None for bound in bounds)),
+        window=WindowKind(*(bound is not None for bound in bounds)),
         softcap=softcap is not None,
         lse=lse,
         **more,
@@ -175,14 +190,18 @@ def plan_kernel(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
     scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
+    left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
-    left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
+    if facts.blocks is None:
+        left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
     plan.scalars = (scale_log2, cap, left, right)
     if choose is not None and choose(plan, facts, sms):
         return
     plan.facts = pick(facts, Extents(*extents, *bounds, sms))
-    plan.scalars += (sms * plan.facts.config.ctas,)  # as many as run at once
-    plan.function = function_for(plan.facts)
+    if facts.path == "sm_90":
+        plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
+        plan.takes_counter = True
+    plan.function = families.function_for(plan.facts)
 
 
 def path_of(op: str, spec: ArchSpec) -> str:
@@ -211,17 +230,22 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def launch(plan: FlashPlan, q, k, v, out, *more):
-    """Run the plan's kernel on q, k, v and `more` tensors; returns (out, lse), lse None where none is asked for."""
+def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None) -> tuple:
+    """Run the plan's kernel; returns (out, lse), lse None where none is asked for.
+
+    more: the kernel's arguments after LSE; FlashPlan.more where it is None.
+    """
+    more = plan.more if more is None else more
     if out is None:
         out = torch.empty_strided(plan.out_shape, plan.out_stride, dtype=plan.dtype, device=plan.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if plan.facts.lse else None
-    counter = zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
+    if plan.takes_counter:
+        more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
     if plan.views:
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
-        plan.function(q, k, v, d, lse, counter, *more, *plan.scalars)
+        plan.function(q, k, v, d, lse, *more, *plan.scalars)
     else:
-        plan.function(q, k, v, out, lse, counter, *more, *plan.scalars)
+        plan.function(q, k, v, out, lse, *more, *plan.scalars)
     return out, lse
 
 

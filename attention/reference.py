@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .block_mask import BlockMask
-from .mask_mods import Band, window_bounds
+from .masks.block_mask import BlockMask
+from .masks.mask_mods import Band, window_bounds
 
 __all__ = ["attention", "attention_cached", "attention_packed"]
 

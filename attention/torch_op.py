@@ -11,8 +11,9 @@ from torch import Tensor
 from cute_kernels.runtime.derived import captured
 from sparse_collective.bsr import BsrMatrix
 
-from . import convert, kept, mask_text
-from .block_mask import TABLES, BlockMask
+from . import eager
+from .masks import convert, kept, mask_text
+from .masks.block_mask import BlockMask
 
 
 @torch.library.custom_op("attention::attention", mutates_args=())
@@ -31,12 +32,10 @@ def attention_op(
     seqlens_k: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    from .ops import attention
-
     terms = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
     terms |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-    return _pair(q, attention(q, k, v, **terms, return_lse=return_lse), return_lse)
+    return _pair(q, eager.attention(q, k, v, **terms, return_lse=return_lse), return_lse)
 
 
 @attention_op.register_fake
@@ -61,12 +60,10 @@ def attention_out_op(
     seqlens_k: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    from .ops import attention
-
     terms = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
     terms |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-    return _pair(q, attention(q, k, v, **terms, return_lse=return_lse, out=out), return_lse)[1]
+    return _pair(q, eager.attention(q, k, v, **terms, return_lse=return_lse, out=out), return_lse)[1]
 
 
 @attention_out_op.register_fake
@@ -91,11 +88,9 @@ def block_sparse_op(
     return_lse: bool = False,
     form: str = "lists",
 ) -> tuple[Tensor, Tensor]:
-    from .ops import block_sparse_attention
-
     mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
     terms = {"causal": causal, "softcap": softcap, "scale": scale}
-    return _pair(q, block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse), return_lse)
+    return _pair(q, eager.block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse), return_lse)
 
 
 @block_sparse_op.register_fake
@@ -136,11 +131,9 @@ def block_sparse_out_op(
     return_lse: bool = False,
     form: str = "lists",
 ) -> Tensor:
-    from .ops import block_sparse_attention
-
     mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
     terms = {"causal": causal, "softcap": softcap, "scale": scale}
-    return _pair(q, block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse, out=out), return_lse)[1]
+    return _pair(q, eager.block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse, out=out), return_lse)[1]
 
 
 @block_sparse_out_op.register_fake
@@ -164,12 +157,15 @@ def _(
     return _fake("block_sparse_attention", q, k, v, return_lse)[1]
 
 
-def traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out, *tensors):
-    """attention inside a torch.compile trace; tensors are cu_seqlens_q, cu_seqlens_k, seqlens_k and block_table."""
+def traced_attention(
+    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
+):
+    """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    terms = causal, left, right, _float(softcap), _float(scale), return_lse, *tensors
+    terms = causal, left, right, _float(softcap), _float(scale), return_lse
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
     if out is None:
         out, lse = torch.ops.attention.attention(q, k, v, *terms)
     else:
@@ -177,8 +173,8 @@ def traced_attention(q, k, v, causal, window, softcap, scale, return_lse, out, *
     return (out, lse) if return_lse else out
 
 
-def traced_block_sparse(q, k, v, block_mask, causal, softcap, scale, return_lse, out):
-    """block_sparse_attention inside a torch.compile trace."""
+def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out):
+    """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     terms = causal, _float(softcap), _float(scale), return_lse, form
     if out is None:
@@ -197,9 +193,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     from torch.nn.attention.flex_attention import noop_mask
 
     if isinstance(block_mask, BlockMask):
-        lists = [getattr(block_mask, name) for name in TABLES]
         mask_mod = mask_text.written(block_mask.mask_mod)
-        return (lists, list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
+        return (list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
     if isinstance(block_mask, kept.FlexBlockMask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:

@@ -3,7 +3,8 @@
     (none)          gemm and block-sparse; with no GPU, the kernels' registers, spills and shared memory instead
     gemm            dense products beside cuBLAS, cuBLASLt's epilogues and quack
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
-    attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention
+    attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
+                    its kernels' registers, spills and shared memory
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     plot, compare   figures of result files; two runs beside each other
@@ -78,7 +79,7 @@ def run_suites(args: argparse.Namespace) -> int:
     """Measure the suites, print their tables, write their files; 1 if one of our own products failed."""
     if not torch.cuda.is_available():
         print("no CUDA GPU: nothing can be timed here. What a compiler tells without one:\n", flush=True)
-        return gates.run_only("resources", quick=args.mode == "quick")
+        return gates.compile_only(args.suites, quick=args.mode == "quick")
     console, start = Console(stderr=True), time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

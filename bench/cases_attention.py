@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
+from attention.masks.mask_mods import window_bounds
 from cute_kernels import explain, path
 from sparse_collective import BsrMatrix
+from tests.cases import uniform
 
 from . import ceilings, timing
 from . import peers_attention as peers
@@ -68,8 +70,7 @@ class AttentionProblem:
         """(query, key) pairs of one head of one item that are seen."""
         if self.block is not None:
             return self.density * self.queries * self.keys
-        left, right = self.window or (None, None)
-        right = (0 if right is None else min(right, 0)) if self.causal else right
+        left, right = window_bounds(self.window, self.causal)
         position = torch.arange(self.keys - self.queries, self.keys, dtype=torch.int64)
         first = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
         last = (
@@ -200,12 +201,6 @@ def older(shape: tuple[int, int, int, int], causal: bool) -> Case:
 
 
 # -- block-sparse --------------------------------------------------------------------------------------------
-
-
-def uniform(rows: int, cols: int, per_row: int, seed: int = 0) -> Tensor:
-    """(rows, cols) bool on the CPU: in every row equally many blocks, at random."""
-    scores = torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed))
-    return scores.argsort(1).argsort(1) < per_row
 
 
 def sparse(

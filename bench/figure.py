@@ -35,7 +35,7 @@ def series(count: int) -> list[tuple[str, str]]:
     return [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(count)]
 
 
-def canvas(title: str, note: str, runs: Sequence[dict], columns: int = 1, width: float = 8.4) -> tuple[Figure, list]:
+def canvas(title: str, note: str, runs: Sequence[dict], width: float = 8.4) -> tuple[Figure, Axes]:
     """A figure with a title, a line under it, and a caption that says where and when its runs were measured."""
     figure = Figure(figsize=(width, 5.2), layout="constrained")
     figure.get_layout_engine().set(rect=(0.012, 0.055, 0.968, 0.825), w_pad=0.05)
@@ -47,7 +47,7 @@ def canvas(title: str, note: str, runs: Sequence[dict], columns: int = 1, width:
     )
     caption = " · ".join(filter(None, (card, date, commit and f"commit {commit}")))
     figure.text(0.02, 0.022, caption, fontsize=7.5, color=FAINT, va="center")
-    return figure, list(np.atleast_1d(figure.subplots(1, columns, sharey=True)))
+    return figure, figure.subplots()
 
 
 def spread(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:

@@ -16,6 +16,8 @@ import torch.nn.functional as nnf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention.masks.mask_mods import window_bounds
+
 from .peers import Call, WrongResult, agrees, fastest, made, needs, verified
 from .rows import Candidate
 
@@ -84,8 +86,7 @@ class Attention:
     @property
     def bounds(self) -> tuple[int | None, int | None]:
         """(left, right) of the keys that a query sees about its position; None without bound."""
-        left, right = self.window or (None, None)
-        return left, (0 if right is None else min(right, 0)) if self.causal else right
+        return window_bounds(self.window, self.causal)
 
     @cached_property
     def sample(self) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -1,12 +1,7 @@
 """Figures of a card's result files, as `python -m bench plot FOLDER` draws them.
 
-    rate-size.png         rate against size, square dense products: ours, cuBLAS, quack
-    rate-density.png      useful rate against density, a line for each block shape
-    speedup-density.png   speed-up over the dense product of the whole matrix, and where it breaks even
-    roofline.png          every row under the ceilings that were measured
-
-A line needs points that were measured in one run. So the two figures against density take block-sparse products of
-one file: sweep.json if it has them, else block-sparse.json; and of it block shapes with two densities or more.
+speedup-density.png   speed-up over the dense product of the whole matrix, and where it breaks even
+roofline.png          every row under the ceilings that were measured
 """
 
 from collections import defaultdict
@@ -16,31 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from .compare import load
-from .figure import (
-    DASHES,
-    DENSE,
-    FAINT,
-    INK,
-    SHADE,
-    Figure,
-    canvas,
-    density_axis,
-    label_ends,
-    series,
-    styled,
-)
-from .peers import CUBLAS, QUACK, TRITON_BSR
+from .figure import DASHES, DENSE, FAINT, INK, SHADE, Figure, canvas, density_axis, label_ends, series, styled
+from .peers import CUBLAS
+from .record import load
 from .rows import OURS
 
-FILES = ("gemm", "block-sparse", "sweep")
+FILES = ("gemm", "block-sparse")
 
 
 def draw(folder: Path, out: Path | None = None) -> list[Path]:
     """Draw what the result files of a folder have data for.
 
     Args:
-        folder: holds gemm.json, block-sparse.json, sweep.json, or some of them.
+        folder: holds gemm.json, block-sparse.json, or both.
         out: where the figures go; beside the files if None.
 
     Returns:
@@ -56,7 +39,7 @@ def draw(folder: Path, out: Path | None = None) -> list[Path]:
         raise FileNotFoundError(f"{folder} has none of {', '.join(f'{name}.json' for name in FILES)}")
     drawn = []
     with styled():
-        for make in (rate_size, rate_density, speedup_density, roofline):
+        for make in (speedup_density, roofline):
             if (figure := make(runs)) is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 drawn.append(out / f"{make.__name__.replace('_', '-')}.png")
@@ -67,9 +50,9 @@ def draw(folder: Path, out: Path | None = None) -> list[Path]:
 # -- what the files say --------------------------------------------------------------------------------------
 
 
-def rate(timing: dict, time: str = "median_us") -> float:
+def rate(timing: dict) -> float:
     """Useful TFLOP/s of a timing; the rounded one in the file has too few digits for small rates."""
-    return timing["useful_flops"] / timing[time] / 1e6
+    return timing["useful_flops"] / timing["median_us"] / 1e6
 
 
 def timed(row: dict, name: str) -> dict | None:
@@ -94,18 +77,14 @@ def is_plain(row: dict) -> bool:
     return plain and timed(row, OURS) is not None
 
 
-def by_block(runs: dict) -> tuple[dict, dict]:
-    """(run, rows of each block shape, by density), larger blocks first; ({}, {}) where no shape makes a line."""
-    for run in (runs[name] for name in ("sweep", "block-sparse") if name in runs):
-        shapes = defaultdict(list)
-        for row in sorted(filter(is_plain, run["rows"]), key=lambda row: row["problem"]["density"]):
-            if row["problem"]["op"] == "bsr_matmul":
-                shapes[tuple(row["problem"]["block"])].append(row)
-        order = sorted(shapes, key=lambda shape: (-shape[0] * shape[1], shape))
-        lines = {s: shapes[s] for s in order if len({row["problem"]["density"] for row in shapes[s]}) > 1}
-        if lines:
-            return run, lines
-    return {}, {}
+def by_block(run: dict) -> dict:
+    """The block-sparse rows of each block shape that has two densities or more, by density; larger blocks first."""
+    shapes = defaultdict(list)
+    for row in sorted(filter(is_plain, run["rows"]), key=lambda row: row["problem"]["density"]):
+        if row["problem"]["op"] == "bsr_matmul":
+            shapes[tuple(row["problem"]["block"])].append(row)
+    order = sorted(shapes, key=lambda shape: (-shape[0] * shape[1], shape))
+    return {s: shapes[s] for s in order if len({row["problem"]["density"] for row in shapes[s]}) > 1}
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
@@ -129,88 +108,11 @@ def size_of(lines: dict) -> str:
 # -- the figures ---------------------------------------------------------------------------------------------
 
 
-def rate_size(runs: dict) -> Figure | None:
-    """Square dense products; a panel for each layout of B."""
-    panels = defaultdict(list)
-    for row in filter(is_plain, runs.get("gemm", {}).get("rows", [])):
-        p = row["problem"]
-        if p["op"] == "gemm" and p["M"] == p["N"] == p["K"] and not p["epilogue"]:
-            panels[p["layout"]].append(row)
-    if not panels:
-        return None
-    note = "rate of the median time; bars from the 10th to the 90th percentile"
-    width = 9.4 if len(panels) > 1 else 6.4
-    figure, axes = canvas("Square dense products, bf16", note, [runs["gemm"]], len(panels), width)
-    ceiling = runs["gemm"]["ceilings"].get("tensor_tflops")
-    sizes = sorted({row["problem"]["M"] for rows in panels.values() for row in rows})
-    best = [rate(t, "p10") for rows in panels.values() for row in rows for t in row["timings"] if "p10" in t]
-    for ax, (layout, rows) in zip(axes, sorted(panels.items())):
-        ax.set_xscale("log", base=2)
-        ax.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
-        ax.set_ylim(0, 1.06 * max([*best, ceiling or 0]))
-        ax.set_xticks(sizes, [str(size) for size in sizes])
-        ax.minorticks_off()
-        stored = {"NN": ", B stored as (K, N)", "NT": ", B stored as (N, K)"}.get(layout, "")
-        ax.set_title(layout + stored, fontsize=10, color=INK, loc="left")
-        ax.set_xlabel("M = N = K")
-        ends = [(sizes[-1] * 1.15, ceiling, f"ceiling, {ceiling:.0f}", FAINT)] if ceiling else []
-        if ceiling:
-            ax.axhline(ceiling, color=FAINT, lw=1.2, ls=(0, (1, 2)))
-        # Drawn a little beside each other, so that their bars can be told apart.
-        for (name, aside), (colour, marker) in zip(((OURS, 1.0), (CUBLAS, 1.03), (QUACK, 0.97)), series(3)):
-            found = sorted((row["problem"]["M"] * aside, timed(row, name)) for row in rows if timed(row, name))
-            if found:
-                xs, ys = [x for x, _ in found], np.array([rate(t) for _, t in found])
-                bars = [ys - [rate(t, "p90") for _, t in found], [rate(t, "p10") for _, t in found] - ys]
-                ax.errorbar(
-                    xs,
-                    ys,
-                    np.maximum(bars, 0),
-                    color=colour,
-                    marker=marker,
-                    capsize=3,
-                    elinewidth=1.1,
-                    zorder=3 - (name != OURS) * 0.5,
-                )
-                ends.append((xs[-1], ys[-1], name, colour))
-        label_ends(ax, ends, gap=0.055)
-    axes[0].set_ylabel("TFLOP/s")
-    return figure
-
-
-def rate_density(runs: dict) -> Figure | None:
-    """Useful rates: what a stored element costs, whatever the density."""
-    run, lines = by_block(runs)
-    if not lines:
-        return None
-    triton = {shape: [row for row in rows if timed(row, TRITON_BSR)] for shape, rows in lines.items()}
-    note = "ours, by block shape" + ("; dashed: torch's Triton BSR kernel, tuned" if any(triton.values()) else "")
-    figure, (ax,) = canvas(f"Useful rate of block-sparse products, bf16{size_of(lines)}", note, [run])
-    ends, top = [], []
-    for (shape, rows), (colour, marker) in zip(lines.items(), series(len(lines))):
-        dashed = {"ls": "--", "mfc": "white", "lw": 1.2}
-        for name, found, style in ((OURS, rows, {}), (TRITON_BSR, triton[shape], dashed)):
-            xs, ys = [row["problem"]["density"] for row in found], [rate(timed(row, name)) for row in found]
-            ax.plot(xs, ys, color=colour, marker=marker, **style)
-            top += ys
-        ends.append((rows[-1]["problem"]["density"], rate(timed(rows[-1], OURS)), "×".join(map(str, shape)), colour))
-    density_axis(ax, [row["problem"]["density"] for rows in lines.values() for row in rows])
-    dense = [rate(t) for rows in lines.values() for row in rows if (t := whole_dense(row))]
-    if dense:
-        level = float(np.median(dense))
-        ax.axhline(level, color=DENSE, lw=1.2, ls=DASHES)
-        ends.append((ax.get_xlim()[1], level, f"cuBLAS dense, {level:.0f}", DENSE))
-        top.append(level)
-    ax.set_ylim(0, 1.08 * max(top))
-    ax.set_ylabel("useful TFLOP/s")
-    label_ends(ax, ends)
-    return figure
-
-
 def speedup_density(runs: dict) -> Figure | None:
     """How much faster than dense: time of the whole matrix's dense product over ours."""
-    run, lines = by_block(runs)
-    curves = {}
+    if "block-sparse" not in runs:
+        return None
+    lines, curves = by_block(runs["block-sparse"]), {}
     for shape, rows in lines.items():
         found = [(row["problem"]["density"], rate(timed(row, OURS)), whole_dense(row)) for row in rows]
         curves[shape] = [(density, ours / (density * rate(dense))) for density, ours, dense in found if dense]
@@ -218,7 +120,7 @@ def speedup_density(runs: dict) -> Figure | None:
     if not curves:
         return None
     note = "against cuBLAS's dense product of the whole matrix; dots: density at which the two take equally long"
-    figure, (ax,) = canvas(f"Speed-up of block-sparse products, bf16{size_of(lines)}", note, [run])
+    figure, ax = canvas(f"Speed-up of block-sparse products, bf16{size_of(lines)}", note, [runs["block-sparse"]])
     xs, ys = (np.array(values) for values in zip(*(point for points in curves.values() for point in points)))
     density_axis(ax, xs)
     low, high = min(*ys, 1.0), max(*ys, *(1 / xs))
@@ -267,7 +169,7 @@ def roofline(runs: dict) -> Figure | None:
     if not kinds or not (copy or tensor):
         return None
     note = "a point for each product; useful operations, and each stored element moved once"
-    figure, (ax,) = canvas("Every product under the measured ceilings", note, [*runs.values()], width=9.4)
+    figure, ax = canvas("Every product under the measured ceilings", note, [*runs.values()], width=9.4)
     xs, ys = (np.array(values) for values in zip(*(point for points in kinds.values() for point in points)))
     left, right = xs.min() / 1.6, xs.max() * 1.4
     if copy and tensor:  # the ridge, where the two ceilings meet, is in the figure

@@ -3,6 +3,7 @@
 bench/results/<card>/<suite>.json    gemm, block-sparse, attention: what `python -m bench` measured
 bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
 bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
+bench/results/<card>/gates.json      the verdicts of all gates; tune.json what the tuner found
 """
 
 import datetime
@@ -63,8 +64,28 @@ def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode
     `more` is what else was found, under names of its own.
     """
     where = environment()
-    path = Path(folder, card_name(where["card"]), f"{suite}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = {"suite": suite, "mode": mode, "environment": where, "ceilings": ceilings, "host_us": host}
-    path.write_text(json.dumps(data | more | {"rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
+    return save(folder, where["card"], suite, data | more | {"rows": [row.as_dict() for row in rows]})
+
+
+def save(folder: Path, card: str, name: str, data: dict) -> Path:
+    """Write <folder>/<card>/<name>.json, in place of an earlier one."""
+    path = Path(folder, card_name(card), f"{name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
     return path
+
+
+def load(path: Path) -> dict:
+    """A result file as `write` makes them.
+
+    Raises:
+        ValueError: it is something else, or no JSON.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        if all("timings" in row and "problem" in row for row in data["rows"]) and "environment" in data:
+            return data | {"ceilings": data.get("ceilings") or {}}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is no result file of `python -m bench gemm`, `block-sparse` or `attention`")

@@ -9,8 +9,9 @@ load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kern
 """
 
 from . import functions
+from .eager import plan_gemm
 from .explain import explain, explains, inspect
-from .ops import gemm, plan_gemm
+from .ops import gemm
 from .runtime.device import path
 
 __all__ = ["explain", "functions", "gemm", "inspect", "load_bundle", "path"]

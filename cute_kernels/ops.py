@@ -1,39 +1,30 @@
-"""gemm: what a torch user calls. Validate, plan, launch.
+"""gemm: what a torch user calls.
 
-An eager call with metadata seen before costs a key, a look-up and the launch; everything else happens once. Under
-torch.compile the call goes through the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`.
+Under torch.compile the call goes through the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`.
 """
 
-import math
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from . import checks, reference
-from .dtypes import NAMES
-from .matmul.choose import choose
-from .matmul.plan import Plan
-from .matmul.problem import Extents, Problem
-from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
-from .runtime.call_plan import PlanCache
-from .runtime.device import device_arch, forced_path, plans_kernel
-
-_PLANS = PlanCache()
+from . import eager
+from .torch_op import traced_gemm
 
 
 def gemm(
-    a,
-    b,
-    bias=None,
-    activation=None,
-    residual=None,
-    alpha=1.0,
-    beta=1.0,
-    out=None,
-    out_dtype=None,
+    a: Tensor,
+    b: Tensor,
     *,
-    epilogue=None,
-):
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    epilogue: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """epilogue(activation(alpha * a @ b + bias + beta * residual)), accumulated and applied in fp32.
 
     Args:
@@ -60,174 +51,5 @@ def gemm(
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
-    if torch.compiler.is_compiling():
-        from .torch_op import traced_gemm
-
-        return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
-    if epilogue is not None:
-        epilogue = checks.epilogue_program("gemm", epilogue)
-    try:
-        pa, pb, pd = a.data_ptr(), b.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
-            (pa & 15, pb & 15, pd & 15) if (pa | pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
-            activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype,
-            forced_path(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None  # whatever it is, the plan's checks will name it
-    if plan is None:
-        terms = bias, activation, residual, alpha, beta, out, out_dtype
-        plan = plan_gemm(a, b, *terms, epilogue=epilogue)
-        if key is not None:
-            _PLANS.keep(key, plan)
-    if (a.requires_grad or b.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
-        checks.check_no_grad("gemm", a, b, bias, residual)
-    if out is not None and (
-        out.requires_grad or (pd < pa + plan.spans[0] and pa < pd + plan.spans[2])
-        or (pd < pb + plan.spans[1] and pb < pd + plan.spans[2]) or pd == pa or pd == pb
-    ):  # fmt: skip
-        checks.check_out("gemm", out, a, b)
-    if plan.function is None:
-        return without_kernel(plan, a, b, bias, activation, residual, alpha, beta, out, epilogue)
-    if out is None:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
-    if plan.views:
-        a, b, d, bias, residual = viewed(plan.views, a, b, d, bias, residual)
-    plan.function(a, b, d, bias, residual, alpha, beta, plan.group, plan.max_ctas)
-    return out.copy_(result) if plan.staged else out
-
-
-def viewed(views: tuple, *tensors) -> list:
-    """The tensors as the kernel wants them; None stays None."""
-    return [t if view is None or t is None else view(t) for t, view in zip(tensors, views, strict=True)]
-
-
-def without_kernel(plan: Plan, a, b, bias, activation, residual, alpha, beta, out, epilogue):
-    """CPU tensors run the reference; an empty result needs nothing at all."""
-    if not plan.empty:
-        return reference.gemm(a, b, bias, activation, residual, alpha, beta, out, plan.out_dtype, epilogue)
-    return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
-
-
-def plan_gemm(
-    a,
-    b,
-    bias=None,
-    activation=None,
-    residual=None,
-    alpha=1.0,
-    beta=1.0,
-    out=None,
-    out_dtype=None,
-    *,
-    epilogue=None,
-) -> Plan:
-    """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_tensor("gemm: a", a)
-    checks.check_tensor("gemm: b", b)
-    if a.dim() < 2 or b.dim() < 2:
-        raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both need at least 2 (use unsqueeze)")
-    checks.check_operands("gemm", a=a, b=b)
-    (M, K), N = a.shape[-2:], b.shape[-1]
-    if b.shape[-2] != K:
-        raise ValueError(f"gemm: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[-2]} rows")
-    try:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except RuntimeError:
-        raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
-    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, a.dtype)
-    shape = (*batch, M, N)
-    checks.check_result("gemm", "out", out, shape, out_dtype)
-    checks.check_result("gemm", "residual", residual, shape, out_dtype)
-    kind = checks.bias_kind("gemm", bias, M, N)
-    checks.check_device("gemm", a.device, out=out, bias=bias, residual=residual)
-    checks.check_scalar("gemm", "alpha", alpha)
-    checks.check_scalar("gemm", "beta", beta)
-    spec = checks.epilogue_spec("gemm", kind, bias, activation, residual, alpha, epilogue)
-    plan = Plan("gemm", shape, out_dtype, a.device)
-    if out is not None:
-        plan.spans = tuple(checks.dense_bytes(t) for t in (a, b, out))
-    if math.prod(shape) == 0:
-        plan.empty = True
-    elif plans_kernel(a.device):
-        _plan_kernel(plan, a, b, bias, residual, out, batch, spec)
-    return plan
-
-
-def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
-    """Fill in the kernel: how the tensors are viewed, which facts, which function."""
-    from .runtime.families import function_for
-
-    K, N = a.shape[-1], b.shape[-1]
-    stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
-    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
-    results = [t for t in (d, residual) if t is not None]
-    # A batch of A with one B is one tall matrix, wherever the strides allow it and no bias counts rows.
-    fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
-    views = tuple(
-        None if t is None else _view_of(name, t, batch, fold, plan)
-        for name, t in (("a", a), ("b", b), ("out", d), ("bias", bias), ("residual", residual))
-    )
-    if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
-        plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
-        rows = (d if views[2] is None else views[2](d)).shape[-2]
-        views = (lambda t: t.new_zeros(rows, 8), lambda t: t.new_zeros(N, 8).t(), *views[2:])  # for TMA, at any N
-    if any(view is not None for view in views):
-        plan.views = views
-    va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
-    layouts = tuple(layout_of_tensor(t) for t in (va, vb, vd))
-    majors = tuple(major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True))
-    if residual is not None:
-        vr = residual if views[4] is None else views[4](residual)
-        spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
-    L = vd.shape[0] if vd.dim() == 3 else 1
-    problem = Problem(
-        Extents(vd.shape[-2], N, va.shape[-1], L),
-        NAMES[a.dtype],
-        NAMES[plan.out_dtype],
-        layouts,
-        majors,
-        (va.dim(), vb.dim(), vd.dim()),
-        spec,
-    )
-    arch, sms, card = device_arch(a.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
-    plan.notes += notes
-    plan.function = function_for(plan.facts)
-
-
-def _view_of(name: str, t, batch, fold: bool, plan: Plan):
-    """How the kernel views a tensor of the call: None as it is, else a function of the tensor."""
-    if name == "bias":
-        return bias_view(t)
-    if t.dim() == 2:
-        return None
-    if fold or math.prod(t.shape[:-2]) == 1 < math.prod(batch):
-        return _as_matrix
-    wide = t.expand(*batch, *t.shape[-2:])
-    _, copied = flatten_batch(wide, 3)
-    if copied:
-        plan.notes.append(f"{name} is copied: its batch dimensions, broadcast to {tuple(batch)}, have no single stride")
-    return lambda t: flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]
-
-
-def stage(plan: Plan, out, needed: bool) -> None:
-    """Note whether `out` is written through a contiguous result: one whose leading dimensions have no single stride."""
-    plan.staged = needed
-    if needed:
-        plan.notes.append(f"out is copied to: its leading dimensions, strides {out.stride()}, do not fold into one")
-
-
-def bias_view(bias):
-    """A bias as the kernel takes it: one mode of stride 1. A strided one is copied, a few kilobytes."""
-    return None if bias.dim() == 1 and bias.stride(0) == 1 else lambda t: t.flatten().contiguous()
-
-
-def _as_matrix(t):
-    return flatten_batch(t, 2)[0]
+    call = traced_gemm if torch.compiler.is_compiling() else eager.gemm
+    return call(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)

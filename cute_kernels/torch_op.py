@@ -10,7 +10,7 @@ import types
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, eager
 
 _FUNCTIONS: dict[str, object] = {}
 
@@ -118,10 +118,8 @@ def gemm_op(
     out_dtype: torch.dtype | None = None,
     epilogue: str | None = None,
 ) -> Tensor:
-    from .ops import gemm
-
-    more = {"out_dtype": out_dtype, "epilogue": function_named(epilogue)}
-    return gemm(a, b, bias, activation, residual, alpha, beta, **more)
+    function = function_named(epilogue)
+    return eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, function)
 
 
 @gemm_op.register_fake
@@ -154,10 +152,7 @@ def gemm_out_op(
     beta: float = 1.0,
     epilogue: str | None = None,
 ) -> None:
-    from .ops import gemm
-
-    more = {"out": out, "epilogue": function_named(epilogue)}
-    gemm(a, b, bias, activation, residual, alpha, beta, **more)
+    eager.gemm(a, b, bias, activation, residual, alpha, beta, out, None, function_named(epilogue))
 
 
 @gemm_out_op.register_fake

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention, patterns
-from attention.mask_mods import Or
+from attention.masks.mask_mods import Or
 
 from .accuracy import relative_error, rounding
 from .timing import explain, interleaved

@@ -1,40 +1,32 @@
 """bsr_matmul, bsr_linear and bsr_grouped_linear: what a torch user calls with a block-sparse weight.
 
-Both run the sparse collective with W as the kernel's A operand. bsr_matmul's b (K, N) is its B as it stands;
-bsr_linear's x (tokens, K) is B given as (N, K), and the output (tokens, M) is D given transposed. Nothing is copied.
-W may be a batch of items; bsr_grouped_linear is told for each run of tokens which item they multiply.
+Under torch.compile the calls go through the registered ops `sparse_collective::bsr` and `sparse_collective::bsr_out`.
 """
 
-import math
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
-from cute_kernels import checks, reference
-from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.explain import explains
-from cute_kernels.matmul.choose import choose
-from cute_kernels.matmul.config import BlockFacts
-from cute_kernels.matmul.cost import resident_clusters
-from cute_kernels.matmul.plan import Plan
-from cute_kernels.matmul.problem import Extents, Problem
-from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
-from cute_kernels.ops import bias_view, stage, viewed
-from cute_kernels.runtime.call_plan import PlanCache
-from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
-from cute_kernels.runtime.families import family_of
 
-from . import families  # noqa: F401 (importing it registers them)
+from . import eager
 from .bsr import BsrMatrix
-from .tile_order import reference as tile_order
+from .torch_op import traced_bsr
 
-_PLANS = PlanCache()
-RUN_MULTIPLE = 64  # rows; the widest tile that every kind of block has a kernel for
-_FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
+Epilogue = Callable[[Tensor], Tensor]
 
 
-def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None):
+def bsr_matmul(
+    W: BsrMatrix | Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    epilogue: Epilogue | None = None,
+) -> Tensor:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
     Args:
@@ -57,7 +49,15 @@ def bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epi
     return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
 
 
-def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
+def bsr_linear(
+    x: Tensor,
+    W: BsrMatrix | Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out: Tensor | None = None,
+    *,
+    epilogue: Epilogue | None = None,
+) -> Tensor:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
@@ -73,17 +73,17 @@ def bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None):
 
 
 def bsr_grouped_linear(
-    x,
-    W,
-    groups=None,
-    bias=None,
-    activation=None,
-    out=None,
+    x: Tensor,
+    W: BsrMatrix | Tensor,
+    groups: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out: Tensor | None = None,
     *,
-    offsets=None,
-    group_rows=None,
-    epilogue=None,
-):
+    offsets: Tensor | None = None,
+    group_rows: int | None = None,
+    epilogue: Epilogue | None = None,
+) -> Tensor:
     """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
 
     The tokens are sorted by expert, and each expert's share is padded to whole runs of `group_rows` tokens:
@@ -111,374 +111,14 @@ def bsr_grouped_linear(
     Raises as bsr_matmul does.
     """
     op = "bsr_grouped_linear"
-    groups = _groups(op, x, groups, offsets, group_rows)
+    groups = eager.groups_of(op, x, groups, offsets, group_rows)
     return _call(op, W, x, bias, activation, None, out, epilogue, groups)
 
 
-def _groups(op, x, groups, offsets, group_rows):
-    """groups as given; of offsets, for each run of x's rows, how many experts end at or before its first one."""
-    checks.check_tensor(f"{op}: x", x)
-    if (groups is None) == (offsets is None):
-        raise ValueError(f"{op}: give either groups or offsets")
-    if offsets is None:
-        checks.check_tensor(f"{op}: groups", groups)
-        if group_rows is not None and groups.numel() * group_rows != x.shape[0]:
-            raise ValueError(
-                f"{op}: x has {x.shape[0]} rows, but {groups.numel()} groups of group_rows={group_rows} are "
-                f"{groups.numel() * group_rows}; leave group_rows out, or pad each expert's rows to it"
-            )
-        return groups
-    checks.check_tensor(f"{op}: offsets", offsets)
-    if offsets.dim() != 1 or offsets.dtype != torch.int32:
-        raise ValueError(f"{op}: offsets must be (E,) torch.int32, got {tuple(offsets.shape)} {offsets.dtype}")
-    if not isinstance(group_rows, int) or group_rows < 1:
-        raise ValueError(f"{op}: offsets need group_rows, the multiple that they are of; got {group_rows!r}")
-    if x.dim() != 2 or x.shape[0] % group_rows:
-        raise ValueError(f"{op}: x must be (T, K) with T a multiple of group_rows={group_rows}, got {tuple(x.shape)}")
-    checks.check_device(op, x.device, offsets=offsets)
-    first = torch.arange(0, x.shape[0], group_rows, dtype=torch.int32, device=x.device)
-    return torch.searchsorted(offsets, first, right=True, out_int32=True)
+def _call(op: str, *terms) -> Tensor:
+    return (traced_bsr if torch.compiler.is_compiling() else eager.call)(op, *terms)
 
 
-def _call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
-    if torch.compiler.is_compiling():
-        from .torch_op import traced_bsr
-
-        return traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
-    if epilogue is not None:
-        epilogue = checks.epilogue_program(op, epilogue)
-    if type(W) is not BsrMatrix:
-        W = as_bsr(op, W)
-    if W.check and not W.checked:
-        W.check_indices()  # before the plan, which depends on what the check finds out
-    try:
-        pb, pd = b.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            op, W.key, b.shape, b.stride(), b.dtype, b.device,
-            (pb & 15, pd & 15) if (pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
-            None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
-            activation, epilogue, forced_path(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None
-    if plan is None:
-        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
-        if key is not None:
-            _PLANS.keep(key, plan)
-    values = W.values
-    watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
-    if watched and torch.is_grad_enabled():
-        checks.check_no_grad(op, values, b, bias, residual)
-    if out is not None:
-        pv = values.data_ptr()
-        if (
-            out.requires_grad or (pd < pb + plan.spans[0] and pb < pd + plan.spans[2])
-            or (pd < pv + plan.spans[1] and pv < pd + plan.spans[2]) or pd == pb or pd == pv
-        ):  # fmt: skip
-            checks.check_out(op, out, b, values)
-    if plan.function is None:
-        return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue, groups)
-    if out is None:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
-    if plan.views:
-        b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
-    if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
-        values = values.new_zeros(*values.shape[:-3], 1, *W.blocksize)
-    _launch(plan, W, values, b, d, bias, residual, groups)
-    return out.copy_(result) if plan.staged else out
-
-
-def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
-    """Run the plan's kernel on the tensors as it views them."""
-    family, function, group = plan.family, plan.function, plan.group
-    pattern = family.pattern(plan.facts, W, groups)
-    ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    if family.orders:
-        order = None
-        # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
-        if tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
-            function, tiles, ctas = plan.ordered or _ordered(plan)
-            order, group = family.work_order(W, tiles), 1
-        pattern = family.with_order(pattern, order)
-    function(W.crow_indices, *pattern, values, b, d, bias, residual, 1.0, 1.0, group, ctas)
-
-
-def _ordered(plan: Plan) -> tuple:
-    """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
-    from cute_kernels.runtime.families import function_for
-
-    workers, cfg = plan.tiles.workers, plan.facts.config
-    ctas = 1 if workers is None else workers * cfg.cluster
-    plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
-    return plan.ordered
-
-
-def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue, groups):
-    """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
-    if plan.empty:
-        return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
-    a = W.to_dense()
-    if groups is not None:
-        return _grouped_reference(plan, a, b, groups, bias, activation, out, epilogue)
-    if plan.op == "bsr_linear":
-        a, b = b, a.mT
-        bias = bias[:, None] if bias is not None and bias.dim() == 2 else bias
-    return reference.gemm(a, b, bias, activation, residual, 1.0, 1.0, out, plan.out_dtype, epilogue)
-
-
-def _grouped_reference(plan: Plan, weights, x, groups, bias, activation, out, epilogue):
-    """weights (E, M, K) dense, x (T, K), groups (runs,)."""
-    acc = x.new_zeros(plan.out_shape, dtype=torch.float32).unflatten(0, (len(groups), -1))  # (runs, rows, M)
-    runs = x.float().unflatten(0, (len(groups), -1))
-    for item, weight in enumerate(weights):
-        acc[groups == item] = runs[groups == item] @ weight.float().t()
-    if bias is not None and bias.dim() == 2:
-        bias = bias[groups.clamp(0, len(weights) - 1).long(), None]
-    result = reference.apply_epilogue(acc, bias, activation, None, 1.0, 1.0, epilogue)
-    result = result.flatten(0, 1).to(plan.out_dtype)
-    return result if out is None else out.copy_(result)
-
-
-def as_bsr(op: str, W) -> BsrMatrix:
-    """W as a BsrMatrix; one made of a torch tensor is kept as long as the tensor lives, so it is checked once."""
-    if isinstance(W, BsrMatrix):
-        return W
-    if not isinstance(W, torch.Tensor) or W.layout is not torch.sparse_bsr:
-        what = f"a tensor of layout {W.layout}" if isinstance(W, torch.Tensor) else type(W).__name__
-        raise TypeError(
-            f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense"
-        )
-    checks.check_no_grad(op, W)
-    matrix = _FROM_TORCH.get(W)
-    if matrix is None:  # of the detached tensor, because values() of one with a gradient would keep it alive
-        matrix = _FROM_TORCH[W] = BsrMatrix.from_torch(W.detach())
-    return matrix
-
-
-def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Plan:
-    """Check a call's arguments and choose its kernel, without launching it."""
-    linear = op != "bsr_matmul"
-    name = "x" if linear else "b"
-    checks.check_tensor(f"{op}: {name}", b)
-    if b.dim() < (1 if linear else 2):
-        raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
-    checks.check_operands(op, W=W.values, **{name: b})
-    M, K = W.shape[-2:]
-    inner = b.shape[-1] if linear else b.shape[-2]
-    if inner != K:
-        raise ValueError(f"{op}: W is {M}x{K} and {name} {tuple(b.shape)}: {K} columns of W meet {inner}")
-    if op == "bsr_grouped_linear":
-        _check_groups(op, W, b, groups)
-        batch = ()
-    else:
-        batch = _batch(op, W, name, b)
-    shape = (*batch, *b.shape[-2:-1], M) if linear else (*batch, M, b.shape[-1])
-    out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
-    checks.check_result(op, "out", out, shape, out_dtype)
-    checks.check_result(op, "residual", residual, shape, out_dtype)
-    spec = _epilogue(op, W, b, bias, activation, residual, epilogue)
-    checks.check_device(op, W.device, out=out, bias=bias, residual=residual, groups=groups)
-    plan = Plan(op, shape, out_dtype, W.device)
-    if out is not None:
-        plan.spans = tuple(checks.dense_bytes(t) for t in (b, W.values, out))
-    if math.prod(shape) == 0:
-        plan.empty = True
-    elif plans_kernel(W.device):
-        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups)
-    return plan
-
-
-def _batch(op: str, W, name: str, b) -> tuple:
-    """The result's batch dimensions: b's, or the items of W, which b then has too or has none."""
-    if W.batch is None:
-        return tuple(b.shape[:-2])
-    items = W.shape[0]
-    if b.dim() != 2 and tuple(b.shape[:-2]) != (items,):
-        raise ValueError(
-            f"{op}: W is a batch of {items} items, so {name} needs 2 dimensions, for all of them, or 3 with {items} "
-            f"matrices; it has shape {tuple(b.shape)}"
-        )
-    return (items,)
-
-
-def _check_groups(op: str, W, x, groups) -> None:
-    """Which item of W multiplies each run of x's rows; the numbers themselves are not looked at."""
-    if W.batch is None:
-        raise ValueError(f"{op}: W is one matrix of shape {W.shape}; pass a batch (E, M, K), or use bsr_linear")
-    if x.dim() != 2:
-        raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
-    checks.check_tensor(f"{op}: groups", groups)
-    if groups.dtype != torch.int32:
-        raise TypeError(f"{op}: groups are {groups.dtype}; the kernels read torch.int32 (cast with .int())")
-    if groups.dim() != 1 or not groups.is_contiguous():
-        found = f"shape {tuple(groups.shape)}, strides {groups.stride()}"
-        raise ValueError(f"{op}: groups must be one contiguous dimension, one number a run of rows; got {found}")
-    runs, rows = len(groups), x.shape[0]
-    if (rows % runs if runs else rows) or rows and rows // runs % RUN_MULTIPLE:
-        raise ValueError(
-            f"{op}: {rows} rows of x in {runs} groups: each must have the same number of rows, a multiple of "
-            f"{RUN_MULTIPLE}; pad each expert's rows with zeros"
-        )
-
-
-def _epilogue(op, W, b, bias, activation, residual, epilogue):
-    """The epilogue's facts, after the checks of its terms."""
-    linear, M = op != "bsr_matmul", W.shape[-2]
-    if bias is not None:
-        checks.check_tensor(f"{op}: bias", bias)
-    items = W.batch is not None and bias is not None and tuple(bias.shape) == (W.shape[0], M, 1)[: 2 if linear else 3]
-    if linear and bias is not None and not items and tuple(bias.shape) != (M,):
-        several = "" if W.batch is None else f" or ({W.shape[0]}, {M})"
-        found = f"bias has shape {tuple(bias.shape)}, must be ({M},){several}"
-        raise ValueError(f"{op}: {found}, one value an output feature")
-    if items:
-        checks.bias_kind(op, bias[0], -1 if linear else M, M if linear else b.shape[-1])
-        kind = "row"
-    else:
-        kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
-    if linear and kind:
-        kind = "row"  # the kernel's rows are W's
-    spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
-    return replace(spec, bias_items=True) if items else spec
-
-
-def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups) -> None:
-    from cute_kernels.runtime.families import function_for
-
-    fold = W.batch is None
-    if fold and out is not None and out.dim() > 2:
-        stage(plan, out, not folds_into_rows(out) if linear else flatten_batch(out, 3)[1])
-    d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
-    views = (
-        _view_of("x" if linear else "b", b, linear, plan) if fold else None,
-        _view_of("out", d, linear, plan) if fold else None,
-        None if bias is None else _bias_of_items(bias, W) if spec.bias_items else bias_view(bias),
-        None if residual is None or not fold else _view_of("residual", residual, linear, plan),
-    )
-    if W.shape[-1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
-        plan.notes.append("K is 0: the kernel sums over nothing")
-        columns = W.blocksize[1]
-        rows = 1 if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
-        N = rows if linear else b.shape[-1]  # K-major on either side, which suits TMA at any N
-        views = (lambda t: t.new_zeros(N, columns) if linear else t.new_zeros(N, columns).t(), *views[1:])
-    if any(view is not None for view in views):
-        plan.views = views
-    vb, vd = (t if view is None else view(t) for t, view in zip((b, d), views, strict=False))
-    layouts = [layout_of_tensor(t) for t in (vb, vd)]
-    # (row, col) of the torch tensor in the kernel's modes
-    names = (("n", "k"), ("n", "m")) if linear else (("k", "n"), ("m", "n"))
-    majors = tuple(major(lay, pair) for lay, pair in zip(layouts, names, strict=True))
-    if residual is not None:
-        vr = residual if views[3] is None else views[3](residual)
-        spec = replace(spec, residual=major(layout_of_tensor(vr), names[1]))
-    (M, K), (bm, bk) = W.shape[-2:], W.blocksize
-    run = 0 if groups is None else b.shape[0] // len(groups)
-    N = vb.shape[-2] if linear else vb.shape[-1]
-    problem = Problem(
-        Extents(M, N, K, vd.shape[0] if vd.dim() == 3 else 1),
-        NAMES[W.dtype],
-        NAMES[plan.out_dtype],
-        (Layout("row", 8, 8), *layouts),
-        ("k", *majors),
-        (W.values.dim(), vb.dim(), vd.dim()),
-        spec,
-        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run),
-        linear,
-        W.density,
-        W.stats,
-    )
-    arch, sms, card = device_arch(b.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
-    plan.notes += notes
-    cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
-    plan.family = family_of(plan.facts)
-    # A count of CTAs that divides the rows keeps even ones in step (family.in_step); of uneven ones it gives the
-    # same to a CTA in every panel.
-    plan.uneven_ctas = resident_clusters(cfg, sms) * cfg.cluster
-    if plan.family.orders:
-        plan.tiles = tile_order.Tiles(
-            row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
-            steps=steps,
-            tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
-            batch=problem.extents.L,
-            group=plan.group,
-            workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
-        )
-
-    def first_call(*args):
-        """Compiles when it is called: an uneven pattern takes `ordered` instead."""
-        plan.function = function_for(plan.facts)
-        plan.function(*args)
-
-    plan.function = first_call
-
-
-def _bias_of_items(bias, W):
-    """A bias (L, M) or (L, M, 1) as the kernel takes it: (L, M), contiguous."""
-    shape = W.shape[:2]
-    return None if bias.dim() == 2 and bias.is_contiguous() else lambda t: t.reshape(shape).contiguous()
-
-
-def _view_of(name: str, t, linear: bool, plan: Plan):
-    """How the kernel views b or out: None as it is, a matrix, or a batch (L, rows, cols)."""
-    if t.dim() == 2:
-        return None
-    if linear and t.dim() == 1:
-        return lambda t: t[None]
-    if linear and folds_into_rows(t):  # (..., K) is one matrix (tokens, K)
-        return lambda t: flatten_batch(t, 2)[0]
-    if linear:
-        plan.notes.append(f"{name} is copied: its leading dimensions, strides {t.stride()}, do not fold into one")
-        return lambda t: flatten_batch(t, 2)[0]
-    _, copied = flatten_batch(t, 3)
-    if copied:
-        plan.notes.append(f"{name} is copied: its batch dimensions, strides {t.stride()}, have no single stride")
-    return lambda t: flatten_batch(t, 3)[0]
-
-
-def _known(op: str, W) -> BsrMatrix:
-    """W as a BsrMatrix of which the check, if it wants one, has told what plans depend on."""
-    W = as_bsr(op, W)
-    if W.check and W.device.type != "meta":
-        W.check_indices()
-    return W
-
-
-def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
-    """The plan of the same call of bsr_matmul."""
-    W = _known("bsr_matmul", W)
-    return _plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
-
-
-def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
-    """The plan of the same call of bsr_linear."""
-    W = _known("bsr_linear", W)
-    return _plan("bsr_linear", W, x, bias, activation, None, out, epilogue)
-
-
-def plan_bsr_grouped_linear(
-    x,
-    W,
-    groups=None,
-    bias=None,
-    activation=None,
-    out=None,
-    *,
-    offsets=None,
-    group_rows=None,
-    epilogue=None,
-) -> Plan:
-    """The plan of the same call of bsr_grouped_linear."""
-    op = "bsr_grouped_linear"
-    groups = _groups(op, x, groups, offsets, group_rows)
-    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups)
-
-
-explains(bsr_matmul, plan_bsr_matmul)
-explains(bsr_linear, plan_bsr_linear)
-explains(bsr_grouped_linear, plan_bsr_grouped_linear)
+explains(bsr_matmul, eager.plan_bsr_matmul)
+explains(bsr_linear, eager.plan_bsr_linear)
+explains(bsr_grouped_linear, eager.plan_bsr_grouped_linear)

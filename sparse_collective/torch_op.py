@@ -6,6 +6,7 @@ from torch import Tensor
 from cute_kernels.torch_op import function_named, named_function
 
 from .bsr import BsrMatrix
+from .eager import call
 
 
 @torch.library.custom_op("sparse_collective::bsr", mutates_args=())
@@ -24,12 +25,10 @@ def bsr_op(
     epilogue: str | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
-    from .ops import _call
-
     W = _matrix(crow_indices, col_indices, values, columns, check)
     shape = _shape(op, crow_indices, values, b)
     out = b.new_empty(shape, dtype=out_dtype or b.dtype)
-    return _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
+    return call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
 
 
 @bsr_op.register_fake
@@ -69,10 +68,8 @@ def bsr_out_op(
     epilogue: str | None = None,
     groups: Tensor | None = None,
 ) -> None:
-    from .ops import _call
-
     W = _matrix(crow_indices, col_indices, values, columns, check)
-    _call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
+    call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
 
 
 @bsr_out_op.register_fake

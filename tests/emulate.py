@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import torch
 
-import cute_kernels.ops as dense_ops
-import sparse_collective.ops as sparse_ops
+import cute_kernels
+import cute_kernels.eager as dense_ops
+import sparse_collective.eager as sparse_ops
 from cute_kernels import checks, reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
@@ -253,7 +254,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
         return plan
 
     planners = importlib.import_module("cute_kernels.explain")._PLANNERS
-    monkeypatch.setitem(planners, dense_ops.gemm, gemm_planner)
+    monkeypatch.setitem(planners, cute_kernels.gemm, gemm_planner)
     monkeypatch.setattr(dense_ops, "plan_gemm", gemm_planner)
     monkeypatch.setattr(sparse_ops, "_plan", bsr_planner)
     for ops in (dense_ops, sparse_ops):

@@ -4,12 +4,13 @@ import math
 
 import torch
 
-import attention.ops as ops
+import attention.eager as eager
 import attention.packed as packed
 import attention.plan as plan
-from attention import decode, runtime, sparse_plan
+from attention import block_sparse
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
+from cute_kernels.runtime import families
 
 from .emulate_blocks import Walked
 
@@ -25,15 +26,17 @@ class EmulatedFlash:
         self.facts = facts
         self.built.add(facts.key())
 
-    def __call__(self, q, k, v, out, lse, counter, *more):
-        """`more` are, of packed sequences, where they begin, and the scalars."""
-        self.insist(q, k, v, out, lse, *more[-4:])
-        assert (counter is not None) == self.facts.config.dynamic
+    def __call__(self, q, k, v, out, lse, cu_q, cu_k, blocks, *more):
+        """`more` are the counter and the number of CTAs of the sm_90 path, around the scalars."""
+        assert blocks is None
+        scale_log2, softcap, left, right = self.scalars(*more)
+        self.insist(q, k, v, out, lse, softcap, left, right)
         if not self.facts.packed:
-            self.attend(q, k, v, out, lse, *more[:-1])
+            assert cu_q is None and cu_k is None
+            self.attend(q, k, v, out, lse, scale_log2, softcap, left, right)
             return
-        *cu, scale_log2, softcap, left, right, _ = more
-        assert len(cu) == 2 and all(t.dtype is torch.int32 and t.is_contiguous() for t in cu)
+        cu = cu_q, cu_k
+        assert all(t.dtype is torch.int32 and t.is_contiguous() for t in cu)
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf)
@@ -43,7 +46,15 @@ class EmulatedFlash:
                 parts = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d], out[a:b]))
                 self.attend(*parts, None if lse is None else lse[None, :, a:b], *scalars)
 
-    def insist(self, q, k, v, out, lse, softcap, left, right, max_ctas):
+    def scalars(self, *more):
+        """(scale_log2, softcap, left, right), of what a forward kernel is given after its tensors."""
+        if self.facts.path == "sm_90":
+            counter, *more, max_ctas = more
+            assert (counter is not None) == self.facts.config.dynamic and max_ctas > 0
+        assert len(more) == 4
+        return more
+
+    def insist(self, q, k, v, out, lse, softcap, left, right):
         """What a compiled function checks of its arguments, and what the host promises."""
         facts = self.facts
         widths = {"q": facts.head_dim, "k": facts.head_dim, "v": facts.head_dim_v, "out": facts.head_dim_v}
@@ -52,7 +63,7 @@ class EmulatedFlash:
             assert t.dim() == rank and t.shape[-1] == width and t.dtype is TORCH[facts.dtype], name
             assert t.data_ptr() % 16 == 0 and t.stride(-1) == 1, name
             assert all(stride % 8 == 0 for stride in t.stride()[:-1]), f"{name}: strides {t.stride()}"
-        assert all(0 <= x < 2**30 and isinstance(x, int) for x in (left, right)) and max_ctas > 0
+        assert all(0 <= x < 2**30 and isinstance(x, int) for x in (left, right))
         assert (lse is not None) == facts.lse
         if lse is not None:
             shape = (q.shape[1], q.shape[0]) if facts.packed else q.shape[:3]
@@ -67,9 +78,9 @@ class EmulatedFlash:
         if facts.softcap:
             scores = 1 - 2 / (1 + torch.exp2(scores * softcap))
         position, column = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
-        if facts.band.left:
+        if facts.window.left:
             scores = scores.masked_fill(column < position - left, -math.inf)
-        if facts.band.right:
+        if facts.window.right:
             scores = scores.masked_fill(column > position + right, -math.inf)
         scores = scores * scale_log2
         log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
@@ -82,13 +93,13 @@ class EmulatedDecode(EmulatedFlash):
     """The same of the decoding kernel, which sees of an item's cache its own rows alone."""
 
     def __call__(self, q, k, v, out, lse, seqlens, table, parts, part_lses, *more):
-        *scalars, count, ctas = more
-        facts = self.facts
+        facts, (*scalars, count) = self.facts, more[:5]
+        assert len(more) == 5 + (facts.path == "sm_90") and all(x > 0 for x in more[4:])
         assert (seqlens is not None) == facts.seqlens and (table is not None) == (facts.page_size > 0)
         assert (parts is not None) == facts.split == (count > 1)
         if parts is not None:
             assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
-        self.insist(q, k, v, out, lse, *scalars[1:], ctas)
+        self.insist(q, k, v, out, lse, *scalars[1:])
         if seqlens is None:
             self.attend(q, k, v, out, lse, *scalars)
             return
@@ -113,12 +124,17 @@ def emulated(facts) -> EmulatedFlash:
     return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
 
 
+def replace_functions(monkeypatch, kinds: dict) -> None:
+    """In place of the compiled kernels of some families, what `kinds` makes of their facts."""
+    other = families.function_for
+    monkeypatch.setattr(families, "function_for", lambda facts: kinds.get(facts.family, other)(facts))
+
+
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
-    for module in (ops, packed, sparse_plan):
+    for module in (eager, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", plan.Plans())
     monkeypatch.setattr(EmulatedFlash, "built", set())
-    monkeypatch.setattr(runtime, "function_for", emulated)
-    monkeypatch.setattr(decode, "function_for", EmulatedDecode)
+    replace_functions(monkeypatch, {"flash forward": emulated, "decode": EmulatedDecode})

@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from attention.block_source import with_blocks
-from attention.k_tiles import FULL
-from attention.lengths import Span
-from attention.scheduler import QueryScheduler
+from attention.forward.block_source import with_blocks
+from attention.forward.kv_tiles import FULL
+from attention.forward.scheduler import QueryScheduler
+from attention.forward.seqlen import SeqlenInfo
 from cute_kernels.traced.evaluate import evaluate
 
 
@@ -38,7 +38,14 @@ class Walked:
     def __init__(self, facts):
         self.facts = facts
 
-    def __call__(self, q, k, v, o, lse, counter, blocks, scale_log2, softcap, left, right, max_ctas):
+    def __call__(self, q, k, v, o, lse, cu_q, cu_k, blocks, *more):
+        assert cu_q is None and cu_k is None
+        counter = None
+        if self.facts.path == "sm_90":
+            counter, *more, max_ctas = more
+            assert max_ctas > 0
+        scale_log2, softcap, left, right = more
+        assert left is None and right is None
         cfg, (batch, heads, rows, _), cols = self.facts.config, q.shape, k.shape[2]
         assert (lse is not None) == self.facts.lse and (counter is not None) == cfg.dynamic
         assert all(t.is_contiguous() and t.stride(-1) == 1 for t in blocks if isinstance(t, torch.Tensor))
@@ -51,7 +58,7 @@ class Walked:
             tile = type(tile)(*(number(x) for x in dataclasses.astuple(tile)))
             done.add((tile.b, tile.h, tile.m))
             assert tile.h_kv == tile.h * k.shape[1] // heads
-            seen = self.seen(source.for_tile(tile, Span(tile.b, rows, cols)), tile, rows, cols, blocks[3:])
+            seen = self.seen(source.for_tile(tile, SeqlenInfo(tile.b, rows, cols)), tile, rows, cols, blocks[3:])
             part = slice(tile.m * cfg.tile_m, tile.m * cfg.tile_m + cfg.tile_m)
             scores = q[tile.b, tile.h, part].float() @ k[tile.b, tile.h_kv].float().mT
             scores = torch.tanh(scores * softcap / 2.885390) if self.facts.softcap else scores

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, decode
+from attention import BlockMask, attention, block_sparse_attention
+from attention.decode import choose
 
 from .fuzz_products import DTYPES, placements
 from .guard_zones import Placement, Wrong, Zones
@@ -183,7 +184,7 @@ def run(case: Case, device: str = "cpu") -> None:
         shape = shape[2], shape[1], shape[3]
     if case.give_out:
         terms["out"] = zones.output(shape, DTYPES[f.dtype], case.places[3])
-    forced = decode.splits(f.splits) if f.splits else decode.splits(None)
+    forced = choose.splits(f.splits) if f.splits else choose.splits(None)
     with cute_kernels.path(f.path), forced:
         result = call(**terms)
     out, lse = result if f.lse else (result, None)

@@ -16,36 +16,42 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from bench.record import RESULTS, card_name
+from bench.record import RESULTS, card_name, save
+
+from . import sanitize_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck")
+SANITIZER_JOBS = 8  # each holds a CUDA context: some 500 MB of the device
 # The DSL probes for driver functions that may be absent; as API errors those would hide the real ones.
 TOOL_OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
 MOST_FAILURES = 50
 
 
-def tests(arguments: list[str], limit: float) -> dict:
-    """pytest -m gpu in a process of its own, and what its report says."""
+def tests(arguments: list[str], limit: float, *, show: bool = True) -> dict:
+    """pytest -m gpu in a process of its own, and what its report says; of what is not shown the last lines."""
     with tempfile.TemporaryDirectory(prefix="cute-kernels-tests-") as folder:
         report = Path(folder, "report.xml")
         # After two minutes in one test the stack is printed: a hang then has a name.
         options = ["-q", "-m", "gpu", "-o", "faulthandler_timeout=120", f"--junitxml={report}"]
         command = [sys.executable, "-m", "pytest", *options, *arguments]
         start = time.perf_counter()
-        status, _ = run(command, limit, show=True)
+        status, output = run(command, limit, show=show)
         seconds = round(time.perf_counter() - start, 1)
         found = read_report(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    return {"arguments": arguments, "status": status, "seconds": seconds, **found}
+    more = {} if show else {"output": output.splitlines()[-40:]}
+    return {"arguments": arguments, "status": status, "seconds": seconds, **found, **more}
 
 
 def read_report(path: Path) -> dict:
@@ -66,22 +72,20 @@ def read_report(path: Path) -> dict:
 def run(command: list[str], limit: float, *, show: bool = False) -> tuple[int | str, str]:
     """(exit status or "timed out", output) of a process in the repository's root."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    pipe = None if show else subprocess.PIPE
+    pipe = {} if show else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True, **pipe
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            timeout=limit,
-            stdout=pipe,
-            stderr=None if show else subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        return done.returncode, done.stdout or ""
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or ""
-        return "timed out", output.decode(errors="replace") if isinstance(output, bytes) else output
+        output, _ = process.communicate(timeout=limit)
+        return process.returncode, output or ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started: they hold the pipe
+        output, _ = process.communicate()
+        return "timed out", output or ""
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def sanitizer() -> str | None:
@@ -91,20 +95,33 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
 
-def sanitize(limit: float) -> dict:
-    """A verdict a tool. The cases run bare first, so that kernels come from the cache and wrong results show."""
-    cases = [sys.executable, "-m", "tests.sanitize_cases"]
-    status, output = run(cases, limit)
-    verdicts = {"bare": verdict(status, output, "right")}
-    tool = sanitizer()
-    for name in TOOLS:
+def sanitize(limit: float, jobs: int = SANITIZER_JOBS) -> dict:
+    """A verdict a tool, within `limit` seconds for everything. Cases are shared among `jobs` processes at a time.
+
+    The cases run bare first, so that kernels come from the cache and wrong results show.
+    """
+    tool, end = sanitizer(), time.monotonic() + limit
+    shares = [sanitize_cases.NAMES[i::jobs] for i in range(jobs)]
+    runs = {name: [tool, "--tool", name, *TOOL_OPTIONS[name], "--error-exitcode", "86"] for name in TOOLS}
+
+    def one(prefix: list[str], share: tuple[str, ...], wanted: str) -> dict:
+        command = [*prefix, sys.executable, "-m", "tests.sanitize_cases", *share]
+        return verdict(*run(command, max(1.0, end - time.monotonic())), wanted)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        verdicts = {"bare": together(list(pool.map(lambda share: one([], share, "right"), shares)))}
         if tool is None:
-            verdicts[name] = {"ok": False, "status": "compute-sanitizer was not found; put it on PATH or set CUDA_HOME"}
-            continue
-        command = [tool, "--tool", name, *TOOL_OPTIONS[name], "--error-exitcode", "86", *cases]
-        status, output = run(command, limit)
-        verdicts[name] = verdict(status, output, r"(ERROR|RACECHECK) SUMMARY: 0 ")
-    return verdicts
+            missing = {"ok": False, "status": "compute-sanitizer was not found; put it on PATH or set CUDA_HOME"}
+            return verdicts | dict.fromkeys(TOOLS, missing)
+        clean = r"(ERROR|RACECHECK) SUMMARY: 0 "
+        found = {name: [pool.submit(one, runs[name], share, clean) for share in shares] for name in TOOLS}
+        return verdicts | {name: together([future.result() for future in found[name]]) for name in TOOLS}
+
+
+def together(parts: list[dict]) -> dict:
+    """The verdict of several processes: the first that is not ok, with the cases of all."""
+    first = next((part for part in parts if not part["ok"]), parts[0])
+    return first | {"cases": sum(part["cases"] for part in parts)}
 
 
 def verdict(status, output: str, wanted: str) -> dict:
@@ -172,7 +189,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sanitize", action="store_true", help="also run compute-sanitizer on a few tiny cases")
     parser.add_argument("--fuzz", action="store_true", help="run the fuzz in place of the tests")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
-    parser.add_argument("--limit", type=float, default=1800, help="seconds that each process may take")
+    parser.add_argument(
+        "--limit", type=float, default=1800, help="seconds that the tests may take, and the sanitizer's tools"
+    )
     options, rest = parser.parse_known_args(arguments)
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds none"
@@ -186,9 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         record["sanitizer"] = sanitize(options.limit)
         passed = passed and all(v["ok"] for v in record["sanitizer"].values())
     record["ok"] = passed
-    path = options.out / card_name(record["machine"]["card"]) / "tests.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path = save(options.out, record["machine"]["card"], "tests", record)
     print(summary(record), f"gpu_record: written to {path}", sep="\n")
     return 0 if passed else 1
 

@@ -28,37 +28,18 @@ COMPILER = "nvidia-cutlass-dsl"
 
 def hash_of(facts) -> str:
     """Of the instructions of the kernel of these facts."""
-    cubin = cubin_of(build(facts).compiled)
+    cubin = cubin_of(compile_kernel(facts, keep_cubin=True).compiled)
     code = [section.data for section in inspect.sections(cubin) if section.name.startswith(".text.")]
     return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
-def build(facts):
-    kind = type(facts).__name__
-    if kind == "FlashFacts":
-        from attention.runtime import compile_flash
-
-        return compile_flash(facts, keep_cubin=True)
-    if kind == "DecodeFacts":
-        from attention.decode import compile_decode
-
-        return compile_decode(facts, keep_cubin=True)
-    return compile_kernel(facts, keep_cubin=True)
-
-
 def catalogue() -> dict:
     """name -> facts, of every kernel."""
-    from . import test_attention_compile, test_decode_compile
-
     found = {}
     for family in families():
         for spec in ARCHS.values():
             for facts in family.catalogue(spec.name):
                 found[f"{spec.target}: {family.name}: {family.title(facts)}"] = facts
-    for entry in test_attention_compile.entries():
-        found[f"attention {entry.id}"] = entry.values[0]
-    for facts in test_decode_compile.entries():
-        found[f"decoding {facts}"] = facts
     return found
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from attention import block_lists
+from attention.masks import block_lists
 
 BLOCKSIZES = [(64, 64), (64, 128), (128, 64), (128, 128)]
 LENGTHS = [(256, 384), (300, 200), (200, 333), (129, 129), (1, 500), (65, 1)]

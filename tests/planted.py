@@ -5,23 +5,25 @@
     spilling      a kernel with more accumulators a thread than its epilogue leaves registers for
     wrong         a result with one element off by 1e-2
 
-`python -m tests.planted gates race` compiles and runs the racing kernel in a process of its own and asks the
-correctness and the determinism gate; the exit status is 1 if they find it. `launch` in place of `gates` only launches
-it, for racecheck to look at. `honest` in place of `race` does the same with the project's own mainloop.
+`python -m tests.planted gate race` compiles and runs the racing kernel in a process of its own and asks the
+determinism gate, which compares with the truth, too; the exit status is 1 if it finds the race. `launch` in place of
+`gate` only launches the kernel, for racecheck. `honest` in place of `race` does the same with the project's mainloop.
 """
 
 import contextlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial, wraps
 
 import torch
 
-from bench.gates.products import Product
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul import catalogue as catalog
+from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.family import DENSE
+
+from .calls import Case, dense, matmul
 
 # -- a slow-down ----------------------------------------------------------------------------------------------
 
@@ -83,14 +85,14 @@ def race():
 
 
 RACED = (  # deep enough that the ring goes round many times
-    Product("gemm", 512, 512, 2048, "nn", path="sm_80"),
-    Product("bsr_matmul", 512, 512, 2048, "nn", (128, 128), "all_blocks", path="sm_80"),
+    Case(partial(dense, 512, 512, 2048), "sm_80"),
+    Case(partial(matmul, (128, 128), "all_blocks", 4, 16, 512), "sm_80"),
 )
 
 
 def raced_facts() -> GemmFacts:
     """A kernel that `race` changes."""
-    (facts,) = catalog.main(catalog.dense, ARCHS["sm_80"], "sm_80", None)
+    (facts,) = DENSE.catalogue("sm_80", quick=True)
     return facts
 
 
@@ -100,9 +102,9 @@ def raced_facts() -> GemmFacts:
 def spilling() -> GemmFacts:
     """The catalogue's sm_90 configuration with most accumulators a thread, under a GELU: `unsupported` refuses it."""
     spec = ARCHS["sm_90"]
-    configs = catalog.configurations("sm_90", None, spec)
+    configs = DENSE.candidates("sm_90", None, spec)
     most = max(configs, key=lambda c: c.tile_m * c.tile_n / (c.warps_m * c.warps_n))
-    return catalog.dense(spec, "sm_90", most, epilogue=catalog.COL)
+    return catalogue.dense(spec, "sm_90", most, epilogue=catalogue.COL)
 
 
 # -- a wrong result -------------------------------------------------------------------------------------------
@@ -111,10 +113,11 @@ def spilling() -> GemmFacts:
 def wrong(op: Callable, amount: float = 1e-2) -> Callable:
     """The op, with `amount` added to the middle element of its result."""
 
-    def wrapped(*args, **kwargs):
-        out = op(*args, **kwargs)
+    @wraps(op)
+    def wrapped(*args, out, **terms):
+        found = op(*args, out=out, **terms)
         out[tuple(extent // 2 for extent in out.shape)] += amount
-        return out
+        return found
 
     return wrapped
 
@@ -123,8 +126,8 @@ def wrong(op: Callable, amount: float = 1e-2) -> Callable:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 2 or arguments[0] not in ("gates", "launch") or arguments[1] not in ("race", "honest"):
-        print("python -m tests.planted {gates,launch} {race,honest}", file=sys.stderr)
+    if len(arguments) != 2 or arguments[0] not in ("gate", "launch") or arguments[1] not in ("race", "honest"):
+        print("python -m tests.planted {gate,launch} {race,honest}", file=sys.stderr)
         return 2
     os.environ["CUTE_KERNELS_CACHE"] = "0"
     os.environ.pop("CUTE_KERNELS_BUNDLE", None)
@@ -132,26 +135,21 @@ def main(arguments: list[str]) -> int:
         print("planted: no CUDA GPU; this runs a kernel", file=sys.stderr)
         return 2
     with race() if arguments[1] == "race" else contextlib.nullcontext():
-        return launch() if arguments[0] == "launch" else ask_gates()
+        return launch() if arguments[0] == "launch" else ask_gate()
 
 
 def launch() -> int:
     """One small product: a sanitizer slows every access down."""
-    call = replace(RACED[0], m=128, n=128, k=512).call("cuda")
-    call.run()
+    Case(partial(dense, 128, 128, 512), "sm_80")("cuda").run()
     torch.cuda.synchronize()
     print("launched")
     return 0
 
 
-def ask_gates() -> int:
-    from bench.gates import correctness, determinism, gate
+def ask_gate() -> int:
+    from bench.gates import determinism, gate
 
-    checks = {
-        module.NAME: lambda module=module: module.check(RACED, families=["sm_80"])
-        for module in (correctness, determinism)
-    }
-    gates = gate.run(checks)
+    gates = gate.run({determinism.NAME: lambda: determinism.check([case("cuda") for case in RACED])})
     gate.page(gates)
     return gate.exit_status(gates)
 

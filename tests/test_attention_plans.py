@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-import attention.ops as attention_ops
+import attention.eager as eager
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, decode, packed, plan, reference, sparse_plan
+from attention import BlockMask, attention, block_sparse, block_sparse_attention, packed, plan, reference
+from attention.decode import choose
 
 from . import emulate_attention
 from .reference import normal
@@ -18,7 +19,7 @@ def test_of_tensors(request, monkeypatch):
     """Both tests of tensors; the plans of other tests are forgotten."""
     if request.param == "ours":
         monkeypatch.setattr(plan, "TensorGuards", None)
-    for module in (attention_ops, packed, sparse_plan):
+    for module in (eager, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", plan.Plans())
 
 
@@ -34,7 +35,7 @@ def is_right(q, k, v, out=None, **terms) -> bool:
 
 def recent(*terms) -> list:
     """The plans that attention's known calls with these terms, among others, may have."""
-    found = [plans for key, plans in attention_ops._PLANS._recent.items() if set(terms) <= set(key)]
+    found = [plans for key, plans in eager._PLANS._recent.items() if set(terms) <= set(key)]
     return [plan for plans in found for _, plan in plans]
 
 
@@ -65,7 +66,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch):
     call = forms()[form]
     if form == "blocks":
         emulate_attention.install(monkeypatch)
-        monkeypatch.setattr("attention.runtime.function_for", lambda facts: lambda *arguments: None)
+        monkeypatch.setattr("cute_kernels.runtime.families.function_for", lambda facts: lambda *arguments: None)
     first = call()
     monkeypatch.setattr(plan.Plans, "checked", None)
     second = call()
@@ -172,7 +173,7 @@ def test_a_gradient_asked_for_later(form, name, monkeypatch):
     mask = BlockMask.from_blocks(FULL, lengths=(24, 40))
     if form == "blocks":
         emulate_attention.install(monkeypatch)
-        monkeypatch.setattr("attention.runtime.function_for", lambda facts: lambda *arguments: None)
+        monkeypatch.setattr("cute_kernels.runtime.families.function_for", lambda facts: lambda *arguments: None)
 
     def run():
         return block_sparse_attention(block_mask=mask, **call) if form == "blocks" else attention(**call)
@@ -202,7 +203,7 @@ def test_a_path_or_splits_forced_later(emulated):
     assert [f.path for f in facts()] == ["sm_90"]
     with cute_kernels.path("sm_80"):
         assert [f.path for f in facts()] == ["sm_90", "sm_80"]
-    with decode.splits(3):
+    with choose.splits(3):
         assert [getattr(f, "split", False) for f in facts()] == [False, False, True]
 
 
@@ -211,7 +212,7 @@ def test_more_shapes_than_are_tried():
     for q, k, v, out in 2 * calls:
         assert is_right(q, k, v, out)
     assert len(recent()) == plan._MOST_RECENT
-    assert len(attention_ops._PLANS._plans) == len(calls)
+    assert len(eager._PLANS._plans) == len(calls)
 
 
 def test_terms_of_the_wrong_kind_after_right_ones():

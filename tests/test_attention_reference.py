@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import patterns, reference
-from attention.block_mask import BlockMask
+from attention.masks.block_mask import BlockMask
 from attention.reference import attention, attention_packed
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -7,34 +7,31 @@ Without a GPU two runs of each, with torch in the kernels' place.
 import pytest
 import torch
 
-import cute_kernels
-from bench.gates.determinism import attention_products, bits, repeats
+from bench.gates.determinism import repeats
 
-from .reference import poisoned_empty
+from .calls import Case, bits, on_paths, repeated_attention
 
 RUNS = {"cpu": 2, "cuda": 1000}
-SMS = 132  # of which attention_products knows
+SMS = 132  # of which repeated_attention knows
 
 
-def calls(device):
-    return attention_products(1 if device == "cpu" else 4)
+def cases(device):
+    return on_paths(repeated_attention(1 if device == "cpu" else 4), [None])
 
 
-@pytest.mark.parametrize("number", range(len(calls("cuda"))), ids=[case.name for case in calls("cuda")])
+@pytest.mark.parametrize("number", range(len(cases("cuda"))), ids=[case.name for case in cases("cuda")])
 def test_same_bits(device, path, number):
-    call = calls(device)[number].call(device)
-    with poisoned_empty():
-        found = call.run()
-    assert call.complaint(found) == "", call.plan()
-    assert repeats(call, RUNS[device]) == 0, call.plan()
+    call = cases(device)[number](device)
+    assert call.complaint() == ""
+    assert repeats([call], RUNS[device]) == [0], call.plan()
 
 
 @pytest.mark.gpu
 def test_same_bits_beside_another_stream(path):
     """A CTA finds its neighbours' tiles taken in another order when another stream takes some of the SMs."""
     other, x = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
-    for case in calls("cuda")[:4]:
-        call = case.call("cuda")
+    for case in cases("cuda")[:4]:
+        call = case("cuda")
         first, wrong = bits(call.run()), torch.zeros((), dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
         for turn in range(200):
@@ -47,15 +44,14 @@ def test_same_bits_beside_another_stream(path):
 
 def test_tiles_are_drawn_and_parts_combined(emulated):
     """With 132 SMs each sm_90 kernel has more tiles than CTAs at once, or is split."""
-    with cute_kernels.path("sm_90"):
-        for case in calls("cuda"):
-            call = case.call()
-            facts, (*_, ctas) = call.plan().facts, call.plan().scalars
-            if case.splits:
-                assert facts.split
-                continue
-            assert facts.config.dynamic and ctas == SMS * facts.config.ctas
-            lengths = [q.shape[-2] for _, q, *_ in call.pieces()]
-            items = case.batch if len(lengths) == 1 else 1
-            tiles = sum(-(-rows // facts.config.tile_m) for rows in lengths) * items * case.heads
-            assert tiles > ctas, f"{case.name}: {tiles} tiles, {ctas} CTAs"
+    for case in cases("cuda"):
+        call = Case(case.make, "sm_90")()
+        facts, (*_, ctas) = call.plan().facts, call.plan().scalars
+        if call.splits:
+            assert facts.split
+            continue
+        assert facts.config.dynamic and ctas == SMS * facts.config.ctas
+        q, starts = call.args[0], call.terms.get("cu_seqlens_q")
+        lengths = [q.shape[-2]] * q.shape[0] if starts is None else starts.diff().tolist()
+        tiles = sum(-(-rows // facts.config.tile_m) for rows in lengths) * q.shape[1]
+        assert tiles > ctas, f"{case.name}: {tiles} tiles, {ctas} CTAs"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from attention import decode
-from attention.config import DecodeFacts, FlashConfig, FlashFacts
-from attention.flash_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
-from attention.heuristics import HEAD_DIMS, candidates_sm80
+from attention.decode import choose
+from attention.forward.choose import HEAD_DIMS, candidates_sm80
+from attention.forward.config import DecodeFacts, FlashConfig, FlashFacts
+from attention.forward.mainloop_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
 from cute_kernels.arch import ARCHS
 
 CASES = sorted(
@@ -24,7 +24,7 @@ EVERY_CONFIG = sorted({(d, d, config) for d, dv, config in CASES if d == dv}, ke
 # Of decoding: of every architecture, with and without pages
 DECODING = sorted(
     {
-        (d, dv, decode.pick(facts).config)
+        (d, dv, choose.pick(facts).config)
         for d in HEAD_DIMS
         for dv in HEAD_DIMS
         for spec in ARCHS.values()

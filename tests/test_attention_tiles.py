@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from attention.config import BandKind, FlashConfig, FlashFacts
-from attention.heuristics import L2_BYTES
-from attention.k_tiles import FULL, BandSource
-from attention.lengths import Span
-from attention.scheduler import QueryScheduler, QueryTile
+from attention.forward.choose import L2_BYTES
+from attention.forward.config import FlashConfig, FlashFacts, WindowKind
+from attention.forward.kv_tiles import FULL, WindowSource
+from attention.forward.scheduler import QueryScheduler, QueryTile
+from attention.forward.seqlen import SeqlenInfo
 
 from .emulate_blocks import number
 from .reference import band_mask
@@ -26,12 +26,12 @@ TILES = [(16, 16), (64, 16), (32, 64), (128, 64)]
 def test_tiles_against_a_mask(bounds, tile):
     """Every visible element lies in a visited tile, a full tile has no masked one, and only the first is cut off."""
     (left, right), (tile_m, tile_n) = bounds, tile
-    source = BandSource(BandKind(left is not None, right is not None), tile_m, tile_n, left or 0, right or 0)
+    source = WindowSource(WindowKind(left is not None, right is not None), tile_m, tile_n, left or 0, right or 0)
     for sq, sk in itertools.product(LENGTHS, LENGTHS):
         mask = band_mask(sq, sk, left, right)
         for m in range(-(-sq // tile_m)):
             part = mask[m * tile_m : (m + 1) * tile_m]
-            tiles = source.for_tile(QueryTile(m, 0, 0, 0), Span(0, sq, sk))
+            tiles = source.for_tile(QueryTile(m, 0, 0, 0), SeqlenInfo(0, sq, sk))
             count, ends = number(tiles.count), [number(e) for e in tiles.ends]
             where = f"Sq {sq}, Sk {sk}, query tile {m}: {count} tiles, ends {ends}"
             assert count >= 0 and ends == sorted(ends) and ends[0] >= 0 and ends[-1] == count, where
@@ -52,24 +52,24 @@ def test_tiles_against_a_mask(bounds, tile):
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 def test_bounds_of_a_row(bounds):
     left, right = bounds
-    source = BandSource(BandKind(left is not None, right is not None), 64, 64, left or 0, right or 0)
+    source = WindowSource(WindowKind(left is not None, right is not None), 64, 64, left or 0, right or 0)
     for sq, sk in itertools.product(LENGTHS[:8], LENGTHS[:8]):
         mask = band_mask(sq, sk, left, right)
         for row in range(sq):
-            begin, end = (number(x) for x in source.bounds(row, Span(0, sq, sk)))
+            begin, end = (number(x) for x in source.bounds(row, SeqlenInfo(0, sq, sk)))
             assert [begin <= c < end for c in range(sk)] == mask[row].tolist()
 
 
-@pytest.mark.parametrize("together", [None, 1, 2, 3, 4, 8])
-def test_query_tiles_by_number(together):
+@pytest.mark.parametrize("l2_heads", [None, 1, 2, 3, 4, 8])
+def test_query_tiles_by_number(l2_heads):
     """Every query tile has a number; of heads that are together all last tiles come first."""
     heads, batch, tiles_m = 4, 2, 3
-    scheduler = QueryScheduler(tiles_m, heads, batch, 2, together)
+    scheduler = QueryScheduler(tiles_m, heads, batch, 2, l2_heads)
     tiles = [scheduler.decode(index) for index in range(number(scheduler.count))]
     found = [tuple(number(x) for x in (t.b, t.h, t.m)) for t in tiles]
     assert sorted(found) == list(itertools.product(range(batch), range(heads), range(tiles_m)))
     assert all(number(t.h_kv) == number(t.h) // 2 for t in tiles)
-    sections = [(b * heads + h) // (together or 1) for b, h, _ in found]
+    sections = [(b * heads + h) // (l2_heads or 1) for b, h, _ in found]
     assert sections == sorted(sections)
     for section in set(sections):
         order = [m for s, (_, _, m) in zip(sections, found, strict=True) if s == section]
@@ -79,9 +79,9 @@ def test_query_tiles_by_number(together):
 def test_heads_together():
     """As many as there is room for in L2, and all that share a head of K; without a band one after the other."""
     of = functools.partial(QueryScheduler.of, q_shape=(2, 32, 8192, 128), k_shape=(2, 8, 8192, 128))
-    facts = FlashFacts("sm_90a", "sm_90", FlashConfig(128, 128, 2, 2), band=BandKind(right=True))
-    assert number(of(facts).together) == L2_BYTES // (8192 * 512) * 4
-    assert number(of(dataclasses.replace(facts, head_dim=64, head_dim_v=64)).together) == 64  # no more than there are
-    assert number(of(facts, k_shape=(2, 8, 2**20, 128)).together) == 4
-    assert of(dataclasses.replace(facts, band=BandKind())).together is None
-    assert of(dataclasses.replace(facts, path="sm_80")).together is None
+    facts = FlashFacts("sm_90a", "sm_90", FlashConfig(128, 128, 2, 2), window=WindowKind(right=True))
+    assert number(of(facts).l2_heads) == L2_BYTES // (8192 * 512) * 4
+    assert number(of(dataclasses.replace(facts, head_dim=64, head_dim_v=64)).l2_heads) == 64  # no more than there are
+    assert number(of(facts, k_shape=(2, 8, 2**20, 128)).l2_heads) == 4
+    assert of(dataclasses.replace(facts, window=WindowKind())).l2_heads is None
+    assert of(dataclasses.replace(facts, path="sm_80")).l2_heads is None

@@ -47,6 +47,8 @@ def test_cases_are_what_is_asked(mode):
     flex = [case.name for case in found if peers.FLEX in [peer.name for peer in case.peers]]
     assert len([name for name in flex if name.startswith("forward")]) == (18 if mode == "full" else 2)
     assert findings.EIGHTH in by_name()
+    parser = command.parser()
+    assert [parser.parse_args([name]).suites for name in ("attention", "all")] == [("attention",), command.PRODUCTS]
     held = [case for case in found if cases.OUR_KEPT in [peer.name for peer in case.peers]]
     assert len(held) == 8 and sum(case.name.endswith(cases.FLEX_MASK) for case in held) == 6
     for case in held:
@@ -77,11 +79,6 @@ def test_work_of_blocks_and_of_the_copy():
     us = case.problem.kv_bytes / 4.25e6  # at 4.25 TB/s
     rate = copy.flops / (2 * cases.ceilings.COPY_BYTES / 4.25e6)
     assert case.problem.flops / us == pytest.approx(rate)
-
-
-def test_blocks_are_equally_many_in_each_row():
-    mask = cases.uniform(64, 64, 8)
-    assert mask.sum(1).tolist() == [8] * 64 and torch.equal(mask, cases.uniform(64, 64, 8))
 
 
 # -- a whole run ---------------------------------------------------------------------------------------------
@@ -275,10 +272,3 @@ def test_checks():
     assert rms.ok and not largest.ok and "at most 1.1" in str(largest)
     entry["errors"][OURS] = {"error": "no"}
     assert [check.value for check in findings.checks([], {}, [entry])] == [None, None]
-
-
-def test_command_line():
-    parser = command.parser()
-    assert parser.parse_args(["attention"]).suites == ("attention",)
-    assert parser.parse_args(["all"]).suites == ("block-sparse", "gemm")
-    assert "attention" in parser.format_help() and "--attention" in parser.format_help()

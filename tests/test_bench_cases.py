@@ -6,27 +6,16 @@ import torch
 from bench import cases, patterns
 
 
-@pytest.mark.parametrize("mode", ["quick", "full"])
-def test_names_tell_rows_apart(mode):
-    rows = [case for suite in (cases.gemm_cases, cases.sparse_cases) for case in suite(mode)]
-    names = [case.name for case in rows]
-    assert len(set(names)) == len(names)
-    for case in rows:
-        assert case.against in [peer.name for peer in case.peers]
-        assert len({peer.name for peer in case.peers}) == len(case.peers)
-        assert case.problem.flops > 0 and case.problem.bytes > 0
-
-
-def test_quick_rows_are_among_the_full_ones():
+def test_names_tell_rows_apart_and_quick_rows_are_among_the_full_ones():
     for suite in (cases.gemm_cases, cases.sparse_cases):
-        quick, full = ({case.name: case.asked for case in suite(mode)} for mode in ("quick", "full"))
-        assert quick.items() <= full.items()
-
-
-def test_gate_cases_have_one_peer():
-    found = list(cases.gate_cases())
-    assert len({case.name for case in found}) == len(found)
-    assert all(len(case.peers) == 1 for case in found)
+        quick, full = (list(suite(mode)) for mode in ("quick", "full"))
+        for rows in (quick, full):
+            assert len({case.name for case in rows}) == len(rows)
+        for case in quick + full:
+            assert case.against in [peer.name for peer in case.peers]
+            assert len({peer.name for peer in case.peers}) == len(case.peers)
+            assert case.problem.flops > 0 and case.problem.bytes > 0
+        assert {case.name: case.asked for case in quick}.items() <= {case.name: case.asked for case in full}.items()
 
 
 @pytest.mark.parametrize("name", patterns.PATTERNS)

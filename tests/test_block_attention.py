@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import attention.runtime
-from attention import BlockMask, block_sparse_attention, ops, patterns, plan, reference, sparse_plan
-from attention.element_mask import check_extents, element_mask
-from attention.mask_mods import And, Band, RowRange, SameDocument
+from attention import BlockMask, block_sparse, block_sparse_attention, patterns, plan, reference
+from attention.masks.element_mask import check_extents, element_mask
+from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 from cute_kernels.arch import ARCHS
+from cute_kernels.runtime import families
 
 from .emulate_blocks import Walked
 from .mask_parts import BLOCKSIZES, by_head
@@ -28,10 +28,10 @@ def attend(request, monkeypatch):
 
     attend.device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "emulated":
-        monkeypatch.setattr(sparse_plan, "_PLANS", plan.Plans())
+        monkeypatch.setattr(block_sparse, "_PLANS", plan.Plans())
         monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
         monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS["sm_90"], 132, ""))
-        monkeypatch.setattr(attention.runtime, "function_for", Walked)
+        monkeypatch.setattr(families, "function_for", Walked)
     return attend
 
 
@@ -111,7 +111,7 @@ def test_causal(attend, path, mask_mod):
     lengths = (300, 420)
     mask = random_mask(lengths, (64, 64), density=0.6, mask_mod=mask_mod, full=False, device=attend.device)
     check(attend, *qkv(lengths, device=attend.device), mask, causal=True)
-    assert sparse_plan.with_causal(mask) is sparse_plan.with_causal(mask), "made once"
+    assert block_sparse.with_causal(mask) is block_sparse.with_causal(mask), "made once"
 
 
 def test_softcap_and_scale(attend, path):
@@ -178,7 +178,7 @@ class TestOnGpu:
         q, k, v, mask = self.data()
         expected = block_sparse_attention(q, k, v, mask, causal=True)
         if not known:
-            parts = (getattr(mask, name) for name in sparse_plan.TABLES)
+            parts = mask.lists()
             mask = BlockMask(*parts, lengths=mask.lengths, blocksize=mask.blocksize, mask_mod=mask.mask_mod)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -215,7 +215,7 @@ class TestOnGpu:
 class TestOrder:
     def order(self, blocks, tile_m=64):
         mask = BlockMask.from_blocks(blocks, (128, 128))
-        return sparse_plan.tile_order(mask, *blocks.shape[:2], tile_m).tolist()
+        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m).tolist()
 
     def test_equal_rows_keep_theirs(self):
         assert self.order(torch.ones(2, 3, 4, 5, dtype=torch.bool)) == list(range(2 * 3 * 8))
@@ -232,7 +232,7 @@ class TestOrder:
         """Of two heads the longest rows come first, whichever it is of them; then those of the next two."""
         blocks = torch.ones(1, 4, 3, 3, dtype=torch.bool).tril()
         mask = BlockMask.from_blocks(blocks, (128, 128))
-        order = sparse_plan.tile_order(mask, 1, 4, 128, together=2).tolist()
+        order = block_sparse.tile_order(mask, 1, 4, 128, l2_heads=2).tolist()
         assert order == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
@@ -295,4 +295,4 @@ def test_errors(monkeypatch, change, text):
     lengths, heads = change.pop("mask", ((200, 300), (1, 1)))
     mask = random_mask(lengths, (128, 128), heads, mask_mod=None)
     with pytest.raises((ValueError, TypeError), match=text):
-        ops.plan_block_sparse(*qkv((200, 300)), mask, **change)
+        block_sparse.plan_block_sparse(*qkv((200, 300)), mask, **change)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import block_lists, patterns
-from attention.block_mask import BlockMask
-from attention.mask_mods import And, Band, GlobalTokens, SameDocument, window_bounds
+from attention.masks import block_lists, patterns
+from attention.masks.block_mask import BlockMask
+from attention.masks.mask_mods import And, Band, GlobalTokens, SameDocument, window_bounds
 from sparse_collective.bsr import BsrMatrix, random_bsr
 from tests.mask_parts import BLOCKSIZES, assert_exact, blocksizes, by_head, elements, fuzz, lengths_, positions
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import patterns
-from attention.block_mask import BlockMask
+from attention.masks import patterns
+from attention.masks.block_mask import BlockMask
 from tests.mask_parts import by_head
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import patterns
-from attention.block_mask import BlockMask
+from attention.masks import patterns
+from attention.masks.block_mask import BlockMask
 from sparse_collective.bsr import random_bsr
 from tests.bsr_parts import NEEDS_GPU
 from tests.mask_parts import (

@@ -3,6 +3,7 @@
 import random
 import sys
 from dataclasses import replace
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pytest
@@ -10,76 +11,60 @@ import torch
 
 from bench.gates import correctness, determinism, gate, resources, speed, stability
 from bench.gates.gate import FAILED, PASSED, SKIPPED, Skip
-from bench.gates.products import OPS, Product, within_a_thousandth
-from bench.gates.products_attention import Attend
 from bench.rows import Candidate, Case, Problem
-from cute_kernels.matmul.catalogue import kernel_configurations
+from cute_kernels import gemm
+from cute_kernels.matmul.family import DENSE
 from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
 
-from . import emulate, emulate_attention, gpu_record, planted
+from . import calls, gpu_record, planted, sanitize_cases
+from .calls import attend, batched, dense, grouped, linear, matmul, on_paths, within_a_thousandth
 
 BOTH = ("sm_80", "sm_90")
+SMALL = [  # every op
+    partial(dense, 200, 136, 72, dtype=torch.float16),
+    partial(matmul, (64, 64), "empty_rows", 5, 4, 136, out_dtype=torch.float32),
+    partial(linear, (32, 32), "power_law", 4, 3, 40, terms="bias+gelu"),
+    partial(batched, True, 40),
+    partial(grouped, False),
+    partial(attend, "dense", 2, 8, 2, 200, 333, 64, causal=True),
+    partial(attend, "packed", 5, 4, 2, 200, 333, 64, window=(70, 30)),
+    partial(attend, "blocks", 2, 4, 2, 300, 430, 64, block=(64, 64)),
+    partial(attend, "cache", 4, 8, 2, 3, 512, 64, causal=True, splits=3, page=16),
+    partial(attend, "dense", 2, 4, 2, 333, 200, 192, 128, softcap=5.0, lse=False),
+]
+cases = pytest.mark.parametrize("case", on_paths(SMALL, BOTH), ids=lambda case: case.name)
 
 # -- correctness, determinism, stability: a wrong result ------------------------------------------------------
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_correct_products_pass_on_both_paths(emulated, quick):
-    """Every product is one that its path takes; what it computes is torch's here."""
-    found = correctness.check(quick=quick, device="cpu", families=BOTH)
-    assert found.verdict == PASSED, found.details
-    # A kernel costs a second to compile, and a quick run on a GPU has a minute for everything.
-    built = emulate.Emulated.built | emulate_attention.EmulatedFlash.built
-    assert len(built) <= (30 if quick else 240)
-    ops = {product.op for product in correctness.products(quick)}
-    blocks = {product.block for product in correctness.products(quick)} - {None}
-    assert ops == set(OPS) and blocks >= set(correctness.BLOCKS)
+@cases
+def test_a_wrong_element_is_found(emulated, case):
+    """Planted: 1e-2 in one element; and an element that is never written. A second run is right again."""
+    call = case()
+    assert call.complaint() == ""
+    assert replace(call, op=planted.wrong(call.op)).complaint()
+    assert "NaN" in replace(call, op=planted.wrong(call.op, float("nan"))).complaint()
+    assert torch.equal(calls.bits(call.run()), calls.bits(case().run())), "operands follow from the name"
+    call.renew(0)
+    assert call.complaint() == "" and call.complaint(case().run()), "other operands have another truth"
 
 
-def test_correctness_without_a_gpu_says_what_ran():
-    found = correctness.check(quick=True, device="cpu", families=[None])
-    assert found.verdict == PASSED and "CPU reference" in found.summary
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_a_wrong_element_is_found(device, name):
-    """Planted: 1e-2 in one element, on the CPU and on a GPU."""
-    families = BOTH if device == "cpu" else correctness.paths()
-    ops = OPS | {name: planted.wrong(OPS[name])}
-    found = correctness.check(quick=True, ops=ops, device=device, families=families)
-    assert found.verdict == FAILED
-    assert any(f" {name} " in line for line in found.details)
-    others = [line for line in found.details if any(f" {other} " in line for other in set(OPS) - {name})]
-    assert not others
+def test_terms_are_those_of_the_op(emulated):
+    for terms in ("bias+residual+gelu", "row bias+silu", "alpha+residual+beta", "squared_relu"):
+        call = dense(136, 72, 64, terms=terms)
+        assert call.complaint() == "" and replace(call, terms={}).complaint(), terms
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_wrong_element_among_large_ones_is_found(dtype):
     """One rounding of the largest sums to bf16 costs more than 1e-2; a small one that is off by that much is wrong."""
-    case = Product("gemm", 200, 136, 72, "nn", dtype=dtype, out_dtype=dtype)
-    call = case.call()
-    exact = call.dense[0].double() @ call.dense[1].double()
+    call = dense(200, 136, 72, dtype=dtype)
+    exact = call.args[0].double() @ call.args[1].double()
     out = exact.to(dtype)
-    assert call.complaint(out) == ""
+    assert call.complaint([out]) == ""
     out.view(-1)[exact.abs().argmin()] += 1e-2
-    assert call.complaint(out)
-
-
-def forgets(*args, out, **terms):
-    OPS["gemm"](*args, out=out, **terms)[0, 0] = float("nan")
-    return out
-
-
-def raises(*args, **terms):
-    raise RuntimeError("misaligned address")
-
-
-@pytest.mark.parametrize(("op", "why"), [(forgets, "NaN"), (raises, "misaligned address")])
-def test_an_unwritten_element_and_an_exception_are_found(op, why):
-    case = Product("gemm", 64, 64, 64)
-    found = correctness.check([case], ops={"gemm": op}, device="cpu", families=[None])
-    assert found.verdict == FAILED and why in "\n".join(found.details)
+    assert call.complaint([out])
 
 
 def test_the_thousandth():
@@ -91,69 +76,86 @@ def test_the_thousandth():
             within_a_thousandth(out, exact)
 
 
-def test_determinism(emulated):
-    assert determinism.check(device="cpu", families=BOTH, runs=2).verdict == PASSED
+@pytest.mark.parametrize(
+    ("report", "verdict", "word"),
+    [
+        ({"passed": 7, "failed": 0, "status": 0}, PASSED, "7 tests of the CPU references passed"),
+        ({"passed": 6, "failed": 1, "status": 1, "failures": [("t", "errs")]}, FAILED, "1 tests of the CPU"),
+        ({"passed": 0, "failed": 0, "status": 5}, FAILED, "status 5"),
+        ({"passed": 3, "failed": 0, "status": "timed out"}, FAILED, "status timed out"),
+    ],
+)
+def test_correctness_reads_the_report_of_the_tests(monkeypatch, report, verdict, word):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    failures = [{"name": name, "message": message} for name, message in report.get("failures", [])]
+    found = correctness.check(tests=lambda *args, **more: {**report, "failures": failures, "output": ["last line"]})
+    assert found.verdict == verdict and word in found.summary
+    assert found.details == (["t: errs"] if failures else [] if verdict == PASSED else found.details)
 
-    def unsteady(*args, out, **terms):
-        OPS["gemm"](*args, out=out, **terms)
-        out[3, 5] += random.random() < 0.5
-        return out
 
-    random.seed(0)
-    cases = determinism.products("cpu")[:5]
-    found = determinism.check(cases, device="cpu", families=["sm_90"], ops=OPS | {"gemm": unsteady})
-    assert found.verdict == FAILED and "2 different results in 20 runs" in found.details[0]
-    assert all("gemm" in line for line in found.details)
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("quick", [True, False])
+def test_correctness_asks_for_tests_that_there_are(gpu, quick):
+    files = [name for name in correctness.arguments(gpu, quick) if name.endswith(".py")]
+    texts = [(gpu_record.ROOT / name).read_text() for name in files]
+    assert files and all("mark.gpu" in text or "device" in text for text in texts if gpu)
 
 
-def test_rare_faults_are_counted(emulated):
-    """Of many runs without a hash: in the output, and in the lse."""
-    case = determinism.attention_products(1)[0]
-    for where in ((0, 0, 0, 0), (0, 0, 0, -1)):
+def test_a_failing_test_is_found(tmp_path):
+    (tmp_path / "test_it.py").write_text("def test_a(): assert False, 'errs'")
+    given = [str(tmp_path), "--rootdir", str(tmp_path), "-m", "not gpu", "-p", "no:cacheprovider"]
+    found = gpu_record.tests([*given, "-o", "markers=gpu: x"], 60, show=False)
+    assert found["failed"] == 1 and "errs" in found["failures"][0]["message"] and found["output"]
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_rare_faults_are_counted(emulated, every):
+    """In the output and in the lse, among calls that are steady."""
+    steady, *attending = (case() for case in on_paths([SMALL[0], SMALL[5], SMALL[5]], ["sm_90"]))
+    for where, call in enumerate(attending):
         runs = []
 
-        def rare(*args, where=where, runs=runs, **terms):
-            found = OPS["attention"](*args, **terms)
+        @wraps(call.op)
+        def rare(*args, where=where, runs=runs, op=call.op, **terms):
+            found = op(*args, **terms)
             runs.append(found)
-            if len(runs) % 5 == 0:
-                found[where] += 1e-6
+            if len(runs) % every == 0:
+                found[where][0, 0, 0] += 1e-2
             return found
 
-        assert determinism.repeats(case.call(), 14, OPS | {"attention": rare}) == 2
-    found = determinism.check([case], runs=1, many=14, ops=OPS | {"attention": rare}, device="cpu", families=["sm_90"])
-    assert found.verdict == FAILED and "of 14 results differ from the first" in found.details[0]
-    assert found.summary.startswith("1 of 1 products changed")
+        assert determinism.repeats([steady, replace(call, op=rare)], 14) == [0, 14 // every]
+    found = determinism.check([replace(attending[0], op=rare), steady], runs=14)
+    assert found.verdict == FAILED and "of 14 results differ from the first" in found.details[-1]
+    assert determinism.check([steady], runs=3).verdict == PASSED
+    bad = determinism.check([replace(steady, op=planted.wrong(gemm))], runs=3)
+    assert bad.verdict == FAILED and "errs" in bad.details[0] or "error" in bad.details[0]
 
 
-def test_a_hash_is_one_of_values_in_their_order():
-    t = torch.arange(6.0).view(2, 3)
-    assert determinism.digest(t) == determinism.digest(t.t().contiguous().t()) != determinism.digest(t + 0.5)
+def test_what_is_repeated_is_every_form():
+    """The sanitizer's cases, too: each form of attention, split and whole, and each op."""
+    makers = [case.make for case in determinism.cases()]
+    makers += [make for make in sanitize_cases.CASES.values() if isinstance(make, partial)]
+    forms = {make.args[0] for make in makers if make.func is attend}
+    assert forms == {"dense", "packed", "blocks", "cache"}
+    assert {make.func for make in makers} == {dense, matmul, linear, batched, grouped, attend}
 
 
-def test_varied_shapes(emulated):
-    cases = [replace(case, path=BOTH[i % 2]) for i, case in enumerate(stability.products(24))]
-    assert stability.products(24) == stability.products(24) and len(set(cases)) == 24
-    attending = stability.attention_products(True, BOTH)
-    assert attending == stability.attention_products(True, BOTH) and len(set(attending)) == 16
-    cases += attending
-    assert stability.varied(cases, device="cpu") == []
-    bad = stability.varied(cases, OPS | {"bsr_linear": planted.wrong(OPS["bsr_linear"])}, "cpu")
-    assert bad and all("bsr_linear" in line for line in bad)
-    few = attending[:4]
-    bad = stability.varied(few, OPS | {"attention": planted.wrong(OPS["attention"], 0.1)}, "cpu")
-    assert len(bad) == 3 and all(" attention " in line for line in bad)
+def test_varied_shapes(emulated, monkeypatch):
+    names = [[case.name for case in on_paths(stability.products(24), ["sm_80"])] for _ in range(2)]
+    assert names[0] == names[1] and len(set(names[0])) == 24
+    makers = [*stability.products(24), *stability.attention(8)]
+    found = [calls.Case(make, BOTH[i // 4 % 2]) for i, make in enumerate(makers)]
+    assert stability.varied(found, "cpu") == []
 
+    made = calls.Case.__call__
 
-def test_what_runs_at_once_is_renewed(emulated):
-    """Other numbers, and the truth of them."""
-    for case in stability.concurrent(["sm_90"]):
-        if case.op != "gemm":
-            case = replace(case, rows=200, cols=192) if isinstance(case, Attend) else replace(case, m=256, k=256)
-        call = case.call()
-        before = call.run()
-        call.renew(0)
-        after = call.run()
-        assert not torch.equal(before, after) and call.complaint(after) == "" and call.complaint(before)
+    def off(case, device):
+        call = made(case, device)
+        return replace(call, op=planted.wrong(call.op, 0.1)) if "linear" in case.name else call
+
+    monkeypatch.setattr(calls.Case, "__call__", off)
+    bad = stability.varied(found[:8], "cpu")
+    assert len(bad) == 2 and all(" linear " in line for line in bad)
 
 
 def test_stability_needs_a_gpu(monkeypatch):
@@ -186,7 +188,7 @@ def test_a_spill_is_found():
 
 
 def test_a_sound_kernel_passes():
-    found = resources.check(kernel_configurations("sm_90", quick=True)[:1])
+    found = resources.check(DENSE.catalogue("sm_90", quick=True))
     assert found.verdict == PASSED and "1 kernels (sm_90a 1)" in found.summary
 
 
@@ -218,8 +220,8 @@ def test_the_planted_race_is_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["race", "honest"])
 def test_a_race_is_found(kind):
-    """By the correctness or the determinism gate, in a process that compiles its kernels anew."""
-    status, output = gpu_record.run([sys.executable, "-m", "tests.planted", "gates", kind], 250)
+    """By the determinism gate, in a process that compiles its kernels anew."""
+    status, output = gpu_record.run([sys.executable, "-m", "tests.planted", "gate", kind], 250)
     assert status == (1 if kind == "race" else 0), output
     assert "the gate itself broke" not in output, output
 
@@ -334,7 +336,7 @@ def test_ten_percent_is_found_on_the_gpu():
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     outs = [torch.empty(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     problem = Problem("gemm", size, size, size)
-    honest = lambda: OPS["gemm"](a, b, out=outs[0])  # noqa: E731
+    honest = lambda: gemm(a, b, out=outs[0])  # noqa: E731
     peer = Candidate("cuBLAS", problem.flops, lambda: lambda: torch.mm(a, b, out=outs[1]))
 
     def case(call):

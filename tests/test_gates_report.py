@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from bench import record
-from bench.gates import command, correctness, counters, gate, sanitizer
+from bench.gates import command, counters, gate, resources, sanitizer
 from bench.gates.gate import FAILED, PASSED, SKIPPED, Gate, Skip
 
 from . import gpu_record
@@ -191,10 +191,20 @@ def test_what_needs_a_gpu_says_so(monkeypatch, capsys):
     assert capsys.readouterr().out.count("no CUDA GPU") == 3
 
 
-def test_a_failed_gate_is_the_exit_status(monkeypatch, capsys):
-    monkeypatch.setattr(correctness, "check", lambda quick: Gate("correctness", FAILED, "wrong", ["gemm"]))
-    assert command.run_only("correctness", quick=True) == 1
-    assert "Not to be shipped: correctness failed." in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("suites", "asked"), [(("attention",), ["attention"]), (("gemm", "attention"), ["products", "attention"])]
+)
+def test_without_a_gpu_the_suites_kernels_are_compiled(monkeypatch, capsys, suites, asked):
+    given = []
+
+    def check(facts=None, **how):
+        given.append(list(facts or []))
+        return Gate("resources", FAILED if facts else PASSED, "so many kernels", ["one spills"])
+
+    monkeypatch.setattr(resources, "check", check)
+    assert command.compile_only(suites, quick=True) == 1
+    assert len(given) == len(asked) and {facts.path for facts in given[-1]} == {"sm_80", "sm_90"}
+    assert "Not to be shipped: resources failed." in capsys.readouterr().out
 
 
 @pytest.mark.slow

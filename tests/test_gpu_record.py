@@ -75,7 +75,7 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys, pretended, broken):
 
     def run_all_but_the_cases(command, *args, **kwargs):
         bare = [sys.executable, "-m", "tests.sanitize_cases"]
-        return (0, "sm_80 x: right\n") if command == bare else run(command, *args, **kwargs)
+        return (0, "sm_80 x: right\n") if command[:3] == bare else run(command, *args, **kwargs)
 
     monkeypatch.setattr(gpu_record, "run", run_all_but_the_cases)
     arguments = ["--sanitize", "--out", str(tmp_path / "out"), str(tests), "-p", "no:cacheprovider"]
@@ -90,7 +90,7 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys, pretended, broken):
         "cases": 0,
         "summary": "ERROR SUMMARY: 0 errors",
     }
-    assert record["sanitizer"]["bare"]["cases"] == 1
+    assert record["sanitizer"]["bare"]["cases"] == gpu_record.SANITIZER_JOBS
     assert record["machine"]["card"] == "NVIDIA H200" and len(record["machine"]["sources"]) == 64
     assert record["ok"] is not broken
     assert f"{int(not broken)} passed, {int(broken)} failed" in capsys.readouterr().out
@@ -104,8 +104,31 @@ def test_a_missing_sanitizer_is_a_failure(monkeypatch):
     assert "put it on PATH or set CUDA_HOME" in verdicts["racecheck"]["status"]
 
 
-def test_a_hang_ends(monkeypatch):
-    assert gpu_record.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)[0] == "timed out"
+def test_a_sanitizers_cases_are_shared_and_one_bad_share_tells(monkeypatch):
+    shares = []
+
+    def run(command, limit):
+        shares.append((command[2] if command[0] == "tool" else "bare", tuple(command[command.index("-m") + 2 :])))
+        assert 0 < limit <= 100
+        bad = command[0] == "tool" and command[2] == "racecheck" and "bsr sweep" in command
+        right = "".join(f"sm_90 {name}: right\n" for name in shares[-1][1])
+        return (86 if bad else 0), right + f"========= ERROR SUMMARY: {int(bad)} errors\n"
+
+    monkeypatch.setattr(gpu_record, "sanitizer", lambda: "tool")
+    monkeypatch.setattr(gpu_record, "run", run)
+    verdicts = gpu_record.sanitize(100, jobs=3)
+    assert [name for name, verdict in verdicts.items() if not verdict["ok"]] == ["racecheck"]
+    assert verdicts["racecheck"]["status"] == 86 and verdicts["racecheck"]["output"]
+    for name, verdict in verdicts.items():
+        assert verdict["cases"] == len(sanitize_cases.NAMES)
+        own = [share for tool, share in shares if tool == name]
+        assert len(own) == 3 and sorted(sum(own, ())) == sorted(sanitize_cases.NAMES)
+
+
+def test_a_hang_ends_with_what_it_started():
+    """The child of a child holds the pipe: the call must not wait for it."""
+    code = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '60'])"
+    assert gpu_record.run([sys.executable, "-c", code], 2) == ("timed out", "begun\n")
 
 
 def test_commit(monkeypatch):
@@ -126,7 +149,7 @@ def test_folder_names():
 def test_the_cases_are_right(monkeypatch, capsys):
     """The sanitizer's cases with torch in the kernels' place, on the CPU."""
     emulate.install(monkeypatch)
-    monkeypatch.setattr(sanitize_cases, "on_gpu", lambda x: x)
+    monkeypatch.setattr(sanitize_cases, "DEVICE", "cpu")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -134,3 +157,4 @@ def test_the_cases_are_right(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * len(sanitize_cases.CASES) + len(sanitize_cases.ODD) + len(sanitize_cases.HOPPER)
     assert all(line.endswith(": right") for line in lines)
+    assert sanitize_cases.main(["dense raged"]) == 2

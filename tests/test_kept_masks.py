@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-import attention.runtime
-from attention import BlockMask, block_sparse_attention, kept, ops, plan, sparse_plan
+from attention import BlockMask, block_sparse, block_sparse_attention, plan
+from attention.masks import kept
 from cute_kernels.arch import ARCHS
+from cute_kernels.runtime import families
 from cute_kernels.runtime.derived import Derived, state_of
 
 from .emulate_blocks import Walked
@@ -39,7 +40,7 @@ def test_converted_once(form, conversions):
     for terms in ({}, {"return_lse": True}, {"softcap": 3.0}):
         assert count(conversions, block_sparse_attention, *call, mask, **terms) == 0
     assert count(conversions, block_sparse_attention, *qkv(), mask) == 0
-    assert ops.as_block_mask(*call[:2], mask) is ops.as_block_mask(*call[:2], mask)
+    assert block_sparse.as_block_mask(*call[:2], mask) is block_sparse.as_block_mask(*call[:2], mask)
     assert count(conversions, block_sparse_attention, *call, held(form)) == 1, "another object of equal contents"
     assert right(call, mask, FIRST)
 
@@ -47,12 +48,12 @@ def test_converted_once(form, conversions):
 @every_form
 def test_what_kernels_must_know_is_kept_too(form, conversions, monkeypatch):
     """On the host side of the GPU path: the order of the tiles and the mask with causal."""
-    monkeypatch.setattr(sparse_plan, "_PLANS", plan.Plans())
+    monkeypatch.setattr(block_sparse, "_PLANS", plan.Plans())
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS["sm_90"], 132, ""))
-    monkeypatch.setattr(attention.runtime, "function_for", Walked)
-    orders, real = [], sparse_plan.tile_order
-    monkeypatch.setattr(sparse_plan, "tile_order", lambda *args: orders.append(1) or real(*args))
+    monkeypatch.setattr(families, "function_for", Walked)
+    orders, real = [], block_sparse.tile_order
+    monkeypatch.setattr(block_sparse, "tile_order", lambda *args: orders.append(1) or real(*args))
     call, mask = qkv(), held(form)
     first = [block_sparse_attention(*call, mask, causal=causal) for causal in (False, True)]
     made = len(conversions)
@@ -66,8 +67,8 @@ def test_what_kernels_must_know_is_kept_too(form, conversions, monkeypatch):
 
 def test_with_values_shares_it(conversions):
     mask = held("bsr")
-    first = ops.as_block_mask(*qkv()[:2], mask)
-    assert ops.as_block_mask(*qkv()[:2], mask.with_values(mask.values * 2)) is first and len(conversions) == 1
+    first = block_sparse.as_block_mask(*qkv()[:2], mask)
+    assert block_sparse.as_block_mask(*qkv()[:2], mask.with_values(mask.values * 2)) is first and len(conversions) == 1
 
 
 def test_a_bool_tensor_for_several_lengths(conversions):
@@ -75,7 +76,7 @@ def test_a_bool_tensor_for_several_lengths(conversions):
     for _ in range(2):
         for lengths in ((N, N), (300, N), (N, 300)):
             q, k, v = qkv("cpu", *lengths)
-            expected = BlockMask(*kept.tables(BlockMask.from_blocks(blocks, lengths=lengths)), lengths=lengths)
+            expected = BlockMask(*BlockMask.from_blocks(blocks, lengths=lengths).lists(), lengths=lengths)
             assert torch.equal(block_sparse_attention(q, k, v, blocks), block_sparse_attention(q, k, v, expected))
     made = len(conversions) - 6
     assert made == 3
@@ -101,13 +102,13 @@ def test_changed_in_place(form, conversions):
 @pytest.mark.parametrize("name", LISTS)
 def test_each_list_counts(name):
     mask = held("flex")
-    first = ops.as_block_mask(*qkv()[:2], mask)
+    first = block_sparse.as_block_mask(*qkv()[:2], mask)
     getattr(mask, name).add_(0)
-    second = ops.as_block_mask(*qkv()[:2], mask)
+    second = block_sparse.as_block_mask(*qkv()[:2], mask)
     setattr(mask, name, getattr(mask, name).clone())
-    third = ops.as_block_mask(*qkv()[:2], mask)
+    third = block_sparse.as_block_mask(*qkv()[:2], mask)
     getattr(mask, name).data = getattr(mask, name).clone()
-    fourth = ops.as_block_mask(*qkv()[:2], mask)
+    fourth = block_sparse.as_block_mask(*qkv()[:2], mask)
     assert len({id(m) for m in (first, second, third, fourth)}) == 4
 
 
@@ -150,9 +151,9 @@ def test_through_which_tensors_writes_are_seen():
     """Aliases that share the version counter. The indices that a torch.sparse_bsr tensor was built from do not."""
     call, mask = qkv(), held("torch bsr")
     for alias in (mask.col_indices(), mask.crow_indices(), mask.detach(), mask.detach().col_indices()):
-        first = ops.as_block_mask(*call[:2], mask)
+        first = block_sparse.as_block_mask(*call[:2], mask)
         (alias.mul_(1) if alias.layout is torch.strided else alias.copy_(alias.clone()))
-        assert ops.as_block_mask(*call[:2], mask) is not first
+        assert block_sparse.as_block_mask(*call[:2], mask) is not first
     view = held("bool")
     assert right(call, view, FIRST)
     view.view(-1)[:] = SECOND.flatten()
@@ -195,7 +196,7 @@ def test_tensors_of_inference_mode(form, conversions):
 def test_nothing_outlives_the_object(form):
     mask = held(form)
     block_sparse_attention(*qkv(), mask)
-    made = weakref.ref(ops.as_block_mask(*qkv()[:2], mask))
+    made = weakref.ref(block_sparse.as_block_mask(*qkv()[:2], mask))
     alive, lists = weakref.ref(mask), weakref.ref(made().full_index)
     assert alive() is not None and made() is not None
     del mask
@@ -212,8 +213,8 @@ def test_a_mask_mod_that_refers_to_the_mask():
             return (q - kv).abs() < holder.window
 
         holder.mask = create_block_mask(near, None, None, N, N, device="cpu")
-        made = ops.as_block_mask(*qkv()[:2], holder.mask)
-        made._set(derived=types.SimpleNamespace(element=near))  # as sparse_plan.Derived of a GPU's mask
+        made = block_sparse.as_block_mask(*qkv()[:2], holder.mask)
+        made._set(derived=types.SimpleNamespace(element=near))  # as block_sparse.Derived of a GPU's mask
         return [weakref.ref(near), weakref.ref(holder.mask), weakref.ref(made)]
 
     found = references()

@@ -9,7 +9,8 @@ import torch._dynamo.testing
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import BlockMask, block_sparse_attention, kept, torch_op
+from attention import BlockMask, block_sparse_attention, torch_op
+from attention.masks import kept
 from sparse_collective.bsr import BsrMatrix
 
 from .held_masks import FIRST, SECOND, N, count, held, parts, qkv, right, spied_conversions, write
@@ -140,7 +141,7 @@ def first_tensors(form, mask) -> list:
 def test_one_list_of_several_masks():
     """Kept with the first list, but made of all four: one that took the address of another is not that one."""
     first = BlockMask.from_blocks(FIRST)
-    lists, sizes = kept.tables(first), (list(first.lengths), list(first.blocksize))
+    lists, sizes = first.lists(), (list(first.lengths), list(first.blocksize))
     for _ in range(20):
         other = *lists[:3], BlockMask.from_blocks(SECOND).full_index
         made = torch_op._block_mask(list(other), *sizes, None, [], [])

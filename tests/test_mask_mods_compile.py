@@ -9,7 +9,7 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from attention.mask_mods import And, Band, Dilated, GlobalTokens, Or, RowRange, SameDocument
+from attention.masks.mask_mods import And, Band, Dilated, GlobalTokens, Or, RowRange, SameDocument
 
 THREADS = 128
 NONE = torch.zeros(1, dtype=torch.int32)

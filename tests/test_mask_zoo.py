@@ -7,13 +7,13 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from attention import BlockMask, block_sparse_attention
-from attention.config import BlockKind, FlashFacts
-from attention.element_mask import element_mask
-from attention.heuristics import Extents, pick
-from attention.runtime import compile_flash
+from attention.forward.choose import Extents, pick
+from attention.forward.config import BlockKind, FlashFacts
+from attention.masks.element_mask import element_mask
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.families import compile_kernel
 
 from .mask_zoo import BATCH, HEADS, ZOO
 from .reference import poisoned
@@ -85,7 +85,7 @@ def test_attention_on_a_gpu(name, path):
 
 def inspected(facts: FlashFacts) -> tuple:
     """(resources, what is wrong with a kernel beside what it spills)"""
-    built = compile_flash(facts, keep_cubin=True)
+    built = compile_kernel(facts, keep_cubin=True)
     resources = inspect.resources(cubin_of(built.compiled), facts.arch)
     found = inspect.problems(
         resources,

@@ -7,14 +7,15 @@ more than a p of 16 bits can be, by more than an exponential in fp32 can be, at 
 import pytest
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention, heuristics, ops
+from attention import BlockMask, attention, block_sparse_attention, eager
+from attention.forward import choose
 from attention.plan import Plans
 
 from .reference import attention_plainly, band_mask, poisoned
 
 BF16, FP16, FP64 = torch.bfloat16, torch.float16, torch.float64
 # (D, tiles): all shapes of tiles that there are on sm_90
-TILES = [(dim, tiles) for dim, found in heuristics.SM_90.items() for tiles, _ in found]
+TILES = [(dim, tiles) for dim, found in choose.SM_90.items() for tiles, _ in found]
 
 
 def operands(D, growth, spikes, dtype=BF16, device="cuda", rows=400, columns=1000, heads=2):
@@ -62,9 +63,9 @@ def test_dense(device, path, growth, spikes, dtype, terms):
 @pytest.mark.parametrize(("D", "tiles"), TILES, ids=str)
 def test_tiles(monkeypatch, D, tiles, causal):
     """Every shape of tiles, and more query tiles than a CTA's first one."""
-    monkeypatch.setattr(heuristics, "SM_90", {D: ((tiles, 1.0),)})
-    monkeypatch.setattr(heuristics, "EVEN", set())
-    monkeypatch.setattr(ops, "_PLANS", Plans())
+    monkeypatch.setattr(choose, "SM_90", {D: ((tiles, 1.0),)})
+    monkeypatch.setattr(choose, "EVEN", set())
+    monkeypatch.setattr(eager, "_PLANS", Plans())
     q, k, v = operands(D, 40, 500, heads=80)
     out = poisoned(*q.shape, device="cuda")
     _, lse = attention(q, k, v, causal=causal, scale=1 / 8, return_lse=True, out=out)
@@ -73,7 +74,7 @@ def test_tiles(monkeypatch, D, tiles, causal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", [128, 64])
-@pytest.mark.parametrize("D", heuristics.HEAD_DIMS)
+@pytest.mark.parametrize("D", choose.HEAD_DIMS)
 def test_blocks(path, D, side):
     """Of a block mask, half of the blocks; full ones, and as its elements say."""
     q, k, v = operands(D, 40, 500, rows=1024, columns=1024)

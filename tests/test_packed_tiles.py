@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attention import lengths as lengths_module
-from attention import scheduler as compiled_module
-from attention.lengths import PackedLengths
+from attention.forward import scheduler as compiled_module
+from attention.forward import seqlen as seqlen_module
+from attention.forward.seqlen import PackedSeqlens
 
 # A copy of its own: functions of which a kernel was compiled are no longer plain.
-spec = importlib.util.spec_from_file_location("attention.plain_scheduler", compiled_module.__file__)
+spec = importlib.util.spec_from_file_location("attention.forward.plain_scheduler", compiled_module.__file__)
 scheduler_module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(scheduler_module)
 PackedScheduler = scheduler_module.PackedScheduler
@@ -36,7 +36,7 @@ def warp(monkeypatch):
         make_warp_uniform=int,
     )
     numbers = SimpleNamespace(min=np.minimum, max=np.maximum)
-    for module in (scheduler_module, lengths_module):
+    for module in (scheduler_module, seqlen_module):
         monkeypatch.setattr(module, "cutlass", numbers)
         monkeypatch.setattr(module, "cute", SimpleNamespace(arch=arch))
         monkeypatch.setattr(module, "select_", np.where)
@@ -52,7 +52,7 @@ def cumulative(sizes) -> np.ndarray:
 
 def scheduler_of(sizes, tile_m, heads=2, shared=1, after=0) -> PackedScheduler:
     cu = cumulative(sizes)
-    lengths = PackedLengths(cu, cu, int(cu[-1]) + after, int(cu[-1]))
+    lengths = PackedSeqlens(cu, cu, int(cu[-1]) + after, int(cu[-1]))
     return PackedScheduler.at_most(lengths, tile_m, heads, shared)
 
 
@@ -76,7 +76,7 @@ def test_every_tile_comes_once(sizes, after, tile_m, warp):
     assert [(t.h, t.b, t.m) for t in found] == expected
     # The kernel with a CTA for each index that there may be: those past the last have no rows.
     found = [at_most.decode(i) for i in range(at_most.count)]
-    spans = [at_most.lengths.of(t.b) for t in found]
+    spans = [at_most.seqlens.of(t.b) for t in found]
     assert [(t.h, t.b, t.m) for t, s in zip(found, spans, strict=True) if s.rows] == expected
     assert all(s.cols == 0 for s in spans if not s.rows)
 
@@ -87,7 +87,7 @@ def test_heads_share_keys(warp):
 
 
 def test_spans(warp):
-    lengths = PackedLengths(np.array([0, 3, 3, 10]), np.array([0, 5, 9, 9]), 12, 11)
+    lengths = PackedSeqlens(np.array([0, 3, 3, 10]), np.array([0, 5, 9, 9]), 12, 11)
     spans = [lengths.of(b) for b in range(6)]
     assert [(int(s.q0), int(s.rows), int(s.k0), int(s.cols)) for s in spans] == [
         (0, 3, 0, 5),
@@ -106,7 +106,7 @@ def test_no_span_leaves_the_tensors(seed, warp):
     random = np.random.default_rng(seed)
     entries, size = [-(2**31), -5, 0, 7, 90, 100, 101, 2**31 - 1], random.integers(2, 70)
     cu_q, cu_k = random.choice(entries, size), random.choice(entries, size)
-    lengths = PackedLengths(cu_q, cu_k, 100, 90)
+    lengths = PackedSeqlens(cu_q, cu_k, 100, 90)
     scheduler = PackedScheduler.at_most(lengths, 64, 2, 1)
     for tiles in (scheduler, scheduler.counted(1)):
         for index in range(tiles.count):

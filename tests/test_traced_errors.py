@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import nn
 
-from attention.element_mask import element_mask
+from attention.masks.element_mask import element_mask
 from cute_kernels import functions as F
 from cute_kernels.checks import epilogue_program
 from cute_kernels.traced.record import TraceError, trace

@@ -6,130 +6,95 @@ import random
 
 import pytest
 
-from bench.tune.race import HEATS, INCUMBENT, Heat, race, ratios
-from bench.tune.search import Settings, evolve
+from bench.tune.search import HEATS, INCUMBENT, Heat, Settings, evolve, race
 
 SIDES = (8, 8, 6, 4, 4)
 BEST = (5, 2, 3, 1, 0)
 
 
-class Grid:
-    """Genomes are points of a grid; a third of them is illegal, in stripes."""
-
-    def legal(self, genome):
-        return (genome[0] + genome[1]) % 3 != 2 or genome == BEST
-
-    def key(self, genome):
-        return genome
-
-    def random(self, rng):
-        while True:
-            genome = tuple(rng.randrange(n) for n in SIDES)
-            if self.legal(genome):
-                return genome
-
-    def mutate(self, genome, rng):
-        while True:
-            i = rng.randrange(len(SIDES))
-            changed = (*genome[:i], rng.randrange(SIDES[i]), *genome[i + 1 :])
-            if self.legal(changed):
-                return changed
-
-    def crossover(self, one, other, rng):
-        mixed = tuple(rng.choice(pair) for pair in zip(one, other, strict=True))
-        return mixed if self.legal(mixed) else self.mutate(one, rng)
+def legal(point):
+    """A third of the grid is illegal, in stripes."""
+    return (point[0] + point[1]) % 3 != 2 or point == BEST
 
 
-def cost(genome):
-    """1 at the optimum; genes 0 and 2 depend on each other; a quarter of the space cannot be used."""
-    if genome[3] == 3:
+def vary(one, other, rng):
+    """A mixture, or one or two coordinates changed."""
+    while True:
+        found = [rng.choice(pair) for pair in zip(one, other or one, strict=True)]
+        for i in rng.sample(range(len(SIDES)), rng.choice((0, 1, 2) if other else (1, 2))):
+            near = min(max(found[i] + rng.choice((-1, 1)), 0), SIDES[i] - 1)
+            found[i] = rng.choice((near, rng.randrange(SIDES[i])))
+        if legal(tuple(found)):
+            return tuple(found)
+
+
+def cost(point):
+    """1 at the optimum; dimensions 0 and 2 depend on each other; a quarter of the space cannot be used."""
+    if point[3] == 3:
         return math.inf
-    d = [abs(a - b) for a, b in zip(genome, BEST, strict=True)]
+    d = [abs(a - b) for a, b in zip(point, BEST, strict=True)]
     return 1 + 0.1 * abs(d[0] - d[2]) + 0.05 * sum(d)
 
 
-class Evaluator:
-    def __init__(self, seconds=0.0):
-        self.batches, self.now, self.seconds = [], 0.0, seconds
-
-    def __call__(self, batch):
-        self.batches.append(list(batch))
-        self.now += self.seconds * len(batch)
-        return [cost(genome) for genome in batch]
-
-    @property
-    def scored(self):
-        return [genome for batch in self.batches for genome in batch]
-
-
 def search(seed=0, seeds=((0, 0, 0, 0, 3),), seconds=0.0, **more):
-    evaluator = Evaluator(seconds)
-    result = evolve(Grid(), evaluator, seeds, seed=seed, clock=lambda: evaluator.now, **more)
-    return result, evaluator
+    """(result, batches that were scored, clock at the end)"""
+    batches, now = [], [0.0]
+
+    def evaluate(batch):
+        batches.append(list(batch))
+        now[0] += seconds * len(batch)
+        return [cost(point) for point in batch]
+
+    result = evolve(list(seeds), evaluate, vary, seed=seed, clock=lambda: now[0], **more)
+    return result, batches, now[0]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_optimum_is_found_in_a_fraction_of_the_space(seed):
-    result, evaluator = search(seed, settings=Settings(patience=12))
-    assert result.best == (BEST, 1.0)
-    assert len(evaluator.scored) < math.prod(SIDES) / 8
-    assert "without gain" in result.stopped
+    seen = []
+    more = {"settings": Settings(patience=12), "progress": lambda result: seen.append(result.scored)}
+    result, batches, _ = search(seed, **more)
+    scored = list(itertools.chain(*batches))
+    assert result.ranking[0] == (BEST, 1.0) and "without gain" in result.stopped
+    assert len(scored) < math.prod(SIDES) / 8 and len(set(scored)) == len(scored) == result.scored
+    assert [score for _, score in result.ranking] == sorted(cost(point) for point in scored if cost(point) < math.inf)
+    assert seen == list(itertools.accumulate(map(len, batches)))
 
 
 def test_the_same_seed_takes_the_same_way():
-    assert search(3)[1].batches == search(3)[1].batches
-    assert search(3)[1].batches != search(4)[1].batches
-
-
-def test_nothing_is_scored_twice_and_the_ranking_is_in_order():
-    result, evaluator = search(1)
-    assert len(set(evaluator.scored)) == len(evaluator.scored) == result.scored
-    scores = [score for _, score in result.ranking]
-    assert scores == sorted(scores) and math.inf not in scores
-    assert all(cost(genome) == score for genome, score in result.ranking)
+    assert search(3)[1] == search(3)[1] != search(4)[1]
 
 
 @pytest.mark.parametrize("budget", [0.0, 10.0, 100.0])
 def test_the_budget_is_exceeded_by_one_batch_at_most(budget):
     settings = Settings(children=8, patience=10**6)
-    result, evaluator = search(seconds=1.0, budget_s=budget, settings=settings)
+    result, batches, now = search(seconds=1.0, budget_s=budget, settings=settings)
     assert result.stopped == "budget spent"
-    assert budget <= evaluator.now < budget + settings.children + 1
-    assert all(len(batch) <= settings.children for batch in evaluator.batches)
+    assert budget <= now < budget + settings.children + 1
+    assert all(len(batch) <= settings.children for batch in batches)
 
 
 def test_many_seeds_are_scored_in_batches_and_in_order():
-    seeds = [genome for genome in itertools.product(*map(range, SIDES)) if Grid().legal(genome)][:50]
-    _, evaluator = search(seeds=seeds + seeds, settings=Settings(children=16, patience=1))
-    assert evaluator.scored[:50] == seeds
-    assert [len(batch) for batch in evaluator.batches[:4]] == [16, 16, 16, 2]
+    seeds = [point for point in itertools.product(*map(range, SIDES)) if legal(point)][:50]
+    _, batches, _ = search(seeds=seeds + seeds, settings=Settings(children=16, patience=1))
+    assert list(itertools.chain(*batches))[:50] == seeds
+    assert [len(batch) for batch in batches[:4]] == [16, 16, 16, 2]
 
 
 def test_a_search_goes_on_where_no_seed_can_be_used():
-    result, _ = search(seeds=[(0, 0, 0, 3, 0)], settings=Settings(patience=12))
-    assert result.best == (BEST, 1.0)
+    result, _, _ = search(seeds=[(0, 0, 0, 3, 0)], settings=Settings(patience=12))
+    assert result.ranking[0] == (BEST, 1.0)
 
 
-def test_a_space_without_anything_usable_has_no_best():
-    result = evolve(Grid(), lambda batch: [math.inf] * len(batch), [BEST], settings=Settings(patience=3))
-    assert result.best is None and result.ranking == [] and result.generations == 3
+def test_a_space_without_anything_usable_ends():
+    result = evolve([BEST], lambda batch: [math.inf] * len(batch), vary, settings=Settings(patience=3))
+    assert result.ranking == [] and result.stopped == "3 generations without gain"
 
 
 def test_a_small_space_is_used_up():
-    class Two(Grid):
-        def random(self, rng):
-            return rng.choice([BEST, (0,) * 5])
-
-        mutate = crossover = lambda self, *args: self.random(args[-1])
-
-    result = evolve(Two(), lambda batch: [cost(genome) for genome in batch], [BEST])
+    two = [BEST, (0,) * 5]
+    result = evolve(two[:1], lambda batch: list(map(cost, batch)), lambda one, other, rng: rng.choice(two))
     assert result.stopped == "nothing new to try" and result.scored == 2
-
-
-def test_progress_sees_every_batch():
-    seen = []
-    search(progress=lambda result: seen.append(result.scored))
-    assert seen == sorted(seen) and len(seen) > 1
 
 
 # -- races ------------------------------------------------------------------------------------------------------
@@ -140,8 +105,7 @@ class Card:
 
     def __init__(self, speeds, noise=0.0):
         self.speeds = {INCUMBENT: 100.0} | speeds
-        self.rng, self.noise = random.Random(0), noise
-        self.heats = []
+        self.rng, self.noise, self.heats = random.Random(0), noise, []
 
     def __call__(self, names, rounds):
         self.heats.append((list(names), rounds))
@@ -152,42 +116,25 @@ class Card:
                 times[name].append(self.speeds[name] * drift * self.rng.uniform(1, 1 + self.noise))
         return times
 
-    @property
-    def rounds(self):
-        return {name: sum(rounds for names, rounds in self.heats if name in names) for name in self.speeds}
 
-
-def test_drift_does_not_enter_a_ratio():
-    card = Card({"a": 90.0, "b": 150.0})
-    found = ratios(card([INCUMBENT, "a", "b"], 5))
-    assert found == pytest.approx({"a": 0.9, "b": 1.5})
-
-
-def test_who_falls_behind_is_abandoned_early():
+def test_who_falls_behind_is_abandoned_early_and_drift_does_not_enter_a_ratio():
     card = Card({"fast": 80.0, "near": 82.0, "slow": 95.0, "worst": 300.0})
     found = race(card, ["worst", "slow", "near", "fast"])
     assert found == pytest.approx({"fast": 0.8, "near": 0.82, "slow": 0.95, "worst": 3.0})
     first, second, third = (heat.rounds for heat in HEATS)
-    assert card.rounds["worst"] == card.rounds["slow"] == first  # 0.95 / 0.8 is above 1.15
-    assert card.rounds["near"] == card.rounds["fast"] == first + second + third
-    assert all(INCUMBENT in names for names, _ in card.heats)
+    rounds = {name: sum(n for names, n in card.heats if name in names) for name in card.speeds}
+    assert rounds["worst"] == rounds["slow"] == first  # 0.95 / 0.8 is above 1.15
+    assert rounds["near"] == rounds["fast"] == rounds[INCUMBENT] == first + second + third
 
 
-def test_the_best_of_earlier_races_is_the_mark():
-    card = Card({"a": 90.0})
-    assert race(card, ["a"], best=0.7) == pytest.approx({"a": 0.9})
-    assert len(card.heats) == 1
-
-
-def test_the_incumbent_itself_is_a_mark():
-    card = Card({"a": 120.0})
-    race(card, ["a"])
-    assert len(card.heats) == 1
+@pytest.mark.parametrize(("us", "best", "heats"), [(90.0, 0.7, 1), (120.0, 1.0, 1), (90.0, 1.0, 3)])
+def test_earlier_races_and_the_incumbent_are_marks(us, best, heats):
+    card = Card({"a": us})
+    assert race(card, ["a"], best) == pytest.approx({"a": us / 100}) and len(card.heats) == heats
 
 
 def test_no_names_take_no_heat():
-    card = Card({})
-    assert race(card, []) == {} and card.heats == []
+    assert race(Card({}), []) == {}
 
 
 def test_noise_does_not_change_the_winner():

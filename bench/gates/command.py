@@ -2,8 +2,8 @@
 
     resources     registers, spills, shared memory and tensor-core instructions of every kernel; needs no GPU
     tables        whether the shipped tuned tables were measured on these kernels; needs no GPU
-    correctness   a matrix of products, and attention, on every path against fp64; without a GPU the ops' CPU reference
-    determinism   one hash of every output in repeated runs, and the same bits in a thousand
+    correctness   the tests of the ops' results against fp64; without a GPU those of the CPU references
+    determinism   the same bits in a thousand runs
     stability     hundreds of shapes, streams and threads at once, CUDA graphs, memory
     speed         ratios to peers against the floors of this card
     counters      how busy the tensor cores are, counted by ncu
@@ -15,6 +15,7 @@ reason. On a GPU machine all of it is written to <out>/<card>/gates.json, unless
 
 import argparse
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ import torch
 from ..record import RESULTS
 
 NAMES = ("resources", "tables", "correctness", "determinism", "stability", "speed", "counters", "sanitizer")
-NOT_QUICK = ("counters", "sanitizer")
 
 
 def add_command(subparsers) -> None:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         from . import warm
 
         tell("compiling what will be launched ...")
-        warm.kernels(warm.products(args.only, args.quick))
+        warm.kernels(warm.cases(args.only, args.quick))
     gates = gate.run(checks(args.only, args.quick), tell)
     gate.page(gates)
     if gpu and args.only == NAMES:
@@ -88,11 +88,17 @@ def run(args: argparse.Namespace) -> int:
     return gate.exit_status(gates)
 
 
-def run_only(name: str, quick: bool) -> int:
-    """Ask one gate and print its page; the exit status. Nothing is written."""
-    from . import gate
+# Whose families a kind of suite is about
+PACKAGES = {"products": ("cute_kernels", "sparse_collective"), "attention": ("attention",)}
 
-    gates = gate.run(checks((name,), quick), tell)
+
+def compile_only(suites: Iterable[str], quick: bool) -> int:
+    """Ask the resources gate about the kernels of some suites and print its page; the exit status."""
+    from . import gate, resources
+
+    kinds = {"attention" if suite == "attention" else "products" for suite in suites}
+    checks = {kind: partial(resources.check, quick=quick, package=PACKAGES[kind]) for kind in sorted(kinds)}
+    gates = gate.run(checks, tell)
     gate.page(gates)
     return gate.exit_status(gates)
 

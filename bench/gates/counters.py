@@ -2,6 +2,8 @@
 
 A time can be right by luck of the clocks; the share of cycles in which the tensor pipe works does not depend on them.
 ncu needs permission to read the counters, which containers often lack: then the gate is skipped, and says so.
+
+`python -m bench.gates.counters dense` launches what is profiled: one kernel whose name has Gemm in it.
 """
 
 import csv
@@ -13,9 +15,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import torch
+
+from cute_kernels import gemm
+from sparse_collective import bsr_matmul, random_bsr
+
 from ..record import RESULTS
 from .gate import FAILED, PASSED, Gate, Skip, need_gpu
-from .probe import PROBES
 
 NAME = "counters"
 TENSOR = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active"
@@ -43,7 +49,7 @@ def profile(name: str) -> str:
     if ncu is None:
         raise Skip("ncu was found neither on PATH nor in /usr/local/cuda*/bin")
     metrics = ",".join((TENSOR, DRAM, L2_READS, DURATION))
-    command = [ncu, *OPTIONS, metrics, sys.executable, "-m", "bench.gates.probe", name]
+    command = [ncu, *OPTIONS, metrics, sys.executable, "-m", "bench.gates.counters", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=LIMIT)
     output = done.stdout + done.stderr
     for refusal in REFUSALS:
@@ -83,7 +89,7 @@ def parse(output: str) -> list[dict[str, float]]:
 def check(profile: Callable[[str], str] = profile) -> Gate:
     """Profile each probe and hold its tensor activity to the least; `profile` gives what ncu prints of a probe."""
     lines, low = [], []
-    for name in PROBES:
+    for name in LEAST_ACTIVE:
         (launch,) = parse(profile(name))
         active, least = launch[TENSOR], LEAST_ACTIVE[name]
         micro = launch[DURATION] / 1e3
@@ -97,3 +103,19 @@ def check(profile: Callable[[str], str] = profile) -> Gate:
     if low:
         return Gate(NAME, FAILED, f"the tensor cores idle too much: {', '.join(low)}", lines)
     return Gate(NAME, PASSED, "; ".join(lines), lines)
+
+
+def launch(name: str) -> None:
+    """dense: 4096^3. bsr: 8192^3 with 128x128 blocks, one in eight stored, the same number in every row."""
+    size = {"dense": 4096, "bsr": 8192}[name]
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    b = torch.randn(size, size, **options)
+    if name == "dense":
+        gemm(torch.randn(size, size, **options), b)
+    else:
+        bsr_matmul(random_bsr((size, size), (128, 128), per_row=8, **options), b)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    launch(*sys.argv[1:])

@@ -4,7 +4,6 @@ A gate is a function without arguments that returns a `Gate`. It may raise `Skip
 asked here. Any other exception is a failure: a gate that could not look has not seen that all is well.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -124,9 +123,6 @@ def write(gates: list[Gate], folder: Path, mode: str) -> Path:
     `mode` is "quick" or "full". Only a machine with a GPU has a card, and so a place for this file.
     """
     environment = record.environment()
-    path = Path(folder, record.card_name(environment["card"]), "gates.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = {"mode": mode, "environment": environment, "ok": exit_status(gates) == 0, "conclusion": conclusion(gates)}
     data["gates"] = [asdict(replace(gate, details=shown(gate))) for gate in gates]
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    return path
+    return record.save(folder, environment["card"], "gates", data)

@@ -6,12 +6,12 @@ Compiling needs no GPU, so this gate holds every architecture's kernels, whateve
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul.catalogue import kernel_configurations, name_of
-from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.runtime import inspect
+from cute_kernels.runtime.families import families, family_of
 from cute_kernels.runtime.parallel import Report, in_parallel, inspect_kernel
 
 from .gate import Gate, Skip, judged
@@ -19,35 +19,49 @@ from .gate import Gate, Skip, judged
 NAME = "resources"
 
 
-def inspect_at_once(facts: GemmFacts) -> Report:
-    """inspect_kernel without garbage collections: looking through what tracing builds takes a sixth of the time."""
+def catalogues(quick: bool, package: tuple[str, ...] = ()) -> list:
+    """Each architecture's kernels, of all families or of some packages'; with `quick` a few typical ones."""
+    found = [f for f in families() if not package or type(f).__module__.partition(".")[0] in package]
+    return [facts for arch in ARCHS for family in found for facts in family.catalogue(arch, quick)]
+
+
+def without_collections(compiled: Callable[..., Report], facts) -> Report:
+    """compiled(facts) without garbage collections: searching through what tracing builds takes a sixth of the time."""
     gc.disable()
     try:
-        return inspect_kernel(facts)
+        return compiled(facts)
     finally:
         gc.enable()
 
 
-def check(facts: Iterable[GemmFacts] | None = None, *, quick: bool = False, jobs: int | None = None) -> Gate:
-    """Compile the kernels of `facts`, by default each architecture's catalogue, and read their machine code.
+def check(
+    facts: Iterable | None = None,
+    *,
+    quick: bool = False,
+    package: tuple[str, ...] = (),
+    compiled: Callable[..., Report] = inspect_kernel,
+) -> Gate:
+    """Compile the kernels of `facts`, by default of `catalogues`, in a process a CPU, and read their machine code.
 
-    With `quick` three kernels an architecture. `jobs` is how many processes compile, by default one a CPU.
+    `compiled` does it for the facts of one kernel, and is a function of a module.
     """
     try:
         inspect.find_nvdisasm()
     except inspect.MissingDisassembler as error:
         raise Skip(str(error)) from None
-    facts = [f for arch in ARCHS for f in kernel_configurations(arch, quick)] if facts is None else list(facts)
-    facts.sort(key=lambda f: f.epilogue.is_light)  # what takes longest first, so that no CPU waits at the end
+    facts = catalogues(quick, package) if facts is None else list(facts)
     problems, bad, count, most = [], 0, Counter(), 0
-    for outcome in in_parallel(inspect_at_once, facts, jobs or os.cpu_count() or 1):
+    for outcome in in_parallel(partial(without_collections, compiled), facts, os.cpu_count() or 1):
         found = [outcome.error] if outcome.error else outcome.value.problems
         count[outcome.item.arch] += 1
         if outcome.value:
             most = max(most, outcome.value.resources.registers)
         if found:
             bad += 1
-            problems += [f"{outcome.item.arch} {name_of(outcome.item)}", *(f"    {problem}" for problem in found)]
+            problems += [
+                f"{outcome.item.arch} {family_of(outcome.item).title(outcome.item)}",
+                *(f"    {problem}" for problem in found),
+            ]
     kernels = ", ".join(f"{arch} {n}" for arch, n in sorted(count.items()))
     return judged(
         NAME,

@@ -7,16 +7,14 @@ results do not depend on what else the GPU does. At the end the same work again 
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from functools import partial
 
 import torch
 
+from tests.calls import BF16, FP16, Call, Case, attend, bits, dense, linear, matmul, on_paths, paths
+
 from ..rows import reason
-from .correctness import paths, spread
 from .gate import Gate, judged, need_gpu
-from .products import BF16, FP16, OPS, Call, Product
-from .products_attention import Attend, AttendCall
 
 NAME = "stability"
 LAUNCHES, QUICK_LAUNCHES = 400, 100
@@ -27,79 +25,84 @@ PATTERNS = ("uniform", "bernoulli", "empty_rows", "power_law", "banded", "one_fu
 GROWTH = 16 << 20  # bytes of the device that the driver may take or give back for itself, such as local memory
 
 
-def products(count: int, seed: int = 0) -> list[Product]:
+def products(count: int, seed: int = 0) -> list[partial]:
     """Random shapes from a few families, so that the shapes are many and the kernels to compile are few."""
     draw = random.Random(seed)
     found = []
     for i in range(count):
-        op = ("gemm", "gemm", "bsr_matmul", "bsr_linear")[i % 4]
+        op = (dense, dense, matmul, linear)[i % 4]
         n = 8 * draw.randint(1, 96)
-        if op == "gemm":
+        if op is dense:
             m, k = draw.randint(1, 800), 8 * draw.randint(1, 128)
-            found.append(Product(op, m, n, k, draw.choice(("nn", "nt"))))
+            found.append(partial(dense, m, n, k, draw.choice(("nn", "nt"))))
             continue
         block = draw.choice(BLOCKS)
-        m, k = (side * draw.randint(1, 768 // side) for side in block)
-        dtype = FP16 if op == "bsr_linear" else BF16
-        found.append(Product(op, m, n, k, "nn", block, draw.choice(PATTERNS), dtype, dtype))
+        rows, cols = (draw.randint(1, 768 // side) for side in block)
+        dtype = FP16 if op is linear else BF16
+        found.append(partial(op, block, draw.choice(PATTERNS), rows, cols, n, dtype=dtype))
     return found
 
 
-def attention_products(quick: bool, families: Iterable[str | None], seed: int = 0) -> list[Attend]:
-    """The same of attention: each form's random lengths and heads, on one path after the other."""
-    draw, families = random.Random(seed), list(families)
+def attention(count: int, seed: int = 0) -> list[partial]:
+    """The same of attention: each form's random lengths and heads."""
+    draw = random.Random(seed)
     found = []
-    for i in range(QUICK_ATTENTION if quick else ATTENTION):
+    for i in range(count):
         batch, kv_heads, cols = draw.randint(2, 5), draw.randint(1, 3), draw.randint(1, 700)
         heads, rows = kv_heads * draw.randint(1, 4), draw.randint(1, 700)
         sizes = batch, heads, kv_heads, rows, cols
+        pages = batch, heads, kv_heads, draw.randint(1, 9), 16 * (cols // 16 + 1)
         case = (
-            Attend("dense", *sizes, 64, causal=True),
-            Attend("packed", *sizes, 64, causal=True),
-            Attend("blocks", *sizes, 64, block=(128, 128)),
-            Attend("cache", batch, heads, kv_heads, draw.randint(1, 9), 16 * (cols // 16 + 1), 128, page=16),
+            partial(attend, "dense", *sizes, 64, causal=True),
+            partial(attend, "packed", *sizes, 64, causal=True),
+            partial(attend, "blocks", *sizes, 64, block=(128, 128)),
+            partial(attend, "cache", *pages, 128, page=16),
         )[i % 4]
-        found.append(replace(case, path=families[i // 4 % len(families)]))
+        found.append(case)
     return found
 
 
-def concurrent(families: Iterable[str | None]) -> list[Product | Attend]:
-    """What runs at once: every op, large enough that launches overlap."""
-    cases = [
-        Product("gemm", 1000, 776, 1032, "nn", terms="bias+gelu"),
-        Product("bsr_matmul", 1024, 520, 1024, "nn", (128, 128), "power_law"),
-        Product("gemm", 520, 1000, 776, "nt"),
-        Product("bsr_linear", 768, 264, 1024, "nn", (64, 64), "empty_rows", FP16, FP16, "bias"),
-        Attend("dense", 3, 8, 2, 1000, 1100, 64, causal=True),
-        Attend("packed", 9, 8, 2, 1000, 1000, 64, causal=True),
-        Attend("blocks", 2, 12, 2, 1000, 1100, 64, block=(128, 128)),
-        Attend("cache", 4, 8, 2, 2, 4096, 128, splits=7, page=16),
-    ]
-    return spread(cases, families)
+def in_turns(makers: list[partial]) -> list[Case]:
+    """Four makers make a turn of all ops; the next turn takes the next path."""
+    here = paths()
+    return [Case(make, here[i // 4 % len(here)]) for i, make in enumerate(makers)]
 
 
-def varied(cases: Iterable[Product | Attend], ops: Mapping[str, Callable] = OPS, device: str = "cuda") -> list[str]:
+CONCURRENT = [  # every op, large enough that launches overlap
+    partial(dense, 1000, 776, 1032, terms="bias+gelu"),
+    partial(matmul, (128, 128), "power_law", 8, 8, 520),
+    partial(dense, 520, 1000, 776, "nt"),
+    partial(linear, (64, 64), "empty_rows", 12, 16, 264, dtype=FP16, terms="bias"),
+    partial(attend, "dense", 3, 8, 2, 1000, 1100, 64, causal=True),
+    partial(attend, "packed", 9, 8, 2, 1000, 1000, 64, causal=True),
+    partial(attend, "blocks", 2, 12, 2, 1000, 1100, 64, block=(128, 128)),
+    partial(attend, "cache", 4, 8, 2, 2, 4096, 128, splits=7, page=16),
+]
+
+
+def to_compile(quick: bool) -> list[Case]:
+    """Cases whose kernels the gate launches, but for the products' few."""
+    return on_paths(CONCURRENT, paths()) + in_turns(attention(QUICK_ATTENTION if quick else ATTENTION))
+
+
+def varied(cases: list[Case], device: str = "cuda") -> list[str]:
     """One after another, each against the truth; what is wrong."""
-    problems = []
-    for case in cases:
-        call = case.call(device)
-        if complaint := call.complaint(call.run(ops)):
-            problems.append(f"{case.name}: {complaint.splitlines()[0]}")
-    return problems
+    complaints = ((case.name, case(device).complaint()) for case in cases)
+    return [f"{name}: {text.splitlines()[0]}" for name, text in complaints if text]
 
 
-def on_streams(calls: list, alone: list[torch.Tensor], ops: Mapping[str, Callable], streams: list) -> list[str]:
+def on_streams(calls: list[Call], alone: list[torch.Tensor], streams: list) -> list[str]:
     """Several streams at once, fed from one thread."""
     torch.cuda.synchronize()
     results = []
     for i in range(ROUNDS * len(calls)):
         with torch.cuda.stream(streams[(i + i // len(calls)) % len(streams)]):
-            results.append((i % len(calls), calls[i % len(calls)].run(ops)))
+            results.append((i % len(calls), calls[i % len(calls)].run()))
     torch.cuda.synchronize()
     return different("streams", results, calls, alone)
 
 
-def on_threads(calls: list, alone: list[torch.Tensor], ops: Mapping[str, Callable], streams: list) -> list[str]:
+def on_threads(calls: list[Call], alone: list[torch.Tensor], streams: list) -> list[str]:
     """Several threads at once, a stream each."""
     results, problems = [], []
 
@@ -107,7 +110,7 @@ def on_threads(calls: list, alone: list[torch.Tensor], ops: Mapping[str, Callabl
         try:
             with torch.cuda.stream(streams[first]):
                 for i in range(first, first + ROUNDS):
-                    results.append((i % len(calls), calls[i % len(calls)].run(ops)))
+                    results.append((i % len(calls), calls[i % len(calls)].run()))
                 torch.cuda.current_stream().synchronize()
         except Exception as error:
             problems.append(f"thread {first}: {reason(error)}")
@@ -121,29 +124,29 @@ def on_threads(calls: list, alone: list[torch.Tensor], ops: Mapping[str, Callabl
     return problems + different("threads", results, calls, alone)
 
 
-def different(where: str, results: list, calls: list, alone: list[torch.Tensor]) -> list[str]:
+def different(where: str, results: list, repeated: list[Call], alone: list[torch.Tensor]) -> list[str]:
     """Which calls gave other bits than alone, and how often."""
-    wrong = [index for index, out in results if not torch.equal(out, alone[index])]
+    wrong = [index for index, found in results if not torch.equal(bits(found), alone[index])]
     return [
-        f"{where}: {calls[index].product.name}: {wrong.count(index)} results differ from the one made alone"
+        f"{where}: {repeated[index].name}: {wrong.count(index)} results differ from the one made alone"
         for index in sorted(set(wrong))
     ]
 
 
-def in_graphs(calls: list[Call | AttendCall], ops: Mapping[str, Callable]) -> list[str]:
+def in_graphs(calls: list[Call]) -> list[str]:
     """All calls captured in one CUDA graph, replayed on new inputs; each replay against the truth."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = [call.run(ops) for call in calls]  # the poison is captured as well: every replay starts from NaN
+        outs = [call.run() for call in calls]  # the poison is captured as well: every replay starts from NaN
     problems = []
     for turn in range(3):
         for call in calls:
             call.renew(turn)
         graph.replay()
         torch.cuda.synchronize()
-        for call, out in zip(calls, outs, strict=True):
-            if complaint := call.complaint(out):
-                problems.append(f"graph, replay {turn}: {call.product.name}: {complaint.splitlines()[0]}")
+        for call, found in zip(calls, outs, strict=True):
+            if complaint := call.complaint(found):
+                problems.append(f"graph, replay {turn}: {call.name}: {complaint.splitlines()[0]}")
     return problems
 
 
@@ -166,31 +169,30 @@ def growth(before: tuple[int, int], after: tuple[int, int]) -> list[str]:
     return problems
 
 
-def check(
-    *, quick: bool = False, ops: Mapping[str, Callable] = OPS, families: Iterable[str | None] | None = None
-) -> Gate:
-    """All of it with `ops`, on every path, on the GPU."""
+def check(*, quick: bool = False) -> Gate:
+    """All of it, on every path of the GPU."""
     need_gpu()
-    families = paths() if families is None else list(families)
-    cases = products(QUICK_LAUNCHES if quick else LAUNCHES)
-    # Four products make a turn of all ops; the next turn takes the next path.
-    runs = [replace(case, path=families[i // 4 % len(families)]) for i, case in enumerate(cases)]
-    runs += attention_products(quick, families)
-    problems = varied(runs, ops)
-    calls = [case.call("cuda") for case in concurrent(families)]
-    alone = [call.run(ops) for call in calls]
-    at_once = 2 * ROUNDS * (len(calls) + THREADS)
+    cases = in_turns(products(QUICK_LAUNCHES if quick else LAUNCHES))
+    cases += in_turns(attention(QUICK_ATTENTION if quick else ATTENTION))
+    problems = varied(cases)
+    repeated = [case("cuda") for case in on_paths(CONCURRENT, paths())]
+    alone = [bits(call.run()) for call in repeated]
+    at_once = 2 * ROUNDS * (len(repeated) + THREADS)
     # The same streams twice: each keeps its workspace for good.
     streams, others = ([torch.cuda.Stream() for _ in range(count)] for count in (STREAMS, THREADS))
-    problems += [*on_streams(calls, alone, ops, streams), *on_threads(calls, alone, ops, others)]
+
+    def at_the_same_time() -> list[str]:
+        return [*on_streams(repeated, alone, streams), *on_threads(repeated, alone, others)]
+
+    problems += at_the_same_time()
     before = held()
-    problems += [*on_streams(calls, alone, ops, streams), *on_threads(calls, alone, ops, others)]
+    problems += at_the_same_time()
     problems += growth(before, held())
-    problems += in_graphs(calls, ops)
+    problems += in_graphs(repeated)
     return judged(
         NAME,
         problems,
-        f"{len(runs)} shapes, {at_once} launches on {STREAMS} streams and {THREADS} threads at once, "
-        f"{len(calls)} products in a CUDA graph: right, and no memory kept",
-        f"{len(problems)} faults in {len(runs)} shapes, {at_once} launches at once and a CUDA graph",
+        f"{len(cases)} shapes, {at_once} launches on {STREAMS} streams and {THREADS} threads at once, "
+        f"{len(repeated)} calls in a CUDA graph: right, and no memory kept",
+        f"{len(problems)} faults in {len(cases)} shapes, {at_once} launches at once and a CUDA graph",
     )

@@ -21,7 +21,9 @@ def check(quick: bool = False, folder: Path = tuned.SHIPPED) -> Gate:
     stale, entries = [], 0
     for file in files:
         table = tuned.read(file)
-        old = [path for path, found in table.fingerprints.items() if found != tuned.kernel_fingerprint(path)]
+        old = [
+            key for key, found in table.fingerprints.items() if found != tuned.kernel_fingerprint(*key.split(" ", 1))
+        ]
         stale += [f"{file.name} ({path})" for path in old]
         entries += len(table.entries)
     if stale:

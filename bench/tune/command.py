@@ -6,35 +6,35 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from random import Random
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from cute_kernels import tuned
-from cute_kernels.arch import ARCHS, PATHS
+from cute_kernels.arch import PATHS
 from cute_kernels.matmul.choose import choose
-from cute_kernels.runtime.bundle import BundleError
-from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import device_arch
+from cute_kernels.runtime.inspect import MissingDisassembler
 
 from .. import ceilings, record
-from . import build, problems
+from . import problems
 from .build import Builder
 from .problems import STANDARD, TuneProblem
-from .report import Row, print_table, write
 from .search import Result, evolve
 from .space import Candidate, Space
 
-ARCH, SMS = "sm_90", 132  # what --compile-only compiles for: an H200
 FINALISTS = 3
 GAIN = 0.99  # of the heuristics' time: a pick that gains less is noise, and is not kept
+SLOW = 1 / 1.1  # below this ratio the heuristics' pick is more than 10 % slower
 
 DESCRIPTION = """\
-Searches tiles, pipelines, clusters and launch of one kernel, from the cost model's best guesses on, until the budget of
-each problem is spent or nothing better is found. Candidates must compile without spills, give right and reproducible
+Searches the configurations and launches of one kernel, from the library's own candidates on, until the budget of each
+problem is spent or nothing better is found. Candidates must compile without spills, give right and reproducible
 results, and then race the heuristics' pick in turns. Winners go into a table that gemm, bsr_matmul and bsr_linear
 consult (cute_kernels.tuned). A kernel that hangs ends the process with status 3; problems that were done are kept.
 """
@@ -42,11 +42,10 @@ consult (cute_kernels.tuned). A kernel that hangs ends the process with status 3
 
 def add_command(subparsers) -> None:
     """Add `tune` to the subcommands of python -m bench; `args.run(args)` runs it and returns the exit status."""
-    raw = argparse.RawDescriptionHelpFormatter
-    epilog = (problems.__doc__ or "").partition("\n\n")[2]
+    epilog = problems.__doc__.partition("\n\n")[2]
     parser = subparsers.add_parser(
         "tune", help="search the configurations for a problem", description=DESCRIPTION, epilog=epilog,
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--problem", action="append", type=_problem, default=[], metavar="TEXT", help="see below")
     parser.add_argument("--standard", action="store_true", help=f"the {len(STANDARD)} standard problems")
@@ -60,12 +59,6 @@ def add_command(subparsers) -> None:
         help="where winners go: the user's cache folder, this package's own tables, nowhere",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
-    bundle = parser.add_mutually_exclusive_group()
-    bundle.add_argument(
-        "--compile-only", type=Path, metavar="DIR",
-        help=f"write the first candidates into a bundle and stop; needs no GPU, compiles for an {ARCH} with {SMS} SMs",
-    )  # fmt: skip
-    bundle.add_argument("--bundle", type=Path, metavar="DIR", help="a bundle that --compile-only has written")
     parser.set_defaults(run=run)
 
 
@@ -84,174 +77,145 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, or compile; 0, or 1 without a GPU or where a problem could not be tuned, 2 without a problem."""
+    """Tune; 0, or 1 without a GPU or where a problem could not be tuned, 2 without a problem."""
     wanted = list(dict.fromkeys([*args.problem, *(problems.parse(text) for text in STANDARD if args.standard)]))
     if not wanted:
         print("tune: name a problem with --problem, or --standard", file=sys.stderr)
         return 2
-    if args.compile_only is None and not torch.cuda.is_available():
-        print("tune: no CUDA GPU: candidates can be compiled here (--compile-only DIR), not timed", file=sys.stderr)
+    if not torch.cuda.is_available():
+        print("tune: no CUDA GPU: candidates cannot be timed here", file=sys.stderr)
+        return 1
+    try:
+        builder = Builder(args.jobs)
+    except MissingDisassembler as error:
+        print(f"tune: {error}", file=sys.stderr)
         return 1
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
     try:
-        with (
-            Builder(args.jobs, args.bundle) as builder,
-            Progress(*columns, console=console, disable=not console.is_terminal) as bar,
-        ):
-            if args.compile_only is not None:
-                return compile_only(args, wanted, builder, bar)
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             return tune_all(args, wanted, builder, bar)
-    except BundleError as error:
-        print(f"tune: {error}", file=sys.stderr)
-        return 1
-
-
-# -- without a GPU ----------------------------------------------------------------------------------------------
-
-
-def compile_only(args: argparse.Namespace, wanted: list[TuneProblem], builder: Builder, bar: Progress) -> int:
-    """Write the sound ones among the first candidates of all problems into a bundle."""
-    facts = []
-    for problem in wanted:
-        space = space_of(problem, args.path, ARCHS[ARCH], SMS)
-        facts += [space.candidate(genome).facts for genome in space.seeds(args.first)]
-    facts = list(dict.fromkeys(facts))
-    task = bar.add_task("compiling", total=len(facts), state="")
-    count = build.write_candidates(args.compile_only, facts, builder, lambda: bar.advance(task))
-    print(f"{count} of {len(facts)} candidates of {len(wanted)} problems in {args.compile_only}")
-    for rejected, reason in builder.reasons.items():
-        print(f"rejected: {rejected.path} {rejected.config}: {reason.splitlines()[0][:150]}")
-    print_checks(builder)
-    return 0
-
-
-def space_of(problem: TuneProblem, forced: str | None, spec, sms: int) -> Space:
-    """The space of a problem, on the path that the ops would take."""
-    planned = problem.as_planned()
-    return Space(planned, choose(planned, spec, sms, forced)[0].path, spec, sms)
-
-
-def print_checks(builder: Builder) -> None:
-    if build.ELF in builder.checked:
-        print("nvdisasm was not found: candidates were checked for a stack frame and shared memory only, not for")
-        print("serialised products or a dropped setmaxnreg, which cost time but no bits")
-
-
-# -- with one ---------------------------------------------------------------------------------------------------
+    finally:
+        builder.close()
 
 
 def tune_all(args: argparse.Namespace, wanted: list[TuneProblem], builder: Builder, bar: Progress) -> int:
-    """Tune every problem, keep each winner at once, print the table and write it."""
-    if args.bundle is not None:
-        default_cache().add_bundle(args.bundle)
-    rates, rows, failed = ceilings.measure(rounds=10), [], []
+    """Tune every problem, write what is known after each, and print the table."""
+    from .fitness import device_works
+
+    rates, rows, failed, written = ceilings.measure(rounds=10), [], [], None
     for problem in wanted:
         try:
-            row, pick = tune_one(args, problem, builder, rates, bar)
+            rows.append(tune_one(args, problem, builder, bar))
         except (ValueError, RuntimeError) as error:
             failed.append(f"{problem.text}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             print(f"FAILED {failed[-1]}", file=sys.stderr, flush=True)
             if not device_works():
+                print("the device is unusable after that: the remaining problems are left out", file=sys.stderr)
                 break
             continue
-        rows.append(row)
-        print(row.line(), file=sys.stderr, flush=True)
-        keep(args.keep, row, pick)
-        written = write(rows, rates, args.out, budget_s=args.budget, seed=args.seed)  # a later problem may hang
+        us, ratio = (rows[-1][name] for name in ("tuned_us", "ratio"))
+        print(f"{problem.text}: {us:.1f} us, {ratio:.3f} of the heuristics' pick", file=sys.stderr, flush=True)
+        written = write(rows, rates, args)  # a later problem may hang
         torch.cuda.empty_cache()
     print_table(rows)
-    print_checks(builder)
-    if rows:
+    if written:
         print("written:", written)
     for line in failed:
         print("FAILED", line)
     return 1 if failed else 0
 
 
-def device_works() -> bool:
-    try:
-        torch.zeros(1, device="cuda").add_(1).item()
-        return True
-    except RuntimeError:
-        print("the device is unusable after that: the remaining problems are left out", file=sys.stderr, flush=True)
-        return False
+def tune_one(args: argparse.Namespace, problem: TuneProblem, builder: Builder, bar: Progress) -> dict:
+    """Search one problem, time the best against the heuristics' pick on the settled card, and keep a gain.
 
-
-def tune_one(
-    args: argparse.Namespace, problem: TuneProblem, builder: Builder, rates: dict[str, float], bar: Progress
-) -> tuple[Row, tuned.TunedPick]:
-    """Search one problem, and time the best against the heuristics' pick on the settled card."""
+    Returns the problem's row of the result file. Times in microseconds; `ratio` is tuned over heuristic.
+    """
     from .fitness import Fitness
 
-    spec, sms, _ = device_arch(torch.cuda.current_device())
-    space = space_of(problem, args.path, spec, sms)
-    before = asdict(builder.counts)
-    fitness = Fitness(problem, space, args.path, builder)
+    spec, sms, card = device_arch(torch.cuda.current_device())
+    planned = problem.as_planned()
+    space = Space(planned, choose(planned, spec, sms, args.path)[0].path, spec, sms)
+    compiled, rejected = builder.compiled, len(builder.reasons)
+    fitness = Fitness(problem, space, builder)
     task = bar.add_task(problem.text, total=args.budget, state="")
     result = evolve(
-        space,
+        space.seeds(args.first, Random(args.seed)),
         fitness,
-        space.seeds(args.first, rates),
+        space.vary,
         seed=args.seed,
         budget_s=args.budget,
         progress=lambda found: bar.update(task, completed=bar.tasks[task].elapsed, state=state_of(found)),
     )
     bar.update(task, completed=args.budget, state=state_of(result))
-    finalists = [space.candidate(genome) for genome, _ in result.ranking[:FINALISTS]]
-    final = fitness.final([candidate for candidate in finalists if candidate != fitness.incumbent])
-    best, (us, base) = winner(fitness.incumbent, final, fitness.final)
-    counts = {name: count - before[name] for name, count in asdict(builder.counts).items()}
-    counts["rejected"] += len(fitness.rejected)
+    finalists = [candidate for candidate, _ in result.ranking[:FINALISTS] if candidate != fitness.incumbent]
+    best, us, base = winner(fitness.incumbent, finalists, fitness.final)
     for candidate, reason in fitness.rejected.items():
         print(f"rejected: {problem.text}: {candidate}: {reason}", file=sys.stderr)
-    text = tuned.problem_class(space.problem, space.path)
-    today = datetime.date.today().isoformat()
-    pick = tuned.TunedPick(
-        text, space.path, best.facts.config, best.group, best.ctas, round(us, 2), round(base, 2), today
-    )
-    row = Row(
-        problem=problem.text,
-        problem_class=text,
-        path=space.path,
-        heuristic=str(fitness.incumbent),
-        heuristic_us=round(base, 2),
-        tuned=str(best),
-        tuned_us=round(us, 2),
-        ratio=round(us / base, 4),
-        kept=us / base <= GAIN,
-        tried=result.scored,
-        stopped=result.stopped,
-        **counts,
-    )
-    return row, pick
+    text, today, kept = tuned.problem_class(planned, space.path), datetime.date.today().isoformat(), us / base <= GAIN
+    us, base = round(us, 2), round(base, 2)
+    if args.keep != "none":  # a problem without a gain loses its older entry
+        pick = tuned.TunedPick(
+            text, space.path, best.facts.family, best.facts.config, best.group, best.ctas, us, base, today
+        )
+        file = tuned.user_file(card) if args.keep == "user" else tuned.shipped_file(card)
+        tuned.keep(file, card, space.path, [pick] if kept else [], [text])
+    return {
+        "problem": problem.text,
+        "problem_class": text,
+        "path": space.path,
+        "heuristic": str(fitness.incumbent),
+        "heuristic_us": base,
+        "tuned": str(best),
+        "tuned_us": us,
+        "ratio": round(us / base, 4),
+        "kept": kept,
+        "slow": us / base < SLOW,
+        "tried": result.scored,
+        "compiled": builder.compiled - compiled,
+        "rejected": len(builder.reasons) - rejected + len(fitness.rejected),
+        "stopped": result.stopped,
+    }
 
 
 def winner(
     incumbent: Candidate,
-    final: dict[Candidate, tuple[float, float]],
+    finalists: Sequence[Candidate],
     time: Callable[[Sequence[Candidate]], dict[Candidate, tuple[float, float]]],
-) -> tuple[Candidate, tuple[float, float]]:
-    """The best of the final, timed once more: picking a best picks its luck as well. The incumbent, if none gains."""
-    if final:
-        best = min(final, key=lambda candidate: final[candidate][0])
-        us, base = time([best])[best]
-        if us < base:
-            return best, (us, base)
-        return incumbent, (base, base)
-    us, _ = time([incumbent])[incumbent]
-    return incumbent, (us, us)
+) -> tuple[Candidate, float, float]:
+    """(candidate, its time, the incumbent's) of the best finalist, or the incumbent if none gains.
+
+    The best is timed once more: who is picked as the best of several was lucky, too.
+    """
+    final = time(finalists) if finalists else {}
+    best = min(final, key=lambda candidate: final[candidate][0], default=incumbent)
+    us, base = time([best])[best]
+    return (best, us, base) if us < base else (incumbent, base, base)
 
 
 def state_of(result: Result) -> str:
-    best = f"{result.best[1]:.3f} of the heuristics' time" if result.best else "none usable yet"
+    best = f"{result.ranking[0][1]:.3f} of the heuristics' time" if result.ranking else "none usable yet"
     return f"{result.scored} tried, {best}"
 
 
-def keep(where: str, row: Row, pick: tuned.TunedPick) -> None:
-    """Put a gain into the table that `where` names; a problem without one loses its older entry."""
-    if where == "none":
-        return
-    card = torch.cuda.get_device_name()
-    file = tuned.user_file(card) if where == "user" else tuned.shipped_file(card)
-    tuned.keep(file, card, row.path, [pick] if row.kept else [], [row.problem_class])
+def print_table(rows: list[dict]) -> None:
+    """A line for each problem; those where the heuristics' pick is more than 10 % slower are marked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("problem", "heuristic pick", "tuned pick"):
+        table.add_column(name, overflow="fold")
+    for name in ("µs", "tuned µs", "ratio", "tried/compiled/rejected"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        mark = "heuristic > 10 % slower" if row["slow"] else "kept" if row["kept"] else "no gain"
+        numbers = f"{row['heuristic_us']:.1f}", f"{row['tuned_us']:.1f}", f"{row['ratio']:.3f}"
+        counts = f"{row['tried']}/{row['compiled']}/{row['rejected']}"
+        table.add_row(row["problem"], row["heuristic"], row["tuned"], *numbers, counts, mark)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def write(rows: list[dict], rates: dict[str, float], args: argparse.Namespace) -> Path:
+    """Write <out>/<card>/tune.json, in place of an earlier run's."""
+    where = record.environment()
+    how = {"suite": "tune", "environment": where, "ceilings": rates, "budget_s": args.budget, "seed": args.seed}
+    return record.save(args.out, where["card"], "tune", how | {"rows": rows})

@@ -1,136 +1,134 @@
-"""An evolutionary search over genomes: deterministic under a seed, and without any knowledge of what they mean.
+"""An evolutionary search, and the races that score its candidates. Neither knows what a candidate is.
 
-    seeds -> scores -> [ tournament -> crossover, mutation -> scores -> the best `population` survive ] ...
-
-A score is a cost, the smaller the better; infinity is a genome that cannot be used. It stops when the budget is spent,
-when `patience` generations have found nothing better, or when there is nothing new to try.
+A score is a cost: a candidate's time over the incumbent's, or infinity where the candidate cannot be used.
 """
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
-Genome = tuple
-NEW_ATTEMPTS = 50  # at a child that has not been scored yet
-
-
-class Landscape(Protocol):
-    """What a search needs of a space; each of the three makes a legal genome."""
-
-    def random(self, rng: Random) -> Genome: ...
-    def mutate(self, genome: Genome, rng: Random) -> Genome: ...
-    def crossover(self, one: Genome, other: Genome, rng: Random) -> Genome: ...
-    def key(self, genome: Genome) -> Hashable:
-        """Equal for genomes that would score the same."""
+INCUMBENT = "incumbent"
+NEW_ATTEMPTS = 50  # to find a child that has not been scored yet
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`children` are scored in each generation; a share of `strangers` of them are random, the others descend."""
+    """The best `population` have `children` in each generation; parents win tournaments.
+
+    A share of `strangers` of the children descends from a seed instead. The search ends after `patience` generations
+    without a relative gain of `gain`.
+    """
 
     population: int = 16
     children: int = 16
     tournament: int = 3
     strangers: float = 0.15
-    mutation: float = 0.6  # of descendants that have two parents, how many are mutated too
-    patience: int = 5  # generations
-    gain: float = 0.002  # what counts as better, relatively: below that it is noise
+    patience: int = 5
+    gain: float = 0.002  # less is noise
 
 
 @dataclass
 class Result:
-    """`ranking` are all usable genomes with their scores, best first; `stopped` says why the search ended."""
+    """`ranking` has all usable candidates with their scores, best first; `stopped` says why the search ended."""
 
-    ranking: list[tuple[Genome, float]] = field(default_factory=list)
+    ranking: list[tuple[Hashable, float]] = field(default_factory=list)
     scored: int = 0
-    generations: int = 0
     stopped: str = ""
-
-    @property
-    def best(self) -> tuple[Genome, float] | None:
-        return self.ranking[0] if self.ranking else None
 
 
 def evolve(
-    space: Landscape,
-    evaluate: Callable[[Sequence[Genome]], Sequence[float]],
-    seeds: Sequence[Genome],
+    seeds: Sequence[Hashable],
+    evaluate: Callable[[Sequence], Sequence[float]],
+    vary: Callable[[Any, Any, Random], Any],
     *,
     seed: int = 0,
     budget_s: float = math.inf,
-    settings: Settings | None = None,
+    settings: Settings = Settings(),
     clock: Callable[[], float] = time.monotonic,
-    progress: Callable[[Result], Any] = lambda result: None,
+    progress: Callable[[Result], object] = lambda result: None,
 ) -> Result:
-    """Search for the genome of least score, beginning with `seeds`.
+    """Search for the candidate of least score, deterministically under `seed`.
 
-    `evaluate` scores a batch, at most `settings.children` at once; the budget is looked at between two batches, so
-    it is exceeded by at most one. `progress` is called after each batch.
+    `evaluate` scores a batch of at most `settings.children`; the budget is checked before each batch, so it is exceeded
+    by one batch at most. `vary(one, other, rng)` makes a new candidate of one parent, or of two; other may be None.
     """
-    settings, rng, end = settings or Settings(), Random(seed), clock() + budget_s
+    rng, end = Random(seed), clock() + budget_s
     scores: dict[Hashable, float] = {}
-    pool: list[tuple[float, int, Genome]] = []  # the number breaks ties, for genomes need not compare
-    result = Result()
+    result, best, idle = Result(), math.inf, 0
 
-    def run(genomes: Sequence[Genome]) -> bool:
-        """Score those not scored yet; False when the budget is spent."""
-        fresh = {space.key(genome): genome for genome in reversed(genomes)}
-        batch = [genome for genome in fresh.values() if space.key(genome) not in scores][::-1]
-        for at in range(0, len(batch), settings.children):
-            if clock() >= end:
-                return False
-            part = batch[at : at + settings.children]
-            for genome, score in zip(part, evaluate(part), strict=True):
-                scores[space.key(genome)] = score
-                if score < math.inf:
-                    pool.append((score, len(scores), genome))
-            pool.sort(key=lambda entry: entry[:2])
-            result.ranking = [(genome, score) for score, _, genome in pool]
-            result.scored = len(scores)
-            progress(result)
-        return clock() < end
+    def parent():
+        return min(rng.choices(result.ranking[: settings.population], k=settings.tournament), key=lambda e: e[1])[0]
 
-    def parent() -> Genome:
-        alive = pool[: settings.population]
-        return min(rng.choices(alive, k=settings.tournament), key=lambda entry: entry[:2])[2]
-
-    def child() -> Genome:
-        if not pool or rng.random() < settings.strangers:
-            return space.random(rng)
-        if rng.random() < 0.5:
-            return space.mutate(parent(), rng)
-        mixed = space.crossover(parent(), parent(), rng)
-        return space.mutate(mixed, rng) if rng.random() < settings.mutation else mixed
-
-    def offspring() -> list[Genome]:
-        """New genomes for a generation; fewer, or none, where the space is nearly used up."""
-        found: dict[Hashable, Genome] = {}
+    def offspring() -> list:
+        """New candidates for a generation; fewer, or none, where the space is nearly used up."""
+        found = {}
         for _ in range(settings.children * NEW_ATTEMPTS):
-            genome = child()
-            key = space.key(genome)
-            if key not in scores:
-                found.setdefault(key, genome)
+            if not result.ranking or rng.random() < settings.strangers:
+                child = vary(rng.choice(seeds), None, rng)
+            else:
+                child = vary(parent(), parent() if rng.random() < 0.5 else None, rng)
+            if child not in scores:
+                found[child] = True
             if len(found) == settings.children:
                 break
-        return list(found.values())
+        return list(found)
 
-    going = run(list(seeds))
-    idle, best = 0, pool[0][0] if pool else math.inf
-    while going:
-        children = offspring()
-        if not children:
-            result.stopped = "nothing new to try"
-            return result
-        going = run(children)
-        result.generations += 1
-        now = pool[0][0] if pool else math.inf
-        better = now < best * (1 - settings.gain) if best < math.inf else now < best
-        idle, best = (0, now) if better else (idle + 1, best)
+    batch = list(dict.fromkeys(seeds))
+    while batch:
+        for at in range(0, len(batch), settings.children):
+            if clock() >= end:
+                result.stopped = "budget spent"
+                return result
+            part = batch[at : at + settings.children]
+            scores.update(zip(part, evaluate(part), strict=True))
+            usable = ((candidate, score) for candidate, score in scores.items() if score < math.inf)
+            result.ranking, result.scored = sorted(usable, key=lambda entry: entry[1]), len(scores)
+            progress(result)
+        now = result.ranking[0][1] if result.ranking else math.inf
+        idle, best = (0, now) if now < best * (1 - settings.gain) else (idle + 1, best)
         if idle >= settings.patience:
             result.stopped = f"{idle} generations without gain"
             return result
-    result.stopped = "budget spent"
+        batch = offspring()
+    result.stopped = "nothing new to try"
     return result
+
+
+# -- races ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heat:
+    """`rounds` of everybody; those within `within` times the best ratio go on."""
+
+    rounds: int
+    within: float
+
+
+HEATS = (Heat(4, 1.15), Heat(12, 1.04), Heat(40, 1.0))
+
+Timer = Callable[[Sequence[str], int], Mapping[str, Sequence[float]]]  # names, rounds -> times of each, by round
+
+
+def race(timer: Timer, names: Sequence[str], best: float = 1.0, heats: Sequence[Heat] = HEATS) -> dict[str, float]:
+    """The median ratio of each name's time to the incumbent's in the same round, from the last heat that it ran in.
+
+    A card's clock drifts, so only times of the same round are compared. `best` is the least ratio of earlier races;
+    the incumbent's own is 1. A name that falls behind by more than a heat allows is not timed any further.
+    """
+    found: dict[str, float] = {}
+    left = list(names)
+    for heat in heats:
+        if not left:
+            break
+        times = timer([INCUMBENT, *left], heat.rounds)
+        base = times[INCUMBENT]
+        now = {name: median(t / b for t, b in zip(times[name], base, strict=True)) for name in left}
+        found |= now
+        limit = min(best, *now.values()) * heat.within
+        left = [name for name in left if now[name] <= limit]
+    return found

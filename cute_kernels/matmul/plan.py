@@ -51,3 +51,20 @@ class Plan:
                     runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
                     lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
         return "\n  ".join(lines + self.notes)
+
+
+def viewed(views: tuple, *tensors) -> list:
+    """The tensors as the kernel wants them; None stays None."""
+    return [t if view is None or t is None else view(t) for t, view in zip(tensors, views, strict=True)]
+
+
+def stage(plan: Plan, out, needed: bool) -> None:
+    """Note whether `out` is written through a contiguous result: one whose leading dimensions have no single stride."""
+    plan.staged = needed
+    if needed:
+        plan.notes.append(f"out is copied to: its leading dimensions, strides {out.stride()}, do not fold into one")
+
+
+def bias_view(bias):
+    """A bias as the kernel takes it: one mode of stride 1. A strided one is copied, a few kilobytes."""
+    return None if bias.dim() == 1 and bias.stride(0) == 1 else lambda t: t.flatten().contiguous()

@@ -63,9 +63,9 @@ class Family:
 
         return arch_named(facts.arch).smem
 
-    def problems(self, facts: Any, cubin: bytes, resources: Any) -> list[str]:
-        """What else is wrong with a compiled kernel, beside spills and what all kernels are asked for."""
-        return []
+    def judge(self, facts: Any, cubin: bytes, resources: Any, problems: list[str]) -> list[str]:
+        """What is wrong with a compiled kernel, of what inspect.problems found and of what the family knows besides."""
+        return problems
 
     def describe(self, facts: Any) -> dict[str, str]:
         """The facts in words, for one row of a table: path, configuration, problem, operands, epilogue."""

@@ -62,7 +62,7 @@ def report_of(facts: Any, cubin: bytes, dynamic_smem: int) -> Report:
         smem_limit=family.smem_limit(facts),
         warp_specialised=family.warp_specialised(facts),
     )
-    problems += family.problems(facts, cubin, resources)
+    problems = family.judge(facts, cubin, resources, problems)
     return Report(resources, dynamic_smem, tuple(problems))
 
 

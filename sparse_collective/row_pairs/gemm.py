@@ -10,10 +10,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.k_tiles import KTile
+from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
 from cute_kernels.matmul.epilogue import EpilogueArgs
+from cute_kernels.matmul.kernel_sm90 import GemmSm90
 
 from ..bsr_gemm import BsrGemm
+from .mainloop_sm90 import RowPairsMainloopSm90
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class PairedSource:
 
 class RowPairsGemm(BsrGemm):
     """The same product as BsrGemm's, for blocks 64 high; a tile of D is 128 of all its rows."""
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        self.kernel = GemmSm90(facts, RowPairsMainloopSm90)
 
     @cute.jit
     def __call__(

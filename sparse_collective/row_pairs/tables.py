@@ -5,7 +5,8 @@ Pair g is the block rows 2g and 2g + 1; of an odd number of rows the last pair h
 entry of two blocks, so a pair has at most as many entries as blocks, and they lie where its blocks lie.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -59,3 +60,12 @@ def pair_plan(crow: torch.Tensor, col: torch.Tensor, columns: int) -> PairPlan:
     bounds = torch.searchsorted(order, firsts * columns)  # (pairs, 4)
     ends = (bounds[:, 1:] - bounds[:, :1]).int()
     return PairPlan(ends, entry[:, place].int().contiguous())
+
+
+@dataclass(frozen=True)
+class PairPlanFacts:
+    """What a plan kernel is compiled from."""
+
+    family: ClassVar[str] = "row pair tables"
+    arch: str
+    index_dtype: str

@@ -1,20 +1,10 @@
 """The kernel that makes the tables of row pairs, as a family."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import Family, register
 
-
-@dataclass(frozen=True)
-class PairPlanFacts:
-    """What a plan kernel is compiled from."""
-
-    family: ClassVar[str] = "row pair tables"
-    arch: str
-    index_dtype: str
+from .tables import PairPlanFacts
 
 
 class RowPairTables(Family):

@@ -19,8 +19,7 @@ from cute_kernels.dtypes import NAMES_OF_INDEX
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .tables import PairPlan
-from .tables_family import PairPlanFacts
+from .tables import PairPlan, PairPlanFacts
 
 THREADS = 256
 WARP = 32

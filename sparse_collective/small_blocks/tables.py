@@ -9,7 +9,8 @@ order it meets their blocks. Made once per pattern, on its device, without waiti
 For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, column s of the chunk.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -82,3 +83,16 @@ def sweep_plan(
     table.scatter_(1, to, everything.int())  # what is not needed goes to the last place, which nobody reads
     order = torch.argsort((segment * words.shape[1] + chunk) * ROWS + bit)
     return SweepPlan(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a plan kernel is compiled from."""
+
+    family: ClassVar[str] = "small block tables"
+    arch: str
+    bm: int
+    bk: int
+    index_dtype: str
+    cluster: int
+    b_k_major: bool = False

@@ -1,24 +1,10 @@
 """The kernel that makes the tables of small blocks, as a family."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import Family, register
 
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """What a plan kernel is compiled from."""
-
-    family: ClassVar[str] = "small block tables"
-    arch: str
-    bm: int
-    bk: int
-    index_dtype: str
-    cluster: int
-    b_k_major: bool = False
+from .tables import PlanFacts
 
 
 class SmallBlockTables(Family):

@@ -22,8 +22,7 @@ from cute_kernels.dtypes import NAMES_OF_INDEX
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .tables import SweepPlan, table_shapes
-from .tables_family import PlanFacts
+from .tables import PlanFacts, SweepPlan, table_shapes
 from .tile import CONSUMERS, Geometry
 
 THREADS = 512

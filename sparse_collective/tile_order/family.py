@@ -1,21 +1,10 @@
 """The kernel that orders work tiles, as a family."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import Family, register
 
-
-@dataclass(frozen=True)
-class OrderFacts:
-    """What an order kernel is compiled from."""
-
-    family: ClassVar[str] = "tile order"
-    arch: str
-    index_dtype: str
-    dealt: bool  # to workers; else the order alone counts
+from .config import OrderFacts
 
 
 class TileOrder(Family):

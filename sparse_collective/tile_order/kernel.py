@@ -25,7 +25,7 @@ from cute_kernels.dtypes import NAMES_OF_INDEX
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .family import OrderFacts
+from .config import OrderFacts
 from .reference import LONG, MOST_DEALS, OVERHEAD
 
 WARP = 32

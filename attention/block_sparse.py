@@ -1,0 +1,181 @@
+"""block_sparse_attention: checks, the kernel's facts, and what is made of a mask once.
+
+Of a mask are made, on its device and without waiting for it: the mask with causal, the order in which query tiles come,
+and the key of its element mask. They are kept as long as the mask is.
+"""
+
+from functools import partial
+
+import torch
+
+from cute_kernels.runtime import derived
+from cute_kernels.runtime.device import forced_path
+from sparse_collective.bsr import BsrMatrix
+
+from . import checks
+from . import plan as planning
+from .forward.choose import heads_in_l2
+from .forward.config import BlockKind
+from .masks import kept
+from .masks.block_mask import BlockMask
+from .masks.element_mask import check_extents, for_kernel, trace_mask
+from .masks.mask_mods import window_bounds
+from .plan import FlashPlan, Plans, launch, without_kernel
+
+OP = "block_sparse_attention"
+LONG = 2.0  # times the mean: rows so long come first, whatever head they are of
+MOST_TILES = 2**31 - 1
+_PLANS = Plans()
+
+
+class Derived(derived.Derived):
+    """What is made of one mask."""
+
+    __slots__ = ("_checked", "_element")
+
+    def __init__(self):
+        super().__init__()
+        self._element = None, (None, ())
+        self._checked: set[tuple[int, int]] = set()
+
+    def element(self, mask: BlockMask, batch: int, heads: int) -> tuple:
+        """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads; (None, ())
+        without one."""
+        if mask.mask_mod is None:
+            return None, ()
+        found, element = self._element
+        now = trace_mask(mask.mask_mod, mask.device)
+        if now is not found:
+            element = for_kernel(now)
+            self._element, self._checked = (now, element), set()
+        if (batch, heads) not in self._checked:
+            check_extents(*element, batch, heads, mask.lengths)
+            self._checked.add((batch, heads))
+        return element
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> "Derived":
+        """Kept in the mask itself: mask_mod may refer to what holds the mask."""
+        found = mask.derived
+        if found is None:
+            found = cls()
+            mask._set(derived=found)
+        return found
+
+
+def with_causal(mask: BlockMask) -> BlockMask:
+    """mask.with_causal(), made once."""
+    return Derived.of(mask).get("causal", mask.partial_count, mask.with_causal, BlockMask.lists)
+
+
+def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:
+    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
+
+    Tiles much longer than the mean come first, by length; then those of `l2_heads` heads after those of as many others,
+    so that their keys and values stay in L2, the longest tiles first.
+    """
+    count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m).long()
+    most = mask.n_block_cols
+    section = torch.arange(batch * heads, device=count.device)[:, None] // l2_heads + 1
+    long = count * count.numel() > count.sum() * LONG
+    return (most - count + (most + 1) * section.masked_fill(long, 0)).flatten().sort(stable=True).indices
+
+
+def tile_counts(count: torch.Tensor, mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
+    """Counts (B or 1, H or 1, Mq) of the rows of blocks as those of the query tiles by number, (B * H, tiles)."""
+    tiles_m = -(-mask.lengths[0] // tile_m)
+    count = count.repeat_interleave(mask.blocksize[0] // tile_m, -1, output_size=tiles_q(mask, tile_m))[..., :tiles_m]
+    return count.flip(-1).expand(batch, heads, tiles_m).reshape(batch * heads, tiles_m)
+
+
+def tiles_q(mask: BlockMask, tile_m: int) -> int:
+    return mask.n_block_rows * (mask.blocksize[0] // tile_m)
+
+
+def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int) -> tuple:
+    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table."""
+
+    def make() -> tuple:
+        index = torch.cat([mask.partial_index, mask.full_index], -1)
+        order = tile_order(mask, batch, heads, tile_m, l2_heads)
+        counts = (mask.partial_count, mask.partial_count + mask.full_count)
+        counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
+        table = torch.stack([order.to(torch.int32), *counts], -1)
+        return index, mask.partial_index.shape[-1], table
+
+    key = batch, heads, tile_m, l2_heads
+    return Derived.of(mask).get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
+
+
+def as_block_mask(q, k, block_mask) -> BlockMask:
+    """What block_sparse_attention was given, as a BlockMask for q and k."""
+    checks.check_tensor(f"{OP}: q", q)
+    checks.check_tensor(f"{OP}: k", k)
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if isinstance(block_mask, kept.FlexBlockMask):
+        return kept.of_flex(block_mask)
+    if isinstance(block_mask, BsrMatrix):
+        return kept.of_bsr(block_mask)
+    if isinstance(block_mask, torch.Tensor):
+        if block_mask.layout is torch.sparse_bsr:
+            return kept.of_torch_bsr(block_mask)
+        return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
+    raise TypeError(
+        "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
+        f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
+    )
+
+
+def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
+    """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
+    reads = None  # what the element mask reads
+    try:
+        element, reads = Derived.of(mask).element(mask, *q.shape[:2])
+        terms = (
+            causal, softcap, scale, return_lse, forced_path(), out is None,
+            mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
+        )  # fmt: skip
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        terms = None  # whatever it is, the checks will name it
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    plan = _PLANS.known(terms, tensors, out)
+    if plan is None:
+        more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
+        plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
+    if plan.function is None:
+        return without_kernel(plan, None, out)  # nothing to compute
+    if causal:
+        mask = with_causal(mask)
+        reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
+    blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
+    return launch(plan, q, k, v, out, (None, None, blocks))
+
+
+def plan_block_sparse(
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None
+) -> FlashPlan:
+    """Check a call's arguments and choose its kernel, without launching it."""
+    mask = as_block_mask(q, k, block_mask)
+    checks.check_qkv(OP, q, k, v)
+    shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
+    plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out)
+    checks.check_block_mask(OP, mask, q, k)
+    window_bounds(None, causal)  # checks causal
+    if not plan.empty and planning.has_kernel(q):
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out)
+    return plan
+
+
+def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
+    """Fill in the kernel of a plan whose arguments are right."""
+    masked = with_causal(mask) if causal else mask
+    extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
+    element, _ = Derived.of(masked).element(masked, *q.shape[:2])
+    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element))
+    tile_m = plan.facts.config.tile_m
+    plan.order = tile_m, heads_in_l2(k.shape[2], k.shape[3] + v.shape[3]) * (q.shape[1] // k.shape[1])
+    tiles = extents[0] * -(-extents[1] // tile_m)
+    if tiles > MOST_TILES:
+        raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")

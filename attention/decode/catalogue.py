@@ -1,0 +1,42 @@
+"""Which decoding kernels there are; see forward/catalogue.py."""
+
+from collections.abc import Iterator
+
+from cute_kernels.arch import ArchSpec
+
+from ..forward.choose import HEAD_DIMS
+from ..forward.config import DecodeFacts, WindowKind
+from .choose import pick
+
+BOTH = WindowKind(left=True, right=True)
+ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
+SM_90_CASES = [
+    *((d, d, {"split": True}) for d in HEAD_DIMS),
+    *((d, d, ALL) for d in HEAD_DIMS),
+    *((d, d, {"seqlens": True, "page_size": 64, "lse": True}) for d in HEAD_DIMS),
+    (128, 128, {"window": WindowKind(right=True), "lse": True}),
+    (128, 128, {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}),
+    (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
+    (64, 256, {"seqlens": True, "window": BOTH}),
+]
+# With pages and head dimension 256 a few addresses are spilled.
+SM_80_CASES = [
+    *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
+    (128, 128, {"seqlens": True, "split": True, "lse": True}),
+]
+
+
+def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]:
+    """Each head dimension plain, with everything and with pages on sm_90; with everything on the sm_80 path."""
+    if quick:
+        yield facts_of(spec, spec.path, 128, 128, ALL)
+        return
+    if spec.path == "sm_90":
+        for d, dv, terms in SM_90_CASES:
+            yield facts_of(spec, "sm_90", d, dv, terms)
+    for d, dv, terms in SM_80_CASES:
+        yield facts_of(spec, "sm_80", d, dv, terms)
+
+
+def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict) -> DecodeFacts:
+    return pick(DecodeFacts(spec.target, path, None, head_dim=d, head_dim_v=dv, **terms))

@@ -1,0 +1,114 @@
+"""Decoding: which calls of attention() take its kernels (decode_sm90, decode_sm80), with how many splits, and how.
+
+It serves every call with seqlens_k or block_table, and those of few queries, whose time is that of reading K and V.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import torch
+
+from cute_kernels.runtime import families
+
+from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
+from .checks import capacity
+
+# By the larger of the two head dimensions: (tile_n, stages, CTAs an SM), with as much of K and V in flight as shared
+# memory holds. Two CTAs, with half of it each, take turns at what is not loading; they are measured at 128 only, and
+# above it their rings would be too short.
+SM_90 = {
+    64: (128, 3, 2),
+    96: (64, 4, 2),
+    128: (64, 3, 2),
+    192: (64, 4, 1),
+    256: (64, 3, 1),
+}
+# Without and with pages or a head dimension above 128, which take registers: (tile_m, tile_n, stages, warps), the first
+# that fits.
+SM_80 = {
+    False: ((64, 32, 4, 4), (64, 32, 3, 4)),
+    True: ((64, 16, 6, 4), (64, 16, 4, 4)),
+}
+CTAS_SM_80 = 2  # that share an SM, as a rule
+TILE_M = 64
+OVERHEAD = 2.0  # of starting and ending a work item, in tiles of K and V; a model
+COMBINE = 1.0  # of the second kernel, in the same
+
+_FORCED: contextvars.ContextVar[int | None] = contextvars.ContextVar("attention_splits", default=None)
+forced_splits = _FORCED.get
+
+
+@contextlib.contextmanager
+def splits(count: int):
+    """Inside the block, every call that can be takes the decoding kernel with so many splits: for tests and timing."""
+    token = _FORCED.set(count)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def best_splits(items: int, tiles: int, ctas: int) -> int:
+    """Among how many CTAs to split an item's tiles, where `ctas` run at once: least time of the busiest, in tiles."""
+
+    def time(count: int) -> float:
+        return -(-items * count // ctas) * (-(-tiles // count) + OVERHEAD) + COMBINE * (count > 1)
+
+    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # the fewest of those
+
+
+def serves(q, k, sms: int) -> bool:
+    """Whether a call without lengths and pages takes the decoding kernel: from shapes only.
+
+    It does if the packed rows are one tile; or a few, and the other kernel would leave half of the SMs idle.
+    """
+    batch, heads, rows, _ = q.shape
+    packed = heads // k.shape[1] * rows
+    few = packed <= 4 * TILE_M and 2 * batch * heads * -(-rows // 128) <= sms
+    return forced_splits() is not None or packed <= TILE_M or few
+
+
+def pick(facts: DecodeFacts) -> DecodeFacts:
+    """The facts with the configuration that they take by themselves."""
+    dim = max(facts.head_dim, facts.head_dim_v)
+    if facts.path == "sm_90":
+        tile_n, stages, ctas = SM_90[dim]
+        return replace(facts, config=FlashConfig(TILE_M, tile_n, stages, 1, ctas=ctas))
+    found = (replace(facts, config=FlashConfig(*c)) for c in SM_80[facts.page_size > 0 or dim > 128])
+    return next(f for f in found if f.smem_bytes <= f.spec.smem)
+
+
+def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int) -> None:
+    """Make a plan, of which all else is done, one of the decoding kernel; `bounds` are the window's, left and right."""
+    cached = seqlens_k is not None
+    page_size = 0 if block_table is None else k.shape[2]
+    base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
+    facts = pick(DecodeFacts(**base, seqlens=cached, page_size=page_size))
+    batch, heads, rows, _ = q.shape
+    columns, shared = capacity(k, block_table), heads // k.shape[1]
+    if None not in bounds:
+        columns = min(columns, sum(bounds) + rows)
+    items = batch * k.shape[1] * -(-shared * rows // TILE_M)
+    ctas = sms * (facts.config.ctas if facts.path == "sm_90" else CTAS_SM_80)
+    count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
+    plan.facts = replace(facts, split=count > 1)
+    plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
+    plan.more = None, None  # seqlens_k, block_table
+    shape = (count, *plan.out_shape) if count > 1 else None
+    plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
+    plan.notes.append(f"decoding: {shared} heads of q to a tile of {TILE_M} rows, K and V split among {count} CTAs")
+
+
+def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
+    """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
+
+    def whole(q, k, v, out, lse, seqlens, table, *scalars):
+        function(q, k, v, out, lse, seqlens, table, None, None, *scalars)
+
+    def split(q, k, v, out, lse, seqlens, table, *scalars):
+        parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
+        function(q, k, v, out, lse, seqlens, table, *parts, *scalars)
+
+    return whole if shape is None else split

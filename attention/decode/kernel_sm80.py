@@ -1,0 +1,172 @@
+"""The sm_80 kernel for decoding: that of flash_sm80, with the packed rows, lengths, pages and splits of decode_tiles.
+
+    four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows
+
+A CTA does one work item, and several CTAs share an SM: what they have in flight together sets the speed. With pages,
+a thread looks up the page of each line that it copies.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.tile.ampere import WARP
+
+from ..forward.config import ELEMENT, DecodeFacts
+from ..forward.mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
+from ..forward.mask_and_softmax import QueryWork
+from ..forward.seqlen import DenseSeqlens
+from ..forward.softmax import rows_and_columns
+from .combine import Combine
+from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .store import packed, store_tile
+
+
+class DecodeSm80:
+    """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
+
+    def __init__(self, facts: DecodeFacts):
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = MainloopSm80(facts, self.copy_tile, adds=True)
+        self.threads = WARP * facts.config.groups
+        self.smem_bytes = facts.smem_bytes
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D) or (pages, Hkv, page_size, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mSeqlens: cute.Tensor | None,  # (B,)
+        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
+        mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
+        scale_log2: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        splits: Int32,
+        stream: cuda.CUstream,
+    ):
+        cfg, facts = self.cfg, self.facts
+        batch, heads, rows, _ = mQ.shape
+        kv_heads, capacity = mK.shape[1], mK.shape[2]
+        shared = heads // kv_heads
+        if const_expr(facts.page_size):
+            capacity = mTable.shape[1] * facts.page_size
+        seqlens = DenseSeqlens(rows, capacity)
+        if const_expr(facts.seqlens):
+            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
+        scheduler = DecodeScheduler(cute.ceil_div(rows * shared, cfg.tile_m), kv_heads, batch, splits)
+        source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, shared, splits)
+        self.kernel(
+            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap
+        ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+        if const_expr(facts.split):
+            combine = Combine(facts.head_dim_v, False)
+            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits).launch(
+                grid=(rows, heads, batch), block=(combine.threads, 1, 1), stream=stream
+            )
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B or pages, Hkv, S, D)
+        mV: cute.Tensor,  # (B or pages, Hkv, S, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
+        mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
+        source: PackedWindowSource,
+        scheduler: DecodeScheduler,
+        seqlens,
+        scale_log2: Float32,
+        softcap: Float32,
+    ):
+        cfg, facts = self.cfg, self.facts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        c = self.mainloop.consumer(warp, lane, scale_log2)
+        softmax, out = c.softmax, rows_and_columns(c.acc_O)
+        lse = cute.make_rmem_tensor(2, Float32)
+
+        tile = scheduler.decode(cute.arch.block_idx()[0])
+        seqlen = seqlens.of(tile.b)
+        tiles = source.for_tile(tile, seqlen)
+        row = tile.m * cfg.tile_m + warp * self.mainloop.q.span + lane // 4  # of this thread, packed
+        rows = seqlen.rows * source.shared
+        from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
+        if tiles.count > 0:
+            # Only the first tile visited can reach past the end of K and V: zeros stand there.
+            self.copy_q(packed(mQ, tile, source.shared), tile.m * cfg.tile_m, c.sQ, rows)
+            self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, None)
+        self.mainloop.wait(2 * cfg.stages - 1)
+        softmax.clear()
+        c.acc_O.fill(0.0)
+        work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+        # Q's fragments are read again for each tile, since registers are few with pages.
+        self.mainloop.steps(c, work, [], from_k, from_v, None)
+        softmax.finish(out, lse)
+        store_tile(facts.split, c.acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
+
+    # ------------------------------------------------------------------ global memory -> shared memory
+
+    @cute.jit
+    def copy_q(self, mQ: cute.Tensor, first: Int32, tile: Int32, end: Int32):
+        """Copy the packed rows (rows, D) from `first` on; those from `end` on become zeros."""
+        op = self.mainloop.q
+        line, element = first_vector(op, cute.arch.thread_idx()[0])
+        to = op.offset(line, element * ELEMENT)
+        for lines, byte in const_expr(vectors(op)):
+            row = first + line + lines
+            source = mQ[cutlass.min(row, end - 1), None].iterator.toint() + element * ELEMENT + byte
+            x, add = op.split(lines, byte)
+            self.mainloop.tile_steps.copy_vector(op, source, tile + (to ^ x) + add, row < end)
+
+    @cute.jit
+    def copy_tile(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
+        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros.
+
+        cache: (mX, mTable, pages, tile), with mX (B or pages, Hkv, S, D) and mTable (B, pages of an item) or None.
+        """
+        if const_expr(lines_at_once(op) <= op.lines):
+            self.copy_lines(op, cache, n, to_tile, end)
+        elif first_vector(op, cute.arch.thread_idx()[0])[0] < op.lines:
+            self.copy_lines(op, cache, n, to_tile, end)
+
+    @cute.jit
+    def copy_lines(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
+        """This thread's vectors of them."""
+        mX, mTable, pages, tile = cache
+        line, element = first_vector(op, cute.arch.thread_idx()[0])
+        to = op.offset(line, element * ELEMENT)
+        head = mX.iterator.toint() + (Int64(tile.h_kv) * mX.stride[1] + element) * ELEMENT
+        source, valid, passed = head, cutlass.Boolean(True), const_expr(-1)
+        for lines, byte in const_expr(vectors(op)):
+            if const_expr(lines > passed):
+                passed = const_expr(lines)
+                number, row = tile.b, n * op.lines + line + lines
+                valid = cutlass.Boolean(True)
+                if const_expr(end is not None):
+                    valid = row < end
+                if const_expr(mTable is not None):
+                    slot, row = row // self.facts.page_size, row % self.facts.page_size
+                    if const_expr(self.facts.page_size < op.lines):  # of which the last lines may have no slot
+                        slot = cutlass.min(slot, mTable.shape[1] - 1)
+                    number = mTable[tile.b, slot]
+                    there = number >= 0 and number < pages
+                    number = select_(there, number, Int32(0))
+                    valid = valid and there
+                source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * ELEMENT
+            x, add = op.split(lines, byte)
+            self.mainloop.tile_steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)

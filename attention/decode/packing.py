@@ -1,0 +1,73 @@
+"""Decoding, few queries and long K and V: how rows are packed, lengths read, and tiles split among CTAs.
+
+The g heads of Q that share a head of K and V are packed into the rows of one tile, so that K and V are read once:
+
+    packed row r    is row r // g of head h_kv * g + r % g
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..forward.kv_tiles import KvTiles, WindowSource
+from ..forward.seqlen import SeqlenInfo
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Tile m of the packed rows of K's head h_kv of item b, and which part of its tiles of K and V."""
+
+    m: Int32
+    h_kv: Int32
+    b: Int32
+    split: Int32
+
+
+@dataclass(frozen=True)
+class DecodeScheduler:
+    """The splits of one tile after the other."""
+
+    tiles_m: Int32
+    kv_heads: Int32
+    batch: Int32
+    splits: Int32
+
+    @property
+    def count(self) -> Int32:
+        return self.tiles_m * self.kv_heads * self.batch * self.splits
+
+    def decode(self, index) -> DecodeTile:
+        split, rest = index % self.splits, index // self.splits
+        m, rest = rest % self.tiles_m, rest // self.tiles_m
+        return DecodeTile(m, rest % self.kv_heads, rest // self.kv_heads, split)
+
+
+@dataclass(frozen=True)
+class CacheSeqlens:
+    """Item b has seqlens[b] rows of K and V; a number that cannot be is taken as the nearest that can."""
+
+    rows: Int32
+    capacity: Int32
+    seqlens: cute.Tensor  # (B,)
+
+    def of(self, b) -> SeqlenInfo:
+        return SeqlenInfo(b, self.rows, cutlass.min(cutlass.max(self.seqlens[b], 0), self.capacity))
+
+
+@dataclass(frozen=True)
+class PackedWindowSource(WindowSource):
+    """A WindowSource of packed rows, whose tiles are cut into `splits` runs that differ by one tile at the most."""
+
+    shared: Int32  # heads of Q in a row of tiles
+    splits: Int32
+
+    def for_tile(self, tile: DecodeTile, seqlen: SeqlenInfo) -> KvTiles:
+        first = tile.m * self.tile_m
+        after = cutlass.min((first + self.tile_m - 1) // self.shared + 1, seqlen.rows)
+        tiles = self.for_rows(first // self.shared, after, seqlen)
+        return tiles.part(tiles.count * tile.split // self.splits, tiles.count * (tile.split + 1) // self.splits)
+
+    def bounds(self, row, seqlen) -> tuple:
+        return WindowSource.bounds(self, row // self.shared, seqlen)

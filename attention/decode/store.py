@@ -1,0 +1,49 @@
+"""What decoding kernels store: rows of several heads, and of the result or of one part of it."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr, range_constexpr
+
+from ..forward.store_o import store_partial, store_rows
+
+
+def packed(tensor: cute.Tensor, tile, shared: Int32) -> cute.Tensor:
+    """(B, H, Sq, ..) as the ((g, Sq), ..) of a decode_tiles.DecodeTile's heads."""
+    one = tensor[tile.b, None, None, None] if len(tensor.shape) == 4 else tensor[tile.b, None, None]
+    (_, rows, *shape), (head, row, *stride) = one.shape, one.stride
+    layout = cute.make_layout(((shared, rows), *shape), stride=((head, row), *stride))
+    return cute.make_tensor(one.iterator + Int64(tile.h_kv * shared) * head, layout)
+
+
+@cute.jit
+def store_tile(
+    split: cutlass.Constexpr,  # whether it is a part
+    acc_O: cute.Tensor,  # ((2, 2), 1, Dv / 8)
+    lse: cute.Tensor,  # (2,)
+    mO: cute.Tensor,  # (B, H, Sq, Dv)
+    mLSE: cute.Tensor | None,  # (B, H, Sq)
+    mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
+    mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
+    tile,
+    shared: Int32,
+    row: Int32,  # of the thread's first row, packed
+    rows: Int32,  # packed
+):
+    """Store a thread's two rows, `row` and `row` + 8, those of them that there are."""
+    if const_expr(split):
+        store_partial(acc_O, packed(mPartO[tile.split, None, None, None, None], tile, shared), row, rows)
+        store_lse(mPartLSE[tile.split, None, None, None], lse, tile, shared, row, rows)
+    else:
+        store_rows(acc_O, packed(mO, tile, shared), row, rows)
+        if const_expr(mLSE is not None):
+            store_lse(mLSE, lse, tile, shared, row, rows)
+
+
+@cute.jit
+def store_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile, shared: Int32, row: Int32, rows: Int32):
+    """To (B, H, Sq)."""
+    places = packed(mLSE, tile, shared)
+    if cute.arch.lane_idx() % 4 == 0:
+        for r in range_constexpr(2):
+            if row + 8 * r < rows:
+                places[row + 8 * r] = lse[r]

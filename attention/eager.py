@@ -1,0 +1,109 @@
+"""Eager calls: validate, plan, launch. Also what the registered ops of torch_op.py run.
+
+A call with metadata seen before costs a look-up, a test of its tensors and the launch.
+"""
+
+from functools import partial
+
+from cute_kernels import checks as common
+from cute_kernels.runtime.device import forced_path
+
+from . import plan as planning
+from . import reference
+from .block_sparse import as_block_mask, launch_blocks, plan_block_sparse
+from .decode import checks as cache_checks
+from .decode import choose as decode
+from .masks.mask_mods import window_bounds
+from .packed import attention_packed, plan_packed
+from .plan import FlashPlan, Plans, launch, without_kernel
+
+_PLANS = Plans()
+
+
+def attention(
+    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
+):  # fmt: skip
+    """See ops.attention."""
+    if type(window) is list:
+        window = tuple(window)
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        _check_one_form(seqlens_k, block_table)
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
+    terms = (
+        causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
+        out is None, seqlens_k is None, block_table is None,
+    )  # fmt: skip
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    if seqlens_k is not None or block_table is not None:
+        tensors += (seqlens_k,) if block_table is None else (seqlens_k, block_table)
+    plan = _PLANS.known(terms, tensors, out)
+    if plan is None:
+        make = partial(
+            plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
+            out=out, seqlens_k=seqlens_k, block_table=block_table,
+        )  # fmt: skip
+        plan = _PLANS.checked("attention", terms, tensors, out, make)
+    if plan.function is None:
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        if seqlens_k is not None:
+            terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
+        out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out)
+    elif seqlens_k is not None:
+        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table))
+    else:
+        out, lse = launch(plan, q, k, v, out)
+    return (out, lse) if return_lse else out
+
+
+def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None):
+    """See ops.block_sparse_attention."""
+    mask = as_block_mask(q, k, block_mask)
+    if planning.has_kernel(q):
+        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out)
+        return (out, lse) if return_lse else out
+    terms = {"causal": causal, "softcap": softcap, "scale": scale}
+    plan = plan_block_sparse(q, k, v, mask, **terms, return_lse=return_lse, out=out)
+    common.check_no_grad("block_sparse_attention", q, k, v)
+    out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out)
+    return (out, lse) if return_lse else out
+
+
+def plan_attention(
+    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
+) -> FlashPlan:  # fmt: skip
+    """Check a call's arguments and choose its kernel, without launching it."""
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        _check_one_form(seqlens_k, block_table)
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
+    cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
+    columns = cache_checks.capacity(k, block_table)
+    shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
+    plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out)
+    bounds = window_bounds(window, causal)
+    if not plan.empty and planning.has_kernel(q):
+
+        def choose(plan, facts, sms) -> bool:
+            if seqlens_k is None and not decode.serves(q, k, sms):
+                return False
+            decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms)
+            return True
+
+        terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
+        extents = q.shape[0] * q.shape[1], q.shape[2], columns
+        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
+    return plan
+
+
+def _check_one_form(seqlens_k, block_table) -> None:
+    """Packed sequences have no cache."""
+    if seqlens_k is not None or block_table is not None:
+        raise ValueError("attention: cu_seqlens and seqlens_k are two forms; give one of them")
+
+
+def _reference(q, k, v, **terms):
+    run = reference.attention_cached if "seqlens_k" in terms else reference.attention
+    return run(q, k, v, **terms, return_lse=True)

@@ -1,0 +1,46 @@
+"""What the forward kernels are compiled from: fakes of their arguments."""
+
+from cute_kernels.runtime.fake import fake_tensor
+
+from .config import FlashFacts
+
+
+def tensor_args(facts: FlashFacts) -> tuple:
+    """Fakes of Q, K, V, O and LSE."""
+    import cutlass.cute as cute
+
+    rank = 3 if facts.packed else 4
+
+    def heads(width: int):
+        return fake_tensor(facts.dtype, rank, rank - 1, 8, (*(cute.sym_int32() for _ in range(rank - 1)), width))
+
+    tensors = (heads(w) for w in (facts.head_dim, facts.head_dim, facts.head_dim_v, facts.head_dim_v))
+    return *tensors, fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
+
+
+def scalar_args(facts: FlashFacts) -> tuple:
+    """scale_log2, softcap and the bounds of the window, which a block mask does not have."""
+    from cutlass import Float32, Int32
+
+    bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
+    return Float32(1.0), Float32(0.0), *bounds
+
+
+def forward_args(facts: FlashFacts) -> tuple:
+    """Fakes of all arguments of FlashForwardSm90 or FlashForwardSm80."""
+    from cutlass import Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    cu_seqlens, blocks = (None, None), None
+    if facts.packed:
+        cu_seqlens = tuple(fake_tensor("int32", 1, 0, 1) for _ in range(2))
+    if facts.blocks is not None:
+        index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
+        mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
+        blocks = (index, Int32(1), table, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    common = *tensor_args(facts), *cu_seqlens, blocks
+    if facts.path == "sm_80":
+        return *common, *scalar_args(facts), stream
+    counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None
+    return *common, counter, *scalar_args(facts), Int32(1), stream

@@ -1,0 +1,89 @@
+"""Which forward kernels there are: the facts that ops can ask for, listed, so that tools and tests need no tensors."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from cute_kernels.arch import ArchSpec
+
+from ..masks.element_mask import element_mask
+from ..masks.mask_mods import And, Band, RowRange
+from .choose import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
+from .config import BlockKind, FlashFacts, WindowKind
+
+EXTENTS = Extents(256, 4096, 4096, None, None, 132)
+
+# (band, softcap, lse): nothing, causal, and everything, without and with LSE
+FEATURES = (
+    (WindowKind(), False, False),
+    (WindowKind(right=True), False, True),
+    (WindowKind(left=True, right=True), True, False),
+    (WindowKind(left=True, right=True), True, True),
+)
+BLOCKSIZES = ((64, 64), (64, 128), (128, 64), (128, 128))
+CPU = torch.device("cpu")
+ROWS = torch.zeros(1, dtype=torch.int32)
+
+
+def by_head(b, h, q, kv):
+    """A mask_mod with arithmetic of all four positions."""
+    return (kv <= q) & (q - kv < 100 * (h + 1)) | (kv < 8 * b)
+
+
+MASKS = {
+    "none": None,
+    "function": element_mask(by_head, CPU)[0],
+    "tensors": element_mask(And(RowRange(ROWS, ROWS + 1), Band(None, 0, 3)), CPU)[0],
+}
+
+# What a kernel without LSE, or one of packed sequences, adds to the others' code is the same for all head dimensions.
+ALL_FEATURES = 128
+
+
+def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
+    """Of sm_90 and of sm_80 the first candidate with each set of features, the others with LSE; other GPUs' picks.
+
+    The third set, and packed sequences with the two in the middle, at one head dimension.
+    """
+    if quick:
+        yield pick(FlashFacts(spec.target, spec.path, None, window=WindowKind(right=True), lse=True), EXTENTS)
+        return
+    for path in ("sm_80", "sm_90") if spec.path == "sm_90" else ("sm_80",):
+        for dim in HEAD_DIMS:
+            for i, (band, softcap, lse) in enumerate(FEATURES):
+                if path != spec.name and i < 3 or i == 2 and dim != ALL_FEATURES:
+                    continue
+                facts = FlashFacts(spec.target, path, None, "bfloat16", dim, dim, band, softcap, lse)
+                for config in candidates(facts, spec)[: None if facts.lse and path == spec.name else 1]:
+                    dynamic = path == "sm_90" and (band.left or band.right)
+                    yield replace(facts, config=replace(config, dynamic=dynamic))
+                if path == spec.name and (i in (0, 3) or dim == ALL_FEATURES):
+                    yield pick(replace(facts, packed=True), EXTENTS)
+        yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128), EXTENTS)
+        yield from with_blocks(spec, path)
+
+
+def candidates(facts: FlashFacts, spec: ArchSpec) -> list:
+    if facts.path == "sm_90":
+        return [config for config, _ in candidates_sm90(facts, EXTENTS)]
+    return candidates_sm80(spec, facts.head_dim, facts.head_dim_v, facts.lse)
+
+
+def with_blocks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+    """Block masks: on a path's first architecture all, on others the largest.
+
+    Masks with tensors, which cost the most, with every block shape; those without in turn, each with either shape.
+    """
+    facts = FlashFacts(spec.target, path, None, "bfloat16", softcap=True, lse=True)
+    for turn, dim in enumerate(HEAD_DIMS if path == spec.name else (128, 256)):
+        facts = replace(facts, head_dim=dim, head_dim_v=dim)
+        for blocksize in BLOCKSIZES:
+            yield pick(replace(facts, blocks=BlockKind(*blocksize, MASKS["tensors"])), EXTENTS)
+        if path == spec.name:
+            for block, name in ((64, "function"), (128, "none")) if turn % 2 else ((128, "function"), (64, "none")):
+                plain = replace(facts, softcap=False, lse=False)
+                yield pick(replace(plain, blocks=BlockKind(block, block, MASKS[name])), EXTENTS)
+    for dims in ((192, 128), (64, 256)):
+        facts = replace(facts, head_dim=dims[0], head_dim_v=dims[1])
+        yield pick(replace(facts, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)

@@ -1,0 +1,176 @@
+"""Which tiles an attention kernel may have, and which one it gets."""
+
+from dataclasses import dataclass, replace
+
+from cute_kernels.arch import ArchSpec
+
+from .config import ELEMENT, FlashConfig, FlashFacts
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+L2_BYTES = 2**25  # of K and V that are worked on at a time, so that they stay in L2
+
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
+# CTA takes for one tile of K and V on an H200 (docs/notes). All compile without spills, and without serialised
+# WGMMAs; those of CAPLESS would spill with a cap. Those of EVEN are faster only where no element is masked.
+SM_90 = {
+    64: (((192, 112, 3, 3), 1.19), ((192, 128, 2, 3), 1.45), ((128, 128, 3, 2), 1.02), ((64, 128, 2, 1), 0.76)),
+    96: (((192, 80, 4, 3), 1.02), ((128, 128, 2, 2), 1.24), ((64, 128, 2, 1), 0.95)),
+    128: (((192, 80, 4, 3), 1.245), ((128, 128, 3, 2), 1.40), ((64, 128, 2, 1), 1.06)),
+    192: (((128, 112, 2, 2), 1.74), ((64, 112, 2, 1), 1.23)),
+    256: (((128, 80, 2, 2), 1.72), ((64, 80, 2, 1), 1.34)),
+}
+CAPLESS = {(64, (192, 128, 2, 3))}
+EVEN = {(96, (192, 80, 4, 3)), (128, (192, 80, 4, 3))}
+# What a query tile costs besides, for each warpgroup: its first scores and its last product overlap with little.
+TILE_US = 1.0
+
+# By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). A warp of
+# 32 rows reads K and V from shared memory half as often as one of 16, but has twice the accumulators: 128x64 by four
+# warps spills a few addresses at head dimension 128, 128x32 nothing.
+SM_80 = {
+    64: ((128, 64, 2, 4), (64, 64, 2, 4)),
+    96: ((128, 64, 2, 4), (64, 64, 2, 4)),
+    128: ((128, 32, 3, 4), (128, 32, 2, 4), (64, 64, 2, 4), (64, 64, 1, 4), (128, 64, 1, 8)),
+    192: ((64, 64, 1, 4), (128, 64, 1, 8)),
+    256: ((64, 64, 1, 4), (128, 64, 1, 8)),
+}
+
+# The same for kernels that give LSE, and for packed sequences: both take registers, which these tiles have.
+SM_80_LSE = {
+    64: ((64, 64, 2, 4),),
+    96: ((128, 64, 2, 4), (64, 64, 2, 4)),
+    128: ((64, 64, 2, 4), (64, 64, 1, 4)),
+    192: ((64, 64, 1, 4),),
+    256: ((64, 32, 2, 4), (64, 32, 1, 4)),
+}
+
+# Of block masks on sm_90, by block_q and the larger head dimension: (tile_n, stages) for blocks 128 wide, and 64 wide.
+# Blocks 64 high are done by one consumer warpgroup a CTA, two CTAs an SM, with half of its shared memory each.
+BLOCKS_SM_90 = {
+    128: {
+        64: ((128, 3), (64, 4)),
+        96: ((128, 3), (64, 4)),
+        128: ((128, 3), (64, 4)),
+        192: ((64, 3), (64, 3)),
+        256: ((64, 2), (64, 2)),
+    },
+    64: {
+        64: ((128, 2), (64, 4)),
+        96: ((128, 2), (64, 4)),
+        128: ((64, 3), (64, 3)),
+        192: ((64, 1), (64, 1)),
+        256: ((64, 1), (64, 1)),
+    },
+}
+
+# On sm_80: (tile_m, tile_n, stages, warps), which every architecture has the shared memory for. What a block mask needs
+# of registers leaves none for warps of 32 rows. Compiled for sm_90a, those with a cap and tensors in the mask spill a
+# few.
+BLOCKS_SM_80 = {
+    128: {
+        64: (128, 64, 2, 8),
+        96: (128, 64, 2, 8),
+        128: (128, 64, 2, 8),
+        192: (64, 64, 1, 4),
+        256: (64, 32, 1, 4),
+    },
+    64: {
+        64: (64, 64, 2, 4),
+        96: (64, 64, 2, 4),
+        128: (64, 32, 2, 4),
+        192: (64, 64, 1, 4),
+        256: (64, 32, 1, 4),
+    },
+}
+
+
+def config_of_blocks(facts: FlashFacts) -> FlashConfig:
+    """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
+    blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
+    if facts.path == "sm_90":
+        tile_n, stages = BLOCKS_SM_90[blocks.block_q][dim][blocks.block_k == 64]
+        groups = blocks.block_q // 64
+        return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
+    return FlashConfig(*BLOCKS_SM_80[blocks.block_q][dim])
+
+
+def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = False) -> list[FlashConfig]:
+    """Configurations of the sm_80 path that fit the architecture's shared memory, the most promising first.
+
+    Raises ValueError for head dimensions that no kernel has.
+    """
+    for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if dim not in HEAD_DIMS:
+            raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
+    configs = [FlashConfig(*c) for c in (SM_80_LSE if lse else SM_80)[max(head_dim, head_dim_v)]]
+    facts = (FlashFacts(spec.target, "sm_80", c, head_dim=head_dim, head_dim_v=head_dim_v) for c in configs)
+    # A third stage only where two CTAs still share an SM.
+    return [f.config for f in facts if f.smem_bytes * (1 + (f.config.stages > 2)) <= spec.smem]
+
+
+def heads_in_l2(cols: int, width: int) -> int:
+    """How many heads' K and V, of `cols` rows and together `width` wide, stay in L2, but one at the least."""
+    return max(L2_BYTES // (width * ELEMENT) // max(cols, 1), 1)
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What the choice of a tile depends on, besides the facts."""
+
+    heads: int  # of all items of the batch
+    rows: int
+    cols: int
+    left: int | None  # bounds of the band
+    right: int | None
+    sms: int  # multiprocessors of the card
+
+    @property
+    def uneven(self) -> bool:
+        """Whether query tiles visit different numbers of tiles of K and V."""
+        return self.left is not None or self.right is not None
+
+
+def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
+    """How many tiles of K and V each query tile of a head visits: k_tiles.WindowSource on the host."""
+    e, counts = extents, []
+    for first in range(0, e.rows, tile_m):
+        offset, after = e.cols - e.rows, min(first + tile_m, e.rows)
+        end = e.cols if e.right is None else max(min(e.cols, after + offset + e.right), 0)
+        begin = 0 if e.left is None else min(max(first + offset - e.left, 0), end)
+        counts.append(max(-(-end // tile_n) - begin // tile_n, 0))
+    return counts
+
+
+def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
+    """Microseconds: the sum over CTAs where whoever is free takes the next tile, else the last wave's end."""
+    costs = [n * tile_us + TILE_US * config.groups for n in visits(extents, config.tile_m, config.tile_n)]
+    if extents.uneven:
+        return max(sum(costs) * extents.heads / extents.sms, max(costs))
+    return -(-len(costs) * extents.heads // extents.sms) * max(costs)
+
+
+def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
+    """Configurations of the sm_90 path and their microseconds a tile.
+
+    Where query tiles differ, and are more than run at once, CTAs draw them.
+    """
+    found, dim = [], max(facts.head_dim, facts.head_dim_v)
+    for tiles, tile_us in SM_90[dim]:
+        if facts.softcap and (dim, tiles) in CAPLESS or extents.uneven and (dim, tiles) in EVEN:
+            continue
+        more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
+        found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))
+    return found
+
+
+def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
+    """The facts with the configuration that is estimated to be the fastest, or the sm_80 path's first that fits."""
+    if facts.blocks is not None:
+        config = config_of_blocks(facts)
+    elif facts.path == "sm_90":
+        config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
+    else:
+        # A packed sequence's bounds take registers too, and none are left for warps of 32 rows.
+        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse or facts.packed)
+        config = next(c for c in configs if not facts.packed or c.tile_m == 16 * c.groups)
+    return replace(facts, config=config)

@@ -1,0 +1,138 @@
+"""What an attention kernel is compiled from: plain, picklable facts; not lengths, strides and patterns."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from cute_kernels.arch import ArchSpec, arch_named
+
+from ..masks.element_mask import ElementMask
+
+ELEMENT = 2  # bytes of a bf16 or fp16 element
+BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+
+
+@dataclass(frozen=True)
+class FlashConfig:
+    """Tile and schedule of one kernel.
+
+    A CTA owns `tile_m` rows of Q and walks over K and V `tile_n` rows at a time; K and V have rings of `stages` stages
+    each. sm_90: each of `groups` consumer warpgroups has 64 of the rows. sm_80: each of `groups` warps has 16 of the
+    rows, or 32. `dynamic`: CTAs draw their tiles from a counter instead of each having its share; sm_90 only.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    groups: int
+    dynamic: bool = False
+    ctas: int = 1  # sm_90: how many share an SM
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}{' dynamic' if self.dynamic else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class WindowKind:
+    """Which columns row i of a query tile sees: from i + offset - left to i + offset + right, where those exist.
+
+    `left` and `right` say whether there is such a bound; their sizes, and the offset Sk - Sq, are arguments.
+    """
+
+    left: bool = False
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A block mask: its blocks' sides, and which elements of partial blocks are seen, None for all."""
+
+    block_q: int
+    block_k: int
+    mask: ElementMask | None = None
+
+
+@dataclass(frozen=True)
+class FlashFacts:
+    """Everything that selects one compiled kernel."""
+
+    family: ClassVar[str] = "flash forward"
+    arch: str  # the compiler's target
+    path: str
+    config: FlashConfig | None  # None until one is picked
+    dtype: str = "bfloat16"
+    head_dim: int = 128  # of q and k
+    head_dim_v: int = 128  # of v and of the output
+    window: WindowKind = WindowKind()
+    softcap: bool = False
+    lse: bool = False
+    packed: bool = False  # sequences one after another, of lengths that the GPU reads
+    blocks: BlockKind | None = None  # of block-sparse attention; `band` says nothing then
+
+    def key(self) -> str:
+        """A text that is the same in every process."""
+        return repr(self)
+
+    @cached_property
+    def spec(self) -> ArchSpec:
+        return arch_named(self.arch)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of Q and of the rings of K and V, with barriers."""
+        cfg = self.config
+        kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
+        return (cfg.tile_m * self.head_dim + kv) * ELEMENT + (BARRIER_BYTES if self.path == "sm_90" else 0)
+
+    @property
+    def ordered(self) -> bool:
+        """sm_90: whether warpgroups take turns at the tensor cores."""
+        return self.config.groups > 1
+
+    @property
+    def skips_max(self) -> bool:
+        """sm_90: whether the softmax of full tiles first tries to do without their row maxima (step_without_max).
+
+        Not at head dimension 256, where a step waits for the tensor cores, and it gains nothing. Three warpgroups have
+        no registers for it with 128 columns, or with a window's left bound.
+        """
+        tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
+        return max(self.head_dim, self.head_dim_v) < 256 and not tight
+
+    @property
+    def slack(self) -> float:
+        """sm_90: by how many powers of 2 a row's scores may outgrow what they are taken against (step_lazily).
+
+        The p of a row's largest score is exact where it is taken against itself: on normal data, O's rms error is 3 %
+        smaller. An eighth gives nearly all of that, at 9 to 12 % of the time, but 1 % for head dimension 256.
+        """
+        return 8.0 if max(self.head_dim, self.head_dim_v) < 256 else 0.125
+
+    @property
+    def adds(self) -> bool:
+        """sm_80: whether sums are added up, and not products with ones; with a block mask that spills less, too."""
+        return self.lse or self.blocks is not None
+
+    @property
+    def q_in_registers(self) -> bool:
+        """sm_80: whether Q's fragments stay in registers, 32 a thread at the most; a block mask needs some itself."""
+        if self.blocks is not None and self.head_dim == 96:
+            return False
+        return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups
+
+
+@dataclass(frozen=True)
+class DecodeFacts(FlashFacts):
+    """A kernel for few queries and long K and V (decode_sm90)."""
+
+    family: ClassVar[str] = "decode"
+    seqlens: bool = False  # whether items have lengths of their own
+    page_size: int = 0  # rows of a page of K and V; 0 without pages
+    split: bool = False  # whether an item's tiles are split among CTAs, and a second kernel combines what they made
+
+    @property
+    def box(self) -> int:
+        """Rows of K and V that one TMA load brings."""
+        return min(self.page_size or self.config.tile_n, self.config.tile_n)

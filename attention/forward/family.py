@@ -1,0 +1,91 @@
+"""The forward kernels as a family: what tools and tests know of them."""
+
+from cute_kernels.arch import arch_named
+from cute_kernels.runtime import inspect
+from cute_kernels.runtime.families import Family, register
+
+from . import catalogue
+from .arguments import forward_args
+from .config import FlashFacts
+
+HALF = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+
+
+class FlashForward(Family):
+    """Attention with K and V tiles walked by one query tile a CTA: dense, windows, packed sequences, block masks."""
+
+    name = "flash forward"
+
+    def entry(self, facts: FlashFacts):
+        if facts.path == "sm_90":
+            from .kernel_sm90 import FlashForwardSm90 as FlashForward
+        else:
+            from .kernel_sm80 import FlashForwardSm80 as FlashForward
+        return FlashForward(facts)
+
+    def arguments(self, facts: FlashFacts) -> tuple:
+        return forward_args(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[FlashFacts]:
+        return list(dict.fromkeys(catalogue.configurations(arch_named(arch), quick)))
+
+    def tensor_core(self, facts: FlashFacts) -> str:
+        return "HGMMA" if facts.path == "sm_90" else "HMMA"
+
+    def warp_specialised(self, facts: FlashFacts) -> bool:
+        return facts.path == "sm_90"
+
+    def smem_limit(self, facts: FlashFacts) -> int:
+        return facts.spec.smem if facts.config.ctas == 1 else HALF
+
+    def describe(self, facts: FlashFacts) -> dict[str, str]:
+        return describe(facts)
+
+    def judge(self, facts: FlashFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        # Where an H200 runs the sm_80 path; see choose.BLOCKS_SM_80.
+        if (facts.arch, facts.path) == ("sm_90a", "sm_80") and facts.blocks and resources.stack <= 32:
+            problems = [text for text in problems if "stack" not in text and "local memory" not in text]
+        found = list(problems)
+        if facts.path == "sm_90" and facts.skips_max:
+            found += [f"{opcode}, which not all warps may reach" for opcode in divided(inspect.disassemble(cubin))]
+            found += [] if resources.hmma else ["no scores are computed again"]
+        loads, least = (resources.utmaldg, 3) if facts.path == "sm_90" else (resources.ldgsts, 6)
+        return found if loads >= least else [*found, f"{loads} asynchronous loads, of at least {least}"]
+
+
+def describe(facts: FlashFacts) -> dict[str, str]:
+    """The columns of a table."""
+    switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
+    switches += (("lse", facts.lse), ("packed", facts.packed))
+    more = [text for text, there in switches if there]
+    if facts.blocks:
+        mask = facts.blocks.mask
+        kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
+        more.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
+    short = {"bfloat16": "bf16", "float16": "fp16"}.get(facts.dtype, facts.dtype)
+    problem = f"D {facts.head_dim}" + (f"/{facts.head_dim_v}" if facts.head_dim_v != facts.head_dim else "")
+    return {
+        "path": facts.path,
+        "configuration": str(facts.config),
+        "problem": problem,
+        "operands": short,
+        "epilogue": " ".join(more),
+    }
+
+
+def divided(sass: str) -> list[str]:
+    """Instructions of a whole warpgroup between the vote that sends some of its warps to weigh their scores again, and
+    the mma.sync instructions by which they do."""
+    found, since = [], []
+    for opcode in inspect.instructions(sass):
+        if opcode.startswith("VOTE"):
+            since = []
+        elif opcode.startswith("WARPGROUP"):
+            since.append(opcode)
+        elif opcode.startswith("HMMA"):
+            found += since
+            since = []
+    return found
+
+
+FLASH_FORWARD = register(FlashForward())

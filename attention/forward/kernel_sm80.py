@@ -1,0 +1,148 @@
+"""The sm_80 attention kernel: cp.async in, ldmatrix and mma.sync, O straight from registers. For sm_80 and newer.
+
+    all warps    load, multiply, and do the softmax of their own rows: 16 of the query tile, or a multiple of 16
+
+One CTA does one query tile (mainloop_sm80): the grid is all of them, in the scheduler's order. Several CTAs share an SM
+where registers and shared memory allow it: while warps of one do a softmax, those of another have the tensor cores.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+
+from cute_kernels.arch import MMA_K
+from cute_kernels.tile.ampere import WARP, OperandTile
+
+from .config import ELEMENT, FlashFacts
+from .mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
+from .mask_and_softmax import QueryWork
+from .problem import problem_of
+from .softmax import rows_and_columns
+from .store_o import store_rows
+
+
+class FlashForwardSm80:
+    """Compiles to one kernel per `FlashFacts`."""
+
+    def __init__(self, facts: FlashFacts):
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = MainloopSm80(facts, self.copy, facts.adds)
+        self.threads = WARP * facts.config.groups
+        self.smem_bytes = facts.smem_bytes
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
+        cu_q: cute.Tensor | None,  # (B + 1,); packed
+        cu_k: cute.Tensor | None,  # (B + 1,); packed
+        blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+        scale_log2: Float32,
+        softcap: Float32,
+        left: Int32 | None,  # None of a block mask
+        right: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        self.kernel(p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap).launch(
+            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        source,
+        scheduler,
+        seqlens,
+        scale_log2: Float32,
+        softcap: Float32,
+    ):
+        cfg, facts = self.cfg, self.facts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        c = self.mainloop.consumer(warp, lane, scale_log2)
+        softmax, out = c.softmax, rows_and_columns(c.acc_O, self.mainloop.tiles_m)
+        lse = cute.make_rmem_tensor(2 * self.mainloop.tiles_m, Float32)
+        row0 = warp * self.mainloop.q.span + lane // 4  # of this thread, in the tile
+
+        tile = scheduler.decode(cute.arch.block_idx()[0])
+        seqlen = seqlens.of(tile.b)
+        tiles = source.for_tile(tile, seqlen)
+        row = tile.m * cfg.tile_m + row0
+        softmax.clear()
+        c.acc_O.fill(0.0)
+        c.acc_L.fill(0.0)
+        if tiles.count > 0:
+            from_q = self.thread_part(self.mainloop.q, mQ, seqlen.b, tile.h, seqlen.q0)
+            from_k, from_v = (
+                self.thread_part(*x, seqlen.b, tile.h_kv, seqlen.k0)
+                for x in ((self.mainloop.k, mK), (self.mainloop.v, mV))
+            )
+            # Zeros stand past the end of K and V. Only the first tile visited can reach there, or any that lists name.
+            end = const_expr(None) if const_expr(facts.blocks is None) else seqlen.cols
+            self.copy(self.mainloop.q, from_q, tile.m, c.sQ, seqlen.rows)
+            self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, end)
+            self.mainloop.wait(2 * cfg.stages - 1)
+            in_registers = facts.head_dim // MMA_K if facts.q_in_registers else 0
+            q_fragments = [self.mainloop.fragment_q(c, k, []) for k in range(in_registers)]
+            work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+            self.mainloop.steps(c, work, q_fragments, from_k, from_v, end)
+        softmax.finish(out, lse)
+        gO = cute.domain_offset((seqlen.q0, 0), mO[seqlen.b, tile.h, None, None])
+        store_rows(c.acc_O, gO, row, seqlen.rows, self.mainloop.tiles_m)
+        if const_expr(mLSE is not None):
+            if lane % 4 == 0:
+                for r in range_constexpr(2 * self.mainloop.tiles_m):
+                    if row + 8 * r < seqlen.rows:
+                        mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
+
+    # ------------------------------------------------------------------ global memory -> shared memory
+
+    def thread_part(self, op: OperandTile, mX: cute.Tensor, b: Int32, h: Int32, begin: Int32) -> tuple:
+        """(line, to, source, pitch): what this thread's copies of a head's tiles, from row `begin` on, have in common.
+
+        Neighbouring threads copy neighbouring chunks, `op.chunks` of a line at a time. `to` is where the thread's first
+        vector goes in a tile, `source` where that of the head's first tile comes from, `pitch` the bytes of a line.
+        """
+        line, element = first_vector(op, cute.arch.thread_idx()[0])
+        pitch = Int64(mX.stride[2]) * ELEMENT
+        head = (Int64(b) * mX.stride[0] + Int64(h) * mX.stride[1] + element) * ELEMENT
+        return line, op.offset(line, element * ELEMENT), mX.iterator.toint() + head + (begin + line) * pitch, pitch
+
+    @cute.jit
+    def copy(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
+        """Copy tile n of an operand to `tile`; lines from `end` on, if that is given, become zeros."""
+        if const_expr(lines_at_once(op) <= op.lines):
+            self.copy_lines(op, thread, n, tile, end)
+        elif thread[0] < op.lines:
+            self.copy_lines(op, thread, n, tile, end)
+
+    @cute.jit
+    def copy_lines(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
+        """This thread's vectors of them."""
+        line, to, source, pitch = thread
+        source = source + n * op.lines * pitch
+        passed = const_expr(0)
+        for lines, byte in const_expr(vectors(op)):
+            if const_expr(lines > passed):
+                source = source + (lines - passed) * pitch
+                passed = const_expr(lines)
+            valid = cutlass.Boolean(True)
+            if const_expr(end is not None):
+                valid = n * op.lines + line + lines < end
+            x, add = op.split(lines, byte)
+            self.mainloop.tile_steps.copy_vector(op, source + byte, tile + (to ^ x) + add, valid)

@@ -1,0 +1,301 @@
+"""The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
+
+    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
+    warpgroups 1..   consumers; each owns 64 rows of the query tile (mainloop_sm90)
+
+    pipeline   producer arrives          consumers arrive (per stage)
+    Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
+    K, V       see mainloop_sm90
+    queue      the producer warp         all consumer threads; tile_queue.SLOTS stages (FlashConfig.dynamic)
+
+    named barriers   1, 2, ..   order of the consumers' products (mainloop_sm90.ORDER_BARRIER)
+                     8, 9, ..   the warps of each consumer, before V's rows past the end are zeros
+
+Consumers issue their products in order (FlashFacts.ordered): while one of them does its softmax, another has the tensor
+cores.
+
+    group 0    | QK, PV | softmax        | QK, PV | softmax ...
+    group 1             | QK, PV | softmax        | QK, PV | ...
+
+O needs no shared memory, so the next query tile's Q is loaded as soon as this one's last scores are done.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.tile.ptx import read_here
+
+from .config import FlashFacts
+from .mainloop_sm90 import WARPGROUP, MainloopSm90, permuted
+from .mask_and_softmax import QueryWork
+from .problem import problem_of
+from .softmax import rows_and_columns
+from .store_o import store_rows
+from .tile_queue import FIELDS, SLOTS, TileQueue
+from .zero_oob_rows import zero_oob_rows
+
+FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is fetched
+OOB_BARRIER = 8  # named barriers 8, 9, ..
+
+# Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
+# With one of them an SM may have two CTAs.
+REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
+
+
+class FlashForwardSm90:
+    """Compiles to one kernel per `FlashFacts`."""
+
+    def __init__(self, facts: FlashFacts):
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = MainloopSm90(facts, lazy=True)
+        self.threads = WARPGROUP * (1 + facts.config.groups)
+        self.storage = self.smem_bytes = None  # known once traced
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
+        cu_q: cute.Tensor | None,  # (B + 1,); packed
+        cu_k: cute.Tensor | None,  # (B + 1,); packed
+        blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+        counter: cute.Tensor | None,  # (1,) int32, 0; of a dynamic schedule
+        scale_log2: Float32,
+        softcap: Float32,
+        left: Int32 | None,  # None of a block mask
+        right: Int32 | None,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        cfg, facts, loop = self.cfg, self.facts, self.mainloop
+        p = problem_of(facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        # (S, D, H, B), and V as (D, S, H, B)
+        tQ, tK, gO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mO))
+        tV = permuted(p.mV, (3, 2, 1, 0))
+        sQ, sK, sV = loop.layouts()
+        self.storage = loop.storage()
+        self.smem_bytes = self.storage.size_in_bytes()
+        tma_q, tQ = loop.make_load(tQ, sQ, (cfg.tile_m, facts.head_dim))
+        tma_k, tK = loop.make_load(tK, sK, (cfg.tile_n, facts.head_dim))
+        tma_v, tV = loop.make_load(tV, sV, (facts.head_dim_v, cfg.tile_n))
+        qk, pv = loop.make_mmas()
+        self.kernel(
+            tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
+            scale_log2, softcap,
+        ).launch(
+            grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=cfg.ctas,
+            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
+            stream=stream,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (Sq, D, H, B)
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,  # (Sk, D, Hkv, B)
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
+        mO: cute.Tensor,  # (Sq, Dv, H, B)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        counter: cute.Tensor | None,  # (1,)
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        source,
+        scheduler,
+        seqlens,
+        scale_log2: Float32,
+        softcap: Float32,
+    ):
+        cfg, facts = self.cfg, self.facts
+        tidx = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
+        step = cute.arch.grid_dim()[0]
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_q)
+            cpasync.prefetch_descriptor(tma_k)
+            cpasync.prefetch_descriptor(tma_v)
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        sQ, sK, sV = self.mainloop.operands(storage)
+        pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
+        if const_expr(facts.packed):
+            scheduler = scheduler.counted(step)
+        queue = None
+        if const_expr(cfg.dynamic):
+            queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
+            if warp == 0:
+                operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v)
+                self.produce(operands, queue, source, scheduler, seqlens, step)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
+            groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
+            c = self.mainloop.consumer(
+                (mma_qk, mma_pv), groups(group), (sQ, sK, sV), (pipe_k, pipe_v), scale_log2, self.mainloop.order(group)
+            )
+            softmax, acc_O, out = c.softmax, c.acc_O, rows_and_columns(c.acc_O)
+            lse = cute.make_rmem_tensor(2, Float32)
+            state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+            at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+            if const_expr(facts.ordered):
+                if group == cfg.groups - 1:
+                    self.mainloop.order_arrive(c.order)  # group 0 goes first
+            index = read_here("ctaid.x")
+            fields = scheduler.fields(index) if const_expr(cfg.dynamic) else ()
+            while index < scheduler.count:
+                tile = scheduler.of_fields(fields) if const_expr(cfg.dynamic) else scheduler.decode(index)
+                seqlen = seqlens.of(tile.b)
+                tiles = source.for_tile(tile, seqlen)
+                row = self.first_row(tile)
+                softmax.clear()
+                acc_O.fill(0.0)
+                if tiles.count > 0:
+                    work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+                    pipe_q.consumer_wait(state_q)
+                    at_k = self.mainloop.first_step(c, work, at_k)
+                    if const_expr(facts.packed):
+                        valid = seqlen.cols - tiles.at(0) * cfg.tile_n
+                        if valid < cfg.tile_n:
+                            pipe_v.consumer_wait(at_v)
+                            zero_oob_rows(
+                                storage.sV.data_ptr().toint(), self.mainloop.layouts()[2].outer, at_v.index, valid,
+                                tidx % WARPGROUP, WARPGROUP, OOB_BARRIER + group,
+                            )  # fmt: skip
+                    at_k, at_v = self.mainloop.steps(c, work, at_k, at_v)
+                    pipe_q.consumer_release(state_q)
+                    state_q.advance()
+                    self.mainloop.last_step(c, at_v)
+                    # While the last product runs. Its wait must stand in its branch, or ptxas waits after each of its
+                    # instructions: so this stands in both.
+                    if const_expr(cfg.dynamic):
+                        index, fields = queue.consume(len(fields), state_queue)
+                    at_v = self.mainloop.finish(c, at_v)
+                elif const_expr(cfg.dynamic):
+                    index, fields = queue.consume(len(fields), state_queue)
+                softmax.finish(out, lse)
+                store_rows(
+                    acc_O, cute.domain_offset((seqlen.q0, 0), mO[None, None, tile.h, seqlen.b]), row, seqlen.rows
+                )
+                if const_expr(mLSE is not None):
+                    if tidx % 4 == 0:
+                        for r in range_constexpr(2):
+                            if row + 8 * r < seqlen.rows:
+                                mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
+                if const_expr(cfg.dynamic):
+                    state_queue.advance()
+                else:
+                    index += step
+
+    def first_row(self, tile) -> Int32:
+        """Of this thread's two rows of the query tile the first."""
+        thread = read_here("tid.x") - WARPGROUP
+        return tile.m * self.cfg.tile_m + thread // 32 * 16 + thread % 32 // 4
+
+    # ------------------------------------------------------------------ producer
+
+    @cute.jit
+    def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
+        """Load all query tiles of this CTA, and what they visit; operands are (TMA atom, smem, tensor, pipeline)."""
+        cfg, facts = self.cfg, self.facts
+        (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v) = operands
+        state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
+        index = read_here("ctaid.x")
+        fields = scheduler.fields(index)
+        while index < scheduler.count:
+            tile = scheduler.of_fields(fields)
+            seqlen = seqlens.of(tile.b)
+            tiles = source.for_tile(tile, seqlen)
+            tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (seqlen.q0, 0))
+            tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (seqlen.k0, 0))
+            tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, seqlen.k0))
+            # The next tile's number is fetched so early that it is there in time, and no earlier: a CTA that takes a
+            # tile long before it begins it may be one that still has much to do.
+            number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)
+            if tiles.count > 0:
+                # In the order in which they are waited for; Q's place is free later than K's.
+                gK, gV = tKgK[None, None, 0, tile.h_kv, seqlen.b], tVgV[None, 0, None, tile.h_kv, seqlen.b]
+                # A tile's number may be a load, so it is asked for one step ahead, once past the end.
+                n, ahead = tiles.at(0), tiles.at(1)
+                gQ = tQgQ[None, tile.m, 0, tile.h, seqlen.b]
+                # To L2, long before there is a place for it. At 256 it is no faster, and at 96 and 192 the
+                # producer has no registers.
+                if const_expr(facts.head_dim in (64, 128)):
+                    cute.prefetch(tma_q, gQ)
+                self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
+                at_k.advance()
+                self.load(tma_q, gQ, tQsQ, pipe_q, state_q)
+                state_q.advance()
+                for i in cutlass.range(1, tiles.count, unroll=1):
+                    if const_expr(cfg.dynamic):
+                        if i == fetch_at:
+                            number = queue.fetch(step)
+                    before, n = n, ahead
+                    ahead = tiles.at(i + 1)
+                    self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
+                    at_k.advance()
+                    self.load(tma_v, gV[None, before], tVsV, pipe_v, at_v)
+                    at_v.advance()
+                self.load(tma_v, gV[None, n], tVsV, pipe_v, at_v)
+                at_v.advance()
+            if const_expr(cfg.dynamic):
+                if tiles.count < 2:
+                    number = queue.fetch(step)
+                number = queue.fetched(number, scheduler.count, step)
+            index, fields = number, scheduler.fields(number)
+            if const_expr(cfg.dynamic):
+                queue.publish(index, fields, state_queue)
+                state_queue.advance()
+
+    @cute.jit
+    def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):
+        """Load a tile, (TMA,) of (TMA, PIPE), as soon as its place is free."""
+        pipe.producer_acquire(state)
+        cute.copy(tma, gX, sX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin: tuple) -> tuple:
+        """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand whose tiles begin at `begin`."""
+        if self.facts.packed:
+            tensor = cute.domain_offset((*begin, 0, 0), tensor)
+        tiles = cute.local_tile(tensor, tile, (None, None, None, None))
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    def make_pipelines(self, storage) -> tuple:
+        """(Q, K, V, queue); returns after every barrier is visible."""
+        cfg, loop, queue = self.cfg, self.mainloop, None
+        pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim)
+        pipe_k, pipe_v = loop.make_kv_rings(storage)
+        if cfg.dynamic:
+            queue = pipeline.PipelineAsync.create(
+                barrier_storage=storage.barriers_queue.data_ptr(),
+                num_stages=SLOTS,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 32),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPGROUP * cfg.groups),
+                defer_sync=True,
+            )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        return pipe_q, pipe_k, pipe_v, queue

@@ -1,0 +1,87 @@
+"""Which tiles of K and V a query tile visits: attention's answer to what a mainloop asks of an iterator.
+
+A tile of scores is *partial* where some of its elements are masked, and *full* where none are. The tiles come in
+segments of one kind each, so that a kernel has a loop without any masking for the full ones:
+
+    causal            | partial: the diagonal's band | full: all before it |
+    sliding window    | partial: the right edge      | full: the body      | partial: the left edge |
+    neither           | partial: the end of K        | full: all before it |
+
+Tiles are visited from the last to the first: the one at the end of K is among the partial ones then.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32
+
+FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: the segment that has it tells, at run time
+
+
+@dataclass(frozen=True)
+class KvTiles:
+    """The tiles of K and V that one query tile visits, of which number `first` is the last of K's."""
+
+    count: Int32
+    last: Int32  # number of the first tile to visit, the highest one
+    ends: tuple  # how many tiles are visited up to the end of each segment
+    kinds: cutlass.Constexpr[tuple]  # of the segments, PARTIAL or FULL
+    first: cutlass.Constexpr[int] = PARTIAL  # kind of the first tile: masked in any case, which needs no branch
+
+    def at(self, i) -> Int32:
+        return self.last - i
+
+    at_partial = at
+
+    def part(self, begin: Int32, end: Int32) -> "KvTiles":
+        """Those visited from the one at `begin` to before the one at `end`, which there are."""
+        ends = tuple(cutlass.max(cutlass.min(e, end) - begin, 0) for e in self.ends)
+        return KvTiles(end - begin, self.last - begin, ends, self.kinds)
+
+
+@dataclass(frozen=True)
+class WindowSource:
+    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is SeqlenInfo.offset.
+
+    Causal is right = 0 and no left bound. So the last row sees the last column, whatever the lengths.
+    """
+
+    window: cutlass.Constexpr  # config.WindowKind: which of the bounds there are
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
+    left: Int32
+    right: Int32
+
+    def for_tile(self, tile, seqlen) -> KvTiles:
+        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (seqlen.SeqlenInfo)."""
+        first = tile.m * self.tile_m
+        return self.for_rows(first, cutlass.min(first + self.tile_m, seqlen.rows), seqlen)
+
+    def for_rows(self, first, after, seqlen) -> KvTiles:
+        """The tiles for the rows `first` to before `after`."""
+        offset, cols = seqlen.offset, seqlen.cols
+        end, full_end = cols, cols
+        if self.window.right:
+            end = cutlass.max(cutlass.min(cols, after + offset + self.right), 0)
+            full_end = cutlass.max(cutlass.min(cols, first + offset + self.right + 1), 0)
+        begin, full_begin = Int32(0), Int32(0)
+        if self.window.left:
+            begin = cutlass.min(cutlass.max(first + offset - self.left, 0), end)
+            full_begin = cutlass.min(cutlass.max(after - 1 + offset - self.left, 0), end)
+        n_end, n_begin = (end + self.tile_n - 1) // self.tile_n, begin // self.tile_n
+        count = cutlass.max(n_end - n_begin, 0)
+        right = cutlass.min(n_end - full_end // self.tile_n, count)  # tiles at the right edge
+        ends, kinds = (right, count), (PARTIAL, FULL)
+        if self.window.left:
+            body = cutlass.max(n_end - (full_begin + self.tile_n - 1) // self.tile_n, right)
+            ends, kinds = (right, cutlass.min(body, count), count), (PARTIAL, FULL, PARTIAL)
+        return KvTiles(count, n_end - 1, ends, kinds)
+
+    def bounds(self, row, seqlen) -> tuple:
+        """(begin, end) of the columns that a row sees."""
+        begin, end = Int32(0), seqlen.cols
+        if self.window.right:
+            end = cutlass.min(end, row + seqlen.offset + self.right + 1)
+        if self.window.left:
+            begin = row + seqlen.offset - self.left
+        return begin, end

@@ -1,0 +1,227 @@
+"""The sm_80 mainloop of attention: what all warps do with each tile of K and V, in forward and in decoding.
+
+    smem     | Q | K 0 | K 1 | .. | V 0 | V 1 | ..  K and V have a ring of `stages` stages each
+
+A step over K/V tile i, with S the scores and P their exponentials, both in registers (FlashAttention-2, Dao 2023):
+
+    S = Q K[i]' -> wait V[i], __syncthreads, copy K[i + stages] -> softmax of S
+    O = O factor + P V[i] -> wait K[i + 1], __syncthreads, copy V[i + stages]
+
+So K is copied during a softmax and V during the product of Q and K, even with one stage each. The copies of a tile are
+a group: K[0] with Q, V[0], K[1], V[1], .. in this order, `2 stages` of them before the loop and one at either barrier,
+empty past the last tile. The tile waited for is then always followed by 2 (stages - 1) groups: one count for all waits.
+
+The kernels differ in how Q, K and V are copied, how rows are packed, and what is stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.arch import MMA_K
+from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.matmul.kernel_sm80 import ALIGN
+from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
+
+from .config import ELEMENT, FlashFacts
+from .mask_and_softmax import QueryWork, mask_and_softmax
+from .softmax import OnlineSoftmax, rows_and_columns
+
+VECTOR = CHUNK // ELEMENT  # elements of one copy
+COLUMNS = 32  # of a product, multiplied from one set of fragments of B
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a warp has for all tiles: where operands lie in shared memory, accumulators."""
+
+    sQ: Int32
+    sK: Int32
+    sV: Int32
+    rows_q: Int32  # address of the warp's rows of Q
+    lanes: tuple  # where this lane's rows of the fragments' matrices lie in a tile of Q, K and V
+    acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N)
+    acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N)
+    acc_L: cute.Tensor  # (MMA, MMA_M, 1): sums of P's rows, where they are products with ones
+    ones: cute.Tensor
+    softmax: OnlineSoftmax
+
+
+class MainloopSm80:
+    """Steps over the tiles of K and V of one query tile; also the storage and registers that they need.
+
+    copy: `copy(op, source, n, tile, end)`, the kernel's own, copies tile n of K or V to the address `tile`; lines from
+        `end` on, if that is given, become zeros.
+    adds: whether sums of P are added up (OnlineSoftmax.of_rows).
+    """
+
+    def __init__(self, facts: FlashFacts, copy: Callable, adds: bool):
+        self.facts, self.cfg, self.copy, self.adds = facts, facts.config, copy, adds
+        self.dtype = cutlass_dtype(facts.dtype)
+        self.q, self.k, self.v = operand_tiles(facts)
+        self.tiles_m = self.q.span // 16  # of mma.sync, in one warp's rows
+        self.tile_steps = TileSteps(self.dtype)
+
+    def consumer(self, warp: Int32, lane: Int32, scale_log2: Float32) -> Consumer:
+        """The shared memory and registers of a warp."""
+        cfg, facts = self.cfg, self.facts
+        sQ = cutlass.utils.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
+        sK = sQ + self.q.bytes
+        sV = sK + cfg.stages * self.k.bytes
+        lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))
+        rows_q = sQ + warp * (self.q.span * self.q.line_bytes)
+        acc_S = cute.make_rmem_tensor((4, self.tiles_m, cfg.tile_n // 8), Float32)
+        acc_O = cute.make_rmem_tensor((4, self.tiles_m, facts.head_dim_v // 8), Float32)
+        # The sums of P's rows are products with ones: additions are put off by the compiler, which then holds every P
+        # twice, before and after rounding. They are fewer instructions, too. But they are sums of rounded numbers,
+        # which is right for O and not for LSE (1e-3 off, measured), so a kernel that gives LSE adds.
+        acc_L = cute.make_rmem_tensor((4, self.tiles_m, 1), Float32)
+        ones = cute.make_rmem_tensor((4, 1), self.dtype)
+        ones.fill(1.0)
+        sums = None if self.adds else rows_and_columns(acc_L, self.tiles_m)[None, 0]
+        softmax = OnlineSoftmax.of_rows(2 * self.tiles_m, scale_log2, sums)
+        return Consumer(sQ, sK, sV, rows_q, lanes, acc_S, acc_O, acc_L, ones, softmax)
+
+    # ------------------------------------------------------------------ steps
+
+    @cute.jit
+    def fill(self, c: Consumer, tiles, from_k, from_v, first_end: Int32, end: Int32 | None):
+        """Copy the first tiles of K and V, one for each stage; `first_end` is that of the very first."""
+        for s in range_constexpr(self.cfg.stages):
+            this_end = first_end if const_expr(s == 0) else end
+            if s < tiles.count:
+                self.copy(self.k, from_k, tiles.at(s), c.sK + s * self.k.bytes, this_end)
+            cute.arch.cp_async_commit_group()
+            if s < tiles.count:
+                self.copy(self.v, from_v, tiles.at(s), c.sV + s * self.v.bytes, this_end)
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def steps(self, c: Consumer, work: QueryWork, q_fragments: list, from_k, from_v, end: Int32 | None):
+        """All tiles, after `fill` and the wait for Q and the first tile of K."""
+        for segment in range_constexpr(len(work.tiles.kinds)):
+            begin = 0 if const_expr(segment == 0) else work.tiles.ends[segment - 1]
+            for i in cutlass.range(begin, work.tiles.ends[segment], unroll=1):
+                self.step(c, work, i, work.tiles.kinds[segment], q_fragments, from_k, from_v, end)
+
+    @cute.jit
+    def step(
+        self,
+        c: Consumer,
+        work: QueryWork,
+        i: Int32,
+        kind: cutlass.Constexpr,
+        q_fragments: list,  # of Q, those that stay in registers
+        from_k,
+        from_v,
+        end: Int32 | None,
+    ):
+        """P and O of tile i."""
+        cfg, softmax, tiles = self.cfg, c.softmax, work.tiles
+        scores, out = rows_and_columns(c.acc_S, self.tiles_m), rows_and_columns(c.acc_O, self.tiles_m)
+        stage, after = i % cfg.stages, i + cfg.stages
+        c.acc_S.fill(0.0)
+        self.multiply(
+            c.acc_S, lambda k: self.fragment_q(c, k, q_fragments), self.k, c.lanes[1], c.sK + stage * self.k.bytes
+        )  # fmt: skip
+        self.wait(2 * (cfg.stages - 1))
+        if after < tiles.count:
+            self.copy(self.k, from_k, tiles.at(after), c.sK + stage * self.k.bytes, end)
+        cute.arch.cp_async_commit_group()
+        mask_and_softmax(self.facts, scores, softmax, work, i, kind)
+        rP = self.convert(c.acc_S)
+        softmax.rescale(out)
+        if const_expr(not self.adds):
+            softmax.rescale(rows_and_columns(c.acc_L, self.tiles_m))
+            for k in range_constexpr(len(rP)):
+                self.tile_steps.multiply(c.acc_L, rP[k], c.ones)
+        self.multiply(c.acc_O, lambda k: rP[k], self.v, c.lanes[2], c.sV + stage * self.v.bytes)
+        self.wait(2 * (cfg.stages - 1))
+        if after < tiles.count:
+            self.copy(self.v, from_v, tiles.at(after), c.sV + stage * self.v.bytes, end)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def wait(self, groups: cutlass.Constexpr):
+        """Until all but the latest `groups` groups of copies are visible to all threads, and these have come here."""
+        cute.arch.cp_async_wait_group(groups)
+        cute.arch.sync_threads()
+
+    # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
+
+    def fragment_q(self, c: Consumer, k: int, q_fragments: list) -> cute.Tensor:
+        """Fragment (8, MMA_M) of MMA step k: of those in registers, or read now."""
+        if k < len(q_fragments):
+            return q_fragments[k]
+        rQ = cute.make_rmem_tensor((8, self.tiles_m), self.dtype)
+        self.tile_steps.read(self.q, k, c.lanes[0], c.rows_q, rQ)
+        return rQ
+
+    def convert(self, acc_S: cute.Tensor) -> list:
+        """P rounded to 16 bits, a fragment (8, MMA_M) of A for each MMA step: two n8 products' accumulators."""
+        steps = []
+        for k in range(self.cfg.tile_n // MMA_K):
+            rP = cute.make_rmem_tensor((8, self.tiles_m), self.dtype)
+            for i in range(self.tiles_m):
+                for half in range(2):
+                    part = cute.make_tensor(acc_S.iterator + 4 * (i + self.tiles_m * (2 * k + half)), 4)
+                    to = cute.make_tensor(rP.iterator + 8 * i + 4 * half, 4)
+                    to.store(part.load().to(self.dtype))
+            steps.append(rP)
+        return steps
+
+    def multiply(self, acc: cute.Tensor, fragment: Callable, op: OperandTile, lane: Int32, tile: Int32):
+        """acc += A B, with fragment(k) of A, and B in shared memory; fragments are read one step ahead."""
+        # S is in registers beside O while K is read
+        columns = COLUMNS if op is self.v else COLUMNS // 2
+        order = sorted(range(op.tile_k // MMA_K), key=lambda k: op.step(0, k)[0])  # those of one address together
+        steps = [(k, n) for k in order for n in range(0, op.rows, columns)]
+        rA, rB = fragment(order[0]), self.fragment_b(op, steps[0], columns, lane, tile)
+        for i in range(len(steps)):
+            nextA, nextB = rA, rB
+            if i + 1 < len(steps):
+                if steps[i + 1][1] == 0:
+                    nextA = fragment(steps[i + 1][0])
+                nextB = self.fragment_b(op, steps[i + 1], columns, lane, tile)
+            n = steps[i][1]
+            part = cute.make_tensor(acc.iterator + n // 8 * 4 * self.tiles_m, (4, self.tiles_m, columns // 8))
+            self.tile_steps.multiply(part, rA, rB)
+            rA, rB = nextA, nextB
+
+    def fragment_b(self, op: OperandTile, step: tuple, columns: int, lane: Int32, tile: Int32) -> cute.Tensor:
+        """Fragments (4, MMA_N) of some columns, at (MMA step, first column)."""
+        rB = cute.make_rmem_tensor((4, columns // 8), self.dtype)
+        self.tile_steps.read(op, step[0], lane, tile, rB, step[1] // 16)
+        return rB
+
+
+def operand_tiles(facts: FlashFacts) -> tuple:
+    """(Q, K, V): how their tiles lie in shared memory."""
+    cfg = facts.config
+    threads = WARP * cfg.groups
+    q = OperandTile(cfg.tile_m, facts.head_dim, True, VECTOR, threads, cfg.groups, False)
+    k = OperandTile(cfg.tile_n, facts.head_dim, True, VECTOR, threads, 1, True)
+    v = OperandTile(facts.head_dim_v, cfg.tile_n, False, VECTOR, threads, 1, True)  # (Dv, tile_n), as B of P V
+    return q, k, v
+
+
+def first_vector(op: OperandTile, thread) -> tuple:
+    """(line, element) of the first vector that a thread copies: neighbours copy neighbouring chunks of a line.
+
+    Where all threads copy more lines at once than the tile has, those with a line past its last must copy nothing.
+    """
+    return thread // op.chunks, thread % op.chunks * VECTOR
+
+
+def lines_at_once(op: OperandTile) -> int:
+    """How many lines all threads copy `op.chunks` chunks of at a time: 4 chunks at head dimension 96, 8 at others."""
+    return op.threads // op.chunks
+
+
+def vectors(op: OperandTile) -> list:
+    """(lines, bytes) from a thread's first vector to each one that it copies."""
+    steps = range(0, op.line_bytes, op.chunks * CHUNK)
+    return [(j, byte) for j in range(0, op.lines, lines_at_once(op)) for byte in steps]

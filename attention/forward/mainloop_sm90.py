@@ -1,0 +1,288 @@
+"""The sm_90 mainloop of attention: what consumers do with each tile of K and V, in forward and in decoding.
+
+    ring       producer arrives          consumers arrive (per stage)
+    K, V       1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages each
+
+A consumer's step over K/V tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah
+et al. 2024):
+
+    wait K[i] -> issue S' = Q K[i]' -> wait V[i-1] -> issue O += P V[i-1] -> wait S'
+    softmax of S', release K[i] -> wait O -> P = S', O *= factor where a row's maximum has grown by much
+    -> release V[i-1]
+
+So the softmax of one tile runs while the tensor cores do the product of the tile before. The kernels differ in how
+Q, K and V are loaded, how rows are packed, and what is stored.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.tile.hopper import ALIGN, smem_layout
+from cute_kernels.tile.ptx import finish_first
+
+from .config import FlashFacts
+from .kv_tiles import FULL
+from .mask import cap_scores
+from .mask_and_softmax import QueryWork, mask_and_softmax
+from .recompute_scores import recompute_scores
+from .softmax import OnlineSoftmax, rows_and_columns
+from .tile_queue import FIELDS, SLOTS
+
+WARPGROUP = 128
+ROWS = 64  # of a consumer warpgroup
+ORDER_BARRIER = 1  # named barriers 1, 2, ..: each consumer warpgroup waits at its own until it may issue products
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer warpgroup has for all of its query tiles: operands, accumulators, the rings of K and V."""
+
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    sQ: cute.Tensor  # (tile_m, D, 1)
+    sK: cute.Tensor  # (tile_n, D, PIPE)
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K)
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tOrP: cute.Tensor  # (MMA, 1, MMA_K): P as the A operand; the accumulators' order is that of its k
+    tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    acc_S: cute.Tensor  # (MMA, 1, MMA_N)
+    acc_O: cute.Tensor  # (MMA, 1, MMA_N)
+    softmax: OnlineSoftmax
+    pipe_k: pipeline.PipelineAsync
+    pipe_v: pipeline.PipelineAsync
+    order: Int32 | None  # MainloopSm90.order
+
+
+def issue(tiled_mma: cute.TiledMma, acc, tCrA, tCrB, zero_init: bool):
+    """Issue and commit the WGMMAs acc (+)= A B of fragments (MMA, MMA_M or MMA_N, MMA_K), as one group."""
+    warpgroup.fence()
+    # A fresh atom: its ACCUMULATE field is set here, and the tiled_mma's own must not change inside a loop.
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
+    for k in range(cute.size(tCrB, mode=[2])):
+        cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+class MainloopSm90:
+    """Steps over the tiles of K and V of one query tile; also the storage, products and rings that they need.
+
+    lazy: whether steps after the first rescale O only where a row's maximum has grown by much, and full tiles first
+    try to do without their row maxima (FlashFacts.skips_max).
+    """
+
+    def __init__(self, facts: FlashFacts, lazy: bool):
+        self.facts, self.cfg, self.lazy = facts, facts.config, lazy
+        self.dtype = cutlass_dtype(facts.dtype)
+
+    # ------------------------------------------------------------------ storage, products, rings
+
+    def layouts(self) -> tuple:
+        """(sQ, sK, sV), the last two with stages."""
+        cfg, facts = self.cfg, self.facts
+        sQ = smem_layout(self.dtype, cfg.tile_m, facts.head_dim, 1, True)
+        sK = smem_layout(self.dtype, cfg.tile_n, facts.head_dim, cfg.stages, True)
+        sV = smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, False)  # (Dv, tile_n), as B of P V
+        return sQ, sK, sV
+
+    def storage(self) -> type:
+        """The struct of a CTA's shared memory."""
+        sizes = [cute.cosize(layout) for layout in self.layouts()]
+
+        @cute.struct
+        class SharedStorage:
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
+
+        return SharedStorage
+
+    def operands(self, storage) -> tuple:
+        """(sQ, sK, sV) in the storage, with the layouts' swizzles."""
+        return tuple(
+            place.get_tensor(layout.outer, swizzle=layout.inner)
+            for place, layout in zip((storage.sQ, storage.sK, storage.sV), self.layouts())
+        )
+
+    def make_mmas(self) -> tuple:
+        """(S = Q K', O = P V) of all consumers."""
+        k, mn = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        groups = (self.cfg.groups, 1, 1)
+        qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
+        # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
+        wide = self.facts.head_dim_v // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
+        pv = sm90_utils.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k, mn, Float32, groups, (ROWS, wide),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        return qk, pv
+
+    def make_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
+        """The TMA load of an operand's tiles: (atom, tensor)."""
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), tensor, cute.slice_(layout, (None, None, 0)), tile
+        )
+
+    def make_ring(self, barriers, stages: int, elements: int) -> pipeline.PipelineAsync:
+        """The pipeline of an operand, of which a stage has so many elements; barriers are not yet visible to all."""
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.cfg.groups),
+            tx_count=elements * self.dtype.width // 8,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+
+    def make_kv_rings(self, storage) -> tuple:
+        """The pipelines of K and V."""
+        cfg, facts = self.cfg, self.facts
+        return (
+            self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * facts.head_dim),
+            self.make_ring(storage.barriers_v, cfg.stages, cfg.tile_n * facts.head_dim_v),
+        )
+
+    def consumer(self, mmas: tuple, thread, operands: tuple, rings: tuple, scale_log2: Float32, order) -> Consumer:
+        """A warpgroup's operands and registers; `thread` is its first one's number among the consumers."""
+        cfg, facts = self.cfg, self.facts
+        (mma_qk, mma_pv), (sQ, sK, sV), (pipe_k, pipe_v) = mmas, operands, rings
+        thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, 0]
+        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))
+        tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
+        acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
+        acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, facts.head_dim_v)), Float32)
+        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
+        softmax = OnlineSoftmax.of_rows(2, scale_log2, slack=facts.slack if self.lazy else 0.0)
+        return Consumer(
+            mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ ordered barrier
+
+    def order(self, group: Int32) -> Int32:
+        """Warpgroups issue products in turn (FlashFacts.ordered): a group's own barrier and, times 16, the next's."""
+        numbers = ORDER_BARRIER + group + 16 * (ORDER_BARRIER + (group + 1) % self.cfg.groups)
+        return cute.arch.make_warp_uniform(numbers)
+
+    def order_wait(self, order: Int32 | None):
+        if self.facts.ordered:
+            cute.arch.barrier(barrier_id=order % 16, number_of_threads=2 * WARPGROUP)
+
+    def order_arrive(self, order: Int32 | None):
+        if self.facts.ordered:
+            cute.arch.barrier_arrive(barrier_id=order // 16, number_of_threads=2 * WARPGROUP)
+
+    # ------------------------------------------------------------------ steps
+
+    @cute.jit
+    def first_step(self, c: Consumer, work: QueryWork, at_k):
+        """P of the first tile; returns the state of K's ring."""
+        c.pipe_k.consumer_wait(at_k)
+        self.order_wait(c.order)
+        issue(c.mma_qk, c.acc_S, c.tSrQ, c.tSrK[None, None, None, at_k.index], True)
+        self.order_arrive(c.order)
+        warpgroup.wait_group(0)
+        c.pipe_k.consumer_release(at_k)
+        at_k.advance()
+        mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, 0, work.tiles.first)
+        self.convert(c.acc_S, c.tOrP)
+        return at_k
+
+    @cute.jit
+    def steps(self, c: Consumer, work: QueryWork, at_k, at_v):
+        """All tiles after the first; returns the states of K's and V's rings."""
+        for segment in range_constexpr(len(work.tiles.kinds)):
+            begin = 1 if const_expr(segment == 0) else cutlass.max(work.tiles.ends[segment - 1], 1)
+            for i in cutlass.range(begin, work.tiles.ends[segment], unroll=1):
+                at_k, at_v = self.step(c, work, i, work.tiles.kinds[segment], at_k, at_v)
+        return at_k, at_v
+
+    @cute.jit
+    def step(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr, at_k, at_v):
+        """P of tile i, and O of the tile before; returns the states of K's and V's rings."""
+        softmax, out = c.softmax, rows_and_columns(c.acc_O)
+        c.pipe_k.consumer_wait(at_k)
+        self.order_wait(c.order)
+        issue(c.mma_qk, c.acc_S, c.tSrQ, c.tSrK[None, None, None, at_k.index], True)
+        c.pipe_v.consumer_wait(at_v)
+        issue(c.mma_pv, c.acc_O, c.tOrP, c.tOrV[None, None, None, at_v.index], False)
+        self.order_arrive(c.order)
+        warpgroup.wait_group(1)
+        if const_expr(self.lazy and self.facts.skips_max and kind == FULL):
+            grown = self.softmax_of_full_tile(c, work.softcap, at_k.index)
+            c.pipe_k.consumer_release(at_k)
+        else:
+            c.pipe_k.consumer_release(at_k)
+            grown = mask_and_softmax(self.facts, rows_and_columns(c.acc_S), softmax, work, i, kind, self.lazy)
+        at_k.advance()
+        # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
+        if const_expr(self.cfg.groups == 3 and kind == FULL):
+            finish_first(*(softmax.total[r] for r in range(2)), c.sQ.iterator.toint())
+        warpgroup.wait_group(0)
+        if const_expr(self.lazy):
+            self.convert(c.acc_S, c.tOrP)
+            if grown:
+                softmax.rescale_lazily(out)
+            c.pipe_v.consumer_release(at_v)  # after what others wait for
+        else:
+            c.pipe_v.consumer_release(at_v)
+            self.convert(c.acc_S, c.tOrP)
+            softmax.rescale(out)
+        at_v.advance()
+        return at_k, at_v
+
+    def last_step(self, c: Consumer, at_v):
+        """Issue O of the last tile; `finish` waits for it."""
+        c.pipe_v.consumer_wait(at_v)
+        issue(c.mma_pv, c.acc_O, c.tOrP, c.tOrV[None, None, None, at_v.index], False)
+
+    def finish(self, c: Consumer, at_v):
+        """Wait for the last product; returns the state of V's ring."""
+        warpgroup.wait_group(0)
+        c.pipe_v.consumer_release(at_v)
+        at_v.advance()
+        return at_v
+
+    @cute.jit
+    def softmax_of_full_tile(self, c: Consumer, softcap: Float32, stage: Int32):
+        """Scores of a full tile to P, without their row maxima if possible. Returns whether O is to be rescaled.
+
+        K's stage is not yet released. Some warps of a warpgroup may have to recompute their scores and others not, so
+        nothing in between may concern the whole warpgroup: no wait for its products, and P V is still being computed.
+        """
+        softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
+        if const_expr(self.facts.softcap):
+            cap_scores(scores, softcap)
+        if not softmax.step_without_max(scores, self.cfg.groups < 3):
+            recompute_scores(c.acc_S, c.sQ[None, None, 0], c.sK[None, None, stage], WARPGROUP // 32)
+            if const_expr(self.facts.softcap):
+                cap_scores(scores, softcap)
+            grown = softmax.step_lazily(scores)
+        return grown
+
+    @cute.jit
+    def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):
+        """P to 16 bits. Eight values at a time: as one vector it kept so many registers that WGMMAs were serialised."""
+        for i in range_constexpr(0, cute.size(acc_S), 8):
+            part = cute.make_tensor(acc_S.iterator + i, cute.make_layout(8))
+            cute.make_tensor(tOrP.iterator + i, cute.make_layout(8)).store(part.load().to(self.dtype))
+
+
+def permuted(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
+    """The tensor with its modes in another order."""
+    shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))

@@ -1,0 +1,68 @@
+"""What happens to scores before their softmax: a cap on them, and masks."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.traced.lower import lower
+
+LOG2E = 1.4426950408889634
+
+
+@cute.jit
+def cap_scores(scores: cute.Tensor, twice: Float32):  # (rows, columns)
+    """scores = c tanh(scores / c), in units of c: what is left to multiply by c is part of the softmax's scale.
+
+    `twice` is 2 log2(e) scale / c, since tanh(y) = 1 - 2 / (1 + e^(2 y)).
+    """
+    for i in range_constexpr(cute.size(scores)):
+        denominator = 1.0 + cute.math.exp2(scores[i] * twice, approx=True, ftz=True)
+        scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(denominator)
+
+
+@cute.jit
+def mask_window(
+    scores: cute.Tensor,  # (rows, columns) of this thread
+    source,
+    row: Int32,  # of the thread's first row
+    col0: Int32,  # first column of the tile
+    seqlen,  # seqlen.SeqlenInfo
+):
+    """-inf where a row does not see a column."""
+    for r in range_constexpr(cute.size(scores, mode=[0])):
+        begin, end = source.bounds(row + 8 * r, seqlen)
+        mine = col0 + cute.arch.lane_idx() % 4 * 2
+        begin, end = begin - mine, end - mine
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            column = const_expr(c // 2 * 8 + c % 2)
+            seen = column < end
+            if const_expr(source.window.left):
+                seen = seen and column >= begin
+            scores[r, c] = select_(seen, scores[r, c], -Float32.inf)
+
+
+@cute.jit
+def mask_elements(
+    scores: cute.Tensor,  # (rows, columns) of this thread
+    kind,  # config.BlockKind
+    tensors: tuple,  # what its element mask reads
+    row: Int32,  # of the thread's first row
+    col0: Int32,  # first column of the tile
+    tile,  # scheduler.QueryTile
+    seqlen,  # seqlen.SeqlenInfo
+):
+    """-inf where the element mask is false, and past the last column."""
+    mine = col0 + cute.arch.lane_idx() % 4 * 2
+    for r in range_constexpr(cute.size(scores, mode=[0])):
+        q = row + 8 * r
+        if const_expr(len(tensors) > 0):
+            q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            column = mine + const_expr(c // 2 * 8 + c % 2)
+            seen = column < seqlen.cols
+            if const_expr(kind.mask is not None):
+                if const_expr(len(tensors) > 0):
+                    column = cutlass.min(column, seqlen.cols - 1)
+                seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, column], tensors)
+            scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

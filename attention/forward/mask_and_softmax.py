@@ -1,0 +1,60 @@
+"""A tile of scores to P, on both paths: the cap, the mask, the softmax."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from .kv_tiles import EITHER, PARTIAL
+from .mask import cap_scores, mask_elements, mask_window
+from .softmax import OnlineSoftmax
+
+
+@dataclass(frozen=True)
+class QueryWork:
+    """One query tile: which tiles of K and V it visits, and what masks need."""
+
+    source: Any  # kv_tiles.WindowSource or block_source.BlockSource
+    tiles: Any  # what source.for_tile gave
+    tile: Any  # scheduler.QueryTile
+    seqlen: Any  # seqlen.SeqlenInfo
+    row: Int32  # first row of this thread
+    softcap: Float32
+
+
+@cute.jit
+def mask_and_softmax(
+    facts: cutlass.Constexpr,
+    scores: cute.Tensor,  # (rows, columns)
+    softmax: OnlineSoftmax,
+    work: QueryWork,
+    i,  # which of the tiles
+    kind: cutlass.Constexpr,  # kv_tiles.FULL, PARTIAL or EITHER
+    lazily: cutlass.Constexpr = False,  # OnlineSoftmax.step_lazily
+):
+    """Scores to P: the cap, the mask, the softmax. Returns whether O is to be rescaled."""
+    if const_expr(facts.softcap):
+        cap_scores(scores, work.softcap)
+    if const_expr(kind == EITHER):
+        if work.tiles.ends[0] > i:
+            mask(facts, scores, work, i)
+    elif const_expr(kind == PARTIAL):
+        mask(facts, scores, work, i)
+    grown = cutlass.Boolean(True)
+    if const_expr(lazily):
+        grown = softmax.step_lazily(scores)
+    else:
+        softmax.step(scores)
+    return grown
+
+
+@cute.jit
+def mask(facts: cutlass.Constexpr, scores: cute.Tensor, work: QueryWork, i):
+    """-inf where a row does not see a column of the i-th tile."""
+    col0 = work.tiles.at_partial(i) * facts.config.tile_n
+    if const_expr(facts.blocks is None):
+        mask_window(scores, work.source, work.row, col0, work.seqlen)
+    else:
+        mask_elements(scores, facts.blocks, work.source.mask_tensors, work.row, col0, work.tile, work.seqlen)

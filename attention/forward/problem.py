@@ -1,0 +1,59 @@
+"""What the forward kernels compute: dense or packed sequences, with a window or a block mask, on both paths."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .block_source import with_blocks
+from .config import FlashFacts
+from .kv_tiles import WindowSource
+from .scheduler import PackedScheduler, QueryScheduler
+from .seqlen import DenseSeqlens, PackedSeqlens
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors with a batch, and who says which query tile is next, how long items are, and which tiles they visit."""
+
+    mQ: cute.Tensor  # (B, H, Sq, D)
+    mK: cute.Tensor  # (B, Hkv, Sk, D)
+    mV: cute.Tensor  # (B, Hkv, Sk, Dv)
+    mO: cute.Tensor  # (B, H, Sq, Dv)
+    mLSE: cute.Tensor | None  # (B, H, Sq)
+    scheduler: Any  # scheduler.QueryScheduler or PackedScheduler
+    seqlens: Any  # seqlen.DenseSeqlens or PackedSeqlens
+    source: Any  # kv_tiles.WindowSource or block_source.BlockSource
+
+
+def problem_of(
+    facts: FlashFacts,
+    tensors: tuple,  # Q, K, V, O, LSE or None: see the kernels' __call__
+    cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
+    blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+    left: Int32 | None,  # bounds of the window; not of a block mask
+    right: Int32 | None,
+) -> Problem:
+    mQ, mK, *_ = tensors
+    if facts.packed:
+        (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
+        seqlens = PackedSeqlens(*cu_seqlens, rows, cols)
+        scheduler = PackedScheduler.at_most(seqlens, facts.config.tile_m, heads, heads // heads_kv)
+        *tensors, mLSE = tensors
+        tensors = [_one_item(t, (1, 0, 2)) for t in tensors]
+        tensors.append(None if mLSE is None else _one_item(mLSE, (0, 1)))
+    else:
+        seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2])
+        scheduler = QueryScheduler.of(facts, mQ.shape, mK.shape)
+    if facts.blocks is not None:
+        scheduler, source = with_blocks(facts, scheduler, blocks)
+    else:
+        source = WindowSource(facts.window, facts.config.tile_m, facts.config.tile_n, left, right)
+    return Problem(*tensors, scheduler, seqlens, source)
+
+
+def _one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
+    """The tensor with a batch of one before its modes, in another order."""
+    shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
+    return cute.make_tensor(tensor.iterator, cute.make_layout((1, *shape), stride=(0, *stride)))

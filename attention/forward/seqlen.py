@@ -1,0 +1,69 @@
+"""How many rows of Q, and of K and V, an item of the batch has, and where they begin."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
+
+
+@dataclass(frozen=True)
+class SeqlenInfo:
+    """One item: its rows of Q and O from q0 on, and those of K and V from k0 on."""
+
+    b: Int32 | int  # of the tensors' batch dimension
+    rows: Int32
+    cols: Int32
+    q0: Int32 | int = 0
+    k0: Int32 | int = 0
+
+    @property
+    def offset(self):
+        """From a row to the column at its position: the last row is at the last column's."""
+        return self.cols - self.rows
+
+
+@dataclass(frozen=True)
+class DenseSeqlens:
+    """All items have as many."""
+
+    rows: Int32
+    cols: Int32
+
+    def of(self, b) -> SeqlenInfo:
+        return SeqlenInfo(b, self.rows, self.cols)
+
+
+@dataclass(frozen=True)
+class PackedSeqlens:
+    """Sequences one after another: sequence b has rows cu_q[b] to cu_q[b + 1] of Q, and so K and V.
+
+    Whatever the entries are, no span leaves the tensors: they are clamped, and an end before its beginning is moved
+    there. The rows after the last sequence are one more, of number B, that has no keys: its output is 0. From B + 1 on
+    sequences are empty.
+    """
+
+    cu_q: cute.Tensor  # (B + 1,) int32
+    cu_k: cute.Tensor  # (B + 1,) int32
+    total_q: Int32
+    total_k: Int32
+
+    @property
+    def sequences(self) -> Int32:
+        return self.cu_q.shape[0]
+
+    def rows(self, b) -> tuple:
+        """(begin, end) of a sequence's rows of Q."""
+        begin, end = self.between(self.cu_q, b, self.total_q)
+        return begin, select_(b == self.cu_q.shape[0] - 1, self.total_q, end)
+
+    def between(self, cu: cute.Tensor, b, total) -> tuple:
+        last = cu.shape[0] - 1
+        begin = cutlass.min(cutlass.max(cu[cutlass.min(b, last)], 0), total)
+        return begin, cutlass.min(cutlass.max(cu[cutlass.min(b + 1, last)], begin), total)
+
+    def of(self, b) -> SeqlenInfo:
+        (q0, q1), (k0, k1) = self.rows(b), self.between(self.cu_k, b, self.total_k)
+        uniform = cute.arch.make_warp_uniform
+        return SeqlenInfo(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))

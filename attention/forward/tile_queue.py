@@ -1,0 +1,60 @@
+"""Tiles fetched from a counter: the CTA that is done first gets the next one."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32, pipeline, range_constexpr
+
+SLOTS = 2  # numbers of tiles that the producer may be ahead
+
+
+FIELDS = 6  # of a slot: a number and up to five fields about the tile
+
+
+@dataclass(frozen=True)
+class TileQueue:
+    """Hands out the tiles after the first one of each CTA in the order in which CTAs ask for them.
+
+    The producer warp fetches a number from a counter in global memory. It publishes the number to the consumers in
+    shared memory, with the tile's fields (`fields` of the scheduler), so that they do not wait for look-ups. Each tile
+    that is computed means one fetch, so there are as many fetches as tiles. The last one sets the counter back to 0
+    for the next launch. Which CTA gets a tile changes nothing in its result.
+    """
+
+    pipe: pipeline.PipelineAsync
+    slots: cute.Tensor  # (FIELDS, SLOTS) Int32 in shared memory
+    counter: cute.Tensor  # (1,) Int32, 0 before and after
+
+    @cute.jit
+    def fetch(self, ctas: Int32) -> Int32:
+        """The next tile's number in lane 0 of the producer warp, which need not wait for it yet."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu") + ctas
+        return number
+
+    @cute.jit
+    def fetched(self, number: Int32, count: Int32, ctas: Int32) -> Int32:
+        """The number in all lanes."""
+        if cute.arch.lane_idx() == 0:
+            if number == count - 1 + ctas:
+                self.counter[0] = Int32(0)
+        return cute.arch.shuffle_sync(number, 0)
+
+    @cute.jit
+    def publish(self, number: Int32, fields: tuple, state):
+        """The producer warp tells the consumers."""
+        self.pipe.producer_acquire(state)
+        if cute.arch.lane_idx() == 0:
+            self.slots[0, state.index] = number
+            for i in range_constexpr(len(fields)):
+                self.slots[1 + i, state.index] = fields[i]
+        cute.arch.sync_warp()
+        self.pipe.producer_commit(state)
+
+    def consume(self, count: int, state) -> tuple:
+        """(number, `count` fields) that the producer warp published, in every thread of the consumers."""
+        self.pipe.consumer_wait(state)
+        number, *fields = (cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in range(1 + count))
+        self.pipe.consumer_release(state)
+        return number, tuple(fields)

@@ -1,0 +1,1 @@
+"""Block masks and element masks: which scores attention computes."""

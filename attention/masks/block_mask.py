@@ -1,0 +1,354 @@
+"""Block masks: which blocks of the score matrix attention computes, and which elements of those it sees.
+
+Scores (Sq, Sk) are cut into blocks of (block_q, block_k); Mq = ceil(Sq / block_q) rows of them, Mk = ceil(Sk / block_k)
+columns. Of each row of blocks there are two ascending lists: of full blocks every element is seen; of partial blocks
+mask_mod tells which, or, where that is None, all up to the last column. Blocks in neither list are not computed. The
+storage is that of torch's FlexAttention, so that its masks are taken over without a copy. patterns.py makes usual ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.runtime.derived import Derived
+from sparse_collective.bsr import BsrMatrix
+from sparse_collective.checks import describe, is_strided, pair
+
+from . import block_lists, convert
+from .block_lists import band_tables, grid
+from .element_mask import call
+from .mask_mods import Band, MaskMod, both, moved
+
+__all__ = ["BlockLists", "BlockMask"]
+
+TABLES = ("partial_count", "partial_index", "full_count", "full_index")
+
+
+class BlockLists(NamedTuple):
+    """The lists of the columns of blocks: which rows of blocks need each. Counts (B, H, Mk), indices (B, H, Mk, Mq)."""
+
+    partial_count: Tensor
+    partial_index: Tensor
+    full_count: Tensor
+    full_index: Tensor
+
+
+class BlockMask:
+    """Which blocks of (Sq, Sk) scores are computed, for each batch item and head or for all of them.
+
+    Shares the tensors with the caller and never copies them. The attributes are read-only, and the tensors must not be
+    written to.
+
+    Args:
+        partial_count: (B, H, Mq) int32; how many blocks of each row are partial. B and H may be 1: then all items, or
+            all heads, have the same blocks.
+        partial_index: (B, H, Mq, width) int32, width at most Mk; their columns of blocks, strictly increasing; past the
+            count anything.
+        full_count, full_index: the same of full blocks, with a width of its own; both None: there are none. A block
+            that goes past the last column must not be full; one that goes past the last row may be.
+        lengths: (Sq, Sk).
+        blocksize: (block_q, block_k), each 64 or 128.
+        mask_mod: which elements of partial blocks are seen: a function of (b, h, q, kv) that torch can trace, see
+            mask_mods.py and element_mask.py. None: all.
+        check: whether to look at the contents of the lists, which synchronises once. With False, lists that are wrong
+            make a kernel read memory that is not K's or V's.
+
+    Raises:
+        TypeError: an argument is not a strided int32 tensor, or mask_mod cannot be called.
+        ValueError: a shape, stride, device, length or block is wrong, or, with check, an entry of the lists, which the
+            message names.
+        RuntimeError: check is True while a CUDA graph is captured, where nothing can synchronise.
+    """
+
+    partial_count: Tensor  # (B, H, Mq)
+    partial_index: Tensor  # (B, H, Mq, width)
+    full_count: Tensor  # (B, H, Mq)
+    full_index: Tensor  # (B, H, Mq, width)
+    lengths: tuple[int, int]  # (Sq, Sk)
+    blocksize: tuple[int, int]  # (block_q, block_k)
+    mask_mod: MaskMod | None
+    batch: int  # B, may be 1
+    heads: int  # H, may be 1
+    n_block_rows: int  # Mq
+    n_block_cols: int  # Mk
+    derived: Derived | None  # what kernels must know of the mask, made when first needed
+    __slots__ = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols")
+    __slots__ += ("derived", "__weakref__")
+
+    def __init__(
+        self,
+        partial_count: Tensor,
+        partial_index: Tensor,
+        full_count: Tensor | None = None,
+        full_index: Tensor | None = None,
+        *,
+        lengths: Sequence[int],
+        blocksize: Sequence[int] = (128, 128),
+        mask_mod: MaskMod | None = None,
+        check: bool = True,
+    ) -> None:
+        lengths, blocksize, rows, cols = grid(lengths, blocksize)
+        if mask_mod is not None and not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function of (b, h, q, kv) or None, got {type(mask_mod).__name__}")
+        if (full_count is None) != (full_index is None):
+            raise ValueError("give both full_count and full_index, or neither")
+        if full_count is None and isinstance(partial_count, Tensor):
+            full_count, full_index = torch.zeros_like(partial_count), partial_index  # past the count is anything
+        tables = dict(zip(TABLES, (partial_count, partial_index, full_count, full_index), strict=True))
+        for name, t in tables.items():
+            if not is_strided(t) or t.dtype is not torch.int32:
+                raise TypeError(f"{name} must be a strided int32 tensor, got {describe(t)}")
+            kind = "(B, H, Mq)" if name.endswith("count") else "(B, H, Mq, width)"
+            if t.dim() != (3 if name.endswith("count") else 4):
+                raise ValueError(f"{name} must be {kind}, got shape {tuple(t.shape)}")
+            if t.device != partial_count.device:
+                raise ValueError(f"{name} is on {t.device}, partial_count on {partial_count.device}; move one")
+            if not t.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
+            if t.shape[:3] != (*partial_count.shape[:2], rows):
+                needed = (*partial_count.shape[:2], rows, *t.shape[3:])
+                raise ValueError(f"{name} has shape {tuple(t.shape)}; {lengths[0]} rows in {blocksize} need {needed}")
+            if t.shape[3:] and t.shape[3] > cols:
+                raise ValueError(f"{name} has room for {t.shape[3]} blocks in a row, which has only {cols}")
+        if 0 in partial_count.shape[:2]:
+            raise ValueError(f"B and H must be at least 1, got partial_count of shape {tuple(partial_count.shape)}")
+        self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
+        self._set(batch=partial_count.shape[0], heads=partial_count.shape[1], n_block_rows=rows, n_block_cols=cols)
+        self._set(derived=None)
+        if check:
+            self._check()
+
+    def _set(self, **attributes: object) -> None:
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
+    def _refuse(self, name: str, *_: object) -> None:
+        raise AttributeError(f"BlockMask.{name} is read-only; build a new mask, which copies no tensor")
+
+    __setattr__ = __delattr__ = _refuse
+
+    def _check(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot capture the check of these lists, which synchronises; build the mask before the "
+                "capture, or with check=False"
+            )
+        if any(block_lists.flags(self).tolist()):
+            raise ValueError(block_lists.first_error(self))
+
+    @classmethod
+    def _of_tables(cls, partial: Tensor, full: Tensor, lengths, blocksize, mask_mod) -> BlockMask:
+        """Of two bool tables (..., Mq, Mk) that are right by construction."""
+        partial, full = (t[(None,) * (4 - t.dim())] for t in (partial, full))
+        lists = *block_lists.lists_of(partial), *block_lists.lists_of(full)
+        return cls(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: Tensor,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        lengths: Sequence[int] | None = None,
+        partial: Tensor | None = None,
+        mask_mod: MaskMod | None = None,
+        causal: bool = False,
+    ) -> BlockMask:
+        """The mask that computes these blocks. Does not synchronise.
+
+        Args:
+            blocks: (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) bool, True where a block is computed.
+            blocksize: (block_q, block_k).
+            lengths: (Sq, Sk); all of the blocks where it is None.
+            partial: bool of a shape that broadcasts to that of `blocks`, True where mask_mod decides; in the other
+                blocks mask_mod must see everything, and is not asked. All blocks where it is None.
+            mask_mod: which elements of partial blocks are seen.
+            causal: sees no column after the row's position, row + Sk - Sq: leaves out the blocks past it and adds
+                those that it cuts to the partial ones.
+
+        Raises:
+            TypeError: `blocks` or `partial` is no strided bool tensor.
+            ValueError: a shape, device, length or block is wrong, or `partial` is given without mask_mod.
+        """
+        for name, t in (("blocks", blocks), ("partial", partial)):
+            if (t is not None or name == "blocks") and (not is_strided(t) or t.dtype is not torch.bool):
+                raise TypeError(f"{name} must be a strided bool tensor, got {describe(t)}")
+        if not 2 <= blocks.dim() <= 4:
+            raise ValueError(f"blocks must be (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk), got {tuple(blocks.shape)}")
+        blocksize = pair(blocksize, "blocksize")
+        if lengths is None:
+            lengths = tuple(n * side for n, side in zip(blocks.shape[-2:], blocksize, strict=True))
+        (sq, sk), blocksize, rows, cols = grid(lengths, blocksize)
+        if blocks.shape[-2:] != (rows, cols):
+            raise ValueError(f"blocks has shape {tuple(blocks.shape)}; lengths {(sq, sk)} need (..., {rows}, {cols})")
+        if partial is not None:
+            if mask_mod is None:
+                raise ValueError("partial is given without mask_mod, which would see everything; give both")
+            if partial.device != blocks.device:
+                raise ValueError(f"partial is on {partial.device}, blocks on {blocks.device}; move one")
+            try:
+                partial = partial.expand_as(blocks)
+            except RuntimeError:
+                shapes = f"{tuple(partial.shape)} to {tuple(blocks.shape)}"
+                raise ValueError(f"partial must broadcast to blocks, not {shapes}") from None
+        # Without a bound, blocks that go past the last column are those not seen everywhere.
+        some, every = band_tables((sq, sk), blocksize, None, 0 if causal else None, blocks.device)
+        decided = ~every if mask_mod is None else ~every | (True if partial is None else partial)
+        if causal:
+            blocks, mask_mod = blocks & some, both(mask_mod, Band(None, 0, sk - sq))
+        return cls._of_tables(blocks & decided, blocks & ~decided, (sq, sk), blocksize, mask_mod)
+
+    @classmethod
+    def from_bsr(
+        cls,
+        pattern: BsrMatrix | Tensor,
+        *,
+        lengths: Sequence[int] | None = None,
+        heads: int | None = None,
+        mask_mod: MaskMod | None = None,
+        causal: bool = False,
+    ) -> BlockMask:
+        """The mask that computes the stored blocks of a BsrMatrix or torch.sparse_bsr tensor; values do not matter.
+
+        Does not synchronise, and does not look at the contents of the indices, which must be right (see
+        BsrMatrix.check_indices).
+
+        Args:
+            pattern: of blocks with sides of 64 or 128. Of a batch of L items with a pattern for each, item l is that of
+                head l % heads of batch item l // heads.
+            lengths: (Sq, Sk), which may end inside the last blocks; the matrix's extents where it is None.
+            heads: of a batch; L where it is None.
+            mask_mod, causal: as from_blocks has them.
+
+        Raises:
+            TypeError: `pattern` is neither.
+            ValueError: a side of its blocks is neither 64 nor 128, or lengths or heads do not fit.
+        """
+        blocks, blocksize = convert.blocks_of_bsr(pattern, heads)
+        return cls.from_blocks(blocks, blocksize, lengths=lengths, mask_mod=mask_mod, causal=causal)
+
+    @classmethod
+    def from_flex(cls, mask, *, check: bool = False) -> BlockMask:
+        """FlexAttention's mask: its lists, not copied where they are contiguous, and its mask_mod, None for noop_mask.
+
+        Where Sk is no multiple of block_k, full blocks that go past the last column become partial ones, which copies;
+        create_block_mask makes none. Does not synchronise unless the lists are to be checked: those that were given to
+        BlockMask.from_kv_blocks by hand may be unsorted.
+
+        Raises:
+            TypeError: `mask` is no torch.nn.attention.flex_attention.BlockMask.
+            ValueError: a side of its blocks is neither 64 nor 128, or, with check, a list is wrong.
+        """
+        lists, facts = convert.lists_of_flex(mask)
+        return cls(*lists, **facts, check=check)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: MaskMod,
+        lengths: Sequence[int],
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """The mask of all that mask_mod sees, found by calling it for every element, in parts that bound the memory.
+
+        Does not synchronise, unless mask_mod does. `batch` and `heads` are 1 where it does not depend on them.
+
+        Raises:
+            TypeError: mask_mod cannot be called, or returns something other than a bool tensor.
+            ValueError: lengths, blocksize, batch or heads are wrong.
+        """
+        lengths, blocksize, _, _ = grid(lengths, blocksize)
+        if min(batch, heads) < 1:
+            raise ValueError(f"batch and heads must be at least 1, got {batch} and {heads}")
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function of (b, h, q, kv), got {type(mask_mod).__name__}")
+        device = torch.get_default_device() if device is None else device
+        some, every = block_lists.tables_of_mask_mod(mask_mod, (batch, heads), lengths, blocksize, device)
+        return cls._of_tables(some & ~every, every, lengths, blocksize, mask_mod)
+
+    def with_causal(self) -> BlockMask:
+        """What this mask sees up to the row's position, row + Sk - Sq. Does not synchronise.
+
+        Full blocks that the diagonal cuts become partial, so that mask_mod must see all of full blocks.
+        """
+        partial, full = self.tables()
+        options = {} if self.mask_mod is None else {"partial": partial, "mask_mod": self.mask_mod}
+        return self.from_blocks(partial | full, self.blocksize, lengths=self.lengths, causal=True, **options)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """(partial, full): two new bool (B, H, Mq, Mk), True where a block is listed. Does not synchronise."""
+        partial = block_lists.table_of(self.partial_count, self.partial_index, self.n_block_cols)
+        return partial, block_lists.table_of(self.full_count, self.full_index, self.n_block_cols)
+
+    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors that hold it: partial_count, partial_index, full_count and full_index."""
+        return self.partial_count, self.partial_index, self.full_count, self.full_index
+
+    def transposed(self) -> BlockLists:
+        """For each column of blocks, which rows of blocks need it. Does not synchronise."""
+        partial, full = self.tables()
+        return BlockLists(*block_lists.lists_of(partial.mT), *block_lists.lists_of(full.mT))
+
+    def elements(self, begin: int, end: int, batch: int | None = None, heads: int | None = None) -> Tensor:
+        """Which columns rows begin to end see: bool (B, H, end - begin, Sk).
+
+        `batch` and `heads`, where given, are those of the scores, which a mask of one item or head is repeated for, and
+        mask_mod called with.
+        """
+        batch, heads = batch or self.batch, heads or self.heads
+        q = torch.arange(begin, end, dtype=torch.int32, device=self.device)
+        kv = torch.arange(self.lengths[1], dtype=torch.int32, device=self.device)
+        row, col = q // self.blocksize[0], kv // self.blocksize[1]
+        partial, full = (t.index_select(2, row).index_select(3, col) for t in self.tables())
+        if self.mask_mod is not None:
+            b, h = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (batch, heads))
+            partial = partial & call(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q[:, None], kv)
+        return (partial | full).expand(batch, heads, -1, -1)
+
+    def to_dense(self, batch: int | None = None, heads: int | None = None) -> Tensor:
+        """Which elements are seen: bool (B, H, Sq, Sk). Does not synchronise. See `elements` for the arguments."""
+        return self.elements(0, self.lengths[0], batch, heads)
+
+    def block_density(self) -> float:
+        """Listed blocks over all blocks; 0.0 where there are none. Synchronises."""
+        blocks = self.partial_count.numel() * self.n_block_cols
+        return (self.partial_count.sum() + self.full_count.sum()).item() / max(blocks, 1)
+
+    def to_flex(self):
+        """The same as a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""
+        return convert.to_flex(self)
+
+    def to(self, device: torch.device | str | int) -> BlockMask:
+        """This mask on another device, with the tensors of a mask_mod of mask_mods.py; self where nothing moves."""
+        old = self.lists()
+        new, mask_mod = [t.to(device) for t in old], moved(self.mask_mod, device)
+        if mask_mod is self.mask_mod and all(a is b for a, b in zip(old, new, strict=True)):
+            return self
+        return type(self)(*new, lengths=self.lengths, blocksize=self.blocksize, mask_mod=mask_mod, check=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.partial_count.device
+
+    def __repr__(self) -> str:
+        facts = f"batch={self.batch}, heads={self.heads}, lengths={self.lengths}, blocksize={self.blocksize}"
+        mod = self.mask_mod
+        name = None if mod is None else getattr(mod, "__name__", type(mod).__name__)
+        return f"{type(self).__name__}({facts}, mask_mod={name}, device='{self.device}')"
+
+    def __reduce__(self) -> tuple:
+        return _rebuild, (*self.lists(), self.lengths, self.blocksize, self.mask_mod)
+
+
+def _rebuild(*parts) -> BlockMask:
+    *lists, lengths, blocksize, mask_mod = parts
+    return BlockMask(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)  # nothing vouches for a file

@@ -1,0 +1,84 @@
+"""What BlockMask takes over from other formats. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_collective.bsr import BsrMatrix
+from sparse_collective.checks import describe
+
+from .block_lists import grid, lists_of, table_of
+
+
+def blocks_of_bsr(pattern: BsrMatrix | Tensor, heads: int | None) -> tuple[Tensor, tuple[int, int]]:
+    """Which blocks are stored, bool (B, heads, Mq, Mk), and their blocksize; see BlockMask.from_bsr."""
+    if isinstance(pattern, BsrMatrix):
+        crow, col, blocksize = pattern.crow_indices, pattern.col_indices, pattern.blocksize
+    elif isinstance(pattern, Tensor) and pattern.layout is torch.sparse_bsr:
+        crow, col = pattern.crow_indices(), pattern.col_indices()  # (rows + 1,), (nnz,); with (L, ...) of a batch
+        if crow.dim() > 2:
+            raise ValueError(f"pattern must have at most one batch dimension, got shape {tuple(pattern.shape)}")
+        blocksize = tuple(pattern.values().shape[crow.dim() : crow.dim() + 2])
+    else:
+        raise TypeError(f"pattern must be a BsrMatrix or a torch.sparse_bsr tensor, got {describe(pattern)}")
+    return blocks_of_indices(crow, col, pattern.shape[-2:], blocksize, heads)
+
+
+def blocks_of_indices(crow: Tensor, col: Tensor, shape, blocksize, heads: int | None) -> tuple:
+    """The same of (rows + 1,) crow_indices and (nnz,) col_indices of matrices of (Sq, Sk) = shape.
+
+    Of a batch with a pattern for each item, (L, rows + 1) crow_indices, which may begin at 0 in each item or go on, and
+    the columns of all items.
+    """
+    items = crow.shape[0] if crow.dim() == 2 else 1
+    col = col.flatten()
+    in_row = crow.diff().flatten()
+    row = torch.arange(len(in_row), dtype=crow.dtype, device=crow.device)
+    row = torch.repeat_interleave(row, in_row, output_size=col.numel())  # (nnz,)
+    _, blocksize, rows, cols = grid(shape, blocksize)
+    heads = items if heads is None else heads
+    if heads < 1 or items % heads:
+        raise ValueError(f"heads is {heads}, which does not divide the {items} patterns")
+    blocks = torch.zeros(items * rows * cols, dtype=torch.bool, device=col.device)
+    blocks.index_fill_(0, row.long() * cols + col, True)
+    return blocks.view(items // heads, heads, rows, cols), blocksize
+
+
+def lists_of_flex(mask) -> tuple[list[Tensor | None], dict]:
+    """The four tables of FlexAttention's mask, and lengths, blocksize and mask_mod; see BlockMask.from_flex."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+    from torch.nn.attention.flex_attention import noop_mask
+
+    if not isinstance(mask, FlexBlockMask):
+        raise TypeError(f"mask must be FlexAttention's BlockMask, got {type(mask).__name__}")
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    mask_mod = None if mask.mask_mod is noop_mask else mask.mask_mod
+    return tables_of_flex(*lists, lengths=mask.seq_lengths, blocksize=mask.BLOCK_SIZE, mask_mod=mask_mod)
+
+
+def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple[list[Tensor | None], dict]:
+    """The same of its four lists, of which the last two may be None."""
+    lists = list(lists)
+    for i, dim in enumerate((3, 4, 3, 4)):
+        if lists[i] is not None:
+            lists[i] = lists[i][(None,) * (dim - lists[i].dim())].contiguous()
+    lengths, blocksize, _, cols = grid(lengths, blocksize)
+    if lists[2] is not None and lengths[1] % blocksize[1]:
+        partial, full = table_of(*lists[:2], cols), table_of(*lists[2:], cols)
+        partial[..., -1] |= full[..., -1]
+        full[..., -1] = False
+        lists = [*lists_of(partial), *lists_of(full)]
+    return lists, {"lengths": lengths, "blocksize": blocksize, "mask_mod": mask_mod}
+
+
+def to_flex(mask):
+    """FlexAttention's mask of a BlockMask."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    lists = list(mask.lists())
+    for i in (0, 2):
+        if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention takes the width for Mk when it transposes
+            lists[i : i + 2] = lists_of(table_of(*lists[i : i + 2], mask.n_block_cols))
+    facts = {"BLOCK_SIZE": mask.blocksize, "seq_lengths": mask.lengths, "mask_mod": mask.mask_mod}
+    return FlexBlockMask.from_kv_blocks(*lists, **facts)

@@ -1,0 +1,146 @@
+"""Block masks of what users hold (FlexAttention's BlockMask, bool tensors, BSR patterns), converted once.
+
+The BlockMask lives as long as the object that it was made of, and so does what block_sparse makes of it in turn. It is
+made again when a tensor of the object was written to or replaced, as far as torch counts that: see
+runtime.derived.state_of. Tensors that were made in inference mode are converted at each call, since torch counts
+nothing of them. While a CUDA graph is captured, so is all that may be written to: then replays see what was written. Of
+a BsrMatrix, whose indices must not be written to, a graph takes the conversion that is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+from cute_kernels.runtime.derived import MOST, Derived, captured, state_of
+from sparse_collective.bsr import BsrMatrix
+
+from .block_mask import BlockMask
+
+MOST_LENGTHS = 8  # conversions of one bool tensor
+_ATTRIBUTE = "_attention_block_mask"  # of FlexAttention's masks
+_WITH: dict[int, tuple] = {}  # id of a tensor -> (weak reference to it, what is kept with it)
+
+
+class _OfFlex:
+    """What is kept with FlexAttention's mask; `parts` are those of its attributes that may be replaced."""
+
+    __slots__ = ("derived", "parts")
+
+    def __init__(self, parts: tuple):
+        self.parts, self.derived = parts, Derived()
+
+    def is_of(self, count, index, full_count, full_index, mask_mod) -> bool:
+        """Whether these are the very parts."""
+        a, b, c, d, e = self.parts
+        return count is a and index is b and full_count is c and full_index is d and mask_mod is e
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # in a copy of the mask, or in a file, None stands for this
+
+
+def of_flex(mask: FlexBlockMask) -> BlockMask:
+    """BlockMask.from_flex(mask), made once.
+
+    It is kept as an attribute of the mask, and not in a table: its mask_mod may refer to the mask, or to what holds it,
+    and a table would then keep all of them alive for ever.
+    """
+    parts = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, mask.mask_mod
+    count, _, full_count, full_index, _ = parts
+    lists = parts[:2] if full_count is None or full_index is None else parts[:4]
+    state = state_of(*lists)
+    if state is None or captured(count):
+        return BlockMask.from_flex(mask)
+    kept = mask.__dict__.get(_ATTRIBUTE)
+    if kept is None or not kept.is_of(*parts):
+        kept = mask.__dict__[_ATTRIBUTE] = _OfFlex(parts)
+    state = state, mask.seq_lengths, mask.BLOCK_SIZE
+    return kept.derived.get("mask", count, lambda: (BlockMask.from_flex(mask), memory_of(*lists)), _tables, state)[0]
+
+
+def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
+    """BlockMask.from_blocks(blocks, lengths=lengths) of a bool tensor, made once for each lengths."""
+    state = state_of(blocks)
+    if state is None or captured(blocks):
+        return BlockMask.from_blocks(blocks, lengths=lengths)
+
+    def make() -> tuple:
+        return BlockMask.from_blocks(blocks, lengths=lengths), memory_of(blocks)
+
+    state = state, blocks.shape, blocks.stride(), blocks.dtype
+    return with_tensor(blocks, MOST_LENGTHS).get(lengths, blocks, make, _tables, state)[0]
+
+
+def of_bsr(pattern: BsrMatrix) -> BlockMask:
+    """BlockMask.from_bsr(pattern), made once for all matrices that share the pattern by with_values."""
+    return pattern.derived(("block mask", pattern.shape), lambda: BlockMask.from_bsr(pattern), BlockMask.lists)
+
+
+def of_torch_bsr(pattern: Tensor) -> BlockMask:
+    """BlockMask.from_bsr(pattern) of a torch.sparse_bsr tensor, made once.
+
+    Its indices share the version counter of the tensor, but not that of the tensors that the user built it from.
+    """
+    indices = pattern.crow_indices(), pattern.col_indices()  # new aliases each time
+    state = state_of(*indices)
+    if state is None or captured(indices[0]):
+        return BlockMask.from_bsr(pattern)
+
+    def make() -> tuple:
+        return BlockMask.from_bsr(pattern), memory_of(*indices)
+
+    return with_tensor(pattern).get("mask", indices[0], make, _tables, (state, pattern.shape))[0]
+
+
+def with_tensor(tensor: Tensor, most: int = MOST) -> Derived:
+    """What is kept with this very tensor until it dies. A WeakTensorKeyDictionary takes 1.5 us, this 0.2."""
+    number = id(tensor)
+    found = _WITH.get(number)
+    if found is not None and found[0]() is tensor:
+        return found[1]
+
+    def forget(reference) -> None:
+        if _WITH.get(number, (None,))[0] is reference:
+            _WITH.pop(number, None)
+
+    found = _WITH[number] = weakref.ref(tensor, forget), Derived(most)
+    return found[1]
+
+
+def memory_of(*tensors: Tensor) -> list[Tensor]:
+    """Their memory, to be held beside what was made of it, so that its address means no other memory.
+
+    The tensors themselves die all the same.
+    """
+    return [t.detach() for t in tensors]
+
+
+def _tables(value: tuple) -> tuple:
+    return value[0].lists()
+
+
+def of_op_tensors(tensors: list[Tensor], more: list[Tensor], key: tuple, make: Callable, watched: bool) -> BlockMask:
+    """`make(*aliases)` of the tensors of a mask that come to a registered op, made once while they live.
+
+    Args:
+        tensors: what it is made of. torch.compile hands on the very objects that the graph was called with.
+        more: further tensors that it holds, of which the contents do not matter.
+        key: what else it depends on.
+        watched: whether writes to `tensors` count; a BlockMask's lists must not be written to.
+    """
+    first, *others = tensors
+
+    def make_of_aliases() -> tuple:
+        memory = memory_of(*tensors)
+        return make(*memory), memory
+
+    versions = state_of(*tensors) if watched else ()
+    if versions is None:
+        return make(*tensors)
+    # Of tensors with these ids: two references are equal if they are one object, and one to a dead tensor equals none.
+    state = *[weakref.ref(t) for t in (*others, *more)], *versions
+    key = *key, *[id(t) for t in others], *[id(t) for t in more]
+    return with_tensor(first).get(key, first, make_of_aliases, _tables, state)[0]
