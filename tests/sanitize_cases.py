@@ -6,6 +6,7 @@ so that few kernels but ours run.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,22 +28,18 @@ def check(case: Case) -> None:
     assert not complaint, complaint
 
 
-def only(kind: str, make: partial) -> partial:
-    """A case that runs with kernels of one family alone, or, for "split", with those that share K."""
-    return partial(run_only, kind, make)
+def only(kept: Callable, make: partial) -> partial:
+    """A case that runs with those candidates alone for which `kept(family, configuration)` holds."""
+    return partial(run_only, kept, make)
 
 
-def run_only(kind: str, make: partial, path: str) -> None:
+def family_is(name: str) -> Callable:
+    return lambda family, config: family.name == name
+
+
+def run_only(kept: Callable, make: partial, path: str) -> None:
     before = choose.candidates_for
-
-    def found(*args):
-        return [
-            (family, config)
-            for family, config in before(*args)
-            if (config.split > 1 if kind == "split" else family.name == kind)
-        ]
-
-    choose.candidates_for = found
+    choose.candidates_for = lambda *args: [candidate for candidate in before(*args) if kept(*candidate)]
     try:
         check(Case(make, path))
     finally:
@@ -93,9 +90,9 @@ CASES = {  # a maker's arguments, or a function of the path
     "decoding, pages of 128": partial(attend, "cache", 3, 4, 2, 40, 256, 128, window=(70, 0), splits=2, page=128),
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
-    "dense with K among CTAs": only("split", partial(dense, 136, 200, 520)),
-    "bsr pairs of rows": only("row pairs", partial(matmul, (64, 64), "banded", 5, 8, 264)),
-    "bsr sweep": only("small blocks", partial(matmul, (16, 16), "power_law", 14, 9, 264)),
+    "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
+    "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
+    "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {
     "dense by element": partial(dense, 67, 45, 33, "tn"),

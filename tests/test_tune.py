@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from rich.progress import Progress
 
 from bench import record
 from bench.tune import build, command, fitness
-from bench.tune import space as space_module
 from bench.tune.build import Builder
 from bench.tune.problems import STANDARD, parse
 from bench.tune.space import Candidate, Space
@@ -145,24 +143,29 @@ def test_seeds_begin_with_the_librarys_own_and_what_varies_is_legal(text, path):
 
 
 def test_a_new_field_of_a_configuration_needs_no_change(monkeypatch):
-    """Another type of configuration: what it has is varied."""
+    """Another type of configuration: what it has is varied, but its flags."""
     here, rng = space(TEXTS[0], "sm_90"), random.Random(0)
 
     @dataclasses.dataclass(frozen=True)
     class Config:
         tile: int
         depth: int = 2
+        flag: bool = False
+
+    class Other(Config):
+        """A family of its own."""
 
     facts = here.known[0].facts
     monkeypatch.setattr(here, "clocks", lambda candidate: 1.0)
     legal = lambda config: config.tile % 8 == 0 and config.depth < 9  # noqa: E731
     make = lambda config: Candidate(dataclasses.replace(facts, config=config), 1, 1) if legal(config) else None  # noqa: E731
     monkeypatch.setattr(here, "candidate", make)
-    grid = SimpleNamespace(grid=lambda config, problem, sms: (1, 1))
-    monkeypatch.setattr(space_module, "family_of", lambda facts: grid)
+    monkeypatch.setattr(here, "_launch", lambda one, rng: one)
     here._values.clear()
-    here.known = [make(Config(64)), make(Config(128, 4))]
+    here.known = [make(Config(64)), make(Config(128, 4)), make(Other(128, 4))]
     pool = list(here.known)
+    _, depth, flag = dataclasses.fields(Config)
+    assert here.values(depth, Other(64)) == here.values(flag, Config(64)) == []
     for _ in range(200):
         pool.append(here.vary(rng.choice(pool), rng.choice([None, *pool]), rng))
     configs = {candidate.facts.config for candidate in pool}
