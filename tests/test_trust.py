@@ -51,8 +51,8 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_cache_refuses_a_folder_before_it_loads(tmp_path, build):
-    KernelCache(tmp_path / "cache").get(cache_fixtures.Facts(), build(cache_fixtures.Facts()))
+    KernelCache(tmp_path / "cache").get(Facts(), build(Facts()))
     (folder,) = (tmp_path / "cache").iterdir()
     folder.chmod(0o777)
     with pytest.raises(UntrustedFolder, match="chmod go-w"):
-        KernelCache(tmp_path / "cache").get(cache_fixtures.Facts(), build(cache_fixtures.Facts()))
+        KernelCache(tmp_path / "cache").get(Facts(), build(Facts()))
