@@ -15,7 +15,7 @@ from cute_kernels import checks as common
 from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime import families
-from cute_kernels.runtime.device import device_arch, forced_path
+from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.workspace import zeros
 
 from . import checks
@@ -158,8 +158,8 @@ def checked_plan(op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, 
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:
-    """Whether a call with this tensor runs on a GPU."""
-    return tensor.device.type == "cuda"
+    """Whether a call with this tensor takes a kernel."""
+    return plans_kernel(tensor.device)
 
 
 def plan_kernel(

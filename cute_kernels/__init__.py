@@ -1,7 +1,8 @@
 """Dense GEMM with fused epilogues, and the ground that block-sparse products and attention stand on.
 
 gemm(a, b, ...)       the product a torch user calls
-explain(op, ...)      which kernel a call takes, and why
+explain(op, ...)      which kernel a call takes, and why; with arch="sm_90" on a machine without a GPU
+inspect(op, ...)      what that kernel costs: registers, spills, shared memory, instructions
 path("sm_80")         a context that forces a family of kernels
 functions             elementwise functions for epilogues of one's own
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
@@ -9,11 +10,11 @@ load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kern
 
 from . import functions
 from .eager import plan_gemm
-from .explain import explain, explains
+from .explain import explain, explains, inspect
 from .ops import gemm
 from .runtime.device import path
 
-__all__ = ["explain", "functions", "gemm", "load_bundle", "path"]
+__all__ = ["explain", "functions", "gemm", "inspect", "load_bundle", "path"]
 __version__ = "0.1.0"
 
 explains(gemm, plan_gemm)

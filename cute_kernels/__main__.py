@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +37,8 @@ from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kern
 BUNDLE_BLOCKS = ((128, 128), (64, 64), (32, 32))
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
 INDEX_DTYPES = ("int32", "int64")
+INTERRUPTED = 130  # the exit status that shells give for SIGINT
+LINE_SECONDS = 5  # between two lines of progress
 EPILOG = "With no --block, --op and --dtype a bundle holds what most calls need; see cute_kernels.matmul.bundle."
 
 
@@ -91,21 +94,19 @@ def parser() -> argparse.ArgumentParser:
 
     def listed(sub, name: str, parse, default: Iterable, **kwargs) -> None:
         text = ",".join(default)  # argparse parses a default that is text
-        kwargs |= (
-            {"default": text, "help": f"default: {text}"}
-            if text
-            else {"required": True, "help": "such as sm_90a,sm_89"}
-        )
+        if text:
+            kwargs |= {"default": text, "help": f"default: {text}"}
         sub.add_argument(name, type=list_of(parse), **kwargs)
 
     sub = commands.add_parser("inspect", parents=[jobs], help="registers, spills, shared memory, instructions")
     listed(sub, "--arch", arch_target, ARCHS, metavar="A,B")
     sub.add_argument("--quick", action="store_true", help="three kernels an architecture instead of all")
+    listed(sub, "--family", one_of("family", [f.name for f in families()]), (), metavar="A,B", help="default: all")
     sub.add_argument("--json", action="store_true", help="a JSON list on stdout, and nothing else there")
     sub.set_defaults(run=run_inspect)
 
     sub = commands.add_parser("compile", parents=[jobs], help="write an ahead-of-time bundle", epilog=EPILOG)
-    listed(sub, "--arch", arch_target, (), metavar="A,B")
+    listed(sub, "--arch", arch_target, (), metavar="A,B", required=True, help="such as sm_90a,sm_89")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
     listed(sub, "--dtype", one_of("operand type", DTYPES), ("bfloat16",), metavar="T,U")
     listed(sub, "--block", block_shape, (f"{bm}x{bk}" for bm, bk in BUNDLE_BLOCKS), metavar="BMxBK,...")
@@ -123,13 +124,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def with_progress(what: str, function: Callable, items: list, jobs: int) -> Iterator[Outcome]:
-    """Outcomes as they come, with a bar on stderr if somebody is looking at it."""
+    """Outcomes as they come, with a bar on stderr; with a line every few seconds where that is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    outcomes = in_parallel(function, items, jobs, own_process=True)
+    with closing(outcomes), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=len(items))
-        for outcome in in_parallel(function, items, jobs):
+        start = said = time.monotonic()
+        for done, outcome in enumerate(outcomes, start=1):
             bar.advance(task)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= LINE_SECONDS:
+                said = now
+                print(f"{what}: {done} of {len(items)} kernels, {now - start:.0f} s", file=sys.stderr, flush=True)
             yield outcome
 
 
@@ -137,7 +144,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     import_cutlass()
     find_nvdisasm()
     start = time.perf_counter()
-    facts = [f for arch in args.arch for family in families() for f in family.catalogue(arch, args.quick)]
+    chosen = [family for family in families() if not args.family or family.name in args.family]
+    facts = [f for arch in args.arch for family in chosen for f in family.catalogue(arch, args.quick)]
     found = {outcome.item: outcome for outcome in with_progress("inspecting", inspect_kernel, facts, args.jobs)}
     outcomes = [found[f] for f in facts]
     rows = [row_of(outcome) for outcome in outcomes]
@@ -200,18 +208,22 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; what is wrong with the installation or a folder is one line on stderr."""
-    load_all()
-    args = parser().parse_args(argv)
+    """Run one command; what is wrong with the installation or a folder, and Ctrl-C, is one line on stderr."""
     try:
+        load_all()
+        args = parser().parse_args(argv)
         return args.run(args)
     except (MissingCompiler, MissingDisassembler, OSError) as error:
         print(f"python -m cute_kernels: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == INTERRUPTED:  # without the seconds that Python takes to free what it has imported
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -5,6 +5,7 @@ import torch
 from .dtypes import NAMES, OPERANDS
 from .functions import ACTIVATIONS
 from .matmul.config import EpilogueSpec
+from .runtime.device import plans_kernel
 from .traced.memo import traced
 from .traced.program import FLOAT, Program
 
@@ -31,7 +32,7 @@ def check_operands(op: str, **tensors) -> None:
 
 
 def check_device(op: str, device, **tensors) -> None:
-    if device.type not in ("cuda", "cpu"):
+    if device.type not in ("cuda", "cpu") and not (device.type == "meta" and plans_kernel(device)):
         raise ValueError(f"{op}: tensors on {device}; CUDA and CPU tensors are supported")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:

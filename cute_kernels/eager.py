@@ -15,7 +15,7 @@ from .matmul.plan import Plan, bias_view, stage, viewed
 from .matmul.problem import Extents, Problem
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
-from .runtime.device import device_arch, forced_path
+from .runtime.device import device_arch, forced_path, plans_kernel
 
 _PLANS = PlanCache()
 
@@ -108,7 +108,7 @@ def plan_gemm(
         plan.spans = tuple(checks.dense_bytes(t) for t in (a, b, out))
     if math.prod(shape) == 0:
         plan.empty = True
-    elif a.device.type == "cuda":
+    elif plans_kernel(a.device):
         _plan_kernel(plan, a, b, bias, residual, out, batch, spec)
     return plan
 

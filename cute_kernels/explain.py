@@ -1,6 +1,8 @@
-"""explain: which kernel, configuration and path a call takes, and why."""
+"""explain: which kernel, configuration and path a call takes, and why. inspect: what that kernel costs."""
 
 from .matmul.plan import Plan
+from .report import KernelReport, report_of_kernel
+from .runtime.device import assume, assumed, device_arch
 
 _PLANNERS = {}
 
@@ -10,14 +12,50 @@ def explains(op, planner) -> None:
     _PLANNERS[op] = planner
 
 
-def explain(op, *args, **kwargs) -> Plan:
+def planner_of(op):
+    """The function that plans `op`'s calls; ValueError with the known ops if there is none."""
+    try:
+        return _PLANNERS[op]
+    except (KeyError, TypeError):
+        known = ", ".join(sorted(o.__name__ for o in _PLANNERS))
+        raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; known are {known}") from None
+
+
+def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
     """The plan of `op(*args, **kwargs)`, without running it; print it to read it.
 
-    Its `facts` hold path, architecture and configuration, `notes` the reasons and every slower way taken. Planning
-    compiles the kernel if no cache has it. Raises what the call would raise, but for gradients and an `out` that
-    overlaps an operand, which are looked at in each call.
+    Its `facts` hold path, architecture and configuration, `notes` the reasons and every slower way taken. Raises what
+    the call would raise, but for gradients and an `out` that overlaps an operand, which are looked at in each call.
+
+    With `arch`, such as "sm_90", the plan is the one that an H100 or H200 (sm_90), A100 (sm_80), RTX 3090 (sm_86) or
+    RTX 4090 (sm_89) would make, by the cost model alone. That needs no GPU: tensors may be on the CPU or on torch's
+    "meta" device, and nothing is compiled. Without it, planning compiles the kernel if no cache has it.
     """
-    if op not in _PLANNERS:
-        known = ", ".join(sorted(o.__name__ for o in _PLANNERS))
-        raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; known are {known}")
-    return _PLANNERS[op](*args, **kwargs)
+    planner = planner_of(op)
+    if arch is None:
+        return planner(*args, **kwargs)
+    with assume(arch):
+        plan = planner(*args, **kwargs)
+        if plan.facts is not None:
+            spec, sms = assumed()
+            plan.notes.append(f"planned for {spec.name} with {sms} multiprocessors, by the cost model alone")
+        return plan
+
+
+def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:
+    """Compile the kernel of `op(*args, **kwargs)`, with its epilogue or mask, and read its machine code.
+
+    Nothing is launched, and no GPU is needed: tensors may be on the CPU or on torch's "meta" device. `arch` is as in
+    `explain`; without it, the architecture of the current CUDA device. Raises what `explain` raises, and ValueError
+    for a call that takes no kernel.
+    """
+    import torch
+
+    if arch is None:
+        if not torch.cuda.is_available():
+            raise ValueError('inspect: there is no CUDA device here; name an architecture, such as arch="sm_90"')
+        arch = device_arch(torch.cuda.current_device())[0].name
+    plan = explain(op, *args, arch=arch, **kwargs)
+    if plan.facts is None:
+        raise ValueError(f"inspect: this call of {plan.op} takes no kernel: its result is empty")
+    return report_of_kernel(plan.facts)

@@ -1,25 +1,77 @@
 """What `python -m cute_kernels inspect` says about compiled kernels: as JSON, or as tables with the reasons below."""
 
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from .arch import arch_named
 from .runtime.families import family_of
-from .runtime.parallel import Outcome
+from .runtime.parallel import Outcome, inspect_kernel
 
 COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
 COLUMNS = ("path", "configuration", "problem", "operands", "epilogue")  # of Family.describe
-WIDTH = 180  # columns of a table in a file or a pipe; a terminal has its own
+MOST_COLUMNS = 1000  # of a table in a file or a pipe
 LEGEND = """\
 configuration of a product: tile MxNxK/stages, warps (sm_80) or warpgroups (sm_90), k/ CTAs that share K, c cluster, pp
 ping-pong
 operands of a product: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
 regs: on the sm_90 path those of every thread at the start, before setmaxnreg moves them to the consumers
 """
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What one compiled kernel costs; print it to read it."""
+
+    name: str
+    arch: str  # the compiler's target
+    registers: int  # a thread's, at entry: under setmaxnreg only what the launch allocates
+    stack: int  # bytes a thread; above 0 it spills
+    spills: int  # loads from and stores to local memory, in the code
+    shared_memory: int  # bytes a block, static and dynamic
+    shared_memory_limit: int
+    instructions: int
+    opcodes: Mapping[str, int]  # how often each instruction stands in the code
+    problems: tuple[str, ...]  # why it should not be shipped
+    facts: Any  # what it was compiled from
+
+    def __str__(self) -> str:
+        counted = {name: self.opcodes.get(name.upper(), 0) for name in (*COUNTED, "ldg", "stg")}
+        lines = [
+            f"{self.arch}: {self.name}",
+            f"registers {self.registers}, spills {self.spills}, stack {self.stack} bytes, "
+            f"shared memory {self.shared_memory} of {self.shared_memory_limit} bytes",
+            f"instructions {self.instructions}: "
+            + ", ".join(f"{name.upper()} {count}" for name, count in counted.items() if count),
+            *(f"problem: {problem}" for problem in self.problems),
+        ]
+        return "\n  ".join(lines)
+
+
+def report_of_kernel(facts: Any) -> KernelReport:
+    """Compile the kernel of facts of any family and read its machine code."""
+    found, family = inspect_kernel(facts), family_of(facts)
+    r = found.resources
+    return KernelReport(
+        name=family.title(facts),
+        arch=facts.arch,
+        registers=r.registers,
+        stack=r.stack,
+        spills=r.stl + r.ldl,
+        shared_memory=r.static_smem + found.dynamic_smem,
+        shared_memory_limit=family.smem_limit(facts),
+        instructions=r.instructions,
+        opcodes=r.opcodes,
+        problems=found.problems,
+        facts=facts,
+    )
 
 
 def row_of(outcome: Outcome) -> dict:
@@ -38,32 +90,61 @@ def row_of(outcome: Outcome) -> dict:
 
 
 def table_of(arch: str, outcomes: list[Outcome]) -> Table:
-    """The kernels of one architecture, a row each."""
-    title = f"{arch}: {len(outcomes)} kernels, {arch_named(arch).smem} bytes of shared memory a block"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    """The kernels of one architecture, a row each; no cell is wrapped."""
+    table = Table(title=title_of(arch, outcomes), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
     for name in ("family", *COLUMNS):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True)
     for name in ("regs", "stack", "STL/LDL", "smem", *map(str.upper, COUNTED)):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for outcome in outcomes:
         row = row_of(outcome)
         cells = [row[name] for name in ("family", *COLUMNS)]
-        if outcome.value is not None:
-            cells += [row["registers"], row["stack"], f"{row['stl']}/{row['ldl']}"]
-            cells += [f"{row['static_smem']}+{row['dynamic_smem']}", *(row[name] for name in COUNTED)]
-        else:
-            cells += [""] * (4 + len(COUNTED))
-        verdict = Text("fails", "bold red") if row["problems"] else Text("ok", "green")
-        table.add_row(*(Text(str(cell)) for cell in cells), verdict)
+        cells += list(numbers_of(row).values()) if outcome.value is not None else [""] * (4 + len(COUNTED))
+        table.add_row(*(Text(str(cell)) for cell in cells), verdict_of(row))
     return table
 
 
+def title_of(arch: str, outcomes: list[Outcome]) -> str:
+    return f"{arch}: {len(outcomes)} kernels, {arch_named(arch).smem} bytes of shared memory a block"
+
+
+def numbers_of(row: dict) -> dict[str, object]:
+    """A compiled kernel's numbers, by the names of their columns."""
+    named = {"regs": row["registers"], "stack": row["stack"], "STL/LDL": f"{row['stl']}/{row['ldl']}"}
+    named["smem"] = f"{row['static_smem']}+{row['dynamic_smem']}"
+    return named | {name.upper(): row[name] for name in COUNTED}
+
+
+def verdict_of(row: dict) -> Text:
+    return Text("fails", "bold red") if row["problems"] else Text("ok", "green")
+
+
+def lines_of(arch: str, outcomes: list[Outcome]) -> Iterator[Text]:
+    """The same for a narrow terminal: a line with a kernel's name, and one with those of its numbers that are not 0."""
+    yield Text(title_of(arch, outcomes), "italic")
+    for outcome in outcomes:
+        row = row_of(outcome)
+        yield Text(f"{row['family']}: {row['name']}")
+        numbers = numbers_of(row) if outcome.value is not None else {}
+        said = ", ".join(f"{name} {value}" for name, value in numbers.items() if value not in (0, "0/0", "0+0"))
+        yield Text.assemble("    ", verdict_of(row), f"  {said}")
+
+
 def print_report(outcomes: list[Outcome], seconds: float) -> None:
-    """A table for each architecture, then the reasons against those kernels that have any."""
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    """A table for each architecture, then the reasons against those kernels that have any.
+
+    In a file or a pipe a table is as wide as it must be. On a terminal that is narrower, lines take its place.
+    """
+    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else MOST_COLUMNS)
     for arch in dict.fromkeys(outcome.item.arch for outcome in outcomes):
-        out.print(table_of(arch, [outcome for outcome in outcomes if outcome.item.arch == arch]))
+        of_arch = [outcome for outcome in outcomes if outcome.item.arch == arch]
+        table = table_of(arch, of_arch)
+        if Measurement.get(out, out.options.update(width=MOST_COLUMNS), table).maximum <= out.width:
+            out.print(table, soft_wrap=False)
+        else:
+            out.print(*lines_of(arch, of_arch), sep="\n")
     out.print(LEGEND, style="dim")
     bad = [row for row in map(row_of, outcomes) if row["problems"]]
     for row in bad:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
-from cute_kernels.matmul.catalogue import COL, FULL, LIGHT, LINEAR, ROW, buildable, dense, first
+from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, dense, first, full
 from cute_kernels.matmul.config import BlockFacts, GemmFacts
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
@@ -71,7 +71,7 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
         {"epilogue": LIGHT},
         {"epilogue": COL},
         {"epilogue": ROW},
-        {"epilogue": FULL},
+        {"epilogue": full()},
     ]
     layer = [{}, {"majors": ("k", "n", "m")}, {"aligns": (8, 8, 1)}, {"epilogue": LIGHT}, {**fp32, "epilogue": LINEAR}]
     found = [facts for change in matmul for facts in main(family, bsr, spec, path, (128, 128), **change)]
@@ -94,7 +94,7 @@ def batches(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
     found += main(family, bsr, spec, path, (128, 128), batch="values", ranks=(4, 2, 3), ordered=True)
     found += main(family, bsr, spec, path, (128, 128), batch="patterns", ranks=(3, 2, 3), index_dtype="int64")
     found += main(family, bsr, spec, path, (128, 128), **values, epilogue=replace(ROW, bias_items=True))
-    found += main(family, bsr, spec, path, (128, 128), **patterns, epilogue=FULL)
+    found += main(family, bsr, spec, path, (128, 128), **patterns, epilogue=full())
     for block in ((32, 32), (512, 112)):
         found += main(family, bsr, spec, path, block, batch="patterns", ranks=(3, 2, 3))
     for block in ((128, 128), (64, 64), (256, 64), (32, 32)):
@@ -134,7 +134,7 @@ def _small_blocks(family, spec: ArchSpec) -> Iterator[GemmFacts]:
         yield linear(spec, spec.path, each, (16, 16), batch="values", ranks=(4, 2, 3), epilogue=epilogue)
     for change in ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"}):
         yield bsr(spec, spec.path, config, (32, 32), **change)
-    for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": FULL}):
+    for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": full()}):
         yield bsr(spec, spec.path, narrow, (32, 32), **change)
 
 
@@ -147,13 +147,13 @@ def _row_pairs(family, spec: ArchSpec) -> Iterator[GemmFacts]:
     configs = family.candidates(spec.path, BlockFacts(64, 64, "int32"), spec)
     if not configs:
         return
-    col, layer, full = (replace(epilogue, residual=None) for epilogue in (COL, LINEAR, FULL))
+    col, layer, heavy = (replace(epilogue, residual=None) for epilogue in (COL, LINEAR, full()))
     for config in configs:
         yield linear(spec, spec.path, config, (64, 64))
         yield linear(spec, spec.path, config, (64, 128), epilogue=layer)
         yield bsr(spec, spec.path, config, (64, 64), epilogue=col)
         yield bsr(spec, spec.path, config, (64, 64), ordered=True, epilogue=col)
-        yield bsr(spec, spec.path, config, (64, 64), epilogue=full)
+        yield bsr(spec, spec.path, config, (64, 64), epilogue=heavy)
         yield bsr(spec, spec.path, config, (64, 64), epilogue=replace(col, bias="row"))
         yield bsr(spec, spec.path, config, (64, 64), aligns=(8, 8, 1))
         yield bsr(spec, spec.path, replace(config, cluster_n=1), (64, 64))
@@ -188,8 +188,8 @@ def _skinny(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
     for config in family.candidates(path, BlockFacts(*wide, "int32"), spec):
         yield linear(spec, path, config, wide)
         yield linear(spec, path, config, narrow, epilogue=LINEAR)
-        yield bsr(spec, path, config, uneven, epilogue=FULL)
+        yield bsr(spec, path, config, uneven, epilogue=full())
         yield linear(spec, path, config, wide, majors=("k", "any", "any"), aligns=(8, 1, 1), epilogue=LINEAR)
-        yield bsr(spec, path, config, uneven, batch="patterns", ranks=(3, 3, 3), index_dtype="int64", epilogue=FULL)
+        yield bsr(spec, path, config, uneven, batch="patterns", ranks=(3, 3, 3), index_dtype="int64", epilogue=full())
         runs = {"batch": "patterns", "run": 64, "ranks": (3, 2, 2)}
         yield linear(spec, path, config, wide, **runs, epilogue=replace(items, residual=None))

@@ -97,18 +97,7 @@ def test_bundle_facts_follow_the_request():
 
 
 def test_inspect_prints_nothing_but_json():
-    command = [
-        sys.executable,
-        "-m",
-        "cute_kernels",
-        "inspect",
-        "--arch",
-        "sm_86",
-        "--quick",
-        "--json",
-        "--jobs",
-        "2",
-    ]
+    command = [sys.executable, "-m", "cute_kernels", "inspect", "--arch", "sm_86", "--quick", "--json", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
     rows = json.loads(done.stdout)
     assert [row["arch"] for row in rows] == ["sm_86"] * 3
@@ -207,22 +196,13 @@ def test_cache_is_described_and_cleared(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (
-            ["inspect", "--arch", "sm_70"],
-            "unknown architecture 'sm_70'; known are sm_80, sm_86, sm_89, sm_90",
-        ),
+        (["inspect", "--arch", "sm_70"], "unknown architecture 'sm_70'; known are sm_80, sm_86, sm_89, sm_90"),
         (["inspect", "--jobs", "0"], "'0' is no positive number"),
         (["compile", "--out", "x"], "the following arguments are required: --arch"),
         (["compile", "--out", "x", "--arch", "sm_80", "--block", "128"], "'128' is no block shape"),
-        (
-            ["compile", "--out", "x", "--arch", "sm_80", "--block", "64x64,100x100"],
-            "'100x100' is no block shape",
-        ),
+        (["compile", "--out", "x", "--arch", "sm_80", "--block", "64x64,100x100"], "'100x100' is no block shape"),
         (["compile", "--out", "x", "--arch", "sm_80", "--block", "0x16"], "'0x16' is no block shape"),
-        (
-            ["compile", "--out", "x", "--arch", "sm_80", "--dtype", "float32"],
-            "unknown operand type 'float32'",
-        ),
+        (["compile", "--out", "x", "--arch", "sm_80", "--dtype", "float32"], "unknown operand type 'float32'"),
         (["compile", "--out", "x", "--arch", "sm_80", "--op", "spmm"], "unknown operation 'spmm'"),
         ([], "COMMAND"),
     ],

@@ -45,7 +45,7 @@ class Combine:
         tidx = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(tidx // 32), tidx % 32
         q, h, b = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.head_dim_v, WARPS)), byte_alignment=16)
         row_maxes, row_sums = (
             smem.allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16) for _ in range(2)

@@ -8,7 +8,6 @@ from cute_kernels.runtime.families import Family, register
 
 from ..forward.config import DecodeFacts
 from ..forward.family import describe
-from . import catalogue
 from .arguments import decode_args
 
 GLOBAL = set("LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UBLKCP UTMAPF UBLKPF CCTL".split())
@@ -31,6 +30,8 @@ class Decode(Family):
         return decode_args(facts)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[DecodeFacts]:
+        from . import catalogue  # traces masks, for which torch imports its compiler
+
         return list(dict.fromkeys(catalogue.configurations(arch_named(arch), quick)))
 
     def tensor_core(self, facts: DecodeFacts) -> str:

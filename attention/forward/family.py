@@ -4,7 +4,6 @@ from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, register
 
-from . import catalogue
 from .arguments import forward_args
 from .config import FlashFacts
 
@@ -27,6 +26,8 @@ class FlashForward(Family):
         return forward_args(facts)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[FlashFacts]:
+        from . import catalogue  # traces masks, for which torch imports its compiler
+
         return list(dict.fromkeys(catalogue.configurations(arch_named(arch), quick)))
 
     def tensor_core(self, facts: FlashFacts) -> str:

@@ -130,7 +130,7 @@ class FlashForwardSm90:
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
 
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
         pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
         if const_expr(facts.packed):

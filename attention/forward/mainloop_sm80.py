@@ -69,7 +69,7 @@ class MainloopSm80:
     def consumer(self, warp: Int32, lane: Int32, scale_log2: Float32) -> Consumer:
         """The shared memory and registers of a warp."""
         cfg, facts = self.cfg, self.facts
-        sQ = cutlass.utils.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
+        sQ = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
         sK = sQ + self.q.bytes
         sV = sK + cfg.stages * self.k.bytes
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))

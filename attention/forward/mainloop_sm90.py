@@ -24,6 +24,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.hopper import ALIGN, smem_layout
+from cute_kernels.tile.ptx import compute_before_waits
 
 from .config import FlashFacts
 from .kv_tiles import FULL
@@ -117,7 +118,7 @@ class MainloopSm90:
 
     def make_mmas(self) -> tuple:
         """(S = Q K', O = P V) of all consumers."""
-        k, mn = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
         groups = (self.cfg.groups, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
         # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.

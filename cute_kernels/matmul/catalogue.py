@@ -4,6 +4,7 @@ Compiling needs no GPU. So a test can hold each of these to its registers and it
 architecture, and a bundle can carry them to machines that should not compile.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -29,8 +30,13 @@ def loaded(bias: str, residual: str) -> EpilogueSpec:
 
 
 COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
-SQUARED_RELU = checks.epilogue_program("gemm", squared_relu)
-FULL = replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=SQUARED_RELU)
+
+
+@functools.cache
+def full() -> EpilogueSpec:
+    """All terms. Made when it is asked for: tracing the function imports torch's compiler, which takes seconds."""
+    function = checks.epilogue_program("gemm", squared_relu)
+    return replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=function)
 
 
 def dense(spec: ArchSpec, path: str, config, **changes) -> GemmFacts:
@@ -81,13 +87,13 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
         {"dtype": "float16", "out_dtype": "float16"},
         fp32,
         {**fp32, "majors": ("k", "n", "m")},
-        {**fp32, "epilogue": FULL},
+        {**fp32, "epilogue": full()},
         {"aligns": (8, 8, 1)},
         {"aligns": (8, 8, 1), "epilogue": COL},
         {"aligns": (8, 8, 1), "majors": ("k", "n", "any")},
         {"epilogue": LIGHT},
         {"epilogue": ROW},
-        {"epilogue": FULL},
+        {"epilogue": full()},
         {"epilogue": loaded("col", "any")},
         {"ranks": (3, 3, 3)},
         {"ranks": (2, 3, 3)},  # one A for the whole batch
@@ -109,7 +115,7 @@ def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
 def shared(spec: ArchSpec) -> list[GemmFacts]:
     """A K shared among the CTAs of a cluster: what its store and exchange meet besides plain and loaded products."""
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    changes = ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": FULL})
+    changes = ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": full()})
     changes += ({"aligns": (8, 8, 1), "epilogue": COL}, {"ranks": (3, 3, 3)})
     return [dense(spec, spec.path, config, **change) for config in split_sm90(64, spec)[0] for change in changes]
 

@@ -60,9 +60,13 @@ class DenseGemm:
             residual = self.output(residual)
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
-        source = DenseSource(cute.ceil_div(K, cfg.tile_k), La)
+        source = self.source(cute.ceil_div(K, cfg.tile_k), La)
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
+
+    def source(self, k_tiles: Int32, a_batch: Int32):
+        """Where the K-tiles of a row tile lie, of so many along K; see cute_kernels.k_tiles."""
+        return DenseSource(k_tiles, a_batch)
 
     def output(self, d: cute.Tensor) -> cute.Tensor:
         (M, N, L), (sM, sN, sL) = batched(d)

@@ -27,6 +27,7 @@ import platformdirs
 from . import keys
 from .bundle import Bundle, BundleError, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
+from .device import assumed
 from .disk_store import LOG, CorruptEntry, Store
 
 __all__ = ["Built", "Bundle", "BundleError", "CacheStats", "KernelCache", "default_cache", "write_bundle"]
@@ -130,6 +131,8 @@ class KernelCache:
     # -- off the hit path ----------------------------------------------------------------------------------
 
     def _miss(self, facts: Any, build: Callable[[], Any]) -> Any:
+        if assumed() is not None:
+            return _not_compiled
         key = self.key(facts)
         with self._guard:
             store = self._set_up()
@@ -222,6 +225,11 @@ def _compares_by_value(facts: Any) -> bool:
     """Whether equal facts find each other in a dict; by identity, each call would add an entry for ever."""
     cls = type(facts)
     return cls.__hash__ is not None and cls.__hash__ is not object.__hash__
+
+
+def _not_compiled(*_args):
+    """What planning for a GPU that is not here gets in a kernel's place."""
+    raise RuntimeError("this plan was made for a GPU that need not be here: its kernel was not compiled")
 
 
 @functools.cache

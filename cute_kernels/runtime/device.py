@@ -1,12 +1,15 @@
-"""Which kernels a call may take: those of its GPU, or of the path that the caller forces."""
+"""Which kernels a call may take: those of its GPU, of the path that the caller forces, or of an assumed GPU."""
 
 import contextlib
 import contextvars
 import functools
+from typing import NamedTuple
 
 import torch
 
-from ..arch import PATHS, ArchSpec, arch_of
+from ..arch import PATHS, ArchSpec, arch_named, arch_of
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132}  # of A100, RTX 3090, RTX 4090, H100 and H200
 
 _FORCED: contextvars.ContextVar[str | None] = contextvars.ContextVar("cute_kernels_path", default=None)
 forced_path = _FORCED.get
@@ -27,8 +30,45 @@ def path(name: str):
         _FORCED.reset(token)
 
 
-@functools.cache
+class Assumed(NamedTuple):
+    """A GPU that need not be there."""
+
+    spec: ArchSpec
+    sms: int
+
+
+_ASSUMED: contextvars.ContextVar[Assumed | None] = contextvars.ContextVar("cute_kernels_assumed", default=None)
+assumed = _ASSUMED.get
+
+
+@contextlib.contextmanager
+def assume(arch: str, sms: int | None = None):
+    """Inside the block, ops' planners plan tensors of any device as those of such a GPU, and compile nothing.
+
+    It is for planners alone, which keep no plans: an op called inside of it would try to launch what was not compiled.
+    Picks that were measured on one card (cute_kernels.tuned) are not taken.
+    """
+    spec = arch_named(arch)
+    token = _ASSUMED.set(Assumed(spec, sms or MULTIPROCESSORS[spec.name]))
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def plans_kernel(device: torch.device) -> bool:
+    """Whether a call with tensors there takes a kernel; other calls run the torch reference."""
+    return device.type == "cuda" or assumed() is not None
+
+
 def device_arch(index: int) -> tuple[ArchSpec, int, str]:
-    """(architecture, multiprocessors, name) of a CUDA device."""
+    """(architecture, multiprocessors, name) of a CUDA device, or of the assumed one, whose name is ""."""
+    if (gpu := assumed()) is not None:
+        return gpu.spec, gpu.sms, ""
+    return _device_arch(index)
+
+
+@functools.cache
+def _device_arch(index: int) -> tuple[ArchSpec, int, str]:
     properties = torch.cuda.get_device_properties(index)
     return arch_of((properties.major, properties.minor)), properties.multi_processor_count, properties.name

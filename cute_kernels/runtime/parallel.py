@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -83,38 +84,79 @@ def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:
     return Outcome(item, value, error, time.perf_counter() - start)
 
 
-def worker_pool(jobs: int) -> ProcessPoolExecutor:
+class WorkerPool(ProcessPoolExecutor):
+    """Processes whose work can be ended at once: an interrupted compilation would go on for seconds."""
+
+    def submit(self, function, /, *args, **kwargs):
+        # A process may be started here. It inherits this mask: Ctrl-C is this process's to handle, from the start.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(function, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for what was submitted; or, with `cancel_futures`, end what waits and what runs."""
+        if cancel_futures:
+            for process in list((self._processes or {}).values()):
+                _kill(process.pid)
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+def _kill(pid: int) -> None:
+    """End a worker with what it has started. One that has no group of its own yet has started nothing."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def worker_pool(jobs: int) -> WorkerPool:
     """Processes to submit `attempt` to, which know the families that this one knows."""
     modules = tuple(dict.fromkeys(type(family).__module__ for family in families()))
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(modules,))
+    return WorkerPool(jobs, context, initializer=_start_worker, initargs=(modules,))
 
 
 def _start_worker(modules: tuple[str, ...]) -> None:
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(2, 1)  # what the compiler prints: stdout may be somebody's JSON
     for module in modules:
         importlib.import_module(module)
-    os.dup2(2, 1)  # what the compiler prints: stdout may be somebody's JSON
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 
-def in_parallel(function: Callable[[Any], Any], items: Iterable[Any], jobs: int) -> Iterator[Outcome]:
-    """The outcome of each item, as they come; `function` is a module's own. One job stays in this process."""
+def _end_with_parent() -> None:
+    """A parent that was killed leaves nobody who would end this process."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def in_parallel(
+    function: Callable[[Any], Any], items: Iterable[Any], jobs: int, *, own_process: bool = False
+) -> Iterator[Outcome]:
+    """The outcome of each item, as they come; `function` is a module's own.
+
+    Whoever stops to iterate, or is interrupted, ends the processes. One job stays in this process, where a compilation
+    notices Ctrl-C only at its end; with `own_process` it does not.
+    """
     items = list(items)
     jobs = min(jobs, len(items))
-    if jobs <= 1:
+    if jobs < 2 and not own_process:
         for item in items:
             with contextlib.redirect_stdout(sys.stderr):
                 outcome = attempt(function, item)
             yield outcome
         return
-    with worker_pool(jobs) as pool:
+    if not items:
+        return
+    pool = worker_pool(jobs)
+    try:
         futures = {pool.submit(attempt, function, item): item for item in items}
-        try:
-            for future in as_completed(futures):
-                try:
-                    yield future.result()
-                except BrokenProcessPool:
-                    why = "a compiling process died, of this kernel or of one beside it; --jobs 1 shows which"
-                    yield Outcome(futures[future], None, why, 0.0)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # of an interrupted run
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                why = "a compiling process died, of this kernel or of one beside it"
+                yield Outcome(futures[future], None, why, 0.0)
+    finally:
+        pool.shutdown(cancel_futures=True)

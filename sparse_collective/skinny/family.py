@@ -80,9 +80,6 @@ class Skinny(BsrFamily):
 
         return SkinnyGemm(facts)
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        return self.with_order(super().pattern(facts, W, groups), None)
-
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.skinny_kernels(self, arch)
 

@@ -1,0 +1,83 @@
+"""An epilogue of your own: a function of the accumulators, compiled into the kernel of a product.
+
+Algorithm. A layer computes d = f(a @ b + bias). As three kernels, the product is written to memory and read again
+twice. In the kernel, f is applied to the fp32 accumulators in registers, and d is written once, rounded once. Here f is
+
+    f(x) = x * clamp(x + 3, 0, 6) / 6                                  (hard swish)
+
+`gemm` and `bsr_linear` take it as it is written for torch: torch traces it, the trace is lowered into the epilogue of
+the kernel, and CPU tensors run it through torch. It may capture numbers; a number that changes makes a new kernel.
+
+    python -m examples.epilogue
+"""
+
+import torch
+
+from cute_kernels import gemm
+from sparse_collective import BsrMatrix, bsr_linear
+
+from .show import DEVICE, compare, inspect_call, measure, normal, refused
+
+# Code
+
+
+def hard_swish(x):
+    return x * torch.clamp(x + 3.0, 0.0, 6.0) / 6.0
+
+
+def operands(size: int, device: str = DEVICE):
+    """x, a dense weight, its half of 64 x 64 blocks with the largest norms, and a bias; all scaled so that f bends."""
+    x, weight = normal(size, size, seed=1, device=device), normal(size, size, seed=2, device=device) * size**-0.5
+    return x, weight, BsrMatrix.from_dense(weight, (64, 64), density=0.5), normal(size, seed=3, device=device)
+
+
+# Test
+
+
+def check(size: int = 256) -> None:
+    """Against fp64. torch's own, three kernels, rounds twice on the way."""
+    x, weight, W, bias = operands(size)
+    for result, dense in (
+        (gemm(x, weight.t(), bias=bias, epilogue=hard_swish), weight),
+        (bsr_linear(x, W, bias=bias, epilogue=hard_swish), W.to_dense()),
+    ):
+        exact = hard_swish(torch.nn.functional.linear(x.double(), dense.double(), bias.double()))
+        compare(result, exact, hard_swish(torch.nn.functional.linear(x, dense, bias)))
+
+
+def inspect(size: int = 256) -> None:
+    """What f costs: the kernels with it, and one without."""
+    x, weight, W, bias = operands(size, "cpu")
+    inspect_call(gemm, x, weight.t(), bias=bias)
+    inspect_call(gemm, x, weight.t(), bias=bias, epilogue=hard_swish)
+    inspect_call(bsr_linear, x, W, bias=bias, epilogue=hard_swish)
+
+
+def errors() -> None:
+    """A wrong shape, a wrong dtype, and a function that torch cannot trace."""
+    x, weight, W, bias = operands(256)
+    refused(lambda: bsr_linear(x, W, bias=bias[:-1], epilogue=hard_swish))
+    refused(lambda: gemm(x.float(), weight.t(), epilogue=hard_swish))
+    refused(lambda: gemm(x, weight.t(), epilogue=lambda acc: acc if acc.sum() > 0 else -acc))
+
+
+# Measurement
+
+
+def times(size: int = 4096) -> None:
+    """In the kernel, and as torch's three kernels."""
+    if DEVICE == "cpu":
+        size = 64
+    x, weight, W, bias = operands(size)
+    measure(
+        fused=lambda: gemm(x, weight.t(), bias=bias, epilogue=hard_swish),
+        fused_half_of_the_blocks=lambda: bsr_linear(x, W, bias=bias, epilogue=hard_swish),
+        torch=lambda: hard_swish(torch.nn.functional.linear(x, weight, bias)),
+    )
+
+
+if __name__ == "__main__":
+    check()
+    inspect()
+    errors()
+    times()
