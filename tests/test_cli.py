@@ -11,16 +11,20 @@ import torch
 
 from cute_kernels import __main__ as cli
 from cute_kernels import explain, gemm
-from cute_kernels.arch import ARCHS
-from cute_kernels.matmul import catalogue as catalog
+from cute_kernels.arch import ARCHS, arch_named
+from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.matmul.bundle import bundle_facts
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
+from cute_kernels.matmul.family import DENSE, ProductFamily
 from cute_kernels.runtime import parallel
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.compile import MissingCompiler
-from cute_kernels.runtime.families import unsupported
+from cute_kernels.runtime.families import compile_kernel, families, family_of, unsupported
 from cute_kernels.runtime.inspect import MissingDisassembler
 from cute_kernels.runtime.parallel import Outcome, attempt, in_parallel
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective.catalogue import BLOCKS
 from tests import emulate
 from tests.cache_fixtures import environment_fixture, is_function  # noqa: F401 (a fixture is used by name)
 
@@ -29,41 +33,38 @@ NAMES = ("sm_80", "sm_86", "sm_89", "sm_90a")
 
 def small(arch="sm_80"):
     """A kernel that compiles quickly."""
-    return catalog.kernel_configurations(arch, quick=True)[0]
+    return DENSE.catalogue(arch, quick=True)[0]
 
 
 def broken(arch="sm_80"):
     """Facts from which no kernel can be compiled."""
-    return replace(small(arch), epilogue=catalog.EpilogueSpec(activation="softmax"))
+    return replace(small(arch), epilogue=EpilogueSpec(activation="softmax"))
 
 
 # -- the catalogue -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", NAMES)
-def test_catalogue_has_every_configuration_once(arch):
-    entries = catalog.kernel_configurations(arch)
-    spec = catalog.arch_named(arch)
-    assert len({catalog.name_of(facts) for facts in entries}) == len(set(entries)) == len(entries)
-    assert all(facts.arch == arch and unsupported(facts) == "" for facts in entries)
-    found = {(facts.path, facts.block and (facts.block.bm, facts.block.bk), facts.config) for facts in entries}
-    for block in (None, *catalog.BLOCKS):
-        for config in catalog.configurations(spec.path, block, spec):
-            assert (spec.path, block, config) in found
-    assert {facts.path for facts in entries} == {"sm_80", spec.path}
-
-
-@pytest.mark.parametrize("arch", NAMES)
-def test_quick_catalogue_is_three_of_the_whole(arch):
-    quick = catalog.kernel_configurations(arch, quick=True)
-    assert len(quick) == 3
-    assert set(quick) < set(catalog.kernel_configurations(arch))
+def test_catalogues_have_every_configuration_once(arch):
+    """Of products each that is tried for some blocks; a quick catalogue is a part of the whole."""
+    every = [facts for family in families() for facts in family.catalogue(arch)]
+    titles = {(facts.family, family_of(facts).title(facts)) for facts in every}
+    assert len(titles) == len(set(every)) == len(every)
+    assert all(facts.arch == arch and unsupported(facts) == "" for facts in every)
+    spec, found = arch_named(arch), {(facts.family, facts.config) for facts in every if hasattr(facts, "config")}
+    for family in families(ProductFamily):
+        for block in (None, *(BlockFacts(*block, "int32") for block in BLOCKS)):
+            if family.serves(block):
+                tried = family.candidates(spec.path, block, spec)
+                assert {(family.name, config) for config in tried} <= found
+    quick = [facts for family in families() for facts in family.catalogue(arch, quick=True)]
+    assert 3 <= len(quick) <= 20 and {f for f in quick if f.family in ("dense", "bsr")} < set(every)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bundle_facts_are_what_ops_ask_for(arch, monkeypatch):
     emulate.install(monkeypatch, arch)
-    listed = set(catalog.bundle_facts(arch, ["bfloat16", "float16"], [(64, 64), (32, 32)]))
+    listed = set(bundle_facts(arch, ["bfloat16", "float16"], [(64, 64), (32, 32)]))
     assert all(unsupported(facts) == "" for facts in listed)
     asked = set()
     for dtype, rows in ((torch.bfloat16, 64), (torch.bfloat16, 4096), (torch.float16, 512)):
@@ -78,19 +79,19 @@ def test_bundle_facts_are_what_ops_ask_for(arch, monkeypatch):
             ]
             for op, a, b in calls:
                 bias = torch.zeros(b.shape[-1] if op is not bsr_linear else 256, dtype=dtype)
-                for epilogue in ((), (bias,), *((bias, name) for name in catalog.functions.ACTIVATIONS)):
-                    asked.add(explain(op, a, b, *epilogue).facts)
+                for epilogue in ({}, {"bias": bias}, *({"bias": bias, "activation": name} for name in ACTIVATIONS)):
+                    asked.add(explain(op, a, b, **epilogue).facts)
     assert len(asked) > 50
-    assert not [catalog.name_of(facts) for facts in asked - listed]
+    assert not [family_of(facts).title(facts) for facts in asked - listed]
 
 
 def test_bundle_facts_follow_the_request():
-    facts = catalog.bundle_facts("sm_89", ["float16"], [(64, 64)], ["bsr_linear"], ["int64"])
+    facts = bundle_facts("sm_89", ["float16"], [(64, 64)], ["bsr_linear"], ["int64"])
     assert {f.dtype for f in facts} == {"float16"}
     assert {(f.block.bm, f.block.bk, f.block.index_dtype) for f in facts} == {(64, 64, "int64")}
     assert all(f.transposed for f in facts)
     with pytest.raises(ValueError, match="unknown operation 'spmm'; known are gemm"):
-        catalog.bundle_facts("sm_89", ["float16"], [], ["spmm"])
+        bundle_facts("sm_89", ["float16"], [], ["spmm"])
 
 
 # -- inspect -------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_inspect_prints_nothing_but_json():
     command = [sys.executable, "-m", "cute_kernels", "inspect", "--arch", "sm_86", "--quick", "--json", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
     rows = json.loads(done.stdout)
-    assert [row["arch"] for row in rows] == ["sm_86"] * 3
+    assert {row["arch"] for row in rows} == {"sm_86"} and len(rows) >= 3
     assert all(row["hmma"] > 0 and row["hgmma"] == 0 and row["dynamic_smem"] < row["smem_limit"] for row in rows)
     assert done.returncode == (1 if any(row["problems"] for row in rows) else 0)
 
@@ -109,7 +110,8 @@ def test_inspect_names_what_is_wrong_and_fails(monkeypatch, capsys):
     sound = parallel.inspect_kernel(small())
     assert sound.problems == ()
     values = {small(): sound, small("sm_90a"): replace(sound, problems=("a stack frame of 8 bytes",))}
-    monkeypatch.setattr(catalog, "kernel_configurations", lambda arch, quick: [f for f in values if f.arch == arch])
+    monkeypatch.setattr(cli, "families", lambda: [DENSE])
+    monkeypatch.setattr(DENSE, "catalogue", lambda arch, quick: [f for f in values if f.arch == arch])
     monkeypatch.setattr(cli, "inspect_kernel", values.get)
     assert cli.main(["inspect", "--arch", "sm_80", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
@@ -121,7 +123,8 @@ def test_inspect_names_what_is_wrong_and_fails(monkeypatch, capsys):
 
 def test_a_kernel_that_does_not_compile_is_a_row_like_others(monkeypatch, capsys):
     entries = [broken()]
-    monkeypatch.setattr(catalog, "kernel_configurations", lambda arch, quick: entries)
+    monkeypatch.setattr(cli, "families", lambda: [DENSE])
+    monkeypatch.setattr(DENSE, "catalogue", lambda arch, quick: entries)
     assert cli.main(["inspect", "--arch", "sm_80", "--json", "--jobs", "1"]) == 1
     (row,) = json.loads(capsys.readouterr().out)
     assert "softmax" in row["problems"][0] and "registers" not in row
@@ -134,7 +137,7 @@ def test_a_kernel_that_does_not_compile_is_a_row_like_others(monkeypatch, capsys
 
 def test_a_compiled_bundle_serves_the_cache(tmp_path, monkeypatch, capsys):
     wanted = {arch: [small(arch)] for arch in ("sm_90a", "sm_89")}
-    monkeypatch.setattr(catalog, "bundle_facts", lambda arch, *request: wanted[arch])
+    monkeypatch.setattr(cli, "bundle_facts", lambda arch, *request: wanted[arch])
     folder = tmp_path / "bundle"
     assert cli.main(["compile", "--arch", "sm_90,sm_89", "--out", str(folder), "--jobs", "2"]) == 0
     out = capsys.readouterr().out
@@ -151,7 +154,7 @@ def test_a_compiled_bundle_serves_the_cache(tmp_path, monkeypatch, capsys):
 
 
 def test_no_bundle_is_left_if_a_kernel_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(catalog, "bundle_facts", lambda *request: [broken()])
+    monkeypatch.setattr(cli, "bundle_facts", lambda *request: [broken()])
     folder = tmp_path / "bundle"
     assert cli.main(["compile", "--arch", "sm_80", "--out", str(folder), "--jobs", "1"]) == 1
     assert "softmax" in capsys.readouterr().err
@@ -162,7 +165,7 @@ def test_no_bundle_is_left_if_a_kernel_fails(tmp_path, monkeypatch, capsys):
 def test_a_bundle_leaves_other_files_alone(tmp_path, monkeypatch):
     (tmp_path / "main.o").touch()
     (tmp_path / f"{'0' * 64}.o").touch()
-    monkeypatch.setattr(catalog, "bundle_facts", lambda *request: [])
+    monkeypatch.setattr(cli, "bundle_facts", lambda *request: [])
     assert cli.main(["compile", "--arch", "sm_80", "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main.o", "manifest.json"]
 
@@ -175,7 +178,7 @@ def test_cache_is_described_and_cleared(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
     assert cli.main(["cache"]) == 0
     assert "0 kernels, 0 bytes" in capsys.readouterr().out
-    KernelCache().get(facts, lambda: parallel.compile_kernel(facts))
+    KernelCache().get(facts, lambda: compile_kernel(facts))
     older = tmp_path / "cache" / ("0" * 16)
     older.mkdir()
     (older / "old.o").write_bytes(b"12345")
