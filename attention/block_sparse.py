@@ -1,7 +1,7 @@
 """block_sparse_attention: checks, the kernel's facts, and what is made of a mask once.
 
-Of a mask are made, on its device and without waiting for it: the mask with causal, the order in which query tiles come,
-and the key of its element mask. They are kept as long as the mask is.
+From a mask are made, on its device and without waiting for it: the mask with causal, the order of query tiles, and the
+key of its element mask. They live as long as the mask.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, Plans, launch, without_kernel
 
 OP = "block_sparse_attention"
-LONG = 2.0  # times the mean: rows so long come first, whatever head they are of
+LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
 _PLANS = Plans()
 
@@ -137,7 +137,7 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
-        terms = None  # whatever it is, the checks will name it
+        terms = None  # the checks will say what is wrong
     tensors = (q, k, v) if out is None else (q, k, v, out)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:

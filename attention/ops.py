@@ -3,29 +3,45 @@
 Under torch.compile a call becomes a registered op (torch_op.py); all other calls go to eager.py at once.
 """
 
+from collections.abc import Sequence
+
+from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.explain import explains
+from sparse_collective import BsrMatrix
 
-from . import (
-    block_sparse,
-    eager,
-    families,  # noqa: F401 (importing it registers them)
-    torch_op,
-)
+from . import block_sparse, eager, torch_op
+from . import families as _families  # noqa: F401 (importing it registers them)
+from .masks.block_mask import BlockMask
+
+Window = Sequence[int | None] | None  # (left, right)
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
-):  # fmt: skip
-    """softmax(scale * q @ k.T) @ v, with masks, in one kernel that keeps no scores (flash attention).
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
     Args:
         q: (B, H, Sq, D) bfloat16 or float16, of any strides with D contiguous.
-        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H is a multiple of Hkv, and head h of q takes head h // (H / Hkv).
+        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H is a multiple of Hkv, and head h of q uses head h // (H / Hkv).
             On a GPU D and Dv are 64, 96, 128, 192 or 256.
-        causal: row i sees columns up to i + Sk - Sq: the last row sees the last column, whatever the lengths.
+        causal: row i sees columns up to i + Sk - Sq, so the last row sees the last column, whatever the lengths.
         window: (left, right): row i sees columns i + Sk - Sq - left to i + Sk - Sq + right, both included; None, or -1
             as in FlashAttention, for no bound.
         softcap: c, for scores c * tanh(scale * score / c).
@@ -33,30 +49,30 @@ def attention(
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
         seqlens_k: (B,) int32, for a cache that is not full: how many rows of k and v each item has, instead of all Sk,
-            also in what causal and window say. Rows after those may hold anything, NaN too.
+            also for causal and window. Rows after those may hold anything, even NaN.
         block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
             j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Entries past an item's rows are not
             used.
-
-    The numbers in seqlens_k and block_table are not checked, since that would wait for the GPU, but nothing outside of
-    the tensors is read: a length is taken as the nearest one that can be, a page that is not there as zeros.
-
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
             to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries must begin
-            at 0 and never decrease. On a GPU this is not checked, since the host does not wait for the GPU: others
-            give wrong results, but no access out of the tensors. A CUDA graph may change them between replays.
+            at 0 and never decrease. On a GPU this is not checked, since the host does not wait for the GPU. Other
+            entries give wrong results, but no access outside of the tensors. They may change between the replays of a
+            CUDA graph.
+
+    The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
+    length out of range counts as the nearest one in range, a page that does not exist as zeros.
 
     Returns:
         (B, H, Sq, Dv) of q's dtype, `out` if it was given. A row that sees no column gets 0, and an lse of -inf; one
         that sees a score of NaN gets NaN, and an lse of NaN.
-        Packed: (total_q, H, Dv), and an lse (H, total_q), as FlashAttention's. Rows from cu_seqlens_q[B] on, which are
-        of no sequence, see no column.
+        With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
+        which belong to no sequence, see no column.
 
-    The same bits on every run; on the sm_80 path not the same with return_lse as without. q, k or v whose address or
-    strides are not multiples of 16 bytes, or which are expanded, are copied first, which
-    `cute_kernels.explain(attention, ...)` says. CPU tensors run a torch reference in fp32.
+    Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
+    strides are not multiples of 16 bytes, or which are expanded, are copied first, as
+    `cute_kernels.explain(attention, ...)` tells. CPU tensors run a torch reference in fp32.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
@@ -69,25 +85,35 @@ def attention(
     )  # fmt: skip
 
 
-def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None):
-    """attention() over the blocks of scores that `block_mask` names: nothing else is loaded or multiplied.
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask | FlexBlockMask | BsrMatrix | Tensor,
+    *,
+    causal: bool = False,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
         q, k, v, softcap, scale, return_lse, out: see attention.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
-            128 x 128 blocks (for others: BlockMask.from_blocks). One that has 1 batch item or 1 head serves all. Under
-            torch.compile no torch.sparse_bsr tensor, which it does not take: make BsrMatrix.from_torch(t) outside.
-            Tensors that a mask's function captures are read when the graph runs, so they must not be written to inside
-            of it.
+            128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
+            torch.compile does not take a torch.sparse_bsr tensor: make BsrMatrix.from_torch(t) outside. Tensors that a
+            mask's function captures are read when the graph runs, so they must not be written to inside of it.
         causal: a row also sees no column after its own, as in attention.
 
     Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see
-    attention.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
+    masks.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
     tensors run the reference.
 
-    What is made of a mask, without waiting for the GPU, is kept as long as the object that was passed, under
-    torch.compile too: to pass the same object again costs nothing more than a look-up. It is made again
+    What is computed from a mask, without waiting for the GPU, is kept as long as the object that was passed, also under
+    torch.compile: passing the same object again costs only a look-up. It is computed again
 
     - of FlexAttention's BlockMask, when one of its lists was written to or replaced, or its mask_mod, lengths or block
       size;
@@ -95,11 +121,11 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
     - of a BsrMatrix or torch.sparse_bsr tensor, when its indices were written to;
     - of a BlockMask never: its lists must not be written to.
 
-    Writes are seen where torch counts them, which are operations in place on the tensor, its views or its detach(), and
-    assignments to its .data; not through .data, NumPy, kernels, or the index tensors that torch.sparse_bsr_tensor was
-    given. Of tensors that were made in inference mode torch counts none: these masks are converted at each call. While
-    a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since replays must see what was written
-    between them: pass one of these two where the mask does not change.
+    Writes are seen where torch counts them: in-place operations on the tensor, its views or its detach(), and
+    assignments to its .data; but not writes through .data, NumPy, kernels, or the index tensors that
+    torch.sparse_bsr_tensor was given. Torch counts no writes to tensors that were made in inference mode: these masks
+    are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
+    replays must see what was written between them: pass one of these two if the mask does not change.
     """
     run = torch_op.traced_block_sparse if is_compiling() else eager.block_sparse_attention
     return run(q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)

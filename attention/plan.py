@@ -1,7 +1,7 @@
-"""From the tensors of an attention op to the kernel that will run: made once per metadata, then a look-up.
+"""From the tensors of an attention op to the kernel that runs: planned once per metadata, then looked up.
 
-Every op of the package goes the same way: its own checks, `FlashPlan(...)`, `plan_kernel` where there is a GPU, and in
-each call `launch`, or `without_kernel` where no kernel is needed. Its `Plans` keep what was made.
+Every op goes the same way: its own checks, `checked_plan`, `plan_kernel` where there is a GPU, and in each call
+`launch`, or `without_kernel` where no kernel is needed. Its `Plans` keep the plans.
 """
 
 import math
@@ -24,12 +24,12 @@ from .forward.config import FlashFacts, WindowKind
 
 try:
     from torch._C._dynamo.guards import TensorGuards  # torch.compile's: has a tensor changed?
-except ImportError:  # a torch that moved it: calls take 2 us more
+except ImportError:  # a torch that moved it: calls take 2 us longer
     TensorGuards = None
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
-_MOST_RECENT = 8  # plans with the same terms, tried one after another at 0.15 us each
+_MOST_RECENT = 8  # plans with the same terms, compared one after another, 0.15 us each
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Plans:
             key = terms and (terms, offsets, *(_metadata(t) for t in tensors))
             plan = self._plans.get(key)
         except (AttributeError, TypeError, RuntimeError):
-            key = plan = None  # whatever it is, `make` will name it
+            key = plan = None  # `make` will say what is wrong
         if plan is None:
             plan = make()
         common.check_no_grad(op, *tensors[:3])

@@ -180,7 +180,7 @@ def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale)
     rows = max(1, CHUNK // max(1, batch * heads * sk))
     for begin in range(0, max(sq, 1), rows):
         end = min(begin + rows, sq)
-        group = (batch, kv_heads, heads // kv_heads * (end - begin))  # heads that share k's lie below each other
+        group = (batch, kv_heads, heads // kv_heads * (end - begin))  # heads that share one of k are stacked
         s = q[:, :, begin:end].to(dtype).reshape(*group, d) @ k.mT * scale
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)

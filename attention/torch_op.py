@@ -1,12 +1,13 @@
-"""The attention ops as torch.library knows them, for torch.compile and opcheck; eager calls go around them.
+"""The attention ops registered with torch.library, for torch.compile and opcheck; eager calls do not use them.
 
-Each op gives (out, lse), an lse of no element where none is asked for; its twin `.._out` gives lse alone. A BlockMask
-crosses the schema as its lists, lengths and block size, its mask_mod as mask_text.py has it; what users hold besides as
-`crossing` has it, so that it is converted inside the op, once (kept.py).
+Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
+enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
+as `crossing` describes, and are converted once, inside of the op (kept.py).
 """
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.runtime.derived import captured
 from sparse_collective.bsr import BsrMatrix
@@ -185,13 +186,11 @@ def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_l
 
 
 def crossing(block_mask) -> tuple[tuple, str]:
-    """What a mask is to a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
+    """A mask as arguments of a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
 
     (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
     BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".
     """
-    from torch.nn.attention.flex_attention import noop_mask
-
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written(block_mask.mask_mod)
         return (list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"

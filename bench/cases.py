@@ -1,15 +1,15 @@
 """What is measured against what: each case is one product, its peers, and the ratio that is asked of it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from cute_kernels import explain, gemm, path
+from cute_kernels import explain, gemm
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 
 from . import patterns, peers
-from .peers import CUBLAS, CUBLASLT, Call, Operands, verified
+from .peers import CUBLAS, CUBLASLT, Call, Operands, own_call, verified
 from .rows import Candidate, Case, Problem
 
 DTYPE = torch.bfloat16
@@ -28,28 +28,6 @@ def randn(*shape: int, dtype=DTYPE) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def ours_of(x: Operands, out: torch.Tensor, forced: str | None, op: Callable, *args, **terms) -> tuple:
-    """(call, plan) of op(*args, out=out, **terms) on a path; the call has been checked against x's reference.
-
-    `out` may be the transpose of what x describes, as bsr_linear's is.
-    """
-
-    def call():
-        op(*args, out=out, **terms)
-        return out.t() if x.transposed else out
-
-    if forced is None:
-        return verified(Call(call), lambda: x.sample), explain(op, *args, out=out, **terms)
-
-    def on_path():
-        with path(forced):
-            return call()
-
-    with path(forced):
-        plan = explain(op, *args, out=out, **terms)
-    return verified(Call(on_path), lambda: x.sample), plan
-
-
 # -- dense ---------------------------------------------------------------------------------------------------
 
 
@@ -66,9 +44,11 @@ def dense(
     others = [peers.cublas(x, problem.flops)]
     others += [peers.quack_gemm(x, problem.flops)] if quack else []
     name = f"gemm {M}x{N}x{K} {layout}" + ("" if dtype is DTYPE else " fp16") + (f", {forced} path" if forced else "")
-    return Case(
-        "gemm", name, problem, lambda: ours_of(x, x.out(), forced, gemm, x.a, x.b), others, CUBLAS, asked, quack
-    )
+
+    def ours():
+        return own_call(x, gemm, x.a, x.b, out=x.out(), forced=forced)
+
+    return Case("gemm", name, problem, ours, others, CUBLAS, asked, quack)
 
 
 def epilogue(M: int, N: int, K: int, activation: str | None, asked: float | None = None) -> Case:
@@ -78,7 +58,7 @@ def epilogue(M: int, N: int, K: int, activation: str | None, asked: float | None
     name = f"gemm {M}x{N}x{K} NT, {problem.epilogue}"
 
     def ours():
-        return ours_of(x, x.out(), None, gemm, x.a, x.b, bias=x.bias, activation=activation)
+        return own_call(x, gemm, x.a, x.b, out=x.out(), bias=x.bias, activation=activation)
 
     return Case("gemm", name, problem, ours, [peers.cublaslt_epilogue(x, problem.flops)], CUBLASLT, asked)
 
@@ -145,8 +125,8 @@ def sparse(
 
     def ours():
         if linear:
-            return ours_of(x, x.out().t(), forced, bsr_linear, x.b.t(), x.a)
-        return ours_of(x, x.out(), forced, bsr_matmul, x.a, x.b)
+            return own_call(x, bsr_linear, x.b.t(), x.a, out=x.out().t(), forced=forced)
+        return own_call(x, bsr_matmul, x.a, x.b, out=x.out(), forced=forced)
 
     equal = Operands(lambda: randn(M, work), lambda: randn(work, N))
     others = [peers.cublas(equal, 2.0 * M * N * work, name=EQUAL)]
@@ -179,7 +159,7 @@ def skinny(tokens: int, size: int, bm: int, bk: int, density: float, asked: floa
         return Call(lambda: to.copy_(half))
 
     def ours():
-        return ours_of(x, x.out().t(), None, bsr_linear, x.b.t(), x.a)
+        return own_call(x, bsr_linear, x.b.t(), x.a, out=x.out().t())
 
     name = f"bsr_linear {bm}x{bk}, {density:.3g}, {tokens} tokens, {size} squared"
     return Case("block-sparse", name, problem, ours, [Candidate(COPY, problem.flops, copy)], COPY, asked)

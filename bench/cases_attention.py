@@ -14,14 +14,13 @@ from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
 from attention.masks.mask_mods import window_bounds
-from cute_kernels import explain, path
 from sparse_collective import BsrMatrix
 from tests.cases import uniform
 
 from . import ceilings, timing
 from . import peers_attention as peers
-from .peers import Call
-from .peers_attention import FA4, FLASH, FLEX, Attention, Burst, checked
+from .peers import Call, own_call
+from .peers_attention import FA4, FLASH, FLEX, Attention
 from .rows import FASTEST, Candidate, Case
 
 SUITE = "attention"
@@ -128,21 +127,7 @@ def ours_of(x: Attention, op: Callable = attention, forced: str | None = None, a
     q, k, v = x.heads_first
     more = () if args is None else (args(),)
     terms = {} if op is block_sparse_attention else {"causal": x.causal, "window": x.window}
-    out = x.out().transpose(1, 2)
-    on = contextlib.nullcontext if forced is None else lambda: path(forced)
-
-    def run() -> Tensor:
-        with on():
-            return op(q, k, v, *more, **terms, out=out).transpose(1, 2)
-
-    call = checked(Burst(run, bare=lambda: op(q, k, v, *more, **terms)), x)
-    return call, plan_of(on, op, q, k, v, *more, **terms, out=out)
-
-
-def plan_of(on: Callable, op: Callable, *args, **terms):
-    """What explain says of a call that has run; None where it says nothing."""
-    with on(), contextlib.suppress(Exception):
-        return explain(op, *args, **terms)
+    return own_call(x, op, q, k, v, *more, out=x.out().transpose(1, 2), forced=forced, **terms)
 
 
 def case(name: str, problem, x: Attention, others: list[Candidate], against: str, asked, ours=None, **options) -> Case:

@@ -8,6 +8,7 @@ Importing quack or FlashAttention patches CuTe DSL's tensor classes for the whol
 set-up that needs them and never here.
 """
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from cute_kernels import explain, path
 from tests.reference import ACTIVATIONS
 
 from . import timing
@@ -55,6 +57,14 @@ class Call:
         return self.run()
 
 
+@dataclass(frozen=True)
+class Burst(Call):
+    """A call with what a caller repeats who wants nothing but speed: `bare()`, many times within one `within()`."""
+
+    bare: Callable[[], object] | None = None
+    within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
 class Operands:
     """activation(A @ B + bias), whose tensors are made once, when first asked for.
 
@@ -69,6 +79,13 @@ class Operands:
     def __init__(self, a, b, bias=None, activation: str | None = None, *, transposed: bool = False) -> None:
         self._a, self._b, self._bias = a, b, bias
         self.activation, self.transposed = activation, transposed
+
+    def verified(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return verified(call, lambda: self.sample)
+
+    def shown(self, out: Tensor) -> Tensor:
+        """(M, N) of an output as an op of ours writes it."""
+        return out.t() if self.transposed else out
 
     a = cached_property(lambda self: made(self._a))
     b = cached_property(lambda self: made(self._b))
@@ -130,6 +147,23 @@ def verified(call: Callable[[], Tensor], expected: Callable[[], tuple], toleranc
     return call
 
 
+def own_call(x, op: Callable, *args, out: Tensor, forced: str | None = None, **terms) -> tuple:
+    """(call, plan) of an op of ours on a path, the call compared with x's reference; no plan of an op without one."""
+
+    def on() -> contextlib.AbstractContextManager:
+        return path(forced) if forced else contextlib.nullcontext()
+
+    def run() -> Tensor:
+        with on():
+            op(*args, out=out, **terms)
+        return x.shown(out)
+
+    call, plan = x.verified(Burst(run, bare=lambda: op(*args, **terms))), None
+    with on(), contextlib.suppress(ValueError):
+        plan = explain(op, *args, out=out, **terms)
+    return call, plan
+
+
 def needs(module: str, package: str) -> ModuleType:
     """The imported module, or an ImportError that names the package it comes from."""
     try:
@@ -139,7 +173,7 @@ def needs(module: str, package: str) -> ModuleType:
 
 
 def peer(default: str, *, fused: Collection = ()):
-    """Makes a `Candidate` of a function from Operands to a call, whose first result is then `verified`.
+    """Makes a `Candidate` of a function from Operands, or Attention, to a call whose first result is then verified.
 
     Args:
         default: the candidate's name, if none is given.
@@ -147,11 +181,11 @@ def peer(default: str, *, fused: Collection = ()):
     """
 
     def decorate(make: Callable[..., Call]) -> Callable[..., Candidate]:
-        def candidate(x: Operands, flops: float, name: str = default, **options) -> Candidate:
+        def candidate(x, flops: float, name: str = default, **options) -> Candidate:
             def setup() -> Call:
                 if (x.bias is not None or x.activation) and x.activation not in fused:
                     raise NotImplementedError(f"{name} does not fuse {x.activation or 'a bias'} into its product")
-                return verified(make(x, **options), lambda: x.sample)
+                return x.verified(make(x, **options))
 
             return Candidate(name, flops, setup)
 

@@ -1,14 +1,12 @@
 """What attention is measured against: torch's SDPA, FlexAttention and FlashAttention 4, forward only.
 
-As in peers.py: one `Attention` makes the tensors of a row, which all candidates share, and every set-up ends with
-`checked`. Tensors are (B, S, H, D), as FlashAttention takes them; torch's functions get (B, H, S, D) views, which
+As in peers.py: one `Attention` makes the tensors of a row, which all candidates share, and every set-up ends with its
+`verified`. Tensors are (B, S, H, D), as FlashAttention takes them; torch's functions get (B, H, S, D) views, which
 they take as they are.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.masks.mask_mods import window_bounds
 
-from .peers import Call, WrongResult, agrees, fastest, made, needs, verified
-from .rows import Candidate
+from .peers import Burst, Call, WrongResult, agrees, fastest, made, needs, peer, verified
 
 FLASH = "SDPA flash"
 CUDNN = "SDPA cuDNN"
@@ -30,14 +27,6 @@ SAMPLE = 24  # queries compared, each with a head of its own
 # Of FlexAttention's kernel for blocks smaller than the 128 x 128 that it takes by itself: warps, pipeline stages.
 FLEX_SETTINGS = ((4, 3), (4, 2), (4, 4))
 _COMPILED: dict[tuple, Callable] = {}
-
-
-@dataclass(frozen=True)
-class Burst(Call):
-    """A call with what a caller repeats who wants nothing but speed: `bare()`, many times within one `within()`."""
-
-    bare: Callable[[], object] | None = None
-    within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 class Attention:
@@ -62,6 +51,21 @@ class Attention:
             raise ValueError(f"{given} and blocks are both given; a block mask says by itself what is kept")
         self._q, self._k, self._v, self._blocks = q, k, v, blocks
         self.causal, self.block_size, self.window = causal, block_size, window
+
+    bias = activation = None  # which a peer would have to fuse
+
+    def verified(self, call: Call) -> Call:
+        """As peers.verified, and each query by itself: one that sees few keys has a much larger output than others."""
+        verified(call, lambda: self.sample)
+        index, reference = self.sample
+        size = reference.norm(dim=1, keepdim=True).clamp(min=1e-6)
+        if not agrees(call()[index].float() / size, reference / size):
+            raise WrongResult("wrong result: right where queries see few keys, not where they see many")
+        return call
+
+    def shown(self, out: Tensor) -> Tensor:
+        """(B, S, H, D) of an output as an op of ours writes it."""
+        return out.transpose(1, 2)
 
     q = cached_property(lambda self: made(self._q))
     k = cached_property(lambda self: made(self._k))
@@ -137,29 +141,6 @@ class Attention:
         counts = self.blocks.sum(dim=1, dtype=torch.int32)
         indices = self.blocks.int().argsort(dim=1, descending=True, stable=True).int()
         return counts[None, None], indices[None, None].contiguous()
-
-
-def checked(call: Call, x: Attention) -> Call:
-    """`verified`, and for each query by itself: one that sees few keys has an output many times that of the others."""
-    verified(call, lambda: x.sample)
-    index, reference = x.sample
-    size = reference.norm(dim=1, keepdim=True).clamp(min=1e-6)
-    if not agrees(call()[index].float() / size, reference / size):
-        raise WrongResult("wrong result: right where queries see few keys, not where they see many")
-    return call
-
-
-def peer(name: str) -> Callable:
-    """Makes a `Candidate` of a function from Attention to a call, whose output is (B, S, H, D) and `checked`."""
-
-    def decorate(make: Callable[..., Call]) -> Callable[..., Candidate]:
-        def candidate(x: Attention, flops: float, **options) -> Candidate:
-            return Candidate(name, flops, lambda: checked(make(x, **options), x))
-
-        candidate.__name__, candidate.__doc__ = make.__name__, make.__doc__
-        return candidate
-
-    return decorate
 
 
 def sdpa(x: Attention, backend: SDPBackend) -> Call:

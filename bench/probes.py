@@ -54,7 +54,7 @@ class FeedProbe:
             full: cute.struct.MemRange[cutlass.Int64, STAGES]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.BFloat16, cute.cosize(layout)], ALIGN]
 
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         full = storage.full.data_ptr()
         sS = storage.ring.get_tensor(layout.outer, swizzle=layout.inner)  # (256, 64, PIPE)
         gS = cute.local_tile(mS, FEED_TILE, (None, None))  # (256, 64, rest_m, rest_k)
@@ -88,8 +88,8 @@ class TensorProbe:
         mma = sm90_utils.make_trivial_tiled_mma(
             cutlass.BFloat16,
             cutlass.BFloat16,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
             Float32,
             (2, 1, 1),
             tiler_mn=(64, TENSOR_TILE[1]),
@@ -108,7 +108,7 @@ class TensorProbe:
             sB: cute.struct.Align[cute.struct.MemRange[cutlass.BFloat16, cute.cosize(b_layout)], ALIGN]
 
         tidx = cute.arch.thread_idx()[0]
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         # Random bits of src, in whatever order: what counts is that operands toggle as real ones do.
         for piece, size in ((storage.sA, m * k * 2), (storage.sB, n * k * 2)):
             flat = cute.make_tensor(piece.data_ptr(), cute.make_layout(size))

@@ -1,5 +1,6 @@
 """What all tests share: a kernel cache of their own, seeds, and which tests this machine can run."""
 
+import collections
 import gc
 import importlib.util
 import os
@@ -19,6 +20,7 @@ CACHE = "CUTE_KERNELS_CACHE_DIR"
 
 
 def pytest_addoption(parser):
+    parser.addoption("--every-kernel", action="store_true", help="compile all of the catalogue, not a part of it")
     if importlib.util.find_spec("pytest_timeout") is None:  # its setting in pyproject.toml is no mistake then
         parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
 
@@ -50,6 +52,13 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # modules and ten thousand tests stay; walking them again and again took a sixth of each compilation
+
+
+def pytest_terminal_summary(terminalreporter):
+    """One line for each reason to skip, not for each place."""
+    skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")]
+    for reason, count in collections.Counter(skipped).most_common():
+        terminalreporter.write_line(f"skipped {count} tests: {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from cute_kernels.matmul.problem import STATS_ROWS
+
 MOST_TILES = 4
 MOST_OWNERS = 4
 
@@ -77,9 +79,11 @@ class Where:
     def __init__(self, plan, shape):
         self.facts, self.cfg = plan.facts, plan.facts.config
         self.batch, self.rows, self.cols = shape
-        # a pair's tile is two block rows, and so one of all rows
-        self.block_rows = self.facts.block.bm if self.facts.block and not self.cfg.pairs else self.rows
-        self.tiles_m = -(-self.block_rows // self.cfg.tile_m)  # row tiles of a block row, or of all
+        self.tile_m = getattr(self.cfg, "tile_m", STATS_ROWS)  # a tile of small blocks has one height
+        # a tile of row pairs is two block rows, and so one of all rows
+        self.paired = self.facts.family == "row pairs"
+        self.block_rows = self.facts.block.bm if self.facts.block and not self.paired else self.rows
+        self.tiles_m = -(-self.block_rows // self.tile_m)  # row tiles of a block row, or of all
         self.tiles_n = -(-self.cols // self.cfg.tile_n)
         self.tiles = self.tiles_m * (self.rows // self.block_rows) * self.tiles_n * self.batch
         self.group, self.ctas = plan.group, plan.max_ctas
@@ -88,13 +92,13 @@ class Where:
         """(l, tile row, tile column); the rows of tiles of a BSR product count within block rows, one after another."""
         l, m, n = place
         block_row, rest = divmod(m, self.block_rows)
-        return l, block_row * self.tiles_m + rest // self.cfg.tile_m, n // self.cfg.tile_n
+        return l, block_row * self.tiles_m + rest // self.tile_m, n // self.cfg.tile_n
 
     def size(self, tile) -> int:
         """Elements of a tile that lie inside the output."""
         _, row, col = tile
-        top = row % self.tiles_m * self.cfg.tile_m
-        rows = min(self.cfg.tile_m, self.block_rows - top)
+        top = row % self.tiles_m * self.tile_m
+        rows = min(self.tile_m, self.block_rows - top)
         return rows * min(self.cfg.tile_n, self.cols - col * self.cfg.tile_n)
 
     def name(self, tile) -> str:
@@ -102,18 +106,18 @@ class Where:
         text = f"tile row {row} of {self.tiles_m * (self.rows // self.block_rows)}, column {col} of {self.tiles_n}"
         if self.facts.block:
             text += (
-                f" (block rows {2 * row} and {2 * row + 1})"
-                if self.cfg.pairs
-                else f" (block row {row // self.tiles_m})"
+                f" (block rows {2 * row} and {2 * row + 1})" if self.paired else f" (block row {row // self.tiles_m})"
             )
         return text + (f", batch {l}" if self.batch > 1 else "")
 
     def owner(self, place) -> str:
         """The consumer that computes an element: a warp on sm_80, a warpgroup and its 64-row slab on sm_90."""
         cfg = self.cfg
-        if cfg.few:
+        if self.facts.family == "skinny":
             return "all warps, which share K"
-        row, col = place[1] % self.block_rows % cfg.tile_m, place[2] % cfg.tile_n
+        row, col = place[1] % self.block_rows % self.tile_m, place[2] % cfg.tile_n
+        if self.facts.family == "small blocks":
+            return f"consumer warpgroup {row // 64}"
         index_n = col // (cfg.tile_n // cfg.warps_n)
         if self.facts.path == "sm_80":
             index_m = row // (cfg.tile_m // cfg.warps_m)

@@ -21,6 +21,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.arguments import contiguous_mode
 from cute_kernels.runtime import families
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import family_of
 from sparse_collective.row_pairs.gemm import PairedSource
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
@@ -259,7 +260,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     monkeypatch.setattr(sparse_ops, "_plan", bsr_planner)
     for ops in (dense_ops, sparse_ops):
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
-        monkeypatch.setattr(ops, "_PLANS", {})
+        monkeypatch.setattr(ops, "_PLANS", PlanCache())
     monkeypatch.setattr(Emulated, "built", set())
     monkeypatch.setattr(families, "function_for", Emulated)
     emulate_attention.install(monkeypatch, arch, sms)

@@ -33,6 +33,9 @@ MODULES = (fuzz_products, fuzz_attention)
 PATIENCE = 180.0  # seconds that one case may take, compilation included
 MOST_FAILURES = 400  # that a report holds in full; all are counted
 LARGEST = {"cuda": 300, "cpu": 80}
+# For tests that draw their cases themselves
+RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+ON_GPU = settings(max_examples=25, derandomize=True, **RELAXED)
 
 
 def module_of(family):
@@ -178,7 +181,7 @@ def tasks_of(cases: int, seed: int, only: str) -> list:
 
 def replay(text: str, device: str) -> int:
     """Run one case, given as its repr."""
-    known = {"Placement": Placement, "nan": float("nan")}
+    known = {"Placement": Placement, "Signature": fuzz_products.Family, "nan": float("nan")}
     module = fuzz_attention if "heads=" in text else fuzz_products
     case = eval(text, {"__builtins__": {}}, known | {"Case": module.Case, "Family": module.Family})
     found = outcome(case, module.run, device)

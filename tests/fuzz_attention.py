@@ -16,7 +16,8 @@ import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
 from attention.decode import choose
 
-from .fuzz_products import DTYPES, placements
+from .conformance import DTYPES
+from .fuzz_products import placements
 from .guard_zones import Placement, Wrong, Zones
 from .reference import assert_as_good_as_torch, attention_plainly, normal
 

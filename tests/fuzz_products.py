@@ -1,69 +1,22 @@
 """Random products for the fuzz: gemm, bsr_matmul, bsr_linear and bsr_grouped_linear in guarded memory.
 
-A `Family` holds what kernels are compiled from; a `Case` what may change from call to call: extents, strides, patterns
-and numbers. So many cases share few kernels. A case is plain data, from which `run` makes the same call again.
+A `Family` is a signature, which many cases share, so that kernels are few; `run` makes the call of a case.
 """
 
 import itertools
 import random
-from dataclasses import dataclass
 
-import torch
 from hypothesis import strategies as st
 
-import cute_kernels
-from cute_kernels import gemm
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
+from .conformance import OPS, Case, Signature
+from .conformance import run as run
+from .guard_zones import Placement
 
-from .cases import mask_to_indices
-from .guard_zones import Placement, Wrong, Zones
-from .reference import assert_as_good_as_torch, exact_and_torch, normal, truth
-
-OPS = ("gemm", "bsr_matmul", "bsr_linear", "bsr_grouped_linear")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCKS = ((128, 128), (64, 64), (32, 32), (16, 16), (48, 112), (256, 64), (64, 128))
 RUNS = (64, 128, 256)
 
 
-@dataclass(frozen=True)
-class Family:
-    """`align`: of operands' strides, addresses and, on the sm_80 path, contiguous extents, in elements; `align_out` the
-    same of out's strides and address. `majors`: whether the two dense operands and out are transposed in memory."""
-
-    op: str
-    path: str
-    dtype: str
-    out_dtype: str
-    align: int
-    align_out: int
-    majors: tuple[bool, bool, bool]
-    bias: str | None
-    activation: str | None
-    residual: bool
-    block: tuple[int, int] | None = None
-    batch: str | None = None  # of gemm "both", of W "values" or "patterns"
-    run: int = 0
-    index: str = "int32"
-
-    @property
-    def name(self) -> str:
-        return f"{self.op} {self.path}"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. gemm: a (m, k) @ b (k, n). Others: W of m x k blocks, and n tokens, or runs of tokens."""
-
-    family: Family
-    m: int
-    n: int
-    k: int
-    items: int
-    density: float
-    leading: tuple[int, ...] | None  # bsr_linear: x is (*leading, K), () for one dimension; None: (n, K)
-    places: tuple[Placement, Placement, Placement, Placement]  # of a, b, out, residual; W has no place in it
-    give_out: bool
-    seed: int
+Family = Signature
 
 
 def families(seed: int = 0, each: int = 16) -> list[Family]:
@@ -206,119 +159,3 @@ def cases(draw, family: Family, most: int = 300):
         )
     )
     return Case(f, m, n, k, items, density, leading, places, give_out, draw(st.integers(0, 2**31)))
-
-
-# -- running ---------------------------------------------------------------------------------------------------
-
-
-def matrix(case: Case, zones: Zones, device) -> tuple[BsrMatrix, torch.Tensor]:
-    """W in guarded memory, and the dense matrix (.., M, K) that it is."""
-    f, (bm, bk) = case.family, case.family.block
-    L = case.items if f.batch == "patterns" else 1
-    mask = torch.rand(L, case.m, case.k, device=device) < case.density
-    L_values = case.items if f.batch == "values" else 1
-    blocks = torch.zeros(L, L_values, case.m, case.k, bm, bk, dtype=DTYPES[f.dtype], device=device)
-    kept = max(1, round(case.density * case.k * bk))
-    l, r, c = mask.nonzero(as_tuple=True)
-    values = normal(L_values, len(l), bm, bk, dtype=DTYPES[f.dtype], device=device, k=kept)
-    blocks[l, :, r, c] = values.transpose(0, 1)
-    dense = blocks.transpose(3, 4).reshape(L * L_values, case.m * bm, case.k * bk)
-    index = getattr(torch, f.index)
-    crow, col = zip(*(mask_to_indices(each, index) for each in mask), strict=True)
-    crow, col = torch.stack(crow), torch.cat(col)
-    if f.batch == "patterns":
-        offsets = mask.flatten(1).sum(1).cumsum(0).roll(1).to(index)
-        offsets[0] = 0
-        crow = crow + offsets[:, None]
-        shape = dense.shape
-    else:
-        crow, shape = crow[0], dense.shape if f.batch else dense.shape[1:]
-    values = values if f.batch == "values" else values[0]
-    parts = (zones.input(t, name=name) for name, t in (("crow", crow), ("col", col), ("values", values)))
-    W = BsrMatrix(*parts, tuple(shape))
-    return W, dense if f.batch else dense[0]
-
-
-def run(case: Case, device: str = "cpu") -> None:
-    """Make the call; raise Wrong, or what the op raises."""
-    f = case.family
-    torch.manual_seed(case.seed)
-    zones, dtype, out_dtype = Zones(device), DTYPES[f.dtype], DTYPES[f.out_dtype]
-    terms = {"activation": f.activation}
-    place_a, place_b, place_out, place_residual = case.places
-    if f.op == "gemm":
-        lead = (case.items,) if f.batch else ()
-        a = zones.input(normal(*lead, case.m, case.k, dtype=dtype, device=device), place_a, "a")
-        b = zones.input(normal(*lead, case.k, case.n, dtype=dtype, device=device, k=case.k), place_b, "b")
-        args, op, left, right, rows, cols = (a, b), gemm, a, b, case.m, case.n
-    else:
-        W, dense = matrix(case, zones, device)
-        M, K = W.shape[-2:]
-        lead = (case.items,) if f.batch and not f.run else ()
-        tokens = case.n * max(f.run, 1)
-        if f.op == "bsr_matmul":
-            b = zones.input(normal(*lead, K, tokens, dtype=dtype, device=device), place_b, "b")
-            args, op, left, right, rows, cols = (W, b), bsr_matmul, dense, b, M, tokens
-        else:
-            shape = (*lead, tokens) if case.leading is None else case.leading
-            b = zones.input(normal(*shape, K, dtype=dtype, device=device), place_b, "x")
-            args, op, left, right, rows, cols = (b, W), bsr_linear, b, dense.mT, tokens, M
-    if f.bias == "items":
-        bias = normal(case.items, cols, dtype=dtype, device=device)
-    elif f.bias:
-        bias = normal(*((cols,) if f.bias == "col" else (rows, 1)), dtype=dtype, device=device)
-    if f.bias:
-        terms["bias"] = zones.input(bias, name="bias")
-    expected = dict(terms)
-    if f.run:
-        groups = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=device)
-        groups = zones.input(groups, name="groups")
-        args, op = (b, W, groups), bsr_grouped_linear
-        exact, by_torch = (grouped(b, dense, groups, f.run, terms, t) for t in (torch.float64, torch.float32))
-        by_torch = by_torch.to(out_dtype)
-    else:
-        if f.bias == "items":
-            expected["bias"] = expected["bias"][:, None]
-        if f.residual:
-            residual = normal(*lead, rows, cols, dtype=out_dtype, device=device)
-            terms["residual"] = expected["residual"] = zones.input(residual, place_residual, "residual")
-        exact, by_torch = exact_and_torch(left, right, out_dtype, **expected)
-    if case.give_out or out_dtype is not dtype:
-        terms["out"] = zones.output(exact.shape, out_dtype, place_out)
-    with cute_kernels.path(f.path):
-        result = op(*args, **terms)
-    if "out" in terms and result is not terms["out"]:
-        raise Wrong("result", "out was given, and something else came back")
-    judge(result, exact, by_torch, zones, k=left.shape[-1])
-
-
-def grouped(x, dense, groups, rows: int, terms: dict, dtype) -> torch.Tensor:
-    """bsr_grouped_linear in `dtype`: an item of W for each run of rows; what has none is multiplied by zeros."""
-    items = len(dense)
-    there = ((groups >= 0) & (groups < items))[:, None, None]
-    number = groups.clamp(0, items - 1).long()
-    runs = x.unflatten(0, (len(groups), rows))
-    weights = torch.where(there, dense[number], 0.0).mT
-    bias = terms.get("bias")
-    if bias is not None and bias.dim() == 2:
-        bias = bias[number][:, None]
-    return truth(runs, weights, bias, terms["activation"], dtype=dtype).flatten(0, 1)
-
-
-def judge(result, exact, by_torch, zones: Zones, *, k: int) -> None:
-    """As reference.assert_as_good_as_torch and Zones.check, with one wait for the GPU."""
-    if result.shape != exact.shape or result.dtype != by_torch.dtype:
-        raise Wrong("result", f"{tuple(result.shape)} {result.dtype}, not {tuple(exact.shape)} {by_torch.dtype}")
-    numbers = zones.counts()
-    if exact.numel():
-        ours, theirs = (t.double() - exact for t in (result, by_torch))
-        numbers += [ours.abs().max(), theirs.abs().max(), ours.norm(), theirs.norm()]
-    numbers = torch.stack([n.double() for n in numbers]).tolist()
-    zones.complain([int(n) for n in numbers[: len(zones.inputs) + len(zones.outputs)]])
-    if exact.numel():
-        largest, their_largest, norm, their_norm = numbers[-4:]
-        if not (largest <= 2 * their_largest and norm <= 2 * their_norm):  # NaN is never <=
-            try:
-                assert_as_good_as_torch(result, exact, by_torch, k=k)
-            except AssertionError as error:
-                raise Wrong("result", str(error)) from None

@@ -5,6 +5,7 @@ import torch
 from attention import BlockMask, block_sparse_attention, torch_op
 from sparse_collective.bsr import BsrMatrix
 
+from . import attention_parts
 from .reference import normal
 
 N = 384  # rows and columns of the scores, three blocks of 128
@@ -15,7 +16,7 @@ LISTS = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"]
 
 
 def qkv(device="cpu", Sq=N, Sk=N):
-    return tuple(normal(2, 4, rows, 64, device=device) for rows in (Sq, Sk, Sk))
+    return attention_parts.qkv(Sq, Sk, heads=4, device=device)
 
 
 def held(form: str, blocks=FIRST, device="cpu"):

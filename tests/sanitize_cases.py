@@ -6,14 +6,14 @@ so that few kernels but ours run.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 import cute_kernels
 from attention import attention
-from cute_kernels.matmul import candidates
-from cute_kernels.matmul.config import GemmConfig
+from cute_kernels.matmul import choose
 
 from . import reference
 from .calls import FP16, FP32, Case, attend, batched, dense, grouped, linear, matmul, paths
@@ -28,22 +28,22 @@ def check(case: Case) -> None:
     assert not complaint, complaint
 
 
-def only(field: str, make: partial) -> partial:
-    """A case that runs with those of the sm_90 candidates alone that have this field of GemmConfig set."""
-    return partial(run_only, field, make)
+def only(kept: Callable, make: partial) -> partial:
+    """A case that runs with those candidates alone for which `kept(family, configuration)` holds."""
+    return partial(run_only, kept, make)
 
 
-def run_only(field: str, make: partial, path: str) -> None:
-    before = candidates.candidates_sm90
+def family_is(name: str) -> Callable:
+    return lambda family, config: family.name == name
 
-    def found(*args):
-        return [c for c in before(*args) if getattr(c, field) > GemmConfig.__dict__[field]]
 
-    candidates.candidates_sm90 = found
+def run_only(kept: Callable, make: partial, path: str) -> None:
+    before = choose.candidates_for
+    choose.candidates_for = lambda *args: [candidate for candidate in before(*args) if kept(*candidate)]
     try:
         check(Case(make, path))
     finally:
-        candidates.candidates_sm90 = before
+        choose.candidates_for = before
 
 
 def outgrown(path: str) -> None:
@@ -90,9 +90,9 @@ CASES = {  # a maker's arguments, or a function of the path
     "decoding, pages of 128": partial(attend, "cache", 3, 4, 2, 40, 256, 128, window=(70, 0), splits=2, page=128),
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
-    "dense with K among CTAs": only("split", partial(dense, 136, 200, 520)),
-    "bsr pairs of rows": only("pairs", partial(matmul, (64, 64), "banded", 5, 8, 264)),
-    "bsr sweep": only("sweep", partial(matmul, (16, 16), "power_law", 14, 9, 264)),
+    "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
+    "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
+    "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {
     "dense by element": partial(dense, 67, 45, 33, "tn"),

@@ -4,6 +4,7 @@ Each of these also runs on the CPU, with torch in the kernels' place (the `devic
 A kernel compiles in a second or two, so most tests share those of head_dim 64 with an lse.
 """
 
+import functools
 import math
 import threading
 
@@ -16,29 +17,20 @@ import cute_kernels
 from attention import attention
 from cute_kernels import explain
 
-from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal, poisoned, poisoned_empty
+from . import attention_parts
+from .attention_parts import plainly
+from .reference import assert_as_good_as_torch, normal, poisoned, poisoned_empty
 from .test_properties import ON_GPU, RELAXED, settings
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CAUSAL = {"causal": True}
+qkv = functools.partial(attention_parts.qkv, device="cuda")
 BANDS = [{}, CAUSAL, {"window": (70, 30)}, {"window": (100, None)}]  # each is another kernel
 LENGTHS = [  # FlashAttention's
     (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024),
     (1023, 1024), (1024, 1023), (2048, 2048), (1, 147), (239, 1),
 ]  # fmt: skip
 SHORT = [(1, 1), (1, 2), (3, 2), (63, 65), (65, 63), (128, 128), (129, 129), (192, 176), (200, 7), (7, 200)]
-
-
-def qkv(Sq, Sk, D=64, Dv=None, B=2, H=4, heads=2, dtype=BF16, device="cuda"):
-    more = {"dtype": dtype, "device": device}
-    return normal(B, H, Sq, D, **more), normal(B, heads, Sk, D, **more), normal(B, heads, Sk, Dv or D, **more)
-
-
-def plainly(q, k, v, dtype, *, causal=False, window=None, softcap=None, scale=None):
-    """(out, lse) from the whole matrix of scores, every step of it rounded to `dtype`."""
-    left, right = (None if bound == -1 else bound for bound in window or (None, None))
-    seen = band_mask(q.shape[2], k.shape[2], left, 0 if causal else right, q.device)
-    return attention_plainly(*(t.to(dtype) for t in (q, k, v)), seen, softcap=softcap, scale=scale)
 
 
 def assert_right(out, lse, q, k, v, plan=None, **terms):

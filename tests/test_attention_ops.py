@@ -9,40 +9,34 @@ from attention import BlockMask, attention, block_sparse_attention, eager, patte
 from attention.checks import tma_ready
 from cute_kernels import explain
 
-from .reference import attention_plainly, band_mask
+from . import attention_parts
+from .attention_parts import plainly
+from .reference import attention_plainly
 
 BF16 = torch.bfloat16
 
 
-def qkv(B=2, H=4, heads=2, Sq=33, Sk=47, D=64, Dv=64, dtype=BF16):
-    generator = torch.Generator().manual_seed(Sq * Sk + D)
-    shapes = (B, H, Sq, D), (B, heads, Sk, D), (B, heads, Sk, Dv)
-    return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
-
-
-def truth(q, k, v, left=None, right=None, scale=None, softcap=None):
-    """(out, lse) in fp64, from the whole matrix of scores."""
-    seen = band_mask(q.shape[2], k.shape[2], left, right)
-    return attention_plainly(*(t.double() for t in (q, k, v)), seen, softcap=softcap, scale=scale)
+def qkv(Sq=33, Sk=47, **more):
+    return attention_parts.qkv(Sq, Sk, **more)
 
 
 @pytest.mark.parametrize("lengths", [(33, 47), (47, 33), (1, 90), (64, 64), (5, 1)])
 @pytest.mark.parametrize(
-    "terms, bounds",
+    "terms",
     [
-        ({}, (None, None)),
-        ({"causal": True}, (None, 0)),
-        ({"window": (7, 3)}, (7, 3)),
-        ({"window": (7, None), "causal": True}, (7, 0)),
-        ({"window": (None, 5)}, (None, 5)),
-        ({"window": [-1, 5]}, (None, 5)),
+        {},
+        {"causal": True},
+        {"window": (7, 3)},
+        {"window": (7, None), "causal": True},
+        {"window": (None, 5)},
+        {"window": [-1, 5]},
     ],
     ids=str,
 )
-def test_masks(lengths, terms, bounds):
+def test_masks(lengths, terms):
     q, k, v = qkv(Sq=lengths[0], Sk=lengths[1], Dv=96)
     out, lse = attention(q, k, v, return_lse=True, **terms)
-    exact, exact_lse = truth(q, k, v, *bounds)
+    exact, exact_lse = plainly(q, k, v, torch.float64, **terms)
     assert out.dtype == BF16 and out.shape == (*q.shape[:3], 96) and lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
@@ -52,14 +46,16 @@ def test_masks(lengths, terms, bounds):
 @pytest.mark.parametrize("terms", [{"scale": 0.3}, {"softcap": 2.0}, {"scale": 0.3, "softcap": 5.0}], ids=str)
 def test_scores(terms):
     q, k, v = qkv(dtype=torch.float16)
-    torch.testing.assert_close(attention(q, k, v, **terms).double(), truth(q, k, v, **terms)[0], atol=2e-3, rtol=2e-3)
+    exact = plainly(q, k, v, torch.float64, **terms)[0]
+    torch.testing.assert_close(attention(q, k, v, **terms).double(), exact, atol=2e-3, rtol=2e-3)
 
 
 def test_out_and_any_strides():
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv())
+    call = qkv()
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in call)
     out = torch.full((2, 4, 33, 64), math.nan, dtype=BF16)
     assert attention(q, k, v, out=out) is out
-    assert torch.equal(out, attention(*qkv()))
+    assert torch.equal(out, attention(*call))
 
 
 def test_nothing_to_attend_to():
@@ -121,17 +117,11 @@ def test_gradients_are_refused():
 class TestBlockSparse:
     blocks = torch.tensor([[True, False, True], [False, True, False]])  # of 128 x 128
 
-    def data(self):
-        return qkv(Sq=200, Sk=300)
-
-    def expected(self, causal=False):
-        q, k, v = self.data()
+    def expected(self, q, k, v, causal=False):
         seen = self.blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
         if causal:
             seen = seen & (torch.arange(300) <= torch.arange(200)[:, None] + 100)
-        scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 8
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
-        return weights @ v.double().repeat_interleave(2, 1)
+        return attention_plainly(*(t.double() for t in (q, k, v)), seen)[0]
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("form", ["mask", "bool", "bsr", "flex"])
@@ -149,17 +139,18 @@ class TestBlockSparse:
             return
         elif form == "flex":
             mask = mask.to_flex()
-        out, lse = block_sparse_attention(*self.data(), mask, causal=causal, return_lse=True)
-        torch.testing.assert_close(out.double(), self.expected(causal), atol=1e-2, rtol=1e-2)
+        call = qkv(200, 300)
+        out, lse = block_sparse_attention(*call, mask, causal=causal, return_lse=True)
+        torch.testing.assert_close(out.double(), self.expected(*call, causal), atol=1e-2, rtol=1e-2)
         assert lse.shape == (2, 4, 200)
 
     def test_a_window_is_a_pattern(self):
-        q, k, v = self.data()
+        q, k, v = qkv(200, 300)
         mask = patterns.sliding_window((200, 300), (64, 0))
         assert torch.equal(block_sparse_attention(q, k, v, mask), attention(q, k, v, window=(64, 0)))
 
     def test_errors(self):
-        q, k, v = self.data()
+        q, k, v = qkv(200, 300)
         with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
             block_sparse_attention(q, k, v, [1])
         with pytest.raises(ValueError, match=r"block_mask is of lengths .256, 384., q and k of .200, 300."):

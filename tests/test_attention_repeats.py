@@ -1,6 +1,6 @@
 """A thousand runs of each schedule of attention, into memory that is full of NaN: the same bits, and the right ones.
 
-What could differ between runs is where CTAs draw their tiles from a counter, and where parts of a result are combined.
+What could differ between runs is where CTAs fetch their tiles from a counter, and where parts of a result are combined.
 Without a GPU two runs of each, with torch in the kernels' place.
 """
 

@@ -9,6 +9,7 @@ import torch._dynamo.testing
 from attention import BlockMask, attention, block_sparse_attention, mask_mods, patterns, torch_op
 from attention.masks import mask_text
 
+from .attention_parts import qkv
 from .reference import normal, poisoned
 
 BF16 = torch.bfloat16
@@ -36,11 +37,6 @@ def counted(fn, backend):
     return torch.compile(fn, fullgraph=True, backend=graphs), graphs
 
 
-def qkv(device, Sq=200, Sk=200, B=2, Dv=64):
-    shapes = (B, 4, Sq, 64), (B, 2, Sk, 64), (B, 2, Sk, Dv)
-    return tuple(normal(*shape, device=device) for shape in shapes)
-
-
 def same(results, expected) -> bool:
     results, expected = ((t,) if isinstance(t, torch.Tensor) else t for t in (results, expected))
     return len(results) == len(expected) and all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
@@ -51,12 +47,12 @@ def same(results, expected) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck_attention(device):
-    call = qkv(device, Dv=128)
+    call = qkv(Dv=128, device=device)
     out = torch.zeros(2, 4, 200, 128, dtype=BF16, device=device)
     for terms in ({}, {"causal": True, "return_lse": True}, {"left": 30, "softcap": 5.0, "scale": 0.1}):
         torch.library.opcheck(OPS.attention.default, call, terms)
         torch.library.opcheck(OPS.attention_out.default, (*call, out), terms)
-    rows_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(device)]
+    rows_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(device=device)]
     torch.library.opcheck(OPS.attention.default, rows_first, {})
     packed = [normal(150, heads, 64, device=device) for heads in (4, 2, 2)]
     starts = torch.tensor([0, 40, 150], dtype=torch.int32, device=device)
@@ -92,7 +88,7 @@ def masks(device="cpu") -> list[BlockMask]:
 
 
 def test_opcheck_block_sparse():
-    call = qkv("cpu")
+    call = qkv()
     for mask in masks()[0::4]:
         args = *call, *crossing(mask)
         torch.library.opcheck(OPS.block_sparse_attention.default, args, {"return_lse": True})
@@ -102,7 +98,7 @@ def test_opcheck_block_sparse():
 
 def test_ops_can_be_called_by_name():
     """As an exported graph does."""
-    call = qkv("cpu")
+    call = qkv()
     assert same(OPS.attention(*call, True, 5, None)[0], attention(*call, causal=True, window=(5, None)))
     for mask in masks():
         args = *call, *crossing(mask)
@@ -124,7 +120,7 @@ def test_ops_can_be_called_by_name():
     ids=str,
 )
 def test_attention(device, backend, terms):
-    call = qkv(device)
+    call = qkv(device=device)
     assert same(compiled(lambda q, k, v: attention(q, k, v, **terms), backend)(*call), attention(*call, **terms))
 
 
@@ -137,7 +133,7 @@ def test_attention_into_out(device, backend, return_lse):
         result = attention(q, k, v, causal=True, return_lse=return_lse, out=out)
         return out + 1, *((result[1],) if return_lse else ())
 
-    call = qkv(device)
+    call = qkv(device=device)
     out = poisoned(2, 4, 200, 64, device=device)
     results = compiled(layer, backend)(*call, out)
     expected, lse = attention(*call, causal=True, return_lse=True)
@@ -156,7 +152,7 @@ def test_packed_and_cached(device, backend, return_lse):
         return attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **terms)
 
     assert same(compiled(packed, backend)(q, k, v, starts), packed(q, k, v, starts))
-    q, k, v = qkv(device, Sq=3)
+    q, k, v = qkv(3, device=device)
     lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
     pages = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
 
@@ -189,7 +185,7 @@ def test_changing_lengths(device, backend):
     """Extents become symbols after the first change: two graphs, not one for each length."""
     step, graphs = counted(lambda q, k, v: attention(q, k, v, causal=True, return_lse=True), backend)
     for Sq, Sk in ((200, 200), (130, 333), (7, 90), (128, 256)):
-        call = qkv(device, Sq, Sk)
+        call = qkv(Sq, Sk, device=device)
         assert same(step(*call), attention(*call, causal=True, return_lse=True))
     assert graphs.frame_count <= 2
 
@@ -198,7 +194,7 @@ def test_changing_lengths(device, backend):
 @pytest.mark.parametrize("causal", [False, True])
 def test_masks(device, backend, causal):
     """The mask is an input of the graph."""
-    call = qkv(device)
+    call = qkv(device=device)
     terms = {"causal": causal, "return_lse": True}
     step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m, **terms), backend)
     for mask in masks(device):
@@ -208,7 +204,7 @@ def test_masks(device, backend, causal):
 @ON_CPU
 def test_masks_into_out(device, backend):
     step = compiled(lambda q, k, v, m, out: block_sparse_attention(q, k, v, m, return_lse=True, out=out)[1], backend)
-    call, out = qkv(device), poisoned(2, 4, 200, 64, device=device)
+    call, out = qkv(device=device), poisoned(2, 4, 200, 64, device=device)
     for mask in masks(device)[2:4]:
         lse = step(*call, mask, out)
         assert same((out, lse), block_sparse_attention(*call, mask, return_lse=True))
@@ -217,7 +213,7 @@ def test_masks_into_out(device, backend):
 @ON_CPU
 def test_new_tensors_in_a_mask_need_no_new_graph(device, backend):
     step, graphs = counted(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
-    call = qkv(device)
+    call = qkv(device=device)
     for length in (70, 100, 64):
         mask = patterns.documents(torch.arange(200, dtype=torch.int32) // length, causal=True)
         assert same(step(*call, mask), block_sparse_attention(*call, mask))
@@ -228,7 +224,7 @@ def test_new_tensors_in_a_mask_need_no_new_graph(device, backend):
 def test_masks_of_changing_lengths(device, backend):
     step, graphs = counted(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
     for Sq, Sk in ((200, 200), (330, 350), (300, 444), (222, 411), (290, 490)):
-        call, mask = qkv(device, Sq, Sk), patterns.sliding_window((Sq, Sk), (Sk // 7, 3))
+        call, mask = qkv(Sq, Sk, device=device), patterns.sliding_window((Sq, Sk), (Sk // 7, 3))
         assert same(step(*call, mask), block_sparse_attention(*call, mask))
     assert graphs.frame_count <= 3
 
@@ -242,7 +238,7 @@ def every(step):
 def test_functions_are_told_apart(device, backend, wrapped):
     """Of equal code and different constants; one of them again is the same graph."""
     step, graphs = counted(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
-    call, functions = qkv(device), [every(2), every(3)]
+    call, functions = qkv(device=device), [every(2), every(3)]
     for i in (0, 1, 0, 1):
         mask_mod = mask_mods.And(functions[i], mask_mods.Band(None, 50)) if wrapped else functions[i]
         mask = BlockMask.from_mask_mod(mask_mod, (200, 200))
@@ -255,7 +251,7 @@ def test_export():
         def forward(self, q, k, v):
             return attention(q, k, v, causal=True)
 
-    call = qkv("cpu")
+    call = qkv()
     program = torch.export.export(Layer(), call)
     assert same(program.module()(*call), attention(*call, causal=True))
     assert "attention.attention" in str(program.graph)
@@ -276,7 +272,7 @@ def test_export():
     ],
 )
 def test_errors_under_compile(change, terms, text):
-    call = dict(zip("qkv", qkv("cpu"), strict=True))
+    call = dict(zip("qkv", qkv(), strict=True))
     call |= {name: normal(*shape) for name, shape in change.items()}
     with pytest.raises(Exception, match=text):
         compiled(lambda q, k, v: attention(q, k, v, **terms), "eager")(**call)
@@ -290,7 +286,7 @@ def same_document(ids, b, h, q, kv):
 def test_a_function_that_captures_a_tensor(backend):
     """What is in the tensor when the graph runs counts."""
     step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
-    call, ids = qkv("cpu"), torch.arange(200) // 70
+    call, ids = qkv(), torch.arange(200) // 70
     mask = BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] >= ids[kv], (200, 200))
     for _ in range(2):
         assert torch.equal(step(*call, mask), block_sparse_attention(*call, mask))
@@ -299,7 +295,7 @@ def test_a_function_that_captures_a_tensor(backend):
 
 def test_masks_that_cannot_cross():
     step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m), "eager")
-    call, ids = qkv("cpu"), torch.zeros(200, dtype=torch.int32)
+    call, ids = qkv(), torch.zeros(200, dtype=torch.int32)
     with pytest.raises(Exception, match="under torch.compile block_mask must be a BlockMask, Flex.* got list"):
         step(*call, [torch.ones(2, 2, dtype=torch.bool)])
     with pytest.raises(Exception, match="must be a plain function, or a dataclass of ints, tensors and such masks"):
@@ -309,7 +305,7 @@ def test_masks_that_cannot_cross():
 
 
 def test_gradients_are_refused_and_not_dropped():
-    q, k, v = qkv("cpu")
+    q, k, v = qkv()
     with pytest.raises(Exception, match="gradient|autograd formula"):
         compiled(lambda q, k, v: attention(q, k, v), "eager")(q.requires_grad_(), k, v).sum().backward()
     assert q.grad is None

@@ -290,8 +290,8 @@ def test_each_query_is_compared_by_itself():
     wrong[:, 1024:] *= 1.03
     verified(lambda: wrong.clone(), lambda: x.sample)
     with pytest.raises(peers.WrongResult, match="not where they see many"):
-        peers_attention.checked(lambda: wrong.clone(), x)
-    assert peers_attention.checked(lambda: x.exact().float(), x) is not None
+        x.verified(lambda: wrong.clone())
+    assert x.verified(lambda: x.exact().float()) is not None
 
 
 def test_fa4_gets_windows_as_it_takes_them(monkeypatch):
@@ -328,5 +328,5 @@ def test_flex_attention_of_small_blocks_gets_tiles_of_their_size(monkeypatch):
     call = peers_attention.flex_attention(small, 1.0).setup()
     assert given[-1] == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3} and "BLOCK_M 64" in call.note
     measure = lambda calls, **_: {c: [i + 1.0] for i, c in enumerate(calls)}  # noqa: E731
-    peers_attention.checked(peers_attention.flex_attention(small, 1.0, settings=3, measure=measure).setup(), small)
+    peers_attention.flex_attention(small, 1.0, settings=3, measure=measure).setup()
     assert {options["num_stages"] for options in given if options} == {2, 3, 4}

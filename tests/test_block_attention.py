@@ -7,13 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention import BlockMask, block_sparse, block_sparse_attention, patterns, plan, reference
+from attention import BlockMask, block_sparse, block_sparse_attention, patterns, reference
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
-from cute_kernels.arch import ARCHS
-from cute_kernels.runtime import families
 
-from .emulate_blocks import Walked
+from . import emulate_attention
+from .attention_parts import qkv
 from .mask_parts import BLOCKSIZES, by_head
 
 BF16 = torch.bfloat16
@@ -28,16 +27,8 @@ def attend(request, monkeypatch):
 
     attend.device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "emulated":
-        monkeypatch.setattr(block_sparse, "_PLANS", plan.Plans())
-        monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
-        monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS["sm_90"], 132, ""))
-        monkeypatch.setattr(families, "function_for", Walked)
+        emulate_attention.install(monkeypatch)
     return attend
-
-
-def qkv(lengths, D=64, Dv=None, B=2, H=4, heads=2, device="cpu", dtype=BF16):
-    shapes = (B, H, lengths[0], D), (B, heads, lengths[1], D), (B, heads, lengths[1], Dv or D)
-    return tuple(torch.randn(*shape).to(device, dtype) for shape in shapes)
 
 
 def check(attend, q, k, v, mask, **terms):
@@ -66,7 +57,7 @@ def random_mask(lengths, blocksize, heads=(2, 4), density=0.4, mask_mod=by_head,
 @pytest.mark.parametrize("lengths", [(256, 512), (300, 130), (129, 450)], ids=str)
 @pytest.mark.parametrize("blocksize", BLOCKSIZES, ids=str)
 def test_block_shapes(attend, path, blocksize, lengths):
-    q, k, v = qkv(lengths, 128, device=attend.device)
+    q, k, v = qkv(*lengths, 128, device=attend.device)
     check(attend, q, k, v, random_mask(lengths, blocksize, device=attend.device))
 
 
@@ -75,13 +66,13 @@ def test_block_shapes(attend, path, blocksize, lengths):
 def test_head_dimensions(attend, path, dims, block):
     lengths = (200, 450)
     mask = random_mask(lengths, (block, block), device=attend.device)
-    check(attend, *qkv(lengths, *dims, device=attend.device), mask)
+    check(attend, *qkv(*lengths, *dims, device=attend.device), mask)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (1, 4), (2, 1)], ids=str)
 def test_masks_that_serve_all(attend, path, heads):
     mask = random_mask((300, 400), (128, 128), heads, device=attend.device)
-    check(attend, *qkv((300, 400), device=attend.device), mask)
+    check(attend, *qkv(300, 400, device=attend.device), mask)
 
 
 def documents(length, device):
@@ -103,25 +94,25 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(attend, path, name):
     lengths = (333, 400)
-    check(attend, *qkv(lengths, device=attend.device), PATTERNS[name](lengths, (128, 128), attend.device))
+    check(attend, *qkv(*lengths, device=attend.device), PATTERNS[name](lengths, (128, 128), attend.device))
 
 
 @pytest.mark.parametrize("mask_mod", [None, by_head], ids=["no mask_mod", "by_head"])
 def test_causal(attend, path, mask_mod):
     lengths = (300, 420)
     mask = random_mask(lengths, (64, 64), density=0.6, mask_mod=mask_mod, full=False, device=attend.device)
-    check(attend, *qkv(lengths, device=attend.device), mask, causal=True)
+    check(attend, *qkv(*lengths, device=attend.device), mask, causal=True)
     assert block_sparse.with_causal(mask) is block_sparse.with_causal(mask), "made once"
 
 
 def test_softcap_and_scale(attend, path):
     mask = random_mask((200, 300), (64, 64), device=attend.device)
-    check(attend, *qkv((200, 300), device=attend.device), mask, softcap=5.0, scale=0.3)
+    check(attend, *qkv(200, 300, device=attend.device), mask, softcap=5.0, scale=0.3)
 
 
 def test_empty(attend, path):
     mask = BlockMask.from_blocks(torch.zeros(2, 3, dtype=torch.bool, device=attend.device), lengths=(200, 300))
-    out = check(attend, *qkv((200, 300), device=attend.device), mask)
+    out = check(attend, *qkv(200, 300, device=attend.device), mask)
     assert not out.count_nonzero()
 
 
@@ -129,7 +120,7 @@ def test_uneven_rows(attend, path):
     blocks = torch.rand(4, 6, 8) < 0.2
     blocks[2, 3] = True
     mask = BlockMask.from_blocks(blocks.to(attend.device), (64, 64), mask_mod=by_head)
-    check(attend, *qkv((384, 512), device=attend.device), mask)
+    check(attend, *qkv(384, 512, device=attend.device), mask)
 
 
 @given(st.data())
@@ -140,7 +131,7 @@ def test_any_table(attend, path, data):
     torch.manual_seed(data.draw(st.integers(0, 2**20)))
     causal = data.draw(st.booleans())
     mask = random_mask(lengths, blocksize, heads, data.draw(st.floats(0, 1)), full=not causal, device=attend.device)
-    check(attend, *qkv(lengths, device=attend.device), mask, causal=causal)
+    check(attend, *qkv(*lengths, device=attend.device), mask, causal=causal)
 
 
 @given(st.data())
@@ -159,13 +150,13 @@ def test_any_documents(attend, path, data):
     terms["blocksize"] = data.draw(st.sampled_from([(64, 64), (128, 128)]), "blocksize")
     torch.manual_seed(data.draw(st.integers(0, 2**20), "seed"))
     mask = patterns.packed_documents(*(t.to(attend.device) for t in cu), lengths=lengths, **terms)
-    check(attend, *qkv(lengths, device=attend.device), mask)
+    check(attend, *qkv(*lengths, device=attend.device), mask)
 
 
 @pytest.mark.gpu
 class TestOnGpu:
     def data(self, lengths=(512, 640)):
-        return *qkv(lengths, device="cuda"), random_mask(lengths, (64, 64), full=False, device="cuda")
+        return *qkv(*lengths, device="cuda"), random_mask(lengths, (64, 64), full=False, device="cuda")
 
     def test_same_bits(self, path):
         q, k, v, mask = self.data()
@@ -295,4 +286,4 @@ def test_errors(monkeypatch, change, text):
     lengths, heads = change.pop("mask", ((200, 300), (1, 1)))
     mask = random_mask(lengths, (128, 128), heads, mask_mod=None)
     with pytest.raises((ValueError, TypeError), match=text):
-        block_sparse.plan_block_sparse(*qkv((200, 300)), mask, **change)
+        block_sparse.plan_block_sparse(*qkv(200, 300), mask, **change)

@@ -12,8 +12,6 @@ from sparse_collective.bsr import BsrMatrix, random_bsr
 from tests.bsr_parts import BLOCKSIZES, DEVICES, DTYPES, INDEX_DTYPES, NEEDS_GPU, Operations, assert_same, parts
 from tests.cases import PATTERNS, mask_to_indices
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-
 # Construction
 
 
@@ -80,11 +78,7 @@ def test_repr_is_short_and_informative():
 @pytest.mark.parametrize("shape", [(0, 192), (64, 0), (0, 0)])
 def test_a_matrix_without_elements(shape):
     dense = torch.zeros(shape)
-    for options in (
-        {},
-        {"density": 1.0},
-        {"mask": torch.zeros(shape[0] // 16, shape[1] // 32, dtype=torch.bool)},
-    ):
+    for options in ({}, {"density": 1.0}, {"mask": torch.zeros(shape[0] // 16, shape[1] // 32, dtype=torch.bool)}):
         a = BsrMatrix.from_dense(dense, (16, 32), **options)
         a = BsrMatrix(a.crow_indices, a.col_indices, a.values, shape)
         a.check_indices()
@@ -105,27 +99,12 @@ def misaligned(values):
 
 
 REFUSED = {
-    "crow no tensor": (
-        "crow_indices",
-        lambda t: t.tolist(),
-        TypeError,
-        "crow_indices must be a strided .* got list",
-    ),
-    "values no tensor": (
-        "values",
-        lambda t: t.numpy(),
-        TypeError,
-        "values must be a strided tensor, got ndarray",
-    ),
+    "crow no tensor": ("crow_indices", lambda t: t.tolist(), TypeError, "crow_indices must be a strided .* got list"),
+    "values no tensor": ("values", lambda t: t.numpy(), TypeError, "values must be a strided tensor, got ndarray"),
     "values sparse": ("values", lambda t: t.to_sparse(), TypeError, "values .* got a torch.sparse_coo"),
     "values dtype": ("values", lambda t: t.double(), TypeError, "cannot be torch.float64; use .*bfloat16"),
     "crow dtype": ("crow_indices", lambda t: t.short(), TypeError, "cannot be torch.int16; use .*int32"),
-    "mixed indices": (
-        "col_indices",
-        lambda t: t.long(),
-        TypeError,
-        "same dtype, got torch.int32 and torch.int64",
-    ),
+    "mixed indices": ("col_indices", lambda t: t.long(), TypeError, "same dtype, got torch.int32 and torch.int64"),
     "crow 2-D": (
         "crow_indices",
         lambda t: t[None],
@@ -134,38 +113,13 @@ REFUSED = {
     ),
     "col 2-D": ("col_indices", lambda t: t[None], ValueError, "col_indices must have 1 dimension"),
     "values 2-D": ("values", lambda t: t.flatten(1), ValueError, "values must have 3 dimension"),
-    "device": (
-        "col_indices",
-        lambda t: t.to("meta"),
-        ValueError,
-        "col_indices is on meta, values on cpu; move",
-    ),
-    "strided crow": (
-        "crow_indices",
-        lambda t: t.repeat_interleave(2)[::2],
-        ValueError,
-        "crow_indices.contiguous",
-    ),
-    "strided col": (
-        "col_indices",
-        lambda t: t.repeat_interleave(2)[::2],
-        ValueError,
-        "col_indices.contiguous",
-    ),
-    "strided values": (
-        "values",
-        lambda t: t.mT.contiguous().mT,
-        ValueError,
-        "got strides .*values.contiguous",
-    ),
+    "device": ("col_indices", lambda t: t.to("meta"), ValueError, "col_indices is on meta, values on cpu; move"),
+    "strided crow": ("crow_indices", lambda t: t.repeat_interleave(2)[::2], ValueError, "crow_indices.contiguous"),
+    "strided col": ("col_indices", lambda t: t.repeat_interleave(2)[::2], ValueError, "col_indices.contiguous"),
+    "strided values": ("values", lambda t: t.mT.contiguous().mT, ValueError, "got strides .*values.contiguous"),
     "misaligned": ("values", misaligned, ValueError, "4 bytes off 16-byte alignment; pass values.clone"),
     "short crow": ("crow_indices", lambda t: t[:-1], ValueError, "crow_indices has 4 entries; 4 rows need 5"),
-    "short col": (
-        "col_indices",
-        lambda t: t[:-1],
-        ValueError,
-        "col_indices has \\d+ entries; the \\d+ blocks",
-    ),
+    "short col": ("col_indices", lambda t: t[:-1], ValueError, "col_indices has \\d+ entries; the \\d+ blocks"),
     "M": ("shape", lambda s: (s[0] + 1, s[1]), ValueError, "M is 65, no multiple of 16; pad it to 80"),
     "K": ("shape", lambda s: (s[0], s[1] - 1), ValueError, "K is 191, no multiple of 32; pad it to 192"),
     "negative": ("shape", lambda s: (-16, s[1]), ValueError, "M is -16"),
@@ -228,32 +182,12 @@ WRONG_INDICES = {
     "last too large": ([0, 1, 4], [0, 1, 2], r"crow_indices\[2\], the last, is 4; it must be nnz = 3"),
     "last not 0 without blocks": ([0, 0, 2], [], r"crow_indices\[2\], the last, is 2; it must be nnz = 0"),
     "decreasing": ([0, 2, 1, 3], [0, 1, 2], r"crow_indices\[2\] is 1, less than crow_indices\[1\] = 2"),
-    "huge in the middle": (
-        [0, 2**31 - 1, 2],
-        [0, 1],
-        r"crow_indices\[2\] is 2, less than crow_indices\[1\] = 21",
-    ),
+    "huge in the middle": ([0, 2**31 - 1, 2], [0, 1], r"crow_indices\[2\] is 2, less than crow_indices\[1\] = 21"),
     "negative in the middle": ([0, -(2**31), 2], [0, 1], r"crow_indices\[1\] is -2147483648, less than"),
-    "negative column": (
-        [0, 1, 3],
-        [0, -1, 2],
-        r"col_indices\[1\] is -1, in block-row 1; it must be in \[0, 8\)",
-    ),
-    "column too large": (
-        [0, 1, 3],
-        [0, 1, 8],
-        r"col_indices\[2\] is 8, in block-row 1; it must be in \[0, 8\)",
-    ),
-    "unsorted": (
-        [0, 0, 1, 4],
-        [7, 1, 5, 3],
-        r"col_indices\[3\] is 3 after 5, both in block-row 2; .* sorted",
-    ),
-    "duplicate": (
-        [0, 1, 4],
-        [7, 1, 5, 5],
-        r"col_indices\[3\] is 5 after 5, both in block-row 1; .* duplicates",
-    ),
+    "negative column": ([0, 1, 3], [0, -1, 2], r"col_indices\[1\] is -1, in block-row 1; it must be in \[0, 8\)"),
+    "column too large": ([0, 1, 3], [0, 1, 8], r"col_indices\[2\] is 8, in block-row 1; it must be in \[0, 8\)"),
+    "unsorted": ([0, 0, 1, 4], [7, 1, 5, 3], r"col_indices\[3\] is 3 after 5, both in block-row 2; .* sorted"),
+    "duplicate": ([0, 1, 4], [7, 1, 5, 5], r"col_indices\[3\] is 5 after 5, both in block-row 1; .* duplicates"),
     "first of several": ([0, 3, 6], [0, 9, 1, 5, 4, -3], r"col_indices\[1\] is 9, in block-row 0"),
 }
 

@@ -10,8 +10,6 @@ from sparse_collective.bsr import BsrMatrix, random_bsr
 from tests.bsr_parts import DEVICES, INDEX_DTYPES, Operations, assert_same, pointers
 from tests.cases import PATTERNS, mask_to_indices
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-
 FORMS = ("values", "patterns")
 NAMES = ("power_law", "no_blocks", "bernoulli", "empty_rows")  # of the items with patterns of their own
 
@@ -51,7 +49,7 @@ def test_items(form, index_dtype, device):
         assert mine.checked and (mine.nnz == 0 or a.values.data_ptr() <= mine.values.data_ptr())
     stored = sum(item.nnz for item in items)
     assert a.density == pytest.approx(stored / (4 * 24))
-    assert not items[0].even and not a.even and (a.shares == NOT_KNOWN) == (form == "patterns")
+    assert not items[0].even and not a.even and (a.stats == NOT_KNOWN) == (form == "patterns")
 
 
 def test_one_pattern_counts_its_blocks_once():
@@ -99,7 +97,7 @@ def test_from_and_to_torch(index_dtype):
             dense[l, 16 * r : 16 * r + 16, 32 * c : 32 * c + 32] = torch.randn(16, 32)
     t = dense.to_sparse_bsr((16, 32))
     parts = (x.to(index_dtype) for x in (t.crow_indices(), t.col_indices()))
-    t = torch.sparse_bsr_tensor(*parts, t.values(), t.shape)
+    t = torch.sparse_bsr_tensor(*parts, t.values(), t.shape, check_invariants=True)
     a = BsrMatrix.from_torch(t)
     assert a.batch == "patterns" and a.crow_indices.dtype is index_dtype
     assert pointers(a.col_indices, a.values) == pointers(t.col_indices(), t.values())

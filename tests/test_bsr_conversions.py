@@ -10,19 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_collective.bsr import BsrMatrix, random_bsr
-from tests.bsr_parts import (
-    BLOCKSIZES,
-    DEVICES,
-    DTYPES,
-    INDEX_DTYPES,
-    Operations,
-    assert_same,
-    parts,
-    pointers,
-)
+from tests.bsr_parts import BLOCKSIZES, DEVICES, DTYPES, INDEX_DTYPES, Operations, assert_same, parts, pointers
 from tests.cases import PATTERNS
-
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 
 # Conversions
 
@@ -211,11 +200,7 @@ def test_gradients_flow_through_every_conversion():
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     expected = BsrMatrix.from_dense(weight, (16, 32), mask=PATTERNS["bernoulli"](4, 6)).values
     a = BsrMatrix(crow, col, values, shape)
-    for dense in (
-        a.to_dense(),
-        a.transpose().to_dense().T,
-        BsrMatrix.from_torch(a.to_torch()).to_dense(),
-    ):
+    for dense in (a.to_dense(), a.transpose().to_dense().T, BsrMatrix.from_torch(a.to_torch()).to_dense()):
         (grad,) = torch.autograd.grad((dense * weight).sum(), values)
         assert torch.equal(grad, expected)
     (grad,) = torch.autograd.grad((a.to(torch.bfloat16).to_dense() * weight.bfloat16()).sum(), values)
@@ -329,7 +314,7 @@ def test_other_values_of_one_pattern(device):
     plan = a.sweep_plan(1, False)
     b = a.with_values(2 * values)
     assert torch.equal(b.to_dense(), 2 * a.to_dense()) and pointers(b.crow_indices) == pointers(crow)
-    assert (b.checked, b.even, b.shares, b.key) == (True, a.even, a.shares, a.key)
+    assert (b.checked, b.even, b.stats, b.key) == (True, a.even, a.stats, a.key)
     assert b.sweep_plan(1, False) is plan and a.to(torch.bfloat16).sweep_plan(1, False) is plan
     with pytest.raises(ValueError, match="must be of shape"):
         a.with_values(values[1:])

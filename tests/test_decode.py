@@ -17,9 +17,9 @@ from attention.plan import FlashPlan
 from cute_kernels.runtime import families
 
 from .emulate_blocks import number
+from .fuzz import ON_GPU, RELAXED, settings
 from .reference import band_mask
 from .test_attention_tiles import BOUNDS
-from .test_properties import ON_GPU, RELAXED, settings
 
 BF16 = torch.bfloat16
 with_parts = choose.with_parts

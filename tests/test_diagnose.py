@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.plan import Plan
+from sparse_collective.row_pairs.family import RowPairsConfig
 
 from .diagnose import Where, diagnose, kernel_view
 from .reference import assert_as_good_as_torch, normal, truth
@@ -30,23 +31,55 @@ def wrong_at(*places, shape=(512, 512), value=9.0):
     return out, exact
 
 
-def test_a_warp_on_sm80():
-    out, exact = wrong_at((slice(128 + 64, 256), slice(64, 96)))  # lower left warp of tile (1, 1)
-    text = diagnose(out, exact, plan_of(SM80, "sm_80", (512, 512)))
-    assert "2048 of 262144 elements are wrong, 0 of them NaN" in text
-    assert f"first at (192, 64): got 9, expected {exact[192, 64].item():.6g}\n" in text
-    assert "path sm_80, 128x64x32 stages 4 split 2x2" in text
-    assert "tile row 1 of 4, column 1 of 8: 2048 of 8192 wrong\nwarp 1 (m 1, n 0): 2048 wrong" in text
-    assert len(text.splitlines()) == 5
+TALL, SPLIT_N = GemmConfig(256, 128, 64, 4, 2, 1), GemmConfig(64, 256, 64, 4, 1, 2)
+PAIRS, LOW = RowPairsConfig(128, 128, 64, 4, 1, 1, teams=2), GemmConfig(64, 128, 64, 4, 2, 2)
+FAULTS = {  # configuration, path, shape, block, the elements at fault, what is said of them
+    "a warp": (
+        SM80, "sm_80", (512, 512), None, (slice(128 + 64, 256), slice(64, 96)),  # lower left warp of tile (1, 1)
+        ["2048 of 262144 elements are wrong, 0 of them NaN", "first at (192, 64): got 9, expected",
+         "path sm_80, 128x64x32 stages 4 split 2x2", "tile row 1 of 4, column 1 of 8: 2048 of 8192 wrong",
+         "warp 1 (m 1, n 0): 2048 wrong"],
+    ),
+    "the second 64 rows of a 2x1 split": (
+        SM90, "sm_90", (512, 512), None, (slice(64, 128), slice(0, 256)),
+        ["consumer warpgroup 1, 64-row slab 1 of the tile: 16384 wrong"],
+    ),
+    "the second columns of a 1x2 split": (
+        SPLIT_N, "sm_90", (512, 512), None, (slice(64, 128), slice(128, 256)),
+        ["tile row 1 of 8, column 0 of 2: 8192 of 16384",
+         "consumer warpgroup 1, 64-row slab 0 of the tile: 8192 wrong"],
+    ),
+    "slabs alternate between warpgroups": (
+        TALL, "sm_90", (512, 512), None, (slice(128, 192), slice(0, 128)),
+        ["consumer warpgroup 0, 64-row slab 2 of the tile"],
+    ),
+    "a tile of two block rows": (
+        PAIRS, "sm_90", (448, 512), (64, 64), (slice(256 + 64, 320 + 64), slice(128, 256)),
+        ["tile row 2 of 4, column 1 of 4 (block rows 4 and 5): 8192 of 16384 wrong",
+         "64-row slab 1 of the tile: 8192 wrong"],
+    ),
+    "row tiles of 64 and 48 rows in a block row": (
+        LOW, "sm_80", (448, 256), (112, 64), (slice(112 + 64, 224), slice(0, 128)),
+        ["blocks 112x64", "tile row 3 of 8, column 0 of 2 (block row 1): 6144 of 6144 wrong"],
+    ),
+    "a batch": (
+        SM80, "sm_80", (3, 128, 128), None, (2, slice(0, 8), slice(0, 8)),
+        ["tile row 0 of 1, column 0 of 2, batch 2: 64 of 8192 wrong"],
+    ),
+}  # fmt: skip
 
 
-def test_unwritten_memory():
-    out, exact = wrong_at((slice(500, 512), slice(510, 512)), value=math.nan)
-    text = diagnose(out, exact, plan_of(SM80, "sm_80", (512, 512)))
-    assert "24 of 262144 elements are wrong, 24 of them NaN" in text
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_tile_and_its_owner_are_named(name):
+    config, path, shape, block, place, lines = FAULTS[name]
+    out, exact = wrong_at(place, shape=shape)
+    facts = {"op": "bsr_matmul", "block": BlockFacts(*block, "int32")} if block else {}
+    text = diagnose(out, exact, plan_of(config, path, shape, **facts))
+    assert all(line in text for line in lines), text
+    out[place] = math.nan
+    text = diagnose(out, exact, plan_of(config, path, shape, **facts))
     assert "got nan" in text and "(NaN: never written, or read from outside)" in text
-    assert "tile row 3 of 4, column 7 of 8: 24 of 8192 wrong, 24 NaN" in text
-    assert "warp 3 (m 1, n 1): 24 wrong" in text
+    assert f"{exact[place].numel()} of them NaN" in text and " NaN\n" in text
 
 
 def test_tiles_come_worst_first_and_few():
@@ -61,33 +94,6 @@ def test_tiles_come_worst_first_and_few():
     assert counts == sorted(counts, reverse=True)
     assert lines[7] == "and 28 more of 32 tiles"
     assert lines[8].startswith("warp 0")
-
-
-def test_a_warpgroup_on_sm90():
-    """Warpgroup 1 of a 2x1 split owns the second 64 rows; of a 1x2 split the second half of the columns."""
-    out, exact = wrong_at((slice(64, 128), slice(0, 256)))
-    text = diagnose(out, exact, plan_of(SM90, "sm_90", (512, 512)))
-    assert "consumer warpgroup 1, 64-row slab 1 of the tile: 16384 wrong" in text
-    split_n = GemmConfig(64, 256, 64, 4, 1, 2)
-    out, exact = wrong_at((slice(64, 128), slice(128, 256)))
-    text = diagnose(out, exact, plan_of(split_n, "sm_90", (512, 512)))
-    assert "tile row 1 of 8, column 0 of 2: 8192 of 16384" in text
-    assert "consumer warpgroup 1, 64-row slab 0 of the tile: 8192 wrong" in text
-
-
-def test_a_tile_of_two_block_rows():
-    pairs = GemmConfig(128, 128, 64, 4, 1, 1, teams=2, pairs=True)
-    out, exact = wrong_at((slice(256 + 64, 320 + 64), slice(128, 256)), shape=(448, 512))
-    text = diagnose(out, exact, plan_of(pairs, "sm_90", (448, 512), block=BlockFacts(64, 64, "int32")))
-    assert "tile row 2 of 4, column 1 of 4 (block rows 4 and 5): 8192 of 16384 wrong" in text
-    assert "64-row slab 1 of the tile: 8192 wrong" in text
-
-
-def test_slabs_alternate_between_warpgroups():
-    tall = GemmConfig(256, 128, 64, 4, 2, 1)
-    out, exact = wrong_at((slice(128, 192), slice(0, 128)))
-    text = diagnose(out, exact, plan_of(tall, "sm_90", (512, 512)))
-    assert "consumer warpgroup 0, 64-row slab 2 of the tile" in text
 
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)])
@@ -108,17 +114,6 @@ def test_ping_pong_teams_follow_the_scheduler(cluster):
                     assert where.team(tile) == order % 2
 
 
-def test_tiles_inside_block_rows():
-    """Blocks 112 high are two row tiles of 64, the second one 48 rows high."""
-    block = BlockFacts(112, 64, "int32")
-    config = GemmConfig(64, 128, 64, 4, 2, 2)
-    out, exact = wrong_at((slice(112 + 64, 224), slice(0, 128)), shape=(448, 256))
-    plan = plan_of(config, "sm_80", (448, 256), op="bsr_matmul", block=block)
-    text = diagnose(out, exact, plan)
-    assert "blocks 112x64" in text
-    assert "tile row 3 of 8, column 0 of 2 (block row 1): 6144 of 6144 wrong" in text
-
-
 def test_transposed_and_folded_views():
     """A linear layer's output (..., M) is the kernel's (tokens, M), turned over."""
     block = BlockFacts(64, 64, "int32")
@@ -130,13 +125,6 @@ def test_transposed_and_folded_views():
     text = diagnose(out, exact, plan)
     assert "first at (1, 0, 64)" in text
     assert "tile row 1 of 4, column 1 of 2 (block row 1): 8192 of 8192 wrong" in text
-
-
-def test_batches_are_named():
-    out, exact = wrong_at((2, slice(0, 8), slice(0, 8)), shape=(3, 128, 128))
-    assert "tile row 0 of 1, column 0 of 2, batch 2: 64 of 8192 wrong" in diagnose(
-        out, exact, plan_of(SM80, "sm_80", (3, 128, 128))
-    )
 
 
 def test_without_a_plan():

@@ -110,7 +110,7 @@ def test_a_sanitizers_cases_are_shared_and_one_bad_share_tells(monkeypatch):
     def run(command, limit):
         shares.append((command[2] if command[0] == "tool" else "bare", tuple(command[command.index("-m") + 2 :])))
         assert 0 < limit <= 100
-        bad = command[0] == "tool" and command[2] == "racecheck" and "bsr sweep" in command
+        bad = command[0] == "tool" and command[2] == "racecheck" and "bsr small blocks" in command
         right = "".join(f"sm_90 {name}: right\n" for name in shares[-1][1])
         return (86 if bad else 0), right + f"========= ERROR SUMMARY: {int(bad)} errors\n"
 

@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from . import emulate, fuzz_attention, fuzz_products
+from . import emulate, fuzz_attention
+from .conformance import FAMILIES, FEW, axes_of, case_of, run
 from .guard_zones import PATTERN, Placement, Wrong, Zones
 
 MORE = range(1, 18)
@@ -74,68 +75,28 @@ def test_a_changed_input_is_seen():
 # Products
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("pad", [0, 8], ids=["tight", "wide"])
-@pytest.mark.parametrize("op", ["gemm", "bsr_matmul", "bsr_linear"])
-def test_products(where, path, op, pad, transposed):
-    """Out's contiguous extent is the one that the operands' columns or tokens give, or that of out's rows."""
-    block = None if op == "gemm" else (64, 64)
-    majors = (False, False, transposed)
-    family = fuzz_products.Family(op, path, "bf16", "bf16", 8, 8, majors, None, None, False, block)
-    plain = Placement()
-
-    def case(more):
-        base = 192 if where == "cuda" else 24
-        n = base + more
-        m, k = (n, 64) if block is None else (3, 2)
-        if block is None and not transposed:
-            m = 65
-        tall, wide = (m, n) if op != "bsr_linear" else (n, m * 64)
-        rows = tall if block is None or op == "bsr_linear" else tall * 64
-        fast = rows if transposed else wide
-        # Pitches of multiples of 8, of the smallest that there are, and wider ones
-        pitch = fuzz_products.multiple(fast, 8) + pad
-        pads = (pitch - fast, 0) if transposed else (0, pitch - fast)
-        order = (1, 0) if transposed else (0, 1)
-        b = fuzz_products.multiple(n, 8) - n
-        place_b = Placement((0, 1), (0, 0 if op == "bsr_linear" else b))
-        places = (plain, place_b, Placement(order, pads), plain)
-        return fuzz_products.Case(family, m, n, k, 1, 0.5, None, places, True, 7 + more)
-
-    complete(fuzz_products.run, map(case, MORE), where)
+def products(family, op, where):
+    """All extents, beside others of each axis in turn."""
+    axes = axes_of(family, op)
+    for more in MORE:
+        chosen = {axis: values[more % len(values)] for axis, values in axes.items()} | {"pattern": "bernoulli"}
+        chosen |= {"epilogue": "nothing", "batch": axes["batch"][0], "rows": 0} if more % 2 else {}
+        base = 1000 if where == "cuda" and more % 4 == 0 else 192 if where == "cuda" else 24
+        if op == "gemm":
+            yield case_of(
+                family, op, chosen | {"size": (base + more, 65, 64) if more % 2 else (65, base + more, 64)}, more
+            )
+        elif op == "bsr_grouped_linear":
+            yield case_of(family, op, chosen | {"columns": more % 6}, more)
+        else:
+            yield case_of(family, op, chosen | {"columns": more if family.columns is FEW else base + more}, more)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16)], ids=str)
-@pytest.mark.parametrize("out_dtype", ["bf16", "fp32"])
-def test_columns_of_every_kind_of_kernel(where, path, block, out_dtype):
-    """bsr_linear's out transposed, and bsr_matmul's not: few tokens and many, tall rows of blocks and long ones."""
-    cases = []
-    for op, order in (("bsr_linear", (1, 0)), ("bsr_matmul", (0, 1))):
-        family = fuzz_products.Family(op, path, "bf16", out_dtype, 8, 8, (False,) * 3, "col", "relu", False, block)
-        for n in (1, 3, 12, 17, 65) if where == "cpu" else (1, 3, 12, 17, 65, 193, 1001):
-            gap = fuzz_products.multiple(n, 8) - n + 8
-            place = Placement(order, (gap, 0) if op == "bsr_linear" else (0, gap))
-            place_b = Placement((0, 1), (0, gap)) if op == "bsr_matmul" else Placement()
-            for m, k in ((2, 2), (1, 512 // block[1])) if where == "cpu" else ((2, 2), (1, 64), (24, 16)):
-                places = (Placement(), place_b, place, Placement())
-                cases.append(fuzz_products.Case(family, m, n, k, 1, 0.5, None, places, True, n + m))
-    complete(fuzz_products.run, cases, where)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("batch", ["values", "patterns"])
-def test_grouped_products(where, path, batch, transposed):
-    family = fuzz_products.Family(
-        "bsr_grouped_linear", path, "bf16", "bf16", 8, 8, (False, False, transposed), "items", "silu", False, (64, 64),
-        batch, 64,
-    )  # fmt: skip
-    order = (1, 0) if transposed else (0, 1)
-    places = (Placement(), Placement(pads=(0, 8)), Placement(order, (8, 8)), Placement())
-    cases = [fuzz_products.Case(family, 2, n, 2, 3, 0.5, None, places, True, n) for n in (0, 1, 2, 5)]
-    complete(fuzz_products.run, cases, where)
+@pytest.mark.parametrize(("family", "op"), [(name, op) for name, family in FAMILIES.items() for op in family.ops])
+def test_products(where, monkeypatch, family, op):
+    family = FAMILIES[family]
+    family.force(monkeypatch)
+    complete(run, [case for case in products(family, op, where) if family.takes(case.signature)], where)
 
 
 # Attention

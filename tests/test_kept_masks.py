@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import BlockMask, block_sparse, block_sparse_attention, plan
+from attention import BlockMask, block_sparse, block_sparse_attention
 from attention.masks import kept
-from cute_kernels.arch import ARCHS
-from cute_kernels.runtime import families
 from cute_kernels.runtime.derived import Derived, state_of
 
-from .emulate_blocks import Walked
+from . import emulate_attention
 from .held_masks import FIRST, FORMS, LISTS, SECOND, N, count, held, parts, qkv, right, spied_conversions, write
 from .mask_parts import by_head
 
@@ -48,10 +46,7 @@ def test_converted_once(form, conversions):
 @every_form
 def test_what_kernels_must_know_is_kept_too(form, conversions, monkeypatch):
     """On the host side of the GPU path: the order of the tiles and the mask with causal."""
-    monkeypatch.setattr(block_sparse, "_PLANS", plan.Plans())
-    monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
-    monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS["sm_90"], 132, ""))
-    monkeypatch.setattr(families, "function_for", Walked)
+    emulate_attention.install(monkeypatch)
     orders, real = [], block_sparse.tile_order
     monkeypatch.setattr(block_sparse, "tile_order", lambda *args: orders.append(1) or real(*args))
     call, mask = qkv(), held(form)

@@ -1,65 +1,102 @@
-"""Every kernel configuration compiles for every architecture, and none spills or misses its tensor-core instruction.
+"""Kernels of every family compile for every architecture; none spills or misses its tensor-core instruction.
 
-That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py.
+That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py. Some of
+the catalogues' kernels are, in which everything that a kernel varies in comes up; with --every-kernel all of them are,
+as with `python -m cute_kernels inspect` and the gate of resources.
 """
-
-from dataclasses import replace
 
 import pytest
 
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul.catalogue import kernel_configurations, name_of
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.runtime.families import families, family_of, load_all
 from cute_kernels.runtime.parallel import inspect_kernel
 
-TURNS = ("sm_86", "sm_89")
+load_all()
+LIKE_SM_80 = ("sm_86", "sm_89")  # the same kernels, and the same instructions for them
+EVERY = 6  # of the kernels for sm_80, so many-th is compiled for each of these in turn, beside each configuration
 
 
-def selected(spec):
-    """An architecture's kernels.
-
-    sm_80, sm_86 and sm_89 have the same ones, and the same instructions for them. So each configuration is compiled for
-    all three with each block shape and either form, without and with a heavy epilogue as far as it has them; what
-    varies one of them further (other operands, other epilogues, batches) for sm_80 and for one of the others, in turn.
-    """
-    facts = kernel_configurations(spec.name)
-    if spec.name not in TURNS:
-        return facts
-    seen, further = set(), []
-    for each in facts:
-        block = each.block and (each.block.bm, each.block.bk)
-        combination = each.config, block, each.transposed, each.epilogue.is_light
-        further += [each] if combination in seen else []
-        seen.add(combination)
-    elsewhere = set(further[TURNS.index(spec.name) :: len(TURNS)])
-    return [each for each in facts if each not in elsewhere]
+def features(facts) -> set:
+    """What a kernel has of each thing that varies: its spills depend on configuration, blocks and epilogue."""
+    if not isinstance(family_of(facts), ProductFamily):
+        return {facts}
+    cfg, block = facts.config, facts.block
+    kind = facts.path, facts.family, cfg.split > 1
+    tile = cfg.tile_m, cfg.tile_n, cfg.split
+    return {
+        (kind, "configuration", cfg, facts.epilogue.is_light),
+        (kind, "tile", tile, facts.transposed, block and block.bm),
+        (kind, "epilogue", facts.epilogue),
+        (kind, "blocks", block and (block.bm, block.bk)),
+        (kind, "layouts", facts.majors, facts.aligns, facts.transposed),
+        (kind, "types", facts.dtype, facts.out_dtype, block and block.index_dtype),
+        (kind, "batches", facts.ranks, facts.ordered, block and (block.batch, block.run)),
+    }
 
 
-def entries():
-    for spec in ARCHS.values():
-        for facts in selected(spec):
-            mark = getattr(pytest.mark, spec.name)
-            yield pytest.param(facts, id=f"{spec.target}: {name_of(facts)}", marks=mark)
+def cover(catalogue: list, features) -> list:
+    """Some of the catalogue's kernels that have all features among them, those with the most new ones first."""
+    of = {facts: features(facts) for facts in catalogue}
+    missing, found = set().union(*of.values()), []
+    while missing:
+        best = max(of, key=lambda facts: len(of[facts] & missing))
+        found.append(best)
+        missing -= of.pop(best)
+    return found
 
 
-def test_what_takes_turns_is_left_out_nowhere():
-    every, *turns = ({replace(f, arch="") for f in selected(ARCHS[name])} for name in ("sm_80", *TURNS))
-    assert set.union(*turns) == every
-    for spec in ARCHS.values():
-        configs = {(f.config, f.block and f.block.bm) for f in kernel_configurations(spec.name)}
-        assert {(f.config, f.block and f.block.bm) for f in selected(spec)} == configs
+def catalogue(spec) -> list:
+    return [facts for family in families() for facts in family.catalogue(spec.name)]
+
+
+def configuration(facts) -> set:
+    return {(facts.family, getattr(facts, "path", ""), getattr(facts, "config", None))}
+
+
+def selected(spec) -> list:
+    if spec.name not in LIKE_SM_80:
+        return cover(catalogue(spec), features)
+    found = cover(catalogue(spec), configuration)
+    rest = [facts for facts in catalogue(spec) if facts not in found]
+    return found + rest[LIKE_SM_80.index(spec.name) :: EVERY]
+
+
+def pytest_generate_tests(metafunc):
+    if "facts" in metafunc.fixturenames:
+        every = metafunc.config.getoption("every_kernel")
+        entries = [
+            pytest.param(
+                facts, id=f"{spec.target}: {facts.family}: {family_of(facts).title(facts)}",
+                marks=getattr(pytest.mark, spec.name),
+            )
+            for spec in ARCHS.values()
+            for facts in (catalogue(spec) if every else selected(spec))
+        ]  # fmt: skip
+        metafunc.parametrize("facts", entries)
+
+
+@pytest.mark.parametrize("spec", ARCHS.values(), ids=lambda spec: spec.name)
+def test_every_configuration_is_selected(spec):
+    every, some = catalogue(spec), selected(spec)
+    assert set().union(*map(configuration, some)) == set().union(*map(configuration, every))
+    assert len(set(some)) == len(some) and len(set(every)) == len(every)
+    if spec.name not in LIKE_SM_80:
+        assert set().union(*map(features, some)) == set().union(*map(features, every))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", entries())
 def test_kernel(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error
     report = outcome.value
     assert report.problems == ()
-    assert report.resources.static_smem + report.dynamic_smem > 0, "the mainloop's ring lies in shared memory"
-    # Both paths load operands in the background: with TMA, or with cp.async where a copy has 4 bytes or more. The one
-    # for few columns loads them into registers.
-    if facts.block and facts.config.few:
+    if not isinstance(family_of(facts), ProductFamily):
+        return
+    # Both paths load operands in the background: with TMA, or with cp.async where a copy has 4 bytes or more. The
+    # skinny kernels load them into registers.
+    assert report.resources.static_smem + report.dynamic_smem > 0
+    if facts.family == "skinny":
         assert report.resources.ldgsts == report.resources.utmaldg == 0
     elif facts.path == "sm_90":
         assert report.resources.utmaldg >= 2

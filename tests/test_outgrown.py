@@ -64,7 +64,7 @@ def test_dense(device, path, growth, spikes, dtype, terms):
 def test_tiles(monkeypatch, D, tiles, causal):
     """Every shape of tiles, and more query tiles than a CTA's first one."""
     monkeypatch.setattr(choose, "SM_90", {D: ((tiles, 1.0),)})
-    monkeypatch.setattr(choose, "EVEN", set())
+    monkeypatch.setattr(choose, "UNMASKED_ONLY", set())
     monkeypatch.setattr(eager, "_PLANS", Plans())
     q, k, v = operands(D, 40, 500, heads=80)
     out = poisoned(*q.shape, device="cuda")

@@ -234,7 +234,7 @@ def test_what_is_computed_of_captured_tensors_alone():
 
 
 @given(traced_trees.trees())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_any_expression(tree):
     leaves = traced_trees.leaves()
     expected = traced_trees.compute(tree, *leaves.values())

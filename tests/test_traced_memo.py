@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import json
+import sys
 import types
 import weakref
 
@@ -86,6 +87,9 @@ class Scale:
 class Slotted:
     __slots__ = ("factor",)
 
+    def __init__(self, factor):
+        self.factor = factor
+
     def __call__(self, x):
         return x * self.factor
 
@@ -114,255 +118,101 @@ class Mutable:
         return x * self.factor
 
 
-def changed_cell():
-    factor = 2.0
-
-    def function(x):
-        return x * factor
-
-    yield function
-    factor = 3.0
-    yield
+def with_default(x, factor=2.0):
+    return x * factor
 
 
-def changed_global():
-    global by
-    yield lambda x: x * by
-    by = 3.0
-    yield
-    by = 2.0
+def with_keyword(x, *, factor=2.0):
+    return x * factor
 
 
-def changed_global_of_a_callee():
-    global by
-    inner = lambda x: x * by  # noqa: E731
-    yield lambda x: inner(x)
-    by = 3.0
-    yield
-    by = 2.0
+def with_attribute(x):
+    return x * with_attribute.factor
 
 
-def shadowed_builtin():
-    yield lambda x: abs(-x) * 2
-    globals()["abs"] = lambda x: x * -1.5
-    yield
-    del globals()["abs"]
-
-
-def changed_list():
-    factors = [1.0, 2.0]
-    yield lambda x: x * factors[1]
-    factors[1] = 3.0
-    yield
-
-
-def changed_nested_list():
-    factors = [[2.0]]
-    yield lambda x: x * factors[0][0]
-    factors[0][0] = 3.0
-    yield
-
-
-def longer_list():
-    factors = [1.0, 1.0]
-    yield lambda x: x * sum(factors)
-    factors.append(1.0)
-    yield
-
-
-def changed_dict():
-    factors = {"a": 2.0}
-    yield lambda x: x * factors["a"]
-    factors["a"] = 3.0
-    yield
-
-
-def longer_dict():
-    factors = {"a": 2.0}
-    yield lambda x: x * sum(factors.values())
-    factors["b"] = 1.0
-    yield
-
-
-def changed_attribute():
-    scale = Scale(2.0)
-    yield scale
-    scale.factor = 3.0
-    yield
-
-
-def changed_attribute_by_a_method():
-    scale = Scale(2.0)
-    yield scale.method
-    scale.factor = 3.0
-    yield
-
-
-def changed_attribute_by_a_property():
-    scale = Scale(1.0)
-    yield lambda x: x * scale.twice
-    scale.factor = 1.5
-    yield
-
-
-def changed_class_attribute():
-    yield Scale(2.0)
-    Scale.more = 1.5
-    yield
-    Scale.more = 1.0
-
-
-def changed_attribute_of_a_base():
+def of_derived():
     derived = Derived()
-    yield lambda x: x * derived.factor
-    Base.factor = 3.0
-    yield
-    Base.factor = 2.0
+    return lambda x: x * derived.factor
 
 
-def shadowed_class_attribute():
-    derived = Derived()
-    yield lambda x: x * derived.factor
-    Derived.factor = 3.0
-    yield
-    del Derived.factor
-
-
-def shadowed_by_an_attribute():
-    derived = Derived()
-    yield lambda x: x * derived.factor
-    derived.factor = 3.0
-    yield
-
-
-def changed_slot():
-    slotted = Slotted()
-    slotted.factor = 2.0
-    yield slotted
-    slotted.factor = 3.0
-    yield
-
-
-def changed_field():
-    mutable = Mutable(2.0)
-    yield mutable
-    mutable.factor = 3.0
-    yield
-
-
-def changed_defaults():
-    def function(x, factor=2.0):
-        return x * factor
-
-    yield function
-    function.__defaults__ = (3.0,)
-    yield
-
-
-def changed_keyword_default():
-    def function(x, *, factor=2.0):
-        return x * factor
-
-    yield function
-    function.__kwdefaults__["factor"] = 3.0
-    yield
-
-
-def changed_code():
-    def function(x):
-        return x * 2.0
-
-    yield function
-    function.__code__ = (lambda x: x * 3.0).__code__  # as tools that load a module anew do
-    yield
-
-
-def changed_function_attribute():
-    def function(x):
-        return x * function.factor
-
-    function.factor = 2.0
-    yield function
-    function.factor = 3.0
-    yield
-
-
-def changed_module():
+def settings():
     module = types.ModuleType("settings")
     module.factor = 2.0
-    yield lambda x: x * module.factor
-    module.factor = 3.0
-    yield
+    return module
 
 
-def changed_activation():
-    scale = nn.LeakyReLU(-2.0)
-    yield lambda x: scale(-x)
-    scale.negative_slope = -3.0
-    yield
+with_attribute.factor = 2.0
+HERE = sys.modules[__name__]
+# What computes 2 x: name -> (owner, attribute, its other value, function), made anew for each test
+ATTRIBUTES = {
+    "an object's": lambda: (s := Scale(2.0), "factor", 3.0, s),
+    "by a method": lambda: (s := Scale(2.0), "factor", 3.0, s.method),
+    "by a property": lambda: (s := Scale(1.0), "factor", 1.5, lambda x: x * s.twice),
+    "a class's": lambda: (Scale, "more", 1.5, Scale(2.0)),
+    "a base's": lambda: (Base, "factor", 3.0, of_derived()),
+    "shadowed by a class's": lambda: (Derived, "factor", 3.0, of_derived()),
+    "shadowed by an object's": lambda: (d := Derived(), "factor", 3.0, lambda x: x * d.factor),
+    "a slot": lambda: (s := Slotted(2.0), "factor", 3.0, s),
+    "a field": lambda: (m := Mutable(2.0), "factor", 3.0, m),
+    "a function's": lambda: (with_attribute, "factor", 3.0, with_attribute),
+    "defaults": lambda: (with_default, "__defaults__", (3.0,), with_default),
+    "code, as tools that load a module anew do": lambda: (
+        f := lambda x: x * 2.0, "__code__", (lambda x: x * 3.0).__code__, f
+    ),
+    "an activation's": lambda: (a := nn.LeakyReLU(-2.0), "negative_slope", -3.0, lambda x: a(-x)),
+    "a module's": lambda: (m := settings(), "factor", 3.0, lambda x: x * m.factor),
+    "a global": lambda: (HERE, "by", 3.0, lambda x: x * by),
+    "a callee's global": lambda: (HERE, "by", 3.0, lambda x, f=lambda x: x * by: f(x)),
+    "a global by its name": lambda: (HERE, "by", 3.0, lambda x: x * globals()["by"]),
+    "a global that is None": lambda: (HERE, "nothing", None, lambda x: x * 2 if nothing is not None else x * 3),
+    "a builtin": lambda: (HERE, "abs", lambda x: x * -1.5, lambda x: abs(-x) * 2),
+}  # fmt: skip
+# name -> (container, key, its other value, function)
+ITEMS = {
+    "a list's": lambda: (c := [1.0, 2.0], 1, 3.0, lambda x: x * c[1]),
+    "a nested list's": lambda: ((c := [[2.0]])[0], 0, 3.0, lambda x: x * c[0][0]),
+    "a longer list": lambda: (c := [1.0, 1.0], slice(2, 2), [1.0], lambda x: x * sum(c)),
+    "a dict's": lambda: (c := {"a": 2.0}, "a", 3.0, lambda x: x * c["a"]),
+    "a longer dict": lambda: (c := {"a": 2.0}, "b", 1.0, lambda x: x * sum(c.values())),
+    "a layer": lambda: (c := nn.Sequential(nn.Identity(), nn.Threshold(5.0, 2.0)), 1, nn.Threshold(5.0, 3.0), c),
+    "a keyword": lambda: ((f := functools.partial(torch.clamp, min=2.0)).keywords, "min", 3.0, f),
+    "a keyword's default": lambda: (with_keyword.__kwdefaults__, "factor", 3.0, with_keyword),
+    "a scalar tensor's": lambda: (c := torch.tensor(2.0), (), 3.0, lambda x: x * c),
+    "of a tensor that is read while tracing": lambda: (c := torch.ones(2), 0, 2.0, lambda x: x * c.sum()),
+    "a cell's": lambda: cell(2.0),
+}
 
 
-def changed_layer():
-    layers = nn.Sequential(nn.Identity(), nn.Threshold(5.0, 2.0))
-    yield layers
-    layers[1] = nn.Threshold(5.0, 3.0)
-    yield
+def cell(factor):
+    def function(x):
+        return x * factor
+
+    class Cell:
+        def __setitem__(self, key, value):
+            nonlocal factor
+            factor = value
+
+    return Cell(), 0, 3.0, function
 
 
-def changed_partial():
-    terms = functools.partial(torch.clamp, min=2.0)
-    yield terms
-    terms.keywords["min"] = 3.0
-    yield
-
-
-def changed_scalar_tensor():
-    factor = torch.tensor(2.0)
-    yield lambda x: x * factor
-    factor.fill_(3.0)
-    yield
-
-
-def changed_tensor():
-    """Computed of a captured tensor alone, while the function is traced."""
-    factors = torch.ones(2)
-    yield lambda x: x * factors.sum()
-    factors[0] += 1
-    yield
-
-
-def changed_none():
-    global nothing
-    yield lambda x: x * 2 if nothing is not None else x * 3
-    nothing = None
-    yield
-
-
-def looked_up_by_name():
-    global by
-    yield lambda x: x * globals()["by"]
-    by = 3.0
-    yield
-    by = 2.0
-
-
-CHANGES = [f for name, f in list(globals().items()) if name.startswith(("changed_", "shadowed_", "longer_", "looked_"))]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes(change, request):
+def check_change(function, change):
     """What computed 2 x computes 3 x after the change, whatever was kept."""
-    if change is changed_none:
-        globals()["nothing"] = Base()
-        gc.collect()
-    steps = change()
-    function = next(steps)
     assert value(function) == value(function) == 2.0
-    next(steps)
-    try:
-        assert value(function) == value(function) == 3.0
-    finally:
-        next(steps, None)
+    change()
+    assert value(function) == value(function) == 3.0
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_changed_attributes(name, monkeypatch):
+    monkeypatch.setattr(HERE, "nothing", Base())
+    owner, attribute, other, function = ATTRIBUTES[name]()
+    check_change(function, lambda: monkeypatch.setattr(owner, attribute, other, raising=False))
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_changed_items(name):
+    container, key, other, function = ITEMS[name]()
+    check_change(function, lambda: container.__setitem__(key, other))
 
 
 def test_names_that_are_globals_too(traces):

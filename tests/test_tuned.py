@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from bench.tune.problems import parse
 from cute_kernels import explain, gemm, tuned
-from cute_kernels.arch import ARCHS
+from cute_kernels.arch import ARCHS, PATHS
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import GemmConfig
+from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.problem import Extents
+from cute_kernels.runtime.families import families
 
 from .reference import normal
 
@@ -43,7 +46,7 @@ def problem(text="gemm 4096x4096x4096 NN bf16"):
 def pick(of, path="sm_90", config=CONFIG, **changes):
     text = tuned.problem_class(of, path)
     fields = {"group": 4, "ctas": 132, "us": 198.3, "heuristic_us": 205.1, "date": "2025-11-30"}
-    return tuned.TunedPick(text, path, config, **(fields | changes))
+    return tuned.TunedPick(text, path, "bsr" if of.block else "dense", config, **(fields | changes))
 
 
 def keep(file, *picks):
@@ -140,8 +143,9 @@ def test_fingerprints_are_those_of_every_python_version(monkeypatch):
 
 
 def test_fingerprints_tell_paths_apart_and_every_source_exists():
-    assert tuned.kernel_fingerprint("sm_90") != tuned.kernel_fingerprint("sm_80")
-    for path, modules in tuned.SOURCES.items():
+    assert tuned.kernel_fingerprint("sm_90", "dense") != tuned.kernel_fingerprint("sm_80", "dense")
+    for path, family in itertools.product(PATHS, families(ProductFamily)):
+        modules = family.sources(path)
         assert any(path.replace("_", "") in name for name in modules)
         assert all(tuned._source(name) for name in modules)
 
@@ -175,7 +179,7 @@ def test_a_stale_table_is_ignored_with_a_note_and_the_next_one_serves(monkeypatc
     keep(tuned.shipped_file(CARD), pick(p, us=190.0))
     file = tuned.user_file(CARD)
     keep(file, pick(p, us=180.0))
-    file.write_text(file.read_text().replace(tuned.kernel_fingerprint("sm_90"), "0" * 16))
+    file.write_text(file.read_text().replace(tuned.kernel_fingerprint("sm_90", "dense"), "0" * 16))
     tuned.forget()
     assert tuned.lookup(CARD, "sm_90", p, notes=notes).us == 190.0
     assert len(notes) == 1 and notes[0].startswith("tuned table ignored: its kernels' sources differ")
@@ -200,6 +204,7 @@ def damage(file):
     yield text.replace('"tile_m"', '"tile_q"')
     yield text.replace('"us": 198.3', '"us": NaN')
     yield text.replace('"group"', '"panel"')
+    yield text.replace('"family": "dense"', '"family": "sparse"')
 
 
 def test_damaged_tables_cost_a_warning_and_no_call(caplog):
@@ -250,7 +255,7 @@ def test_keeping_replaces_what_was_measured_again_and_drops_what_nobody_can_use(
     keep(file, pick(old), pick(new))
     tuned.keep(file, CARD, "sm_90", [], [tuned.problem_class(new, "sm_90")])  # measured again, no gain now
     assert tuned.lookup(CARD, "sm_90", new) is None and tuned.lookup(CARD, "sm_90", old) is not None
-    file.write_text(file.read_text().replace(tuned.kernel_fingerprint("sm_90"), "0" * 16))
+    file.write_text(file.read_text().replace(tuned.kernel_fingerprint("sm_90", "dense"), "0" * 16))
     keep(file, pick(new))
     assert list(tuned.read(file).entries.values()) == [pick(new)]
     file.write_text("{")
@@ -277,7 +282,7 @@ def test_choose_takes_the_tuned_pick(forced):
     facts, group, ctas, notes = choose(p, SPEC, 132, forced, CARD)
     assert (facts.config, group, ctas) == (CONFIG, 4, 132)
     assert facts == dataclasses.replace(before[0], config=CONFIG)
-    assert notes == ["tuned: 198.3 µs against the heuristic's 205.1 on NVIDIA H200, 2025-11-30"]
+    assert notes == ["tuned: 198.3 µs against the cost model's 205.1 on NVIDIA H200, 2025-11-30"]
     assert choose(p, SPEC, 132, forced) == before, "without a card the heuristics decide"
     assert choose(problem("gemm 256x256x256 NN bf16"), SPEC, 132, forced, CARD)[3] == []
 
@@ -301,10 +306,10 @@ def test_choose_ignores_what_cannot_run_and_says_so(changes, word):
 
 
 def test_explain_tells_of_the_tuned_pick(emulated, monkeypatch):
-    import cute_kernels.ops as ops
+    import cute_kernels.eager as ops
 
     monkeypatch.setattr(ops, "device_arch", lambda index: (SPEC, 132, CARD))
     keep(tuned.user_file(CARD), pick(problem("gemm 256x512x1024 NN bf16")))
     plan = explain(gemm, normal(256, 1024), normal(1024, 512))
     assert plan.facts.config == CONFIG and (plan.group, plan.max_ctas) == (4, 132)
-    assert "tuned: 198.3 µs against the heuristic's 205.1 on NVIDIA H200, 2025-11-30" in str(plan)
+    assert "tuned: 198.3 µs against the cost model's 205.1 on NVIDIA H200, 2025-11-30" in str(plan)

@@ -1,6 +1,6 @@
-"""Decoding: which calls of attention() take its kernels (decode_sm90, decode_sm80), with how many splits, and how.
+"""Which calls of attention() take the decoding kernels, and with how many splits.
 
-It serves every call with seqlens_k or block_table, and those of few queries, whose time is that of reading K and V.
+That is every call with seqlens_k or block_table, and those of few queries, whose time is that of reading K and V.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
 from .checks import capacity
 
 # By the larger of the two head dimensions: (tile_n, stages, CTAs an SM), with as much of K and V in flight as shared
-# memory holds. Two CTAs, with half of it each, take turns at what is not loading; they are measured at 128 only, and
-# above it their rings would be too short.
+# memory holds. With two CTAs, one loads while the other does not; they are measured at 128 only, and above it their
+# rings would be too short.
 SM_90 = {
     64: (128, 3, 2),
     96: (64, 4, 2),
@@ -25,8 +25,8 @@ SM_90 = {
     192: (64, 4, 1),
     256: (64, 3, 1),
 }
-# Without and with pages or a head dimension above 128, which take registers: (tile_m, tile_n, stages, warps), the first
-# that fits.
+# Without, and with pages or a head dimension above 128, which need registers: (tile_m, tile_n, stages, warps). The
+# first that fits is taken.
 SM_80 = {
     False: ((64, 32, 4, 4), (64, 32, 3, 4)),
     True: ((64, 16, 6, 4), (64, 16, 4, 4)),
@@ -51,12 +51,12 @@ def splits(count: int):
 
 
 def best_splits(items: int, tiles: int, ctas: int) -> int:
-    """Among how many CTAs to split an item's tiles, where `ctas` run at once: least time of the busiest, in tiles."""
+    """Among how many CTAs to split an item's tiles, where `ctas` run at once: the count that takes the least time."""
 
-    def time(count: int) -> float:
+    def time(count: int) -> float:  # in tiles of K and V
         return -(-items * count // ctas) * (-(-tiles // count) + OVERHEAD) + COMBINE * (count > 1)
 
-    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # the fewest of those
+    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # of equal ones, the first
 
 
 def serves(q, k, sms: int) -> bool:
@@ -71,7 +71,7 @@ def serves(q, k, sms: int) -> bool:
 
 
 def pick(facts: DecodeFacts) -> DecodeFacts:
-    """The facts with the configuration that they take by themselves."""
+    """The facts with their configuration, the only one there is for them."""
     dim = max(facts.head_dim, facts.head_dim_v)
     if facts.path == "sm_90":
         tile_n, stages, ctas = SM_90[dim]
@@ -81,16 +81,16 @@ def pick(facts: DecodeFacts) -> DecodeFacts:
 
 
 def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int) -> None:
-    """Make a plan, of which all else is done, one of the decoding kernel; `bounds` are the window's, left and right."""
+    """Make the decoding kernel that of a plan, of which all else is done; `bounds` are the window's (left, right)."""
     cached = seqlens_k is not None
     page_size = 0 if block_table is None else k.shape[2]
     base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
     facts = pick(DecodeFacts(**base, seqlens=cached, page_size=page_size))
     batch, heads, rows, _ = q.shape
-    columns, shared = capacity(k, block_table), heads // k.shape[1]
+    columns, qhead_per_kvhead = capacity(k, block_table), heads // k.shape[1]
     if None not in bounds:
         columns = min(columns, sum(bounds) + rows)
-    items = batch * k.shape[1] * -(-shared * rows // TILE_M)
+    items = batch * k.shape[1] * -(-qhead_per_kvhead * rows // TILE_M)
     ctas = sms * (facts.config.ctas if facts.path == "sm_90" else CTAS_SM_80)
     count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
     plan.facts = replace(facts, split=count > 1)
@@ -98,7 +98,9 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     plan.more = None, None  # seqlens_k, block_table
     shape = (count, *plan.out_shape) if count > 1 else None
     plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
-    plan.notes.append(f"decoding: {shared} heads of q to a tile of {TILE_M} rows, K and V split among {count} CTAs")
+    plan.notes.append(
+        f"decoding: {qhead_per_kvhead} heads of q in a tile of {TILE_M} rows, K and V split among {count} CTAs"
+    )
 
 
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:

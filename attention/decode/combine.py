@@ -1,11 +1,11 @@
-"""The second kernel of a split attention: one result of the parts that CTAs made of their runs of K and V.
+"""The second kernel of a split attention: it combines the parts that CTAs computed of their runs of K and V.
 
-A part has its own softmax: O_s, divided by its own sum, and LSE_s, that sum's logarithm. Of all of them
+A part has its own softmax: O_s is divided by its own sum, and LSE_s is the logarithm of that sum. The result is
 
     LSE = log(sum of exp(LSE_s))    O = sum of exp(LSE_s - LSE) O_s
 
-A CTA makes one row. Each warp adds up every fourth part, several at once, as an online softmax adds up tiles, lanes
-having a column of each 32; then the warps' sums are added through shared memory. The order is always the same.
+A CTA computes one row. Each warp adds up every fourth part, several at once, as an online softmax adds up tiles; a lane
+has one column of each 32. Then the warps' sums are added through shared memory. The order is always the same.
 """
 
 import cutlass
@@ -22,7 +22,8 @@ UNROLL = 8  # parts that a warp loads at once
 class Combine:
     """Compiles to the kernel for one width of O.
 
-    `early`: launched before the parts are there, it waits for them, and lets the kernel after it start likewise.
+    early: whether it may be launched before the parts are computed (programmatic dependent launch). It then waits for
+        them, and lets the next kernel start early, too.
     """
 
     threads = 32 * WARPS
@@ -44,14 +45,16 @@ class Combine:
         tidx = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(tidx // 32), tidx % 32
         q, h, b = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.head_dim_v, WARPS)), byte_alignment=16)
-        largests, totals = (smem.allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16) for _ in range(2))
+        row_maxes, row_sums = (
+            smem.allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16) for _ in range(2)
+        )
         gO, gLSE = mPartO[None, b, h, q, None], mPartLSE[None, b, h, q]  # (splits, Dv), (splits,)
         columns = const_expr(self.head_dim_v // 32)
         acc = cute.make_rmem_tensor(columns, Float32)
         acc.fill(0.0)
-        largest, total = -Float32.inf, Float32(0.0)
+        row_max, row_sum = -Float32.inf, Float32(0.0)
         lses = cute.make_rmem_tensor(UNROLL, Float32)
         parts = cute.make_rmem_tensor((UNROLL, columns), Float32)
         if const_expr(self.early):
@@ -59,42 +62,42 @@ class Combine:
 
         for begin in cutlass.range(warp, splits, WARPS * UNROLL, unroll=1):
             for u in range_constexpr(UNROLL):
-                s = cutlass.min(begin + u * WARPS, splits - 1)  # beyond them the last again, of no weight
+                s = cutlass.min(begin + u * WARPS, splits - 1)  # past the last part, that one again, with weight 0
                 lses[u] = gLSE[s]
                 for c in range_constexpr(columns):
                     parts[u, c] = gO[s, lane + 32 * c]
-            before = largest
+            before = row_max
             for u in range_constexpr(UNROLL):
                 if begin + u * WARPS >= splits:
                     lses[u] = -Float32.inf
-                largest = cute.arch.fmax(largest, lses[u])
-            against = self.finite(largest)
-            factor = exp2((before - against) * LOG2E)
-            total = total * factor
+                row_max = cute.arch.fmax(row_max, lses[u])
+            scaled_max = self.finite(row_max)
+            factor = exp2((before - scaled_max) * LOG2E)
+            row_sum = row_sum * factor
             for c in range_constexpr(columns):
                 acc[c] = acc[c] * factor
             for u in range_constexpr(UNROLL):
-                weight = exp2((lses[u] - against) * LOG2E)
-                total = total + weight
+                weight = exp2((lses[u] - scaled_max) * LOG2E)
+                row_sum = row_sum + weight
                 for c in range_constexpr(columns):
                     acc[c] = acc[c] + weight * parts[u, c]
         for c in range_constexpr(columns):
             sums[lane + 32 * c, warp] = acc[c]
         if lane == 0:
-            largests[warp], totals[warp] = largest, total
+            row_maxes[warp], row_sums[warp] = row_max, row_sum
         cute.arch.barrier()
 
-        largest, total = -Float32.inf, Float32(0.0)
+        row_max, row_sum = -Float32.inf, Float32(0.0)
         for w in range_constexpr(WARPS):
-            largest = cute.arch.fmax(largest, largests[w])
-        against = self.finite(largest)
+            row_max = cute.arch.fmax(row_max, row_maxes[w])
+        scaled_max = self.finite(row_max)
         factors = cute.make_rmem_tensor(WARPS, Float32)
         for w in range_constexpr(WARPS):
-            factors[w] = exp2((largests[w] - against) * LOG2E)
-            total = total + factors[w] * totals[w]
-        inverse = cute.arch.rcp_approx(total)
-        lse = against + cute.math.log2(total, approx=True, ftz=True) * LN2
-        if total == 0.0:  # which NaN is not: a part of NaN makes the row NaN
+            factors[w] = exp2((row_maxes[w] - scaled_max) * LOG2E)
+            row_sum = row_sum + factors[w] * row_sums[w]
+        inverse = cute.arch.rcp_approx(row_sum)
+        lse = scaled_max + cute.math.log2(row_sum, approx=True, ftz=True) * LN2
+        if row_sum == 0.0:  # NaN is not 0: a part of NaN makes the row NaN
             inverse, lse = Float32(0.0), -Float32.inf
         for begin in range_constexpr(0, self.head_dim_v, self.threads):
             column = begin + tidx
@@ -108,9 +111,9 @@ class Combine:
                 mLSE[b, h, q] = lse
 
     @cute.jit
-    def finite(self, largest: Float32) -> Float32:
+    def finite(self, row_max: Float32) -> Float32:
         """0 for -inf, so that no -inf is subtracted from another."""
-        against = largest
-        if largest == -Float32.inf:
-            against = Float32(0.0)
-        return against
+        scaled_max = row_max
+        if row_max == -Float32.inf:
+            scaled_max = Float32(0.0)
+        return scaled_max

@@ -1,16 +1,15 @@
-"""The sm_80 kernel for decoding: that of flash_sm80, with the packed rows, lengths, pages and splits of decode_tiles.
+"""The sm_80 kernel for decoding: packed rows, lengths, pages and splits (packing.py) on mainloop_sm80.
 
     four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows
 
-A CTA does one work item, and several CTAs share an SM: what they have in flight together sets the speed. With pages,
-a thread looks up the page of each line that it copies.
+A CTA computes one part of a tile. Several CTAs share an SM: what they have in flight together sets the speed. With
+pages, a thread looks up the page of each line that it copies.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ampere import WARP
 
@@ -21,6 +20,7 @@ from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from .combine import Combine
 from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .pages import place_of_row
 from .store import packed, store_tile
 
 
@@ -29,7 +29,7 @@ class DecodeSm80:
 
     def __init__(self, facts: DecodeFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm80(facts, self.copy_tile, adds=True)
+        self.mainloop = MainloopSm80(facts, self.copy_tile, adds_row_sums=True)
         self.threads = WARP * facts.config.groups
         self.smem_bytes = facts.smem_bytes
 
@@ -57,14 +57,14 @@ class DecodeSm80:
         cfg, facts = self.cfg, self.facts
         batch, heads, rows, _ = mQ.shape
         kv_heads, capacity = mK.shape[1], mK.shape[2]
-        shared = heads // kv_heads
+        qhead_per_kvhead = heads // kv_heads
         if const_expr(facts.page_size):
             capacity = mTable.shape[1] * facts.page_size
         seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
             seqlens = CacheSeqlens(rows, capacity, mSeqlens)
-        scheduler = DecodeScheduler(cute.ceil_div(rows * shared, cfg.tile_m), kv_heads, batch, splits)
-        source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, shared, splits)
+        scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
+        source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap
         ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
@@ -104,11 +104,11 @@ class DecodeSm80:
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
         row = tile.m * cfg.tile_m + warp * self.mainloop.q.span + lane // 4  # of this thread, packed
-        rows = seqlen.rows * source.shared
+        rows = seqlen.rows * source.qhead_per_kvhead
         from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
         if tiles.count > 0:
-            # Only the first tile visited can reach past the end of K and V: zeros stand there.
-            self.copy_q(packed(mQ, tile, source.shared), tile.m * cfg.tile_m, c.sQ, rows)
+            # Only the first tile visited can reach past the end of K and V; the rows after it become zeros.
+            self.copy_q(packed(mQ, tile, source.qhead_per_kvhead), tile.m * cfg.tile_m, c.sQ, rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, None)
         self.mainloop.wait(2 * cfg.stages - 1)
         softmax.clear()
@@ -117,7 +117,7 @@ class DecodeSm80:
         # Q's fragments are read again for each tile, since registers are few with pages.
         self.mainloop.steps(c, work, [], from_k, from_v, None)
         softmax.finish(out, lse)
-        store_tile(facts.split, c.acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
+        store_tile(facts.split, c.acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 
@@ -135,7 +135,7 @@ class DecodeSm80:
 
     @cute.jit
     def copy_tile(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
-        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that are not there become zeros.
+        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that do not exist become zeros.
 
         cache: (mX, mTable, pages, tile), with mX (B or pages, Hkv, S, D) and mTable (B, pages of an item) or None.
         """
@@ -146,7 +146,7 @@ class DecodeSm80:
 
     @cute.jit
     def copy_lines(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
-        """This thread's vectors of them."""
+        """The same for this thread's vectors."""
         mX, mTable, pages, tile = cache
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         to = op.offset(line, element * ELEMENT)
@@ -160,13 +160,9 @@ class DecodeSm80:
                 if const_expr(end is not None):
                     valid = row < end
                 if const_expr(mTable is not None):
-                    slot, row = row // self.facts.page_size, row % self.facts.page_size
-                    if const_expr(self.facts.page_size < op.lines):  # of which the last lines may have no slot
-                        slot = cutlass.min(slot, mTable.shape[1] - 1)
-                    number = mTable[tile.b, slot]
-                    there = number >= 0 and number < pages
-                    number = select_(there, number, Int32(0))
-                    valid = valid and there
+                    past_end = const_expr(self.facts.page_size < op.lines)  # a tile's last lines may be past all pages
+                    number, row, exists = place_of_row(self.facts, mTable, pages, tile.b, row, past_end)
+                    valid = valid and exists
                 source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * ELEMENT
             x, add = op.split(lines, byte)
             self.mainloop.tile_steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)

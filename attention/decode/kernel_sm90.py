@@ -1,25 +1,24 @@
 """The sm_90 kernel for decoding, few queries and long K and V: bound by the bytes of K and V, which are read once.
 
-    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which Q's heads are packed (decode_tiles)
+    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which Q's heads are packed (packing.py)
     warp 4         producer, issues all TMA loads of K and V
 
-    pipeline   producer arrives          consumers arrive (per stage)
-    K, V       1 thread + bytes of TMA   1 thread for each of 4 warps; `stages` stages each
+    named barrier 1   the consumers, around loads of Q and zeros in V
 
-The consumers' step over a tile is that of flash_sm90. They also load Q, a few rows of many heads, while the ring fills.
-The rings are deep: what is in flight, not the products, sets the speed. Up to head dimension 128 two CTAs share an SM:
-while one begins or ends, the other loads.
+The pipelines and the consumers' steps are those of mainloop_sm90. Consumers also load Q, a few rows of many heads,
+while the rings fill. The rings are deep: what is in flight, not the products, sets the speed. Up to head dimension 128
+two CTAs share an SM: while one begins or ends, the other loads.
 
 There are fewer heads of K and V than SMs, so the tiles of each are split among CTAs. Each part has its own softmax and
-leaves its O and LSE in fp32; a second kernel (combine) makes the result.
+stores its O and LSE in fp32; a second kernel (combine.py) computes the result from them.
 
 Both are launched early (programmatic dependent launch), this one also where nothing is split: CTAs may start and make
 their barriers before the kernel ahead of them in the stream has ended, if it allows that. They wait for its end before
-they read or write anything in global memory, so a kernel's end is also that of all ahead of it. This kernel lets the
-next one start when its last loads are issued, combine at once: its CTAs leave room for others.
+they read or write anything in global memory, so when a kernel has ended, so have all ahead of it. This kernel lets the
+next one start when its last loads are issued, the combining one at once: its CTAs leave room for others.
 
-With pages, a tile of K or V is loaded in boxes of no more than a page's rows. The page numbers of a tile are read while
-the tile before is loaded, lane j having that of box j.
+With pages, a tile of K or V is loaded in boxes of at most a page's rows. The page numbers of a tile are read while the
+tile before is loaded; lane j reads that of box j.
 """
 
 import cuda.bindings.driver as cuda
@@ -37,6 +36,7 @@ from ..forward.softmax import rows_and_columns
 from ..forward.store_o import VECTOR
 from .combine import Combine
 from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .pages import box_of_tile, pages_of_tile
 from .store import packed, store_tile
 
 CONSUMERS = 1  # named barrier of the consumers
@@ -80,7 +80,7 @@ class DecodeSm90:
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
         batch, heads, rows, _ = mQ.shape
         kv_heads = mK.shape[1]
-        shared = heads // kv_heads
+        qhead_per_kvhead = heads // kv_heads
         capacity = mK.shape[2]
         if const_expr(facts.page_size):
             capacity = mTable.shape[1] * facts.page_size
@@ -94,8 +94,8 @@ class DecodeSm90:
         self.smem_bytes = self.storage.size_in_bytes()
         tma_k, tK = loop.make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
         tma_v, tV = loop.make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
-        scheduler = DecodeScheduler(cute.ceil_div(rows * shared, ROWS), kv_heads, batch, splits)
-        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, shared, splits)
+        scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, ROWS), kv_heads, batch, splits)
+        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
@@ -104,7 +104,7 @@ class DecodeSm90:
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
-            preferred_smem_carveout=100,  # not in what is exported; unnamed, the DSL would ask a GPU for its size
+            preferred_smem_carveout=100,  # not exported; without it, the DSL would ask a GPU
             use_pdl=True,
             stream=stream,
         )  # fmt: skip
@@ -115,7 +115,7 @@ class DecodeSm90:
             )
 
     def boxed(self, layout, box: tuple):
-        """A ring's layout (rows, cols, PIPE), cut into boxes that TMA writes: (box rows, box cols, boxes)."""
+        """A ring's layout (rows, cols, PIPE) in the boxes that TMA writes: (box rows, box cols, boxes)."""
         boxes = cute.flat_divide(layout, box)  # (box rows, box cols, boxes, 1, PIPE) or (.., 1, boxes, PIPE)
         return cute.group_modes(boxes, 2, 5)
 
@@ -150,12 +150,12 @@ class DecodeSm90:
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
 
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
         pipe_k, pipe_v = self.mainloop.make_kv_rings(storage)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        cute.arch.griddepcontrol_wait()  # before it nothing in global memory is read or written
+        cute.arch.griddepcontrol_wait()  # nothing in global memory is read or written before it
 
         if warp == 4:
             tKsK, tKgK = self.partition(tma_k, sK, mK, (self.box, facts.head_dim))
@@ -168,9 +168,9 @@ class DecodeSm90:
                 tiles = source.for_tile(tile, seqlen)
                 if tiles.count > 0:
                     gK, gV = tKgK[None, None, 0, tile.h_kv, None], tVgV[None, 0, None, tile.h_kv, None]
-                    pages, before = self.pages_of(mTable, tile, tiles.at(0)), Int32(0)
+                    pages, before = pages_of_tile(facts, mTable, tile.b, tiles.at(0)), Int32(0)
                     for i in cutlass.range(tiles.count, unroll=1):
-                        after = self.pages_of(mTable, tile, tiles.at(cutlass.min(i + 1, tiles.count - 1)))
+                        after = pages_of_tile(facts, mTable, tile.b, tiles.at(cutlass.min(i + 1, tiles.count - 1)))
                         self.load_boxes(tma_k, gK, tKsK, pipe_k, at_k, tile, tiles.at(i), pages)
                         at_k.advance()
                         if i > 0:
@@ -191,16 +191,16 @@ class DecodeSm90:
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
                 row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, as all rows here
-                rows = seqlen.rows * source.shared
+                rows = seqlen.rows * source.qhead_per_kvhead
                 if tiles.count > 0:
-                    self.load_q(packed(mQ, tile, source.shared), sQ, tile.m * ROWS, rows, tidx)
+                    self.load_q(packed(mQ, tile, source.qhead_per_kvhead), sQ, tile.m * ROWS, rows, tidx)
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
                     work = QueryWork(source, tiles, tile, seqlen, row, softcap)
                     at_k = self.mainloop.first_step(c, work, at_k)
                     if const_expr(facts.seqlens):
-                        # What lies past the end may be NaN, of which a weight of 0 does not make 0.
+                        # V's rows past the end may hold NaN, and 0 times NaN is NaN.
                         valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
@@ -209,11 +209,13 @@ class DecodeSm90:
                     self.mainloop.last_step(c, at_v)
                     at_v = self.mainloop.finish(c, at_v)
                 softmax.finish(out, lse)
-                store_tile(facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.shared, row, rows)
+                store_tile(
+                    facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows
+                )
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, sQ: cute.Tensor, first: Int32, rows: Int32, tidx: Int32):
-        """Load a tile of packed rows (rows, D) to (ROWS, D, 1), zeros where there are none."""
+        """Load a tile of packed rows (rows, D) to (ROWS, D, 1), zeros for rows that do not exist."""
         vectors = const_expr(self.facts.head_dim // VECTOR)  # of a row
         each = const_expr(ROWS * vectors // WARPGROUP)
         for begin in range_constexpr(0, each, LOADS):
@@ -227,7 +229,7 @@ class DecodeSm90:
                     place = cute.make_ptr(self.dtype, at, AddressSpace.gmem, assumed_align=16)
                     cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), found[None, i])
             if const_expr(begin == 0):
-                self.sync()  # all have done their products with the tile before
+                self.sync()  # all warps have finished their products with the tile before
             for i in range_constexpr(min(LOADS, each - begin)):
                 number = tidx + (begin + i) * WARPGROUP
                 place = cute.local_tile(sQ[None, None, 0], (1, VECTOR), (number // vectors, number % vectors))
@@ -237,7 +239,7 @@ class DecodeSm90:
 
     @cute.jit
     def clear_rows(self, sV: cute.Tensor, valid: Int32, tidx: Int32):
-        """Zeros in (Dv, tile_n) from row `valid` of V on."""
+        """Zero the rows from `valid` on of a tile (Dv, tile_n) of V."""
         vectors = const_expr(self.facts.head_dim_v // VECTOR)
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)
@@ -251,28 +253,16 @@ class DecodeSm90:
         cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def pages_of(self, mTable: cute.Tensor | None, tile, n: Int32) -> Int32:
-        """Lane j gets the number of the page that box j of tile n is in."""
-        page = Int32(0)
-        if const_expr(mTable is not None):
-            slot = (n * self.cfg.tile_n + cute.arch.lane_idx() % self.boxes * self.box) // self.facts.page_size
-            page = mTable[tile.b, cutlass.min(slot, mTable.shape[1] - 1)]
-        return page
-
-    @cute.jit
     def load_boxes(
         self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state, tile, n: Int32, pages: Int32
     ):
-        """Load tile n, (TMA, boxes of B or of a page, B or pages) to (TMA, boxes, PIPE), as soon as its place is free.
+        """Load tile n, (TMA, boxes of B or of a page, B or pages) to (TMA, boxes, PIPE), as soon as its stage is free.
 
-        A page whose number there is not lies outside of the tensor, so TMA writes zeros.
+        A page that does not exist is outside of the tensor, so TMA writes zeros.
         """
         pipe.producer_acquire(state)
         for j in range_constexpr(self.boxes):
-            number, b = n, tile.b
-            if const_expr(self.facts.page_size):
-                number = (n * self.boxes + j) % (self.facts.page_size // self.box)
-                b = cute.arch.shuffle_sync(pages, j)
+            number, b = box_of_tile(self.facts, pages, tile.b, n, j)
             cute.copy(
                 tma, gX[None, number, b], sX[None, j, state.index],
                 tma_bar_ptr=pipe.producer_get_barrier(state), cache_policy=Int64(EVICT_FIRST),

@@ -1,4 +1,4 @@
-"""Decoding, few queries and long K and V: how rows are packed, lengths read, and tiles split among CTAs.
+"""Decoding: how rows of Q are packed into tiles, how lengths are read, and how tiles are split among CTAs.
 
 The g heads of Q that share a head of K and V are packed into the rows of one tile, so that K and V are read once:
 
@@ -46,7 +46,7 @@ class DecodeScheduler:
 
 @dataclass(frozen=True)
 class CacheSeqlens:
-    """Item b has seqlens[b] rows of K and V; a number that cannot be is taken as the nearest that can."""
+    """Item b has seqlens[b] rows of K and V. A number out of range counts as the nearest one in range."""
 
     rows: Int32
     capacity: Int32
@@ -58,16 +58,16 @@ class CacheSeqlens:
 
 @dataclass(frozen=True)
 class PackedWindowSource(WindowSource):
-    """A WindowSource of packed rows, whose tiles are cut into `splits` runs that differ by one tile at the most."""
+    """A WindowSource of packed rows. Its tiles are cut into `splits` runs, whose lengths differ by one tile at most."""
 
-    shared: Int32  # heads of Q in a row of tiles
+    qhead_per_kvhead: Int32  # heads of Q that share a head of K and V
     splits: Int32
 
     def for_tile(self, tile: DecodeTile, seqlen: SeqlenInfo) -> KvTiles:
         first = tile.m * self.tile_m
-        after = cutlass.min((first + self.tile_m - 1) // self.shared + 1, seqlen.rows)
-        tiles = self.for_rows(first // self.shared, after, seqlen)
+        after = cutlass.min((first + self.tile_m - 1) // self.qhead_per_kvhead + 1, seqlen.rows)
+        tiles = self.for_rows(first // self.qhead_per_kvhead, after, seqlen)
         return tiles.part(tiles.count * tile.split // self.splits, tiles.count * (tile.split + 1) // self.splits)
 
     def bounds(self, row, seqlen) -> tuple:
-        return WindowSource.bounds(self, row // self.shared, seqlen)
+        return WindowSource.bounds(self, row // self.qhead_per_kvhead, seqlen)

@@ -1,4 +1,4 @@
-"""What decoding kernels store: rows of several heads, and of the result or of one part of it."""
+"""Decoding: storing packed rows, which are of several heads, to the result or to one part of it."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,12 +7,12 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from ..forward.store_o import store_partial, store_rows
 
 
-def packed(tensor: cute.Tensor, tile, shared: Int32) -> cute.Tensor:
-    """(B, H, Sq, ..) as the ((g, Sq), ..) of a decode_tiles.DecodeTile's heads."""
+def packed(tensor: cute.Tensor, tile, qhead_per_kvhead: Int32) -> cute.Tensor:
+    """(B, H, Sq, ..) as the ((g, Sq), ..) of a packing.DecodeTile's heads."""
     one = tensor[tile.b, None, None, None] if len(tensor.shape) == 4 else tensor[tile.b, None, None]
     (_, rows, *shape), (head, row, *stride) = one.shape, one.stride
-    layout = cute.make_layout(((shared, rows), *shape), stride=((head, row), *stride))
-    return cute.make_tensor(one.iterator + Int64(tile.h_kv * shared) * head, layout)
+    layout = cute.make_layout(((qhead_per_kvhead, rows), *shape), stride=((head, row), *stride))
+    return cute.make_tensor(one.iterator + Int64(tile.h_kv * qhead_per_kvhead) * head, layout)
 
 
 @cute.jit
@@ -25,24 +25,24 @@ def store_tile(
     mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
     mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
     tile,
-    shared: Int32,
+    qhead_per_kvhead: Int32,
     row: Int32,  # of the thread's first row, packed
     rows: Int32,  # packed
 ):
-    """Store a thread's two rows, `row` and `row` + 8, those of them that there are."""
+    """Store a thread's two rows, `row` and `row` + 8, if they are below `rows`."""
     if const_expr(split):
-        store_partial(acc_O, packed(mPartO[tile.split, None, None, None, None], tile, shared), row, rows)
-        store_lse(mPartLSE[tile.split, None, None, None], lse, tile, shared, row, rows)
+        store_partial(acc_O, packed(mPartO[tile.split, None, None, None, None], tile, qhead_per_kvhead), row, rows)
+        store_lse(mPartLSE[tile.split, None, None, None], lse, tile, qhead_per_kvhead, row, rows)
     else:
-        store_rows(acc_O, packed(mO, tile, shared), row, rows)
+        store_rows(acc_O, packed(mO, tile, qhead_per_kvhead), row, rows)
         if const_expr(mLSE is not None):
-            store_lse(mLSE, lse, tile, shared, row, rows)
+            store_lse(mLSE, lse, tile, qhead_per_kvhead, row, rows)
 
 
 @cute.jit
-def store_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile, shared: Int32, row: Int32, rows: Int32):
+def store_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile, qhead_per_kvhead: Int32, row: Int32, rows: Int32):
     """To (B, H, Sq)."""
-    places = packed(mLSE, tile, shared)
+    places = packed(mLSE, tile, qhead_per_kvhead)
     if cute.arch.lane_idx() % 4 == 0:
         for r in range_constexpr(2):
             if row + 8 * r < rows:

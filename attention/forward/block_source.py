@@ -1,10 +1,10 @@
-"""The tiles of K and V that a block mask's lists name, and the order in which query tiles come.
+"""The tiles of K and V that a block mask's lists name, and the order of query tiles.
 
     one row of blocks   | partial blocks: masked element by element | full blocks: no masking |
 
-A block is as high as `tiles_q` query tiles, which walk the same lists, and as wide as `steps` tiles of K, which are
-visited one after the other. The last block may go past the last column of K, with all of a tile even: zeros stand
-there, and such a block is partial, so that they are masked.
+A block is as high as `tiles_q` query tiles, which visit the same lists, and as wide as `steps` tiles of K, which are
+visited one after the other. The last block may go past the last column of K, even by whole tiles. There shared memory
+holds zeros, and the block is partial, so that they are masked.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class BlockTiles:
     first: cutlass.Constexpr[int] = EITHER
 
     def at(self, i) -> Int32:
-        """Number of the tile; past the last one, that of some other tile."""
+        """Number of the i-th tile; past the last one, the number of some other tile."""
         block = cutlass.min(i // self.steps, self.blocks - 1)
         place = block + Int32(block >= self.partial) * (self.width - self.partial)
         return Int32(self.index[place]) * self.steps + i % self.steps
@@ -69,7 +69,7 @@ class BlockSource:
 
 @dataclass(frozen=True)
 class BlockQueryTile(QueryTile):
-    """With how many blocks it has, and how many of them are partial."""
+    """A query tile, how many blocks it has, and how many of them are partial."""
 
     partial: Int32
     blocks: Int32
@@ -77,14 +77,14 @@ class BlockQueryTile(QueryTile):
 
 @dataclass(frozen=True)
 class OrderedScheduler(QueryScheduler):
-    """Query tiles in an order of the caller's: the longest first, say."""
+    """Query tiles in the order of a table, such as the longest first."""
 
     table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's number of heads one by one, partial blocks, blocks
 
     def fields(self, index) -> tuple:
         """QueryScheduler's, and how many blocks are partial and how many there are.
 
-        From the table; past its end the last row's, which no one works on.
+        From the table; past its end those of its last row, which nobody computes.
         """
         row = cutlass.min(index, self.count - 1)
         number, partial, blocks = (Int32(self.table[row, i]) for i in range(3))
@@ -92,13 +92,15 @@ class OrderedScheduler(QueryScheduler):
 
     def of_fields(self, fields: tuple) -> BlockQueryTile:
         m, h, b, partial, blocks = fields
-        return BlockQueryTile(m, h, b, h // self.shared, partial, blocks)
+        return BlockQueryTile(m, h, b, h // self.qhead_per_kvhead, partial, blocks)
 
 
 def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
-    """(scheduler, source) of what block_sparse.blocks_of makes of a mask."""
+    """(scheduler, source) for what block_sparse.blocks_of makes of a mask."""
     index, width, table, *mask_tensors = blocks
     kind, cfg = facts.blocks, facts.config
     tiles_q, steps = kind.block_q // cfg.tile_m, kind.block_k // cfg.tile_n
-    ordered = OrderedScheduler(scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.shared, table=table)
+    ordered = OrderedScheduler(
+        scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.qhead_per_kvhead, table=table
+    )
     return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, steps)

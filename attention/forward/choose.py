@@ -1,4 +1,4 @@
-"""Which tiles an attention kernel may have, and which one it gets."""
+"""Which tiles a forward kernel may have, and which of them a call gets."""
 
 from dataclasses import dataclass, replace
 
@@ -7,11 +7,11 @@ from cute_kernels.arch import ArchSpec
 from .config import ELEMENT, FlashConfig, FlashFacts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-L2_BYTES = 2**25  # of K and V that are worked on at a time, so that they stay in L2
+L2_BYTES = 2**25  # of K and V that CTAs work on at a time, so that they stay in L2
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
 # CTA takes for one tile of K and V on an H200 (docs/notes). All compile without spills, and without serialised
-# WGMMAs; those of CAPLESS would spill with a cap. Those of EVEN are faster only where no element is masked.
+# WGMMAs; those of NO_SOFTCAP would spill with a cap. Those of UNMASKED_ONLY are faster only if no element is masked.
 SM_90 = {
     64: (((192, 112, 3, 3), 1.19), ((192, 128, 2, 3), 1.45), ((128, 128, 3, 2), 1.02), ((64, 128, 2, 1), 0.76)),
     96: (((192, 80, 4, 3), 1.02), ((128, 128, 2, 2), 1.24), ((64, 128, 2, 1), 0.95)),
@@ -19,9 +19,9 @@ SM_90 = {
     192: (((128, 112, 2, 2), 1.74), ((64, 112, 2, 1), 1.23)),
     256: (((128, 80, 2, 2), 1.72), ((64, 80, 2, 1), 1.34)),
 }
-CAPLESS = {(64, (192, 128, 2, 3))}
-EVEN = {(96, (192, 80, 4, 3)), (128, (192, 80, 4, 3))}
-# What a query tile costs besides, for each warpgroup: its first scores and its last product overlap with little.
+NO_SOFTCAP = {(64, (192, 128, 2, 3))}
+UNMASKED_ONLY = {(96, (192, 80, 4, 3)), (128, (192, 80, 4, 3))}
+# What a query tile costs in addition, for each warpgroup: little overlaps with its first scores and its last product.
 TILE_US = 1.0
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). A warp of
@@ -35,7 +35,7 @@ SM_80 = {
     256: ((64, 64, 1, 4), (128, 64, 1, 8)),
 }
 
-# The same for kernels that give LSE, and for packed sequences: both take registers, which these tiles have.
+# The same for kernels that write LSE and for packed sequences: both need registers, which these tiles leave free.
 SM_80_LSE = {
     64: ((64, 64, 2, 4),),
     96: ((128, 64, 2, 4), (64, 64, 2, 4)),
@@ -120,7 +120,7 @@ class Extents:
     heads: int  # of all items of the batch
     rows: int
     cols: int
-    left: int | None  # bounds of the band
+    left: int | None  # bounds of the window
     right: int | None
     sms: int  # multiprocessors of the card
 
@@ -131,7 +131,7 @@ class Extents:
 
 
 def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
-    """How many tiles of K and V each query tile of a head visits: k_tiles.WindowSource on the host."""
+    """How many tiles of K and V each query tile of a head visits: kv_tiles.WindowSource on the host."""
     e, counts = extents, []
     for first in range(0, e.rows, tile_m):
         offset, after = e.cols - e.rows, min(first + tile_m, e.rows)
@@ -142,7 +142,7 @@ def visits(extents: Extents, tile_m: int, tile_n: int) -> list[int]:
 
 
 def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
-    """Microseconds: the sum over CTAs where whoever is free takes the next tile, else the last wave's end."""
+    """Microseconds: the work of all tiles over all SMs where CTAs fetch their tiles, else the end of the last wave."""
     costs = [n * tile_us + TILE_US * config.groups for n in visits(extents, config.tile_m, config.tile_n)]
     if extents.uneven:
         return max(sum(costs) * extents.heads / extents.sms, max(costs))
@@ -152,11 +152,11 @@ def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
 def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
     """Configurations of the sm_90 path and their microseconds a tile.
 
-    Where query tiles differ, and are more than run at once, CTAs draw them.
+    CTAs fetch their query tiles where these differ and are more than run at once.
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     for tiles, tile_us in SM_90[dim]:
-        if facts.softcap and (dim, tiles) in CAPLESS or extents.uneven and (dim, tiles) in EVEN:
+        if facts.softcap and (dim, tiles) in NO_SOFTCAP or extents.uneven and (dim, tiles) in UNMASKED_ONLY:
             continue
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
         found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))

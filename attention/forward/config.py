@@ -16,9 +16,9 @@ BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024
 class FlashConfig:
     """Tile and schedule of one kernel.
 
-    A CTA owns `tile_m` rows of Q and walks over K and V `tile_n` rows at a time; K and V have rings of `stages` stages
+    A CTA computes `tile_m` rows of Q and visits K and V `tile_n` rows at a time; K and V have rings of `stages` stages
     each. sm_90: each of `groups` consumer warpgroups has 64 of the rows. sm_80: each of `groups` warps has 16 of the
-    rows, or 32. `dynamic`: CTAs draw their tiles from a counter instead of each having its share; sm_90 only.
+    rows, or 32. `dynamic`: CTAs fetch the numbers of their tiles from a counter (tile_queue); sm_90 only.
     """
 
     tile_m: int
@@ -26,7 +26,7 @@ class FlashConfig:
     stages: int
     groups: int
     dynamic: bool = False
-    ctas: int = 1  # sm_90: how many share an SM
+    ctas: int = 1  # sm_90: CTAs that share an SM
 
     def __str__(self) -> str:
         return (
@@ -69,7 +69,7 @@ class FlashFacts:
     softcap: bool = False
     lse: bool = False
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
-    blocks: BlockKind | None = None  # of block-sparse attention; `band` says nothing then
+    blocks: BlockKind | None = None  # of block-sparse attention, which has no window
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -88,36 +88,36 @@ class FlashFacts:
 
     @property
     def ordered(self) -> bool:
-        """sm_90: whether warpgroups take turns at the tensor cores."""
+        """sm_90: whether warpgroups issue their products one after the other, by an ordered barrier."""
         return self.config.groups > 1
 
     @property
     def skips_max(self) -> bool:
         """sm_90: whether the softmax of full tiles first tries to do without their row maxima (step_without_max).
 
-        Not at head dimension 256, where a step waits for the tensor cores, and it gains nothing. Three warpgroups have
-        no registers for it with 128 columns, or with a window's left bound.
+        Not at head dimension 256, where a step waits for the tensor cores and nothing is gained. Three warpgroups have
+        no registers for it with 128 columns, or with a window that has a left bound.
         """
         tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
         return max(self.head_dim, self.head_dim_v) < 256 and not tight
 
     @property
-    def slack(self) -> float:
-        """sm_90: by how many powers of 2 a row's scores may outgrow what they are taken against (step_lazily).
+    def rescale_threshold(self) -> float:
+        """sm_90: a row is rescaled when its maximum has grown by more than so many powers of 2 (step_lazily).
 
-        The p of a row's largest score is exact where it is taken against itself: on normal data, O's rms error is 3 %
-        smaller. An eighth gives nearly all of that, at 9 to 12 % of the time, but 1 % for head dimension 256.
+        With a threshold of 0 the p of a row's maximum is exact, and on normal data O's rms error is 3 % smaller. A
+        threshold of an eighth has nearly all of that. It costs 9 to 12 % of the time, but 1 % at head dimension 256.
         """
         return 8.0 if max(self.head_dim, self.head_dim_v) < 256 else 0.125
 
     @property
-    def adds(self) -> bool:
-        """sm_80: whether sums are added up, and not products with ones; with a block mask that spills less, too."""
+    def adds_row_sums(self) -> bool:
+        """sm_80: whether sums of P are added up instead of multiplied by ones; block masks then spill less."""
         return self.lse or self.blocks is not None
 
     @property
     def q_in_registers(self) -> bool:
-        """sm_80: whether Q's fragments stay in registers, 32 a thread at the most; a block mask needs some itself."""
+        """sm_80: whether Q's fragments stay in registers, at most 32 a thread; a block mask needs registers, too."""
         if self.blocks is not None and self.head_dim == 96:
             return False
         return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups
@@ -125,12 +125,12 @@ class FlashFacts:
 
 @dataclass(frozen=True)
 class DecodeFacts(FlashFacts):
-    """A kernel for few queries and long K and V (decode_sm90)."""
+    """Facts of a kernel for few queries and long K and V (decode/)."""
 
     family: ClassVar[str] = "decode"
-    seqlens: bool = False  # whether items have lengths of their own
+    seqlens: bool = False  # whether each item has a length of its own
     page_size: int = 0  # rows of a page of K and V; 0 without pages
-    split: bool = False  # whether an item's tiles are split among CTAs, and a second kernel combines what they made
+    split: bool = False  # whether an item's tiles are split among CTAs; a second kernel then combines their results
 
     @property
     def box(self) -> int:

@@ -27,7 +27,7 @@ class FlashForwardSm80:
 
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm80(facts, self.copy, facts.adds)
+        self.mainloop = MainloopSm80(facts, self.copy, facts.adds_row_sums)
         self.threads = WARP * facts.config.groups
         self.smem_bytes = facts.smem_bytes
 
@@ -92,7 +92,8 @@ class FlashForwardSm80:
                 self.thread_part(*x, seqlen.b, tile.h_kv, seqlen.k0)
                 for x in ((self.mainloop.k, mK), (self.mainloop.v, mV))
             )
-            # Zeros stand past the end of K and V. Only the first tile visited can reach there, or any that lists name.
+            # Rows past the end of K and V become zeros. Only the first tile visited can reach there, or, with a block
+            # mask, any.
             end = const_expr(None) if const_expr(facts.blocks is None) else seqlen.cols
             self.copy(self.mainloop.q, from_q, tile.m, c.sQ, seqlen.rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, end)
@@ -133,7 +134,7 @@ class FlashForwardSm80:
 
     @cute.jit
     def copy_lines(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
-        """This thread's vectors of them."""
+        """The same for this thread's vectors."""
         line, to, source, pitch = thread
         source = source + n * op.lines * pitch
         passed = const_expr(0)

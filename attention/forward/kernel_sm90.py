@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.tile.ptx import read_here
+from cute_kernels.tile.ptx import read_special_register
 
 from .config import FlashFacts
 from .mainloop_sm90 import WARPGROUP, MainloopSm90, permuted
@@ -130,7 +130,7 @@ class FlashForwardSm90:
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
 
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
         pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
         if const_expr(facts.packed):
@@ -159,7 +159,7 @@ class FlashForwardSm90:
             if const_expr(facts.ordered):
                 if group == cfg.groups - 1:
                     self.mainloop.order_arrive(c.order)  # group 0 goes first
-            index = read_here("ctaid.x")
+            index = read_special_register("ctaid.x")
             fields = scheduler.fields(index) if const_expr(cfg.dynamic) else ()
             while index < scheduler.count:
                 tile = scheduler.of_fields(fields) if const_expr(cfg.dynamic) else scheduler.decode(index)
@@ -184,8 +184,8 @@ class FlashForwardSm90:
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
                     self.mainloop.last_step(c, at_v)
-                    # While the last product runs. Its wait must stand in its branch, or ptxas waits after each of its
-                    # instructions: so this stands in both.
+                    # While the last product runs. The wait for it must be in this branch, or ptxas waits after each of
+                    # its instructions. So both branches consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(c, at_v)
@@ -206,22 +206,22 @@ class FlashForwardSm90:
                     index += step
 
     def first_row(self, tile) -> Int32:
-        """Of this thread's two rows of the query tile the first."""
-        thread = read_here("tid.x") - WARPGROUP
+        """The first of this thread's two rows of the query tile."""
+        thread = read_special_register("tid.x") - WARPGROUP
         return tile.m * self.cfg.tile_m + thread // 32 * 16 + thread % 32 // 4
 
     # ------------------------------------------------------------------ producer
 
     @cute.jit
     def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
-        """Load all query tiles of this CTA, and what they visit; operands are (TMA atom, smem, tensor, pipeline)."""
+        """Load this CTA's query tiles, and the tiles of K and V; operands are (TMA atom, smem, tensor, pipeline)."""
         cfg, facts = self.cfg, self.facts
         (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v) = operands
         state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-        index = read_here("ctaid.x")
+        index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
         while index < scheduler.count:
             tile = scheduler.of_fields(fields)
@@ -234,13 +234,13 @@ class FlashForwardSm90:
             # tile long before it begins it may be one that still has much to do.
             number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)
             if tiles.count > 0:
-                # In the order in which they are waited for; Q's place is free later than K's.
+                # Loads are in the order in which consumers wait for them; Q's stage is free later than K's.
                 gK, gV = tKgK[None, None, 0, tile.h_kv, seqlen.b], tVgV[None, 0, None, tile.h_kv, seqlen.b]
-                # A tile's number may be a load, so it is asked for one step ahead, once past the end.
+                # at() may load a tile's number from memory, so it is called one step ahead, once past the end.
                 n, ahead = tiles.at(0), tiles.at(1)
                 gQ = tQgQ[None, tile.m, 0, tile.h, seqlen.b]
-                # To L2, long before there is a place for it. At 256 it is no faster, and at 96 and 192 the
-                # producer has no registers.
+                # To L2, long before Q's stage is free. At head dimension 256 this is not faster, and at 96 and 192 the
+                # producer has no registers for it.
                 if const_expr(facts.head_dim in (64, 128)):
                     cute.prefetch(tma_q, gQ)
                 self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
@@ -270,7 +270,7 @@ class FlashForwardSm90:
 
     @cute.jit
     def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):
-        """Load a tile, (TMA,) of (TMA, PIPE), as soon as its place is free."""
+        """Load a tile, (TMA,) of (TMA, PIPE), as soon as its stage is free."""
         pipe.producer_acquire(state)
         cute.copy(tma, gX, sX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 

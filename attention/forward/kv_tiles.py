@@ -1,13 +1,13 @@
-"""Which tiles of K and V a query tile visits: attention's answer to what a mainloop asks of an iterator.
+"""Which tiles of K and V a query tile visits: the iterator that attention's mainloops ask.
 
 A tile of scores is *partial* where some of its elements are masked, and *full* where none are. The tiles come in
-segments of one kind each, so that a kernel has a loop without any masking for the full ones:
+segments of one kind each, so that a kernel has a loop without masking for the full ones:
 
-    causal            | partial: the diagonal's band | full: all before it |
+    causal            | partial: the diagonal        | full: all before it |
     sliding window    | partial: the right edge      | full: the body      | partial: the left edge |
     neither           | partial: the end of K        | full: all before it |
 
-Tiles are visited from the last to the first: the one at the end of K is among the partial ones then.
+Tiles are visited from the last to the first, so the one at the end of K is among the first partial ones.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32
 
-FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: the segment that has it tells, at run time
+FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: known at run time, by the segment that the tile is in
 
 
 @dataclass(frozen=True)
 class KvTiles:
-    """The tiles of K and V that one query tile visits, of which number `first` is the last of K's."""
+    """The tiles of K and V that one query tile visits."""
 
     count: Int32
     last: Int32  # number of the first tile to visit, the highest one
     ends: tuple  # how many tiles are visited up to the end of each segment
     kinds: cutlass.Constexpr[tuple]  # of the segments, PARTIAL or FULL
-    first: cutlass.Constexpr[int] = PARTIAL  # kind of the first tile: masked in any case, which needs no branch
+    first: cutlass.Constexpr[int] = PARTIAL  # kind of the first tile; masking it always needs no branch
 
     def at(self, i) -> Int32:
         return self.last - i
@@ -34,7 +34,7 @@ class KvTiles:
     at_partial = at
 
     def part(self, begin: Int32, end: Int32) -> "KvTiles":
-        """Those visited from the one at `begin` to before the one at `end`, which there are."""
+        """The tiles visited from number `begin` to before number `end`, which must exist."""
         ends = tuple(cutlass.max(cutlass.min(e, end) - begin, 0) for e in self.ends)
         return KvTiles(end - begin, self.last - begin, ends, self.kinds)
 

@@ -36,13 +36,13 @@ COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a warp has for all tiles: where operands lie in shared memory, accumulators."""
+    """What a warp needs for all tiles: where operands are in shared memory, and its accumulators."""
 
     sQ: Int32
     sK: Int32
     sV: Int32
     rows_q: Int32  # address of the warp's rows of Q
-    lanes: tuple  # where this lane's rows of the fragments' matrices lie in a tile of Q, K and V
+    lanes: tuple  # where this lane's rows of the fragments' matrices are in a tile of Q, K and V
     acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_L: cute.Tensor  # (MMA, MMA_M, 1): sums of P's rows, where they are products with ones
@@ -55,11 +55,12 @@ class MainloopSm80:
 
     copy: `copy(op, source, n, tile, end)`, the kernel's own, copies tile n of K or V to the address `tile`; lines from
         `end` on, if that is given, become zeros.
-    adds: whether sums of P are added up (OnlineSoftmax.of_rows).
+    adds_row_sums: whether sums of P are added up (OnlineSoftmax.of_rows).
     """
 
-    def __init__(self, facts: FlashFacts, copy: Callable, adds: bool):
-        self.facts, self.cfg, self.copy, self.adds = facts, facts.config, copy, adds
+    def __init__(self, facts: FlashFacts, copy: Callable, adds_row_sums: bool):
+        self.facts, self.cfg, self.copy = facts, facts.config, copy
+        self.adds_row_sums = adds_row_sums
         self.dtype = cutlass_dtype(facts.dtype)
         self.q, self.k, self.v = operand_tiles(facts)
         self.tiles_m = self.q.span // 16  # of mma.sync, in one warp's rows
@@ -68,20 +69,20 @@ class MainloopSm80:
     def consumer(self, warp: Int32, lane: Int32, scale_log2: Float32) -> Consumer:
         """The shared memory and registers of a warp."""
         cfg, facts = self.cfg, self.facts
-        sQ = cutlass.utils.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
+        sQ = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
         sK = sQ + self.q.bytes
         sV = sK + cfg.stages * self.k.bytes
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))
         rows_q = sQ + warp * (self.q.span * self.q.line_bytes)
         acc_S = cute.make_rmem_tensor((4, self.tiles_m, cfg.tile_n // 8), Float32)
         acc_O = cute.make_rmem_tensor((4, self.tiles_m, facts.head_dim_v // 8), Float32)
-        # The sums of P's rows are products with ones: additions are put off by the compiler, which then holds every P
-        # twice, before and after rounding. They are fewer instructions, too. But they are sums of rounded numbers,
-        # which is right for O and not for LSE (1e-3 off, measured), so a kernel that gives LSE adds.
+        # The sums of P's rows are products with ones: the compiler would put off additions and then hold every P twice,
+        # before and after rounding. Products are fewer instructions, too. But they sum rounded numbers, which is right
+        # for O and not for LSE (1e-3 off, measured), so a kernel that writes LSE adds.
         acc_L = cute.make_rmem_tensor((4, self.tiles_m, 1), Float32)
         ones = cute.make_rmem_tensor((4, 1), self.dtype)
         ones.fill(1.0)
-        sums = None if self.adds else rows_and_columns(acc_L, self.tiles_m)[None, 0]
+        sums = None if self.adds_row_sums else rows_and_columns(acc_L, self.tiles_m)[None, 0]
         softmax = OnlineSoftmax.of_rows(2 * self.tiles_m, scale_log2, sums)
         return Consumer(sQ, sK, sV, rows_q, lanes, acc_S, acc_O, acc_L, ones, softmax)
 
@@ -134,7 +135,7 @@ class MainloopSm80:
         mask_and_softmax(self.facts, scores, softmax, work, i, kind)
         rP = self.convert(c.acc_S)
         softmax.rescale(out)
-        if const_expr(not self.adds):
+        if const_expr(not self.adds_row_sums):
             softmax.rescale(rows_and_columns(c.acc_L, self.tiles_m))
             for k in range_constexpr(len(rP)):
                 self.tile_steps.multiply(c.acc_L, rP[k], c.ones)
@@ -146,7 +147,7 @@ class MainloopSm80:
 
     @cute.jit
     def wait(self, groups: cutlass.Constexpr):
-        """Until all but the latest `groups` groups of copies are visible to all threads, and these have come here."""
+        """Wait until all but the latest `groups` groups of copies are visible to all threads; also a barrier of all."""
         cute.arch.cp_async_wait_group(groups)
         cute.arch.sync_threads()
 
@@ -199,7 +200,7 @@ class MainloopSm80:
 
 
 def operand_tiles(facts: FlashFacts) -> tuple:
-    """(Q, K, V): how their tiles lie in shared memory."""
+    """(Q, K, V): the layouts of their tiles in shared memory."""
     cfg = facts.config
     threads = WARP * cfg.groups
     q = OperandTile(cfg.tile_m, facts.head_dim, True, VECTOR, threads, cfg.groups, False)

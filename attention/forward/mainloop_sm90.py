@@ -24,7 +24,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.hopper import ALIGN, smem_layout
-from cute_kernels.tile.ptx import finish_first
+from cute_kernels.tile.ptx import compute_before_waits
 
 from .config import FlashFacts
 from .kv_tiles import FULL
@@ -41,7 +41,7 @@ ORDER_BARRIER = 1  # named barriers 1, 2, ..: each consumer warpgroup waits at i
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer warpgroup has for all of its query tiles: operands, accumulators, the rings of K and V."""
+    """What a consumer warpgroup needs for all of its query tiles: operands, accumulators, the rings of K and V."""
 
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
@@ -118,7 +118,7 @@ class MainloopSm90:
 
     def make_mmas(self) -> tuple:
         """(S = Q K', O = P V) of all consumers."""
-        k, mn = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
         groups = (self.cfg.groups, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
         # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
@@ -136,7 +136,7 @@ class MainloopSm90:
         )
 
     def make_ring(self, barriers, stages: int, elements: int) -> pipeline.PipelineAsync:
-        """The pipeline of an operand, of which a stage has so many elements; barriers are not yet visible to all."""
+        """The pipeline of an operand whose stages have `elements` elements; its barriers are not yet visible to all."""
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
@@ -166,7 +166,7 @@ class MainloopSm90:
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, facts.head_dim_v)), Float32)
         tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
-        softmax = OnlineSoftmax.of_rows(2, scale_log2, slack=facts.slack if self.lazy else 0.0)
+        softmax = OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=facts.rescale_threshold if self.lazy else 0.0)
         return Consumer(
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
         )  # fmt: skip
@@ -229,9 +229,9 @@ class MainloopSm90:
             c.pipe_k.consumer_release(at_k)
             grown = mask_and_softmax(self.facts, rows_and_columns(c.acc_S), softmax, work, i, kind, self.lazy)
         at_k.advance()
-        # With two warpgroups nothing is gained by it, and tiles that are masked have no registers.
+        # Two warpgroups gain nothing by it, and masked tiles leave no registers for it.
         if const_expr(self.cfg.groups == 3 and kind == FULL):
-            finish_first(*(softmax.total[r] for r in range(2)), c.sQ.iterator.toint())
+            compute_before_waits(*(softmax.row_sum[r] for r in range(2)), c.sQ.iterator.toint())
         warpgroup.wait_group(0)
         if const_expr(self.lazy):
             self.convert(c.acc_S, c.tOrP)

@@ -1,4 +1,4 @@
-"""What happens to scores before their softmax: a cap on them, and masks."""
+"""Scores before their softmax: the softcap, and masks."""
 
 import cutlass
 import cutlass.cute as cute

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
-from cute_kernels.tile.ptx import read_here
+from cute_kernels.tile.ptx import read_special_register
 
 
 @cute.jit
@@ -21,7 +21,7 @@ def recompute_scores(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first
     next warps the next. sK: (tile_n, D).
     """
     tile_n, head_dim = const_expr(cute.size(sK, mode=[0])), const_expr(cute.size(sK, mode=[1]))
-    dtype, thread = sQ.element_type, read_here("tid.x")
+    dtype, thread = sQ.element_type, read_special_register("tid.x")
     warp, lane = thread // 32 - first, thread % 32
     op = MmaF16BF16Op(dtype, Float32, (16, 8, 16))
     atom, tiled = cute.make_mma_atom(op), cute.make_tiled_mma(op, permutation_mnk=(16, 16, 16))

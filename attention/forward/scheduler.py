@@ -1,4 +1,4 @@
-"""Which query tile has which number."""
+"""The order of query tiles: which tile has which number."""
 
 from dataclasses import dataclass, replace
 
@@ -26,39 +26,42 @@ class QueryTile:
 
 @dataclass(frozen=True)
 class QueryScheduler:
-    """Query tiles of `together` heads after those of as many others; among them the last tiles of each head first.
+    """All tiles of `l2_heads` heads, then those of the next ones; among them the last tiles of each head first.
 
-    Where rows see what is before them the last tiles are the longest, and short ones are left for the end: there who
-    is free takes one, and all are done at about the same time.
+    With a causal mask the last tiles are the longest. The short ones come at the end, where a CTA that is free takes
+    the next one, so that all are done at about the same time.
     """
 
     tiles_m: Int32
     heads: Int32
     batch: Int32
-    shared: Int32  # heads of Q that share a head of K and V
+    qhead_per_kvhead: Int32  # heads of Q that share a head of K and V
     l2_heads: Int32 | None = None  # None: one
 
     @staticmethod
     def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
-        """For Q (B, H, Sq, D) and K (B, Hkv, Sk, D): as many heads together as there is room for in L2, if their tiles
-        differ in length. On the sm_80 path one: there are no registers for finding tiles of more."""
+        """For Q (B, H, Sq, D) and K (B, Hkv, Sk, D).
+
+        l2_heads: as many heads as L2 has room for, if tiles differ in length. On the sm_80 path one, since there are
+        no registers to compute the tiles of more.
+        """
         (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
-        shared, l2_heads = heads // heads_kv, None
+        qhead_per_kvhead, l2_heads = heads // heads_kv, None
         if facts.path == "sm_90" and (facts.window.left or facts.window.right):
             fit = L2_BYTES // ((facts.head_dim + facts.head_dim_v) * ELEMENT) // cols
-            l2_heads = cutlass.min(cutlass.max(fit, 1) * shared, heads * batch)
-        return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, shared, l2_heads)
+            l2_heads = cutlass.min(cutlass.max(fit, 1) * qhead_per_kvhead, heads * batch)
+        return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, qhead_per_kvhead, l2_heads)
 
     @property
     def count(self) -> Int32:
         return self.tiles_m * self.heads * self.batch
 
     def fields(self, index) -> tuple:
-        """What `of_fields` makes a tile of without dividing: m, h and b of tile number `index`."""
+        """m, h and b of tile number `index`, from which `of_fields` makes the tile without a division."""
         if self.l2_heads is None:
             m, head = self.tiles_m - 1 - index % self.tiles_m, index // self.tiles_m
         else:
-            begin = index // (self.l2_heads * self.tiles_m) * self.l2_heads  # the first of the heads that are together
+            begin = index // (self.l2_heads * self.tiles_m) * self.l2_heads  # first head of its group
             here = cutlass.min(self.l2_heads, self.heads * self.batch - begin)
             rest = index - begin * self.tiles_m
             m, head = self.tiles_m - 1 - rest // here, begin + rest % here
@@ -66,7 +69,7 @@ class QueryScheduler:
 
     def of_fields(self, fields: tuple) -> QueryTile:
         m, h, b = fields
-        return QueryTile(m, h, b, h // self.shared)
+        return QueryTile(m, h, b, h // self.qhead_per_kvhead)
 
     def decode(self, index) -> QueryTile:
         return self.of_fields(self.fields(index))
@@ -74,31 +77,30 @@ class QueryScheduler:
 
 @dataclass(frozen=True)
 class PackedScheduler:
-    """Query tiles of packed sequences: one head after the other, in it one sequence after the other, of which the last
-    tiles come first.
+    """Query tiles of packed sequences: head by head, in a head sequence by sequence, of each the last tiles first.
 
-    The host does not know how many tiles there are, only how many at most. A whole warp finds a tile's sequence, by
-    running sums over 32 sequences at a time. All warps do it by themselves, and get the same.
+    The host knows only how many tiles there are at most. A whole warp finds a tile's sequence by prefix sums over 32
+    sequences at a time. Each warp does so for itself, with the same result.
     """
 
     seqlens: PackedSeqlens
     tile_m: cutlass.Constexpr[int]
-    tiles_m: Int32  # of a head: at most so many; of what `counted` gives, as many as there are
+    tiles_m: Int32  # of a head, at most; the exact number in what `counted` gives
     heads: Int32
-    shared: Int32  # heads of Q that share a head of K and V
+    qhead_per_kvhead: Int32  # heads of Q that share a head of K and V
 
     @staticmethod
-    def at_most(seqlens: PackedSeqlens, tile_m: int, heads, shared) -> "PackedScheduler":
-        """Each sequence, and the rows after the last one, may end in a tile that is not full."""
+    def at_most(seqlens: PackedSeqlens, tile_m: int, heads, qhead_per_kvhead) -> "PackedScheduler":
+        """With an upper bound of tiles: each sequence, and the rows after the last one, may end in a partial tile."""
         tiles = seqlens.total_q // tile_m + seqlens.sequences
-        return PackedScheduler(seqlens, tile_m, tiles, heads, shared)
+        return PackedScheduler(seqlens, tile_m, tiles, heads, qhead_per_kvhead)
 
     @property
     def count(self) -> Int32:
         return self.tiles_m * self.heads
 
     def counted(self, ctas) -> "PackedScheduler":
-        """With the number of tiles that there are, if they are more than one for each CTA."""
+        """With the exact number of tiles, if there may be more than one for each CTA."""
         return replace(self, tiles_m=self.tiles_of_a_head(ctas))
 
     @cute.jit
@@ -110,23 +112,23 @@ class PackedScheduler:
         return tiles
 
     def fields(self, index) -> tuple:
-        """(tile, head, sequence); of an index past a head's last tile, an empty sequence. Asked for by whole warps."""
+        """(tile, head, sequence); of an index past a head's last tile, an empty sequence. Whole warps call it."""
         h = index // self.tiles_m
         b, m, _ = self.find(index - h * self.tiles_m)
         return m, h, b
 
     def of_fields(self, fields: tuple) -> QueryTile:
         m, h, b = fields
-        return QueryTile(m, h, b, h // self.shared)
+        return QueryTile(m, h, b, h // self.qhead_per_kvhead)
 
     def decode(self, index) -> QueryTile:
         return self.of_fields(self.fields(index))
 
     @cute.jit
     def find(self, wanted: Int32) -> tuple:
-        """(sequence, tile in it) of a head's tile number `wanted`, and how many tiles were counted till it was found.
+        """(sequence, tile in it) of a head's tile number `wanted`, and how many tiles were counted until it was found.
 
-        Past the last tile: the first empty sequence after all others, and how many tiles there are.
+        Past the last tile: the first empty sequence after all others, and the number of tiles.
         """
         lane = cute.arch.lane_idx()
         sequences = Int32(self.seqlens.sequences)  # with the rows after the last one

@@ -20,13 +20,13 @@ class SeqlenInfo:
 
     @property
     def offset(self):
-        """From a row to the column at its position: the last row is at the last column's."""
+        """From a row to the column at its position: the last row is at the position of the last column."""
         return self.cols - self.rows
 
 
 @dataclass(frozen=True)
 class DenseSeqlens:
-    """All items have as many."""
+    """All items have the same number."""
 
     rows: Int32
     cols: Int32
@@ -39,9 +39,9 @@ class DenseSeqlens:
 class PackedSeqlens:
     """Sequences one after another: sequence b has rows cu_q[b] to cu_q[b + 1] of Q, and so K and V.
 
-    Whatever the entries are, no span leaves the tensors: they are clamped, and an end before its beginning is moved
-    there. The rows after the last sequence are one more, of number B, that has no keys: its output is 0. From B + 1 on
-    sequences are empty.
+    Whatever the entries are, no sequence leaves the tensors: entries are clamped, and an end before its beginning is
+    moved to the beginning. The rows after the last sequence are sequence B, which has no keys, so its output is 0. From
+    B + 1 on sequences are empty.
     """
 
     cu_q: cute.Tensor  # (B + 1,) int32

@@ -1,12 +1,13 @@
 """The online softmax of a tile of scores, in the accumulator layout that mma.sync and wgmma have in common.
 
-A thread holds rows r, each spread over the four threads of a quad. With x the scores times log2(e) / sqrt(D), m the
-largest x so far and l the sum of 2^(x - m), one step is (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023)
+A thread holds a part of several rows; the four threads of a quad share each row. With x the scores times log2(e) /
+sqrt(D), m the largest x so far and l the sum of 2^(x - m), one step is (Milakov and Gimelshein 2018; FlashAttention-2,
+Dao 2023)
 
     m' = max(m, max x)    p = 2^(x - m')    l' = l 2^(m - m') + sum p    O' = O 2^(m - m') + p V
 
-A row that has seen nothing yet has m = -inf; its p and its factor are taken against 0 instead, so that no -inf meets
-another.
+A row that has seen no score yet has m = -inf. Its p and its factor are then computed with m = 0, so that -inf is never
+subtracted from -inf.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.tile.ptx import after
+from cute_kernels.tile.ptx import value_after
 
 LN2 = 0.6931471805599453
-LARGE = 2.0**15  # more than a p of 16 bits should be; fp16 ends at 65504
+LARGE = 2.0**15  # no p of 16 bits may be larger; fp16 ends at 65504
 
 
 def rows_and_columns(acc: cute.Tensor, tiles_m: int = 1) -> cute.Tensor:
@@ -50,12 +51,12 @@ def quad_sum(x: Float32) -> Float32:
 
 
 @cute.jit
-def largest_of(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+def row_max_of(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
     """The largest score of a row that this thread holds."""
-    largest = scores[r, 0]
+    row_max = scores[r, 0]
     for c in range_constexpr(1, cute.size(scores, mode=[1])):
-        largest = cute.arch.fmax(largest, scores[r, c])
-    return largest
+        row_max = cute.arch.fmax(row_max, scores[r, c])
+    return row_max
 
 
 @dataclass(frozen=True)
@@ -63,120 +64,126 @@ class OnlineSoftmax:
     """Largest scores and sums of one thread's rows."""
 
     scale_log2: Float32
-    largest: cute.Tensor  # (rows,)
-    total: cute.Tensor  # (rows,), of this thread's columns only, until `finish`
+    row_max: cute.Tensor  # (rows,)
+    row_sum: cute.Tensor  # (rows,), of this thread's columns only, until `finish`
     factor: cute.Tensor  # (rows,), what the last step asks O to be multiplied by
-    adds: cutlass.Constexpr[bool] = True  # whether `step` adds up `total`, and not the product of P with ones
-    slack: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
+    adds_row_sums: cutlass.Constexpr[bool] = (
+        True  # whether `step` adds up `row_sum`, and not the product of P with ones
+    )
+    rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
 
     @staticmethod
     def of_rows(
-        rows: int, scale_log2: Float32, total: cute.Tensor | None = None, slack: float = 0.0
+        rows: int, scale_log2: Float32, row_sum: cute.Tensor | None = None, rescale_threshold: float = 0.0
     ) -> "OnlineSoftmax":
         """With registers of its own; for use inside a kernel.
 
-        `total`: of whole rows, kept by the kernel, as if V had one more column, of ones.
+        row_sum: the sums of whole rows, where the kernel computes them itself, as if V had one more column, of ones.
         """
-        largest, factor = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
-        adds = total is None
-        total = cute.make_rmem_tensor(rows, Float32) if adds else total
-        return OnlineSoftmax(scale_log2, largest, total, factor, adds, slack)
+        row_max, factor = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
+        adds_row_sums = row_sum is None
+        row_sum = cute.make_rmem_tensor(rows, Float32) if adds_row_sums else row_sum
+        return OnlineSoftmax(scale_log2, row_max, row_sum, factor, adds_row_sums, rescale_threshold)
 
     def clear(self):
-        self.largest.fill(-Float32.inf)
-        if self.adds:
-            self.total.fill(0.0)
+        self.row_max.fill(-Float32.inf)
+        if self.adds_row_sums:
+            self.row_sum.fill(0.0)
 
     @cute.jit
-    def against(self, largest: Float32) -> Float32:
-        """What a row's scaled scores are taken against: 0 where none has been seen."""
-        against = largest * self.scale_log2
-        if largest == -Float32.inf:
-            against = Float32(0.0)
-        return against
+    def scaled_max(self, row_max: Float32) -> Float32:
+        """What is subtracted from a row's scaled scores: its scaled maximum, 0 where it has seen no score."""
+        scaled_max = row_max * self.scale_log2
+        if row_max == -Float32.inf:
+            scaled_max = Float32(0.0)
+        return scaled_max
 
     @cute.jit
-    def exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr, against: Float32 | None) -> Float32:
-        """A row's scores to p; returns their sum, of this thread's columns, 0 where sums are not added up.
+    def exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr, scaled_max: Float32 | None) -> Float32:
+        """A row's scores to p. Returns their sum over this thread's columns, 0 where sums are not added up.
 
-        against: None of scores that are scaled, and taken against something, already.
+        scaled_max: what is subtracted from the scaled scores; None where that has been done already.
         """
-        # Not begun with what there was before: the compiler then puts all maxima before all exponentials, and a
-        # dense kernel of head dimension 128 takes 12 % longer.
-        total = Float32(0.0)
+        # The sum does not begin with that of earlier tiles: the compiler would put all maxima before all exponentials,
+        # and a dense kernel of head dimension 128 would take 12 % longer.
+        row_sum = Float32(0.0)
         for c in range_constexpr(cute.size(scores, mode=[1])):
-            if const_expr(against is None):
+            if const_expr(scaled_max is None):
                 scores[r, c] = exp2(scores[r, c])
             else:
-                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - against)
-            if const_expr(self.adds):
-                total = total + scores[r, c]
-        return total
+                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - scaled_max)
+            if const_expr(self.adds_row_sums):
+                row_sum = row_sum + scores[r, c]
+        return row_sum
 
     @cute.jit
     def step(self, scores: cute.Tensor):  # (rows, columns), replaced by p
         """One tile of scores."""
-        for r in range_constexpr(cute.size(self.total)):
-            largest = largest_of(scores, r)
-            largest = cute.arch.fmax(self.largest[r], quad_max(largest))
-            against = self.against(largest)
-            self.factor[r] = exp2(self.largest[r] * self.scale_log2 - against)
-            self.largest[r] = largest
-            total = self.exponentials(scores, r, against)
-            if const_expr(self.adds):
-                self.total[r] = self.total[r] * self.factor[r] + total
+        for r in range_constexpr(cute.size(self.row_sum)):
+            row_max = row_max_of(scores, r)
+            row_max = cute.arch.fmax(self.row_max[r], quad_max(row_max))
+            scaled_max = self.scaled_max(row_max)
+            self.factor[r] = exp2(self.row_max[r] * self.scale_log2 - scaled_max)
+            self.row_max[r] = row_max
+            row_sum = self.exponentials(scores, r, scaled_max)
+            if const_expr(self.adds_row_sums):
+                self.row_sum[r] = self.row_sum[r] * self.factor[r] + row_sum
 
     @cute.jit
     def step_lazily(self, scores: cute.Tensor):  # (rows, columns), replaced by p
-        """A tile of scores after the first one. Returns whether O is to be rescaled, the same in all threads of a warp.
+        """A tile of scores after the first one. Returns whether O must be rescaled, the same in all threads of a warp.
 
-        What p is taken against stays what it was until a score is larger by a factor of more than 2 ** slack: p is at
-        most that then, and O and the sums are divided by each other (FlashAttention-4, Dao et al. 2025). With much
-        slack nearly all steps rescale nothing, and ask no other thread for its largest score; with little, the p of a
-        row's largest score is exact more often (FlashFacts.slack). Each row decides for itself.
+        A row's maximum stays what it was until a score is larger by more than rescale_threshold powers of 2. Until then
+        p is at most 2 ** rescale_threshold, and O and the sums are divided by each other at the end (FlashAttention-4,
+        Dao et al. 2025). With a high threshold nearly all steps rescale nothing and exchange no maximum between
+        threads; with a low one the p of a row's maximum is exact more often (FlashFacts.rescale_threshold). Each row
+        decides for itself.
         """
-        larger, slack = cutlass.Boolean(False), self.slack / self.scale_log2
-        for r in range_constexpr(cute.size(self.total)):
-            largest = largest_of(scores, r)
+        larger, rescale_threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
+        for r in range_constexpr(cute.size(self.row_sum)):
+            row_max = row_max_of(scores, r)
             self.factor[r] = Float32(1.0)
-            grows = cute.arch.vote_any_sync(largest > self.largest[r] + slack)
+            grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + rescale_threshold)
             if grows:
-                largest = quad_max(largest)
-                if largest > self.largest[r] + slack:
-                    self.factor[r] = exp2((self.largest[r] - largest) * self.scale_log2)
-                    self.largest[r] = largest
-                if const_expr(self.adds):
-                    self.total[r] = self.total[r] * self.factor[r]
+                row_max = quad_max(row_max)
+                if row_max > self.row_max[r] + rescale_threshold:
+                    self.factor[r] = exp2((self.row_max[r] - row_max) * self.scale_log2)
+                    self.row_max[r] = row_max
+                if const_expr(self.adds_row_sums):
+                    self.row_sum[r] = self.row_sum[r] * self.factor[r]
             larger = larger | grows
-            total = self.exponentials(scores, r, self.against(self.largest[r]))
-            if const_expr(self.adds):
-                self.total[r] = self.total[r] + total
+            row_sum = self.exponentials(scores, r, self.scaled_max(self.row_max[r]))
+            if const_expr(self.adds_row_sums):
+                self.row_sum[r] = self.row_sum[r] + row_sum
         return larger
 
     @cute.jit
-    def step_without_max(self, scores: cute.Tensor, apart: cutlass.Constexpr):  # (rows, columns), replaced by p
-        """A tile of scores after the first one, if that can be had without their largest. Returns whether it could, the
-        same in all threads of a warp; else the scores are lost, and nothing else has changed.
+    def step_without_max(self, scores: cute.Tensor, row_by_row: cutlass.Constexpr):  # (rows, columns), replaced by p
+        """A tile of scores after the first one, without computing its row maxima. Returns whether that was possible.
 
-        p is taken against what it was before. That its sum is small says that no p is large: so no score is compared,
-        and the first p is there as soon as its score. A row that has seen nothing has sums of inf or NaN.
+        That is the same in all threads of a warp. If it was not, the scores are lost, and nothing else has changed.
 
-        apart: to multiply and add row by row, as if the second row's offset came of the first row's last result. Then
-        an offset is read from the register file once, and not for each score: by two warpgroups, whose products P V
-        read P from the registers at the same time, 5 % faster; by three, no faster. Needs sums that are added up.
+        p is computed with the maximum of earlier tiles. If the sum of p is small, so is each p. So no score is compared
+        with others, and the first p can be computed as soon as its score is there. A row that has seen no score yet has
+        sums of inf or NaN.
+
+        row_by_row: whether to scale and subtract row by row, as if the second row's maximum came of the first row's
+            last result. The maximum is then read from the register file once, and not for each score. With two
+            warpgroups, whose products P V read P from registers at the same time, that is 5 % faster; with three it is
+            not. Needs sums that are added up.
         """
-        rows, columns = const_expr(cute.size(self.total)), const_expr(cute.size(scores, mode=[1]))
+        rows, columns = const_expr(cute.size(self.row_sum)), const_expr(cute.size(scores, mode=[1]))
         sums = []
         for r in range_constexpr(rows):
-            against = self.largest[r] * self.scale_log2
-            if const_expr(apart and r > 0):
-                against = after(against, scores[r - 1, columns - 1])
-            if const_expr(apart):
+            scaled_max = self.row_max[r] * self.scale_log2
+            if const_expr(row_by_row and r > 0):
+                scaled_max = value_after(scaled_max, scores[r - 1, columns - 1])
+            if const_expr(row_by_row):
                 for c in range_constexpr(columns):
-                    scores[r, c] = scores[r, c] * self.scale_log2 - against
+                    scores[r, c] = scores[r, c] * self.scale_log2 - scaled_max
             else:
-                sums.append(self.exponentials(scores, r, against))
-        if const_expr(apart):
+                sums.append(self.exponentials(scores, r, scaled_max))
+        if const_expr(row_by_row):
             sums = [self.exponentials(scores, r, None) for r in range(rows)]
         small = cutlass.Boolean(True)
         for r in range_constexpr(rows):
@@ -184,35 +191,35 @@ class OnlineSoftmax:
         small = cute.arch.vote_all_sync(small)
         for r in range_constexpr(rows):
             # Not in a branch, where ptxas adds the sums up once more to save their registers.
-            self.total[r] = select_(small, self.total[r] + sums[r], self.total[r])
+            self.row_sum[r] = select_(small, self.row_sum[r] + sums[r], self.row_sum[r])
         return small
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O
         """Multiply O by the last step's factors."""
-        for r in range_constexpr(cute.size(self.total)):
+        for r in range_constexpr(cute.size(self.row_sum)):
             for c in range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * self.factor[r]
 
     @cute.jit
     def rescale_lazily(self, out: cute.Tensor):  # (rows, columns) of O
-        """The same, after `step_lazily`: of a warp's rows with number r, all or none."""
-        for r in range_constexpr(cute.size(self.total)):
+        """The same, after `step_lazily`: skips the rows r of a warp where no factor differs from 1."""
+        for r in range_constexpr(cute.size(self.row_sum)):
             if cute.arch.vote_any_sync(self.factor[r] != 1.0):
                 for c in range_constexpr(cute.size(out, mode=[1])):
                     out[r, c] = out[r, c] * self.factor[r]
 
     @cute.jit
     def finish(self, out: cute.Tensor, lse: cute.Tensor):  # (rows, columns) of O; (rows,)
-        """Divide O by the sums, and give each row's log of its sum of exponentials: 0 and -inf for an empty row.
+        """Divide O by the sums and compute each row's LSE, the log of its sum; an empty row gets 0 and -inf.
 
-        A score of NaN is no largest one, but its p is NaN, and so is the sum: that makes O and LSE NaN.
+        A score of NaN is never a row's maximum, but its p is NaN, and so is the sum: O and LSE become NaN.
         """
-        for r in range_constexpr(cute.size(self.total)):
-            total = quad_sum(self.total[r]) if const_expr(self.adds) else self.total[r]
-            inverse = cute.arch.rcp_approx(total)
-            lse[r] = (self.largest[r] * self.scale_log2 + cute.math.log2(total, approx=True, ftz=True)) * LN2
-            if total == 0.0:  # which NaN is not
+        for r in range_constexpr(cute.size(self.row_sum)):
+            row_sum = quad_sum(self.row_sum[r]) if const_expr(self.adds_row_sums) else self.row_sum[r]
+            inverse = cute.arch.rcp_approx(row_sum)
+            lse[r] = (self.row_max[r] * self.scale_log2 + cute.math.log2(row_sum, approx=True, ftz=True)) * LN2
+            if row_sum == 0.0:  # NaN is not 0
                 inverse = Float32(0.0)
                 lse[r] = -Float32.inf
             for c in range_constexpr(cute.size(out, mode=[1])):

@@ -1,7 +1,7 @@
-"""O from the registers of mma.sync's or wgmma's accumulators to memory, without shared memory.
+"""Stores O from the accumulators of mma.sync or wgmma to global memory, without shared memory.
 
-The four threads of a quad hold two neighbouring columns each of every eight. They exchange so that each has all eight
-columns of every fourth group, sixteen bytes, and a quad's store is 64 bytes of a row.
+Of every eight columns, each of the four threads of a quad holds two neighbours. The threads exchange them, so that each
+has all eight columns of every fourth group, sixteen bytes. A quad then stores 64 bytes of a row at once.
 """
 
 import cutlass
@@ -15,7 +15,7 @@ VECTOR = 8  # elements of 16 bits that one thread stores at once
 
 @cute.jit
 def exchange(words: list, lane: Int32) -> list:
-    """Of words[j] of group j, a lane of a quad gets group `lane`'s words of lanes 0 to 3."""
+    """words[j] is this lane's word of group j; returns the words that lanes 0 to 3 of the quad hold of group `lane`."""
     odd, high = lane % 2 == 1, lane % 4 >= 2
     pairs = []
     for j in range_constexpr(0, 4, 2):

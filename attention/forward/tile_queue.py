@@ -5,15 +5,13 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, pipeline, range_constexpr
 
-SLOTS = 2  # numbers of tiles that the producer may be ahead
-
-
-FIELDS = 6  # of a slot: a number and up to five fields about the tile
+SLOTS = 2  # tiles that the producer may be ahead of the consumers
+FIELDS = 6  # of a slot: a number and up to five fields of the tile
 
 
 @dataclass(frozen=True)
 class TileQueue:
-    """Hands out the tiles after the first one of each CTA in the order in which CTAs ask for them.
+    """Gives out the tiles after the first one of each CTA, in the order in which CTAs fetch them.
 
     The producer warp fetches a number from a counter in global memory. It publishes the number to the consumers in
     shared memory, with the tile's fields (`fields` of the scheduler), so that they do not wait for look-ups. Each tile
@@ -27,7 +25,7 @@ class TileQueue:
 
     @cute.jit
     def fetch(self, ctas: Int32) -> Int32:
-        """The next tile's number in lane 0 of the producer warp, which need not wait for it yet."""
+        """Fetch the next tile's number, to lane 0 of the producer warp. It arrives later; `fetched` waits for it."""
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu") + ctas
@@ -43,7 +41,7 @@ class TileQueue:
 
     @cute.jit
     def publish(self, number: Int32, fields: tuple, state):
-        """The producer warp tells the consumers."""
+        """Publish a tile to the consumers; called by the producer warp."""
         self.pipe.producer_acquire(state)
         if cute.arch.lane_idx() == 0:
             self.slots[0, state.index] = number
@@ -53,7 +51,7 @@ class TileQueue:
         self.pipe.producer_commit(state)
 
     def consume(self, count: int, state) -> tuple:
-        """(number, `count` fields) that the producer warp published, in every thread of the consumers."""
+        """(number, `count` fields) that the producer warp published; called by every thread of the consumers."""
         self.pipe.consumer_wait(state)
         number, *fields = (cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in range(1 + count))
         self.pipe.consumer_release(state)

@@ -1,4 +1,4 @@
-"""V's rows past the end of a sequence, where the next one's lie, become zeros in shared memory.
+"""Zeros in shared memory the rows of V past the end of a sequence, where those of the next sequence are.
 
 Their columns of P are 0, but 0 times Inf or NaN is NaN.
 """
@@ -15,8 +15,8 @@ VECTOR = 16  # bytes that one thread stores at once
 def lines_of(layout) -> tuple[int, int]:
     """(bytes of a line, lines) of a stage of V's ring (Dv, tile_n, PIPE), of 16-bit elements.
 
-    A row of V is cut into pieces as wide as the swizzle; all rows' first pieces lie below each other, then all second
-    ones. A swizzle permutes 16-byte chunks within a line, so whole lines need not know of it.
+    A row of V is cut into pieces as wide as the swizzle. First come the first pieces of all rows, one below the other,
+    then their second pieces. A swizzle permutes 16-byte chunks within a line, so it does not matter to whole lines.
     """
     dim, rows, _ = (cute.size(layout, mode=[i]) for i in range(3))
     width = cute.crd2idx((0, 1, 0), layout)
@@ -36,7 +36,7 @@ def zero_oob_rows(
     threads: cutlass.Constexpr[int],
     barrier: Int32,  # a named barrier of these threads
 ):
-    """Zero the rows from `valid` on of a tile that has arrived, for products that `threads` threads then issue.
+    """Zero the rows from `valid` on of a tile that has been loaded, before `threads` threads issue products with it.
 
     Other warpgroups may do the same to the same tile, even while this one multiplies: they write the same zeros.
     """

@@ -1,7 +1,7 @@
 """Lists of blocks, (..., Mq) counts and (..., Mq, width) ascending columns, and bool tables (..., Mq, Mk) of the same.
 
-All is computed on the tensors' device, and only `first_error` waits for it. masked_fill stands where torch.where
-of a number would do, which may copy that number from the host.
+Everything is computed on the tensors' device, and only `first_error` waits for it. masked_fill is used instead of
+torch.where with a number, which may copy that number from the host.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .element_mask import call
 
 BLOCKS = (64, 128)
 MOST = 2**29  # rows or columns: positions and the bounds of windows are int32, and so are their sums
-CHUNK = 2**25  # elements of the score matrix that are looked at together
+CHUNK = 2**25  # elements of the score matrix that are computed at once
 
 
 def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The counts (..., Mq) and columns (..., Mq, Mk), both int32, of a bool table; past the count the other columns."""
+    """The counts (..., Mq) and columns (..., Mq, Mk), both int32, of a bool table; the other columns come after."""
     cols = torch.arange(table.shape[-1], dtype=torch.int32, device=table.device)
-    before = table.cumsum(-1, dtype=torch.int32)  # listed columns up to and with this one
+    before = table.cumsum(-1, dtype=torch.int32)  # listed columns up to this one, included
     count = table.sum(-1, dtype=torch.int32)
     # Each column's place: a permutation, so that what is written does not depend on the order of the writes.
     place = torch.where(table, before - 1, count[..., None] + cols - before)
@@ -34,7 +34,7 @@ def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
 def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
     """The bool table (..., Mq, cols) of a list whose columns are in range."""
     listed = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device) < count[..., None]
-    table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)  # the last one is never read
+    table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)  # the last column is never read
     return table.scatter_(-1, index.masked_fill(~listed, cols).long(), True)[..., :cols]
 
 
@@ -46,13 +46,13 @@ def chunks(total: int, each: int) -> Iterator[tuple[int, int]]:
 
 
 def block_rows(begin: int, end: int, block: int, length: int, device) -> Tensor:
-    """(end - begin, block) int32 elements of these blocks; past the length the last one again, which is harmless."""
+    """(end - begin, block) int32 elements of these blocks; past the length, the last one again, which is harmless."""
     rows = torch.arange(begin * block, end * block, dtype=torch.int32, device=device)
     return rows.clamp(max=length - 1).view(-1, block)
 
 
 def tables_of_mask_mod(mask_mod, heads, lengths, blocksize, device) -> tuple[Tensor, Tensor]:
-    """(seen somewhere, seen everywhere), bool (B, H, Mq, Mk), of (B, H) = heads, by looking at every element.
+    """(seen somewhere, seen everywhere), bool (B, H, Mq, Mk), of (B, H) = heads: computes the mask of every element.
 
     Blocks that go past the last column are not seen everywhere.
     """
@@ -77,7 +77,7 @@ def tables_of_mask_mod(mask_mod, heads, lengths, blocksize, device) -> tuple[Ten
 def tables_of_rows(begin, end, prefix, lengths, blocksize) -> tuple[Tensor, Tensor]:
     """The same, (Mq, Mk), where row q sees the columns [begin[q], end[q]) and [0, prefix[q]), all within [0, Sk).
 
-    Looks at each row once for every block, block_k times less than every element.
+    Computes one number for each row and block, block_k times fewer than there are elements.
     """
     (sq, sk), (block_q, block_k) = lengths, blocksize
     rows, cols = -(-sq // block_q), -(-sk // block_k)
@@ -117,7 +117,7 @@ def band_tables(lengths, blocksize, left: int | None, right: int | None, device)
 
 
 def flags(mask) -> Tensor:
-    """What may be wrong with a BlockMask's lists, (5,) bool; see first_error for the order."""
+    """Which errors a BlockMask's lists have, (5,) bool, in the order of first_error."""
     cols = mask.n_block_cols
     parts = [[], [], []]
     tables = []
@@ -137,7 +137,7 @@ def flags(mask) -> Tensor:
 
 
 def first_error(mask) -> str:
-    """What is wrong first. Copies the lists to the host."""
+    """The first error of a BlockMask's lists. Copies them to the host."""
     cols, tables = mask.n_block_cols, []
     for name in ("partial", "full"):
         count, index = (getattr(mask, f"{name}_{part}").cpu() for part in ("count", "index"))

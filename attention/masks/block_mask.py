@@ -3,7 +3,7 @@
 Scores (Sq, Sk) are cut into blocks of (block_q, block_k); Mq = ceil(Sq / block_q) rows of them, Mk = ceil(Sk / block_k)
 columns. Of each row of blocks there are two ascending lists: of full blocks every element is seen; of partial blocks
 mask_mod tells which, or, where that is None, all up to the last column. Blocks in neither list are not computed. The
-storage is that of torch's FlexAttention, so that its masks are taken over without a copy. patterns.py makes usual ones.
+storage is that of torch's FlexAttention, so its masks are taken over without a copy. patterns.py makes the usual ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.runtime.derived import Derived
 from sparse_collective.bsr import BsrMatrix
@@ -47,7 +48,7 @@ class BlockMask:
         partial_count: (B, H, Mq) int32; how many blocks of each row are partial. B and H may be 1: then all items, or
             all heads, have the same blocks.
         partial_index: (B, H, Mq, width) int32, width at most Mk; their columns of blocks, strictly increasing; past the
-            count anything.
+            count they may hold anything.
         full_count, full_index: the same of full blocks, with a width of its own; both None: there are none. A block
             that goes past the last column must not be full; one that goes past the last row may be.
         lengths: (Sq, Sk).
@@ -75,7 +76,7 @@ class BlockMask:
     heads: int  # H, may be 1
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
-    derived: Derived | None  # what kernels must know of the mask, made when first needed
+    derived: Derived | None  # what kernels need to know of the mask, made when first needed
     __slots__ = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols")
     __slots__ += ("derived", "__weakref__")
 
@@ -97,7 +98,10 @@ class BlockMask:
         if (full_count is None) != (full_index is None):
             raise ValueError("give both full_count and full_index, or neither")
         if full_count is None and isinstance(partial_count, Tensor):
-            full_count, full_index = torch.zeros_like(partial_count), partial_index  # past the count is anything
+            full_count, full_index = (
+                torch.zeros_like(partial_count),
+                partial_index,
+            )  # entries past the count may be anything
         tables = dict(zip(TABLES, (partial_count, partial_index, full_count, full_index), strict=True))
         for name, t in tables.items():
             if not is_strided(t) or t.dtype is not torch.int32:
@@ -142,7 +146,7 @@ class BlockMask:
 
     @classmethod
     def _of_tables(cls, partial: Tensor, full: Tensor, lengths, blocksize, mask_mod) -> BlockMask:
-        """Of two bool tables (..., Mq, Mk) that are right by construction."""
+        """The mask of two bool tables (..., Mq, Mk) that are correct by construction."""
         partial, full = (t[(None,) * (4 - t.dim())] for t in (partial, full))
         lists = *block_lists.lists_of(partial), *block_lists.lists_of(full)
         return cls(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
@@ -232,7 +236,7 @@ class BlockMask:
         return cls.from_blocks(blocks, blocksize, lengths=lengths, mask_mod=mask_mod, causal=causal)
 
     @classmethod
-    def from_flex(cls, mask, *, check: bool = False) -> BlockMask:
+    def from_flex(cls, mask: FlexBlockMask, *, check: bool = False) -> BlockMask:
         """FlexAttention's mask: its lists, not copied where they are contiguous, and its mask_mod, None for noop_mask.
 
         Where Sk is no multiple of block_k, full blocks that go past the last column become partial ones, which copies;
@@ -322,7 +326,7 @@ class BlockMask:
         blocks = self.partial_count.numel() * self.n_block_cols
         return (self.partial_count.sum() + self.full_count.sum()).item() / max(blocks, 1)
 
-    def to_flex(self):
+    def to_flex(self) -> FlexBlockMask:
         """The same as a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""
         return convert.to_flex(self)
 
@@ -351,4 +355,6 @@ class BlockMask:
 
 def _rebuild(*parts) -> BlockMask:
     *lists, lengths, blocksize, mask_mod = parts
-    return BlockMask(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)  # nothing vouches for a file
+    return BlockMask(
+        *lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod
+    )  # a file may hold wrong lists, so they are checked

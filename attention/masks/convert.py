@@ -1,9 +1,11 @@
-"""What BlockMask takes over from other formats. Nothing here waits for the device."""
+"""Conversions of other formats to BlockMask, and back. Nothing here waits for the device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from torch.nn.attention.flex_attention import noop_mask
 
 from sparse_collective.bsr import BsrMatrix
 from sparse_collective.checks import describe
@@ -47,9 +49,6 @@ def blocks_of_indices(crow: Tensor, col: Tensor, shape, blocksize, heads: int | 
 
 def lists_of_flex(mask) -> tuple[list[Tensor | None], dict]:
     """The four tables of FlexAttention's mask, and lengths, blocksize and mask_mod; see BlockMask.from_flex."""
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-    from torch.nn.attention.flex_attention import noop_mask
-
     if not isinstance(mask, FlexBlockMask):
         raise TypeError(f"mask must be FlexAttention's BlockMask, got {type(mask).__name__}")
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
@@ -72,10 +71,8 @@ def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple
     return lists, {"lengths": lengths, "blocksize": blocksize, "mask_mod": mask_mod}
 
 
-def to_flex(mask):
+def to_flex(mask) -> FlexBlockMask:
     """FlexAttention's mask of a BlockMask."""
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
     lists = list(mask.lists())
     for i in (0, 2):
         if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention takes the width for Mk when it transposes

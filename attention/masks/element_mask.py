@@ -1,8 +1,8 @@
-"""A user's element mask as part of a compiled kernel: what it computes, and the tensors that it reads.
+"""A user's element mask in a compiled kernel: what it computes, and the tensors that it reads.
 
 mask_mod(b, h, q, kv) is any function that torch can trace on integer scalars, such as FlexAttention's: a plain Python
 function or a frozen dataclass of mask_mods.py. The numbers that it captures are constants of the kernel, and the
-tensors arguments, so that a kernel reads what is in them when it runs.
+tensors are arguments, so a kernel reads what they hold when it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUTS = ("int32",) * 4
 
 @dataclass(frozen=True)
 class ElementMask:
-    """The compiled half of a mask, equal to another if what they compute is the same."""
+    """What a mask computes; equal to another if they compute the same."""
 
     program: Program
     contiguous: tuple[bool, ...]  # of each tensor that is read, whether its last dimension has stride 1

@@ -1,10 +1,10 @@
-"""Block masks of what users hold (FlexAttention's BlockMask, bool tensors, BSR patterns), converted once.
+"""Conversions of FlexAttention's BlockMask, bool tensors and BSR patterns to BlockMask, each made once.
 
-The BlockMask lives as long as the object that it was made of, and so does what block_sparse makes of it in turn. It is
+The BlockMask lives as long as the object that it was made of, and so does what block_sparse.py derives from it. It is
 made again when a tensor of the object was written to or replaced, as far as torch counts that: see
 runtime.derived.state_of. Tensors that were made in inference mode are converted at each call, since torch counts
-nothing of them. While a CUDA graph is captured, so is all that may be written to: then replays see what was written. Of
-a BsrMatrix, whose indices must not be written to, a graph takes the conversion that is there.
+no writes to them. While a CUDA graph is captured, so is everything that may be written to: then replays see what was
+written. Of a BsrMatrix, whose indices must not be written to, a graph uses the conversion that exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITH: dict[int, tuple] = {}  # id of a tensor -> (weak reference to it, what is
 
 
 class _OfFlex:
-    """What is kept with FlexAttention's mask; `parts` are those of its attributes that may be replaced."""
+    """The conversion that is kept with FlexAttention's mask; `parts` are the attributes of it that may be replaced."""
 
     __slots__ = ("derived", "parts")
 
@@ -39,7 +39,7 @@ class _OfFlex:
         return count is a and index is b and full_count is c and full_index is d and mask_mod is e
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # in a copy of the mask, or in a file, None stands for this
+        return type(None), ()  # in a copy of the mask, or in a file, this becomes None
 
 
 def of_flex(mask: FlexBlockMask) -> BlockMask:

@@ -98,7 +98,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class And:
-    """What both see."""
+    """Elements that both masks see."""
 
     first: MaskMod
     second: MaskMod
@@ -109,7 +109,7 @@ class And:
 
 @dataclass(frozen=True)
 class Or:
-    """What at least one sees."""
+    """Elements that at least one of the masks sees."""
 
     first: MaskMod
     second: MaskMod
@@ -119,7 +119,7 @@ class Or:
 
 
 def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
-    """And, where None sees everything."""
+    """And(first, second), where None stands for a mask that sees everything."""
     if first is None or second is None or first == second:
         return second if first is None else first
     return And(first, second)
@@ -142,7 +142,7 @@ def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod
 
 
 def window_bounds(window: Sequence[int | None] | None, causal: bool = False) -> tuple[int | None, int | None]:
-    """(left, right) of a window, None without bound; causal makes right at most 0. All ops and patterns ask this.
+    """(left, right) of a window, None without bound; causal makes right at most 0. All ops and patterns call it.
 
     FlashAttention's convention: row q, at position p = q + Sk - Sq, sees columns p - left to p + right, both included.
     -1 is without bound there, and is taken as None.

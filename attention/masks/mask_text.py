@@ -1,7 +1,8 @@
-"""A mask_mod as a text with its numbers and tensors: how it crosses the schema of a registered op.
+"""A mask_mod as a text, numbers and tensors, which the schema of a registered op can hold.
 
-The text names classes and functions of this process, and counts numbers and tensors, so that others of them need no new
-graph. And(Band(None, 0, 5), SameDocument(q_ids, kv_ids, False)) is, in JSON, with shorter names of its classes,
+The text names classes and functions of this process and refers to numbers and tensors by index, so that other numbers
+and tensors need no new graph. And(Band(None, 0, 5), SameDocument(q_ids, kv_ids, False)) is, in JSON, with the names of
+its classes shortened,
 
     ["And", ["Band", null, ["int", 0], ["int", 1]], ["SameDocument", ["tensor", 0], ["tensor", 1], false]]
 """
@@ -35,7 +36,7 @@ def _fields(cls: type) -> tuple[str, ...]:
 @torch.compiler.assume_constant_result
 def _function(fn) -> str:
     """The name under which a graph refers to a function; the op traces it when it runs."""
-    return register(f"{fn.__qualname__} at {id(fn):x}", fn)  # which is kept, so no other has its id
+    return register(f"{fn.__qualname__} at {id(fn):x}", fn)  # which is kept alive, so no other function gets its id
 
 
 def written(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[Tensor]]:

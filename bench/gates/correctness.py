@@ -25,7 +25,7 @@ MOST_JOBS = 8  # each holds a CUDA context: some 500 MB of the device
 def arguments(gpu: bool, quick: bool) -> list[str]:
     """pytest's arguments: which tests, and in how many processes where pytest-xdist is installed."""
     files = (QUICK if quick else FULL) if gpu else CPU
-    chosen = ["-m", "gpu" if gpu else "not gpu", *(["-k", "not slow"] if quick else [])]
+    chosen = ["-m", ("gpu" if gpu else "not gpu") + (" and not slow" if quick else "")]
     if importlib.util.find_spec("xdist"):
         chosen += ["-n", str(min(MOST_JOBS, os.cpu_count() or 1) if gpu else 0)]
     return [*files, *chosen, "-W", "ignore"]

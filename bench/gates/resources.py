@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import attention.families  # noqa: F401  (importing registers the kernels)
+import sparse_collective.families  # noqa: F401
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import families, family_of
@@ -17,12 +19,14 @@ from cute_kernels.runtime.parallel import Report, in_parallel, inspect_kernel
 from .gate import Gate, Skip, judged
 
 NAME = "resources"
+QUICK = ("sm_80", "sm_90")  # the other architectures take the sm_80 path's kernels
 
 
 def catalogues(quick: bool, package: tuple[str, ...] = ()) -> list:
     """Each architecture's kernels, of all families or of some packages'; with `quick` a few typical ones."""
     found = [f for f in families() if not package or type(f).__module__.partition(".")[0] in package]
-    return [facts for arch in ARCHS for family in found for facts in family.catalogue(arch, quick)]
+    archs = QUICK if quick else ARCHS
+    return [facts for arch in archs for family in found for facts in family.catalogue(arch, quick)]
 
 
 def without_collections(compiled: Callable[..., Report], facts) -> Report:

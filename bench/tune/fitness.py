@@ -20,8 +20,8 @@ import torch
 from cute_kernels import gemm
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.plan import Plan, viewed
+from cute_kernels.runtime import families
 from cute_kernels.runtime.device import path
-from cute_kernels.runtime.families import family_of, function_for
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from tests import calls, reference
 from tests.calls import Call
@@ -99,7 +99,7 @@ def launcher(plan: Plan, call: Call) -> Callable[[Callable, Candidate], object]:
     def launch(function: Callable, candidate: Candidate) -> object:
         facts, tables = candidate.facts, ()
         if facts.block:
-            family = family_of(facts)
+            family = families.family_of(facts)
             pattern = family.pattern(facts, W, None)
             tables = (W.crow_indices, *(family.with_order(pattern, None) if family.orders else pattern), W.values)
         return function(*tables, *rest, 1.0, 1.0, candidate.group, candidate.ctas)
@@ -123,7 +123,7 @@ class Fitness:
             self.launch, self.out = launcher(call.plan(), call), call.out
         self.incumbent = Candidate(*choose(space.problem, space.spec, space.sms, space.path)[:3])
         self._right: set[Candidate] = set()
-        self._functions = {self.incumbent.facts: function_for(self.incumbent.facts)}
+        self._functions = {self.incumbent.facts: families.function_for(self.incumbent.facts)}
         if not self.usable(self.incumbent):
             raise RuntimeError(f"the heuristics' pick for {problem.text} is wrong: {self.rejected[self.incumbent]}")
 

@@ -81,7 +81,7 @@ class GemmSm80:
         cfg = self.cfg
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index_warp = (warp % cfg.warps_m, warp // cfg.warps_m)  # (warp_m, warp_n)
-        smem = cutlass.utils.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
+        smem = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
 
         m, n, l = scheduler.decode(cute.arch.block_idx()[0])
         k_tiles = source.for_tile(m, l, source.bounds(m, n, l))

@@ -26,7 +26,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from ..dtypes import cutlass_dtype
@@ -106,7 +106,7 @@ class GemmSm90:
     # ------------------------------------------------------------------ atoms
 
     def make_mma(self, warps_m: int, warps_n: int):
-        major = {"k": warpgroup.OperandMajorMode.K, "m": warpgroup.OperandMajorMode.MN}
+        major = {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
         major["n"] = major["m"]
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype,
@@ -208,7 +208,7 @@ class GemmSm90:
                 cpasync.prefetch_descriptor(tma_d)
 
         sA_layout, sB_layout, sD_layout = self.layouts()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (tile_m, tile_k, PIPE)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (tile_n, tile_k, PIPE)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)

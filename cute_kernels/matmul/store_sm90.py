@@ -20,7 +20,7 @@ from cutlass import Float32, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T, dsl_user_op
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from ..tile.hopper import WARPGROUP

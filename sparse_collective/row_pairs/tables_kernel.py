@@ -61,7 +61,7 @@ class PairPlanner:
             before: cute.struct.MemRange[Int32, 3 * MOST_WORDS]
             totals: cute.struct.MemRange[Int32, 3]
 
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         bits = storage.bits.data_ptr()
         sBits = cute.make_tensor(bits, cute.make_layout((2, MOST_WORDS), stride=(MOST_WORDS, 1)))
         sBefore = cute.make_tensor(storage.before.data_ptr(), cute.make_layout((3, MOST_WORDS), stride=(MOST_WORDS, 1)))

@@ -121,7 +121,7 @@ class SkinnyKernel:
         per_strip: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sSum = cutlass.utils.SmemAllocator().allocate_tensor(  # (M, N, WARPS)
+        sSum = cutlass.memory.SmemAllocator().allocate_tensor(  # (M, N, WARPS)
             Float32, cute.make_layout(self.sums[0], stride=self.sums[1]), byte_alignment=16
         )
         m, n, l = self.decode(tiles_n, per_strip)

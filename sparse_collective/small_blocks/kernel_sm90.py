@@ -136,8 +136,8 @@ class SmallBlocksSm90:
         mma = sm90_utils.make_trivial_tiled_mma(  # of the store: how accumulators lie in a warpgroup
             self.dtype,
             self.dtype,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
             Float32,
             (1, 1, 1),
             tiler_mn=(SLAB, ROWS),
@@ -182,7 +182,7 @@ class SmallBlocksSm90:
             if const_expr(self.store.tma):
                 cpasync.prefetch_descriptor(tma_d)
         sA_layout, sB_layout, sD_layout = self.layouts()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (*block_tile, CONSUMERS x slots)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, slice, PIPE x slices)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)

@@ -74,7 +74,7 @@ class SweepPlanner:
             words: cute.struct.MemRange[Int32, MOST_CHUNKS * segments]
             before: cute.struct.MemRange[Int32, MOST_CHUNKS * segments]
 
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sStarts = cute.make_tensor(storage.starts.data_ptr(), cute.make_layout(rows + 1))
         flat = cute.make_layout(MOST_SLICES // WARP)
         sNeeded = cute.make_tensor(storage.needed.data_ptr(), flat)  # a bit for each slice

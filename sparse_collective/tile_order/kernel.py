@@ -203,7 +203,7 @@ class TileDealer:
             long: cute.struct.MemRange[Int32, 1]
 
         self.smem_bytes = Storage.size_in_bytes()
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sKeys = cute.make_tensor(storage.keys.data_ptr(), cute.make_layout(MOST_ROWS))
         sLong = cute.make_tensor(storage.long.data_ptr(), cute.make_layout(1))
         tidx, bidx, ctas = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]

@@ -12,20 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cute_kernels
-from cute_kernels.arch import ARCHS
 from cute_kernels.scheduler import TileScheduler
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective.tile_order import kernel as order_kernel
-from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, OrderFacts, fits, work_order_on_gpu
+from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, fits, work_order_on_gpu
 from sparse_collective.tile_order.reference import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
 
 from . import cases
-from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
+from .bsr_parts import LINEAR, bsr, check, width
 
 
 def crow_of(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return torch.tensor([0, *torch.as_tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 PROBLEMS = {
@@ -92,48 +89,25 @@ def test_panels_stay_together():
     ]
 
 
-@pytest.mark.parametrize("path", ["sm_80", pytest.param("sm_90", marks=pytest.mark.sm_90)])
+@LINEAR
 @pytest.mark.parametrize("pattern", ["power_law", "empty_rows", "one_full_row", "no_blocks", "bernoulli"])
-@pytest.mark.parametrize(
-    "block", [(128, 128), (64, 64), (32, 32), (256, 64), (48, 112)], ids=lambda b: f"{b[0]}x{b[1]}"
-)
-def test_products(device, path, pattern, block):
-    mask = cases.PATTERNS[pattern](1024 // block[0] + 1, 512 // block[1] + 1)
-    crow, col = cases.mask_to_indices(mask)
-    shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
-    values = normal(len(col), *block, k=shape[1])
-    W = BsrMatrix(crow.to(device), col.to(device), values.to(device), shape)
-    dense, b = dense_of(crow, col, values, shape), normal(shape[1], 1000)
-    exact, by_torch = exact_and_torch(dense, b, torch.bfloat16)
-    out = poisoned(*exact.shape, device=device)
-    with cute_kernels.path(path):
-        bsr_matmul(W, b.to(device), out=out)
-        assert_as_good_as_torch(out.cpu(), exact, by_torch, k=shape[1])
-        linear = bsr_linear(b.t().contiguous().to(device), W)
-        assert_as_good_as_torch(linear.t().cpu(), exact, by_torch, k=shape[1])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (256, 64), (48, 112)], ids=str)
+def test_products(device, path, pattern, block, linear):
+    W = bsr(pattern, block, device, grid=(1024 // block[0] + 1, 512 // block[1] + 1))
+    check(W, width(W, 1000, device, linear), linear=linear)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", ["sm_80", pytest.param("sm_90", marks=pytest.mark.sm_90)])
-@pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
 def test_many_rounds(path, block):
     """Every worker does several tiles, of lengths from none to all."""
-    mask = cases.power_law(2560 // block[0], 1024 // block[1])
-    crow, col = cases.mask_to_indices(mask)
-    values = normal(len(col), *block, k=1024)
-    W = BsrMatrix(crow.cuda(), col.cuda(), values.cuda(), (2560, 1024))
-    b = normal(1024, 8000, device="cuda")
-    exact, by_torch = exact_and_torch(W.to_dense(), b, torch.bfloat16)
-    out = poisoned(2560, 8000, device="cuda")
-    with cute_kernels.path(path):
-        bsr_matmul(W, b, out=out)
-    assert_as_good_as_torch(out, exact, by_torch, k=1024)
+    W = bsr("power_law", block, "cuda", grid=(2560 // block[0], 1024 // block[1]))
+    check(W, width(W, 8000, "cuda"))
 
 
 @pytest.mark.parametrize(("mask", "even"), [(cases.uniform(8, 9, 3), True), (cases.power_law(8, 9), False)])
 def test_a_check_tells_whether_rows_are_even(mask, even):
-    crow, col = cases.mask_to_indices(mask)
-    W = BsrMatrix(crow, col, normal(len(col), 16, 16), (128, 144))
+    W = bsr(mask, (16, 16), "cpu")
     assert not W.even, "not known yet"
     W.check_indices()
     assert W.even is even
@@ -242,11 +216,9 @@ def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group,
     ("rows", "workers"), [(64, 132), (64, order_kernel.MOST_WORKERS + 1), (order_kernel.MOST_ROWS + 1, 9)]
 )
 def test_beyond_the_kernels_limits_torch_orders(rows, workers):
-    mask = cases.power_law(rows, 8)
-    crow, col = (t.cuda() for t in cases.mask_to_indices(mask))
-    W = BsrMatrix(crow, col, torch.zeros(len(col), 16, 16, dtype=torch.bfloat16, device="cuda"), (rows * 16, 128))
+    W = bsr(cases.power_law(rows, 8), (16, 16), "cuda")
     tiles = {"row_tiles": 1, "steps": 1, "tiles_n": 20, "batch": 1, "group": 4, "workers": workers}
-    assert torch.equal(W.work_order(Tiles(**tiles)).cpu(), work_order(crow.cpu(), **tiles))
+    assert torch.equal(W.work_order(Tiles(**tiles)).cpu(), work_order(W.crow_indices.cpu(), **tiles))
 
 
 def test_what_the_kernel_serves():
@@ -255,19 +227,3 @@ def test_what_the_kernel_serves():
     assert not fits(order_kernel.MOST_ROWS + 1, **tiles)
     assert not fits(64, **{**tiles, "workers": order_kernel.MOST_WORKERS + 1})
     assert not fits(64, **{**tiles, "tiles_n": order_kernel.MOST_ITEMS // 64})
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
-@pytest.mark.parametrize(
-    ("dealt", "index_dtype"), [(True, "int32"), (True, "int64"), (False, "int32"), (False, "int64")]
-)
-def test_the_order_kernel_compiles(arch, dealt, index_dtype):
-    from cute_kernels.runtime import inspect
-    from cute_kernels.runtime.compile import cubin_of
-
-    with mock.patch.object(order_kernel, "compile_for", wraps=order_kernel.compile_for) as compiling:
-        compiled = order_kernel.compile_order(OrderFacts(arch, index_dtype, dealt), keep_cubin=True)
-    assert compiling.call_args.args[1].smem_bytes <= min(spec.smem for spec in ARCHS.values())
-    found = inspect.resources(cubin_of(compiled), arch)
-    assert found.stack == found.stl == found.ldl == 0
-    assert found.registers * order_kernel.THREADS <= 65536

@@ -1,17 +1,14 @@
-"""The ops without a GPU: CPU tensors against fp64, epilogue functions, explain, path, and the choice of kernels."""
+"""Which kernel a call takes: explain, path, what is chosen for a problem and from which facts; and calls on the CPU."""
 
 import itertools
-import math
 import threading
 
 import pytest
 import torch
-import torch.nn.functional as nnf
 
 import cute_kernels
 from cute_kernels import explain, gemm
-from cute_kernels import functions as F
-from cute_kernels.arch import ARCHS, PATHS, arch_named, arch_of
+from cute_kernels.arch import ARCHS, PATHS
 from cute_kernels.checks import epilogue_program
 from cute_kernels.matmul.choose import candidates_for, choose, facts_for
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
@@ -19,25 +16,21 @@ from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
 from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.families import unsupported
-from cute_kernels.traced import activations
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
+from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
-from .cases import PATTERNS, mask_to_indices
-from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, operand, poisoned
+from .conformance import FAMILIES, OPS, cases_of, run
+from .reference import assert_as_good_as_torch, exact_and_torch, normal, operand, poisoned
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# Products on CPU tensors
+# CPU tensors
 
 
-@pytest.mark.parametrize("layouts", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("out_dtype", [None, BF16, FP16, FP32])
-def test_gemm(layouts, dtype, out_dtype):
-    a, b = operand(33, 70, layouts[0], dtype=dtype), operand(70, 45, layouts[1], dtype=dtype, k=70)
-    terms = {"bias": normal(45, dtype=FP32), "activation": "gelu", "alpha": 0.5}
-    exact, by_torch = exact_and_torch(a, b, out_dtype or dtype, **terms)
-    assert_as_good_as_torch(gemm(a, b, **terms, out_dtype=out_dtype), exact, by_torch, k=70)
+@pytest.mark.parametrize("op", OPS)
+def test_references(op):
+    """A quarter of the conformance cases, by the plain torch that CPU tensors run."""
+    for case in cases_of(FAMILIES["dense sm_80" if op == "gemm" else "bsr sm_80"], op)[::4]:
+        run(case, "cpu", 2)
 
 
 @pytest.mark.parametrize(
@@ -66,91 +59,6 @@ def test_gradients_are_not_needed_where_they_are_off():
         assert not gemm(a, b).requires_grad
     with torch.inference_mode():
         gemm(normal(8, 16), b)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("block", [(16, 16), (48, 112), (64, 32)])
-def test_bsr(pattern, block):
-    crow, col = mask_to_indices(PATTERNS[pattern](5, 4))
-    W = BsrMatrix(crow, col, normal(len(col), *block, k=4 * block[1]), (5 * block[0], 4 * block[1]))
-    dense = dense_of(crow, col, W.values, W.shape)
-    b, x = normal(W.shape[1], 9), normal(2, 3, W.shape[1])
-    row, bias = normal(W.shape[0], 1), normal(W.shape[0])
-    out = bsr_matmul(W, b, row, "silu")
-    assert_as_good_as_torch(out, *exact_and_torch(dense, b, BF16, bias=row, activation="silu"), k=W.shape[1])
-    out = bsr_linear(x, W, bias, "relu")
-    assert_as_good_as_torch(out, *exact_and_torch(x, dense.t(), BF16, bias=bias, activation="relu"), k=W.shape[1])
-    assert torch.equal(bsr_linear(x, W.to_torch(), bias, "relu"), out)
-    out = bsr_linear(x[0, 0], W, out=torch.empty(W.shape[0]))
-    exact, by_torch = exact_and_torch(x[0, :1], dense.t(), FP32)
-    assert_as_good_as_torch(out, exact[0], by_torch[0], k=W.shape[1])
-
-
-# Epilogue functions
-
-VALUES = torch.cat([torch.linspace(-8, 8, 401, dtype=torch.float64), torch.tensor([-60.0, 60.0, 0.0, -0.0, 1e-30])])
-MEANINGS = {
-    "relu": nnf.relu,
-    "gelu": nnf.gelu,
-    "gelu_tanh": lambda x: nnf.gelu(x, approximate="tanh"),
-    "silu": nnf.silu,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
-    "sin": torch.sin,
-    "cos": torch.cos,
-}
-
-
-@pytest.mark.parametrize("name", MEANINGS)
-@pytest.mark.parametrize("dtype", [FP32, torch.float64])
-def test_functions_mean_what_torch_means(name, dtype):
-    x = VALUES.to(dtype)
-    mine, right = getattr(F, name)(x), MEANINGS[name](x)
-    assert mine.dtype is dtype
-    torch.testing.assert_close(
-        mine, right, rtol=1e-5 if dtype is FP32 else 1e-12, atol=1e-6 if dtype is FP32 else 1e-14
-    )
-
-
-def test_gelu_as_kernels_compute_it(monkeypatch):
-    """No further from the truth than torch's own fp32 formula is at its worst, and right in the limits."""
-    monkeypatch.setattr(activations, "_exp2", torch.exp2)
-    monkeypatch.setattr(activations.cute.math, "absf", torch.abs)
-    gelu = activations.gelu
-    x = torch.linspace(-30, 30, 600_001)
-    exact = nnf.gelu(x.double())
-    mine, by_torch = ((y.double() - exact).abs().max() for y in (gelu(x), nnf.gelu(x)))
-    assert mine <= 0.7 * by_torch  # here without fused multiply-adds, which a kernel has
-    limits = torch.tensor([-1e30, -1e4, 1e4, 1e30, math.inf, 0.0])
-    assert torch.equal(gelu(limits), limits.clamp_min(0))
-    assert gelu(torch.tensor([math.nan, -math.inf])).isnan().all(), "as torch has it"
-
-
-@pytest.mark.parametrize("name", ["log", "sqrt", "rsqrt"])
-def test_functions_of_positive_numbers(name):
-    x = torch.linspace(0.1, 9, 50)
-    assert torch.equal(getattr(F, name)(x), getattr(torch, name)(x))
-
-
-def test_selections():
-    x = torch.tensor([-1.0, 0.5, 3.0, math.nan])
-    assert F.maximum(x, 0.0).tolist()[:3] == [0.0, 0.5, 3.0] and F.maximum(x, 0.0)[3].isnan()
-    assert F.minimum(x, 1.0).tolist()[:3] == [-1.0, 0.5, 1.0] and F.minimum(x, 1.0)[3].isnan()
-    assert F.where(x > 0, x, 0.25 * x).tolist()[:3] == [-0.25, 0.5, 3.0]
-    assert F.where(x > 0, 1.0, -1.0).tolist() == [-1.0, 1.0, 1.0, -1.0]
-    assert F.maximum(x, torch.ones(4)).tolist()[:3] == [1.0, 1.0, 3.0]
-    assert F.relu(x)[3].isnan()
-
-
-def test_a_failing_function_says_what_would_work():
-    def broken(x):
-        return x.no_such_method()
-
-    with pytest.raises(TypeError, match="failed while torch traced it, .*test_cpu_ops.py:.*no attribute 'no_such_meth"):
-        gemm(normal(8, 8), normal(8, 8), epilogue=broken)
 
 
 # explain and path
@@ -191,7 +99,7 @@ def test_explain_of_a_kernel(emulated):
     assert "store: element by element" in text
     W = random_bsr((64, 224), (16, 112), density=0.5)
     assert "blocks: 16x112, MMA steps a K-tile " in str(explain(bsr_matmul, W, normal(224, 24)))
-    assert "few columns" in str(explain(bsr_matmul, W, normal(224, 8)))
+    assert "skinny" in str(explain(bsr_matmul, W, normal(224, 8)))
 
 
 @pytest.mark.parametrize(("dtype", "granule"), [(torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)], ids=str)
@@ -239,22 +147,6 @@ def test_path_changes_the_plan(emulated):
         assert (facts.path, facts.arch) == ("sm_80", "sm_90a"), "compiled for the device, whichever family it is of"
 
 
-# Architectures
-
-
-def test_architectures():
-    assert [arch_of(c).name for c in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))] == [
-        "sm_80",
-        "sm_86",
-        "sm_80",
-        "sm_89",
-        "sm_90",
-    ]
-    assert arch_named("sm_90a") is arch_named("sm_90") is ARCHS["sm_90"]
-    assert ARCHS["sm_86"].smem == ARCHS["sm_89"].smem == 101_376
-    assert all(spec.path in PATHS for spec in ARCHS.values())
-
-
 # The choice of a kernel
 
 DENSE_SHAPES = [
@@ -292,9 +184,9 @@ def problems():
 def sound(facts: GemmFacts) -> str:
     """What else a kernel asks of a configuration: its tile divides among its warps and its atoms."""
     cfg = facts.config
-    if cfg.few:
+    if facts.family == "skinny":
         whole = facts.block.bm % cfg.tile_m == cfg.tile_m % 16 == cfg.tile_n % 8 == 0
-        return "" if whole and cfg.warps_m <= 32 else "strips of whole MMAs, each in one block"
+        return "" if whole and cfg.warps <= 32 else "strips of whole MMAs, each in one block"
     warp_m, warp_n = (16, 8) if facts.path == "sm_80" else (64, 8)
     threads = cfg.warps_m * cfg.warps_n * (32 if facts.path == "sm_80" else 128)
     rules = {
@@ -344,7 +236,7 @@ def test_every_candidate_is_sound(arch):
     spec = ARCHS[arch]
     for problem in problems():
         for path in ("sm_80", "sm_90") if arch == "sm_90" else ("sm_80",):
-            for config in candidates_for(path, problem, spec):
+            for _, config in candidates_for(path, problem, spec):
                 facts = facts_for(problem, path, spec, config)
                 assert unsupported(facts) or not sound(facts), (facts, sound(facts))
 
@@ -359,7 +251,7 @@ def test_keys_of_facts_tell_functions_apart_and_nothing_else():
         return GemmFacts(
             "sm_90a",
             "sm_80",
-            candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0],
+            candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0][1],
             epilogue=EpilogueSpec(function=fn and epilogue_program("gemm", fn)),
         )
 

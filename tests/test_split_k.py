@@ -1,8 +1,4 @@
-"""A K that the CTAs of a cluster share: which K-tiles each takes, the exchange of their sums, and products through it.
-
-The exchange's protocol is played on the host, as that of the sweep is. The products also run on the CPU, with torch in
-the kernels' place.
-"""
+"""K split among the CTAs of a cluster: which K-tiles each takes, and the exchange of their sums, played on the host."""
 
 import random
 from dataclasses import replace
@@ -13,22 +9,20 @@ import torch
 from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
-from cute_kernels.matmul import candidates
-from cute_kernels.matmul import cost as heuristics
-from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
+from cute_kernels.matmul import candidates, cost
+from cute_kernels.matmul.config import GemmConfig, GemmFacts
 from cute_kernels.matmul.split_k_sm90 import swaps
 from cute_kernels.runtime.families import unsupported
-from sparse_collective import bsr_linear, bsr_matmul
+from sparse_collective.family import in_step
 from sparse_collective.k_tiles import BsrSource
 
-from .bsr_parts import bsr, width
-from .bsr_parts import check as check_bsr
-from .reference import exact_and_torch, normal, poisoned
-from .test_gemm import check, check_outputs, matrices
+from .bsr_parts import picked
+from .conformance import FAMILIES
+from .mbarrier import Barrier
+from .reference import normal
 from .test_k_tiles import numbers
-from .test_sweep_protocol import Barrier
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
 HIGH, LOW = candidates.split_sm90(64, ARCHS["sm_90"])
 
 # Which K-tiles
@@ -169,127 +163,43 @@ def test_what_is_refused():
 def test_clusters_that_run_at_once():
     """Clusters of four leave SMs idle, and the grid does not wait for them."""
     config = next(c for c in HIGH if c.split == 4)
-    assert heuristics.resident_clusters(config, 132) == 30
-    assert heuristics.resident_clusters(HIGH[0], 132) == 66
-    extents = heuristics.Extents(128, 8192, 4096)
-    assert heuristics.grid_limit(config, extents, None, 8, 132) == 120
-    assert heuristics.grid_limit(config, extents, BlockFacts(128, 128, "int32"), 8, 132) % 4 == 0
+    assert cost.resident_clusters(config, 132) == 30
+    assert cost.resident_clusters(HIGH[0], 132) == 66
+    assert cost.all_ctas(config, 132) == 120
+    assert in_step(config, 64, 8, 132) % 4 == 0
 
 
-# Products
+# On a GPU
 
 
 @pytest.fixture(params=[*HIGH, *LOW], ids=str)
-def shared(request, monkeypatch):
-    """Ops take this configuration; for what it does not bear, fp32 results, the next of as many rows and CTAs."""
-    chosen = request.param
-    others = [c for c in (*HIGH, *LOW) if c.tile_m == chosen.tile_m and c.store_row >= 64]
-    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen])
-    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
-    for module in ("cute_kernels.ops", "sparse_collective.ops"):
-        monkeypatch.setattr(f"{module}._PLANS", {})
-    request.node.wide = others[-1]
-    return chosen
-
-
-@pytest.fixture
-def wide(shared, request, monkeypatch):
-    """The same for fp32 results."""
-    chosen = shared if shared.store_row >= 64 else request.node.wide
-    monkeypatch.setattr(candidates, "candidates_sm90", lambda block, spec: [chosen])
-    return chosen
-
-
-pytestmark = pytest.mark.sm_90
-
-
-@pytest.mark.parametrize("k", [8, 64, 72, 136, 200, 264, 1000])
-def test_sums_of_any_length(device, shared, k):
-    """From one K-tile, of which all CTAs but one have none, to several each."""
-    assert check(*matrices(200, 328, k, device)).facts.config == shared
-
-
-@pytest.mark.parametrize("layouts", ["nn", "nt", "tn", "tt"])
-def test_operands(device, shared, layouts):
-    check(*matrices(200, 328, 456, device, layouts, FP16))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_outputs(device, wide, dtype, transposed):
-    """Either major, with a residual and a bias; and a view whose strides TMA does not take."""
-    check_outputs(check, dtype, transposed, device)
-
-
-def test_batches(device, shared):
-    check(normal(3, 136, 200, device=device), normal(3, 200, 264, device=device, k=200), activation="relu")
-
-
-BLOCKS = ((128, 128), (512, 112), (64, 256), (48, 112))
-
-
-@pytest.mark.parametrize("linear", [False, True], ids=["matmul", "linear"])
-@pytest.mark.parametrize("pattern", ["bernoulli", "empty_rows", "one_full_row", "no_blocks"])
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_block_sparse(device, shared, block, pattern, linear):
-    """Rows without a block, and rows of fewer blocks than CTAs share them."""
-    if shared.tile_m >= block[0] + 64:
-        pytest.skip("the tile is two blocks high")
-    W = bsr(pattern, block, device, grid=(5, 9))
-    plan = check_bsr(W, width(W, 136, device, linear), linear=linear)
-    assert plan.facts.config == shared
-
-
-def test_block_sparse_terms(device, shared):
-    W = bsr("empty_rows", (128, 112), device, grid=(3, 7), index_dtype=torch.int64)
-    M, n = W.shape[0], 72
-    terms = {"bias": normal(M, 1, device=device), "activation": "gelu"}
-    check_bsr(W, width(W, n, device), residual=normal(M, n, device=device), **terms)
-    check_bsr(W, width(W, n, device, True), linear=True, bias=normal(M, device=device), activation="gelu")
+def forced(request, monkeypatch):
+    FAMILIES["dense split K sm_90"].force(monkeypatch, request.param)
+    return request.param
 
 
 @pytest.mark.gpu
-class TestCuda:
-    def test_many_tiles_a_cluster(self, shared):
-        """Every cluster does several tiles: phases of the exchange go on, and the next tile is loaded meanwhile."""
-        for n in (4096, 4104):
-            check(*matrices(1536, n, 520, "cuda", "nt"))
-        W = bsr("power_law", (128, 128), "cuda", grid=(48, 24))
-        check_bsr(W, width(W, 1032, "cuda"))
+@pytest.mark.sm_90
+def test_a_column_is_the_same_wherever_it_lies(forced):
+    """All CTAs add in the order of K, so which of them adds makes no difference."""
+    a, b = normal(200, 1000, device="cuda"), normal(1000, 328, device="cuda", k=1000)
+    places = torch.randperm(328, device="cuda")
+    assert torch.equal(gemm(a, b[:, places].contiguous()), gemm(a, b)[:, places])
 
-    def test_the_same_bits_on_every_run(self, shared):
-        a, b = matrices(520, 2056, 2056, "cuda", "nt")
-        first = gemm(a, b)
-        for _ in range(50):
-            assert torch.equal(gemm(a, b, out=poisoned(520, 2056, device="cuda")), first)
-        W = bsr("power_law", (128, 128), "cuda", grid=(12, 24))
-        x = width(W, 200, "cuda", True)
-        first = bsr_linear(x, W)
-        assert all(torch.equal(bsr_linear(x, W), first) for _ in range(50))
 
-    def test_a_column_is_the_same_wherever_it_lies(self, shared):
-        """All CTAs add in the order of K, so which of them adds makes no difference."""
-        a, b = matrices(200, 328, 1000, "cuda")
-        places = torch.randperm(328, device="cuda")
-        assert torch.equal(gemm(a, b[:, places].contiguous()), gemm(a, b)[:, places])
-
-    def test_tiny(self, shared):
-        """What to run first: one tile, and exact numbers."""
-        a, b = torch.ones(64, 256, dtype=BF16, device="cuda"), torch.ones(256, 64, dtype=BF16, device="cuda")
-        assert explain(gemm, a, b).facts.config == shared
-        assert (gemm(a, b) == 256).all()
-        W = bsr("all_blocks", (128, 128), "cuda", grid=(1, 5))
-        exact, _ = exact_and_torch(W.to_dense(), torch.eye(640, dtype=BF16, device="cuda"), BF16)
-        assert torch.equal(bsr_matmul(W, torch.eye(640, dtype=BF16, device="cuda")).double(), exact)
+@pytest.mark.gpu
+@pytest.mark.sm_90
+def test_one_tile_of_exact_numbers(forced):
+    """What to run first."""
+    a, b = torch.ones(64, 256, dtype=BF16, device="cuda"), torch.ones(256, 64, dtype=BF16, device="cuda")
+    assert explain(gemm, a, b).facts.config == forced
+    assert (gemm(a, b) == 256).all()
 
 
 def test_a_long_row_is_split():
     """Few columns, and one row with all blocks where the others have one in 16: that row's CTA would be the last."""
-    facts, few = BlockFacts(128, 128, "int32"), heuristics.Extents(8192, 128, 8192)
 
     def pick(longest):
-        shares = heuristics.Shares(longest=longest)
-        configs = candidates.candidates_sm90(facts, ARCHS["sm_90"])
-        return min(configs, key=lambda c: heuristics.cost(c, few, facts, 1 / 16, 132, shares=shares))
+        return picked((128, 128), (8192, 128, 8192), 1 / 16, longest=longest)
 
-    assert pick(1.0).split > 1 and pick(None).split == pick(0.1).split == 1
+    assert pick(1.0).config.split > 1 and pick(None).config.split == pick(0.1).config.split == 1

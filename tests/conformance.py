@@ -1,0 +1,490 @@
+"""What every kernel must do: calls as plain data, their truth in fp64, the checks, and the families to run them with.
+
+A `Signature` holds what kernels are compiled from; a `Case` what may change from call to call: extents, strides,
+patterns and numbers. `run` makes the call of a case in guarded memory. `cases_of` lists a family's cases.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import torch
+
+import cute_kernels
+from cute_kernels import eager as dense_ops
+from cute_kernels import explain, gemm
+from cute_kernels import functions as F
+from cute_kernels.arch import ARCHS
+from cute_kernels.dtypes import NAMES
+from cute_kernels.matmul.catalogue import SQUARED_RELU
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.families import families, load_all
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
+from sparse_collective import eager as sparse_ops
+
+from .cases import PATTERNS, mask_to_indices
+from .guard_zones import Placement, Wrong, Zones
+from .reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned_empty
+
+OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ITEM_PATTERNS = ("power_law", "no_blocks", "empty_rows", "bernoulli", "all_blocks")  # of a batch, one after the other
+
+
+@dataclass(frozen=True)
+class Signature:
+    """`align`: of operands' strides, addresses and, on the sm_80 path, contiguous extents, in elements; `align_out` the
+    same of out's strides and address. `majors`: whether the two dense operands and out are transposed in memory."""
+
+    op: str
+    path: str
+    dtype: str
+    out_dtype: str
+    align: int
+    align_out: int
+    majors: tuple[bool, bool, bool]
+    bias: str | None  # "col", "row" or, of a batch, "items"
+    activation: str | None
+    residual: bool
+    block: tuple[int, int] | None = None
+    batch: str | None = None  # of gemm "both", of W "values" or "patterns"
+    run: int = 0
+    index: str = "int32"
+    bias_dtype: str | None = None  # the operands', unless told
+    scaled: bool = False  # gemm's alpha and beta
+    function: bool = False  # a user's own epilogue
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.path}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. gemm: a (m, k) @ b (k, n). Others: W of m x k blocks, and n tokens, or runs of tokens."""
+
+    signature: Signature
+    m: int
+    n: int
+    k: int
+    items: int
+    density: float
+    leading: tuple[int, ...] | None  # bsr_linear: x is (*leading, K), () for one dimension; None: (n, K)
+    places: tuple[Placement, Placement, Placement, Placement]  # of a, b, out, residual; W has no place in it
+    give_out: bool
+    seed: int
+    pattern: str | None = None  # in place of blocks at random
+
+
+@dataclass
+class Call:
+    """A call that is ready to be made, and what it should give."""
+
+    op: Callable
+    args: tuple
+    terms: dict
+    exact: torch.Tensor
+    by_torch: torch.Tensor
+    zones: Zones
+    k: int
+
+    def __call__(self) -> torch.Tensor:
+        if "out" in self.terms:
+            self.terms["out"].fill_(float("nan"))
+            return self.op(*self.args, **self.terms)
+        with poisoned_empty():
+            return self.op(*self.args, **self.terms)
+
+    def judge(self, result: torch.Tensor) -> None:
+        """As reference.assert_as_good_as_torch and Zones.check, with one wait for the GPU."""
+        exact, by_torch, zones = self.exact, self.by_torch, self.zones
+        if result.shape != exact.shape or result.dtype != by_torch.dtype:
+            raise Wrong("result", f"{tuple(result.shape)} {result.dtype}, not {tuple(exact.shape)} {by_torch.dtype}")
+        numbers = zones.counts()
+        if exact.numel():
+            ours, theirs = (t.double() - exact for t in (result, by_torch))
+            numbers += [ours.abs().max(), theirs.abs().max(), ours.norm(), theirs.norm()]
+        numbers = torch.stack([n.double() for n in numbers]).tolist()
+        zones.complain([int(n) for n in numbers[: len(zones.inputs) + len(zones.outputs)]])
+        if exact.numel():
+            largest, their_largest, norm, their_norm = numbers[-4:]
+            if not (largest <= 2 * their_largest and norm <= 2 * their_norm):  # NaN is never <=
+                try:
+                    assert_as_good_as_torch(result, exact, by_torch, k=self.k)
+                except AssertionError as error:
+                    raise Wrong("result", str(error)) from None
+
+
+def leaky(x):
+    return F.where(x > 0.0, x, 0.1 * x)
+
+
+def matrix(case: Case, zones: Zones, device) -> tuple[BsrMatrix, torch.Tensor]:
+    """W in guarded memory, and the dense matrix (.., M, K) that it is."""
+    f, (bm, bk) = case.signature, case.signature.block
+    L = case.items if f.batch == "patterns" else 1
+    if case.pattern:
+        first = ITEM_PATTERNS.index(case.pattern) if L > 1 and case.pattern in ITEM_PATTERNS else 0
+        names = [case.pattern, *(ITEM_PATTERNS[(first + l) % len(ITEM_PATTERNS)] for l in range(1, L))]
+        mask = torch.stack([PATTERNS[name](case.m, case.k) for name in names]).to(device)
+    else:
+        mask = torch.rand(L, case.m, case.k, device=device) < case.density
+    L_values = case.items if f.batch == "values" else 1
+    blocks = torch.zeros(L, L_values, case.m, case.k, bm, bk, dtype=DTYPES[f.dtype], device=device)
+    terms = max(1, round(int(mask.sum()) / max(1, L * case.m) * bk))  # that an element of a typical row sums
+    l, r, c = mask.nonzero(as_tuple=True)
+    values = normal(L_values, len(l), bm, bk, dtype=DTYPES[f.dtype], device=device, k=terms)
+    blocks[l, :, r, c] = values.transpose(0, 1)
+    dense = blocks.transpose(3, 4).reshape(L * L_values, case.m * bm, case.k * bk)
+    index = getattr(torch, f.index)
+    crow, col = zip(*(mask_to_indices(each, index) for each in mask), strict=True)
+    crow, col = torch.stack(crow), torch.cat(col)
+    if f.batch == "patterns":
+        offsets = mask.flatten(1).sum(1).cumsum(0).roll(1).to(index)
+        offsets[0] = 0
+        crow = crow + offsets[:, None]
+        shape = dense.shape
+    else:
+        crow, shape = crow[0], dense.shape if f.batch else dense.shape[1:]
+    values = values if f.batch == "values" else values[0]
+    parts = (zones.input(t, name=name) for name, t in (("crow", crow), ("col", col), ("values", values)))
+    W = BsrMatrix(*parts, tuple(shape))
+    return W, dense if f.batch else dense[0]
+
+
+def make(case: Case, device: str = "cpu") -> Call:
+    """The call of a case: operands in guarded memory, and the truth."""
+    f = case.signature
+    torch.manual_seed(case.seed)
+    zones, dtype, out_dtype = Zones(device), DTYPES[f.dtype], DTYPES[f.out_dtype]
+    terms, linear = {"activation": f.activation}, f.op in ("bsr_linear", "bsr_grouped_linear")
+    place_a, place_b, place_out, place_residual = case.places
+    if f.op == "gemm":
+        lead = (case.items,) if f.batch else ()
+        a = zones.input(normal(*lead, case.m, case.k, dtype=dtype, device=device), place_a, "a")
+        b = zones.input(normal(*lead, case.k, case.n, dtype=dtype, device=device, k=case.k), place_b, "b")
+        args, left, right, rows, cols = (a, b), a, b, case.m, case.n
+    else:
+        W, dense = matrix(case, zones, device)
+        M, K = W.shape[-2:]
+        lead = (case.items,) if f.batch and not f.run else ()
+        tokens = case.n * max(f.run, 1)
+        if linear:
+            shape = (*lead, tokens) if case.leading is None else case.leading
+            b = zones.input(normal(*shape, K, dtype=dtype, device=device), place_b, "x")
+            args, left, right, rows, cols = (b, W), b, dense.mT, tokens, M
+        else:
+            b = zones.input(normal(*lead, K, tokens, dtype=dtype, device=device), place_b, "b")
+            args, left, right, rows, cols = (W, b), dense, b, M, tokens
+    if f.bias:
+        items = (case.items,) if f.bias == "items" else ()
+        shape = (*items, cols) if linear or f.bias == "col" else (*items, rows, 1)
+        bias = normal(*shape, dtype=DTYPES[f.bias_dtype or f.dtype], device=device)
+        terms["bias"] = zones.input(bias, name="bias")
+    if f.scaled:
+        terms |= {"alpha": 0.5, "beta": -1.5}
+    if f.function:
+        terms["epilogue"] = leaky
+    if f.residual:
+        residual = normal(*lead, rows, cols, dtype=out_dtype, device=device)
+        terms["residual"] = zones.input(residual, place_residual, "residual")
+    expected = dict(terms)
+    if f.bias == "items" and linear:
+        expected["bias"] = expected["bias"][:, None]
+    if f.run:
+        groups = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=device)
+        groups = zones.input(groups, name="groups")
+        args += (groups,)
+        left, right, expected["bias"] = of_runs(b, dense, groups, expected.get("bias"))
+    exact, by_torch = exact_and_torch(left, right, out_dtype, **expected)
+    if f.run:
+        exact, by_torch = exact.flatten(0, 1), by_torch.flatten(0, 1)
+    if case.give_out or out_dtype is not dtype:
+        terms["out"] = zones.output(exact.shape, out_dtype, place_out)
+    return Call(OPS[f.op], args, terms, exact, by_torch, zones, left.shape[-1])
+
+
+def of_runs(x, dense, groups, bias) -> tuple:
+    """bsr_grouped_linear as a batch of products: an item of W for each run of rows, zeros for a run that has none."""
+    items = len(dense)
+    there = ((groups >= 0) & (groups < items))[:, None, None]
+    number = groups.clamp(0, items - 1).long()
+    runs = x.unflatten(0, (len(groups), -1)) if len(groups) else x.new_zeros(0, 1, x.shape[-1])
+    weights = torch.where(there, dense[number], 0.0).mT
+    return runs, weights, bias[number] if bias is not None and bias.dim() == 3 else bias
+
+
+def run(case: Case, device: str = "cpu", runs: int = 1, expect: Callable = None) -> None:
+    """Make the call; raise Wrong, or what the op raises. With `runs` all others give the bits of the first.
+
+    `expect` is given the plan first.
+    """
+    call = make(case, device)
+    with cute_kernels.path(case.signature.path):
+        if expect is not None:
+            expect(explain(call.op, *call.args, **call.terms))
+        result = call()
+        if "out" in call.terms and result is not call.terms["out"]:
+            raise Wrong("result", "out was given, and something else came back")
+        call.judge(result)
+        first = result.clone() if runs > 1 else None
+        for _ in range(runs - 1):
+            if not torch.equal(call(), first):
+                raise Wrong("other bits", "the same call gave another result")
+
+
+# -- families of kernels ---------------------------------------------------------------------------------------
+
+ALL_BLOCKS = ((128, 128), (64, 64), (16, 16), (32, 64), (64, 256), (256, 64), (48, 112), (512, 112), (16, 48), (80, 16))
+SPARSE = ("bsr_matmul", "bsr_linear", "bsr_grouped_linear")
+FEW = (1, 2, 5, 8, 9, 16, 37)
+SPEC = ARCHS["sm_90"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Those of a registered family of products on a path; of its configurations those that split K, or the others."""
+
+    family: ProductFamily
+    path: str
+    split: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.family.name}{' split K' if self.split else ''} {self.path}"
+
+    def listed(self, block: tuple[int, int] | None) -> list:
+        """The configurations that are tried for such blocks; None is a dense product."""
+        facts = None if block is None else BlockFacts(*block, "int32")
+        found = self.family.candidates(self.path, facts, SPEC) if self.family.serves(facts) else []
+        return [config for config in found if (config.split > 1) == self.split]
+
+    @cached_property
+    def blocks(self) -> tuple:
+        plain = signature_of(self, "bsr_matmul", PLAIN)
+        return tuple(block for block in ALL_BLOCKS if self.takes(replace(plain, block=block)))
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """Those of which it takes some call."""
+        runs = [signature_of(self, "bsr_grouped_linear", PLAIN | {"block": block, "run": 256}) for block in self.blocks]
+        grouped = any(self.takes(f) for f in runs)
+        return (("gemm",) if self.listed(None) else ()) + (SPARSE[: 2 + grouped] if self.blocks else ())
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return FEW if self.family.name == "skinny" else (264, 8, 1, 130)
+
+    def owns(self, facts) -> bool:
+        return (facts.path, facts.family) == (self.path, self.family.name) and (facts.config.split > 1) == self.split
+
+    def takes(self, f: Signature) -> bool:
+        """Whether some configuration supports it; out is taken to be stored element by element, which is hardest."""
+        linear, batch = f.op in SPARSE[1:], f.batch if f.block else None
+        bias = f.bias and ("col" if f.bias == "col" and not linear else "row")
+        facts = GemmFacts(
+            arch=SPEC.target,
+            path=self.path,
+            config=None,
+            dtype=NAMES[DTYPES[f.dtype]],
+            out_dtype=NAMES[DTYPES[f.out_dtype]],
+            majors=("k", "n", "n"),
+            aligns=(8, 8, 1),
+            transposed=linear,
+            block=f.block and BlockFacts(*f.block, f.index, batch, f.run),
+            epilogue=EpilogueSpec(
+                scale=f.scaled,
+                bias=bias,
+                bias_dtype=bias and "bfloat16",
+                bias_items=f.bias == "items",
+                residual="n" if f.residual else None,
+                activation=f.activation,
+                function=SQUARED_RELU if f.function else None,
+            ),
+        )
+        return any(not self.family.unsupported(replace(facts, config=config)) for config in self.listed(f.block))
+
+    def force(self, monkeypatch, config=None) -> None:
+        """From here on, the ops choose among these kernels, or have this configuration alone."""
+        for family in families(ProductFamily):
+
+            def listed(path, block, spec, family=family, found=family.candidates):
+                if (family, path) != (self.family, self.path):
+                    return []
+                return [c for c in found(path, block, spec) if (c.split > 1) == self.split and config in (None, c)]
+
+            monkeypatch.setattr(family, "candidates", listed)
+        monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
+        for ops in (dense_ops, sparse_ops):
+            monkeypatch.setattr(ops, "_PLANS", PlanCache())
+
+    def configs(self) -> dict[Any, list[tuple[int, int] | None]]:
+        """Every configuration, with the blocks that it is listed for; None for a dense product."""
+        found = {}
+        for block in (None, *self.blocks):
+            for config in self.listed(block):
+                found.setdefault(config, []).append(block)
+        return found
+
+
+PLAIN = {"types": ("bf16", "bf16"), "epilogue": "nothing", "transposed": (False,) * 3, "out": "aligned", "align": 8}
+PLAIN |= {"batch": "values"}
+
+
+# -- cases of a family -----------------------------------------------------------------------------------------
+
+TYPES = [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "fp16"), ("fp16", "bf16")]
+SIZES = [(200, 264, 136), (1, 264, 128), (256, 1, 1000), (8, 8, 8), (128, 127, 1), (136, 248, 0), (72, 520, 200)]
+SIZES += [(520, 72, 456)]
+EPILOGUES = {
+    "nothing": {},
+    "relu": {"activation": "relu", "scaled": True},
+    "column bias": {"bias": "col", "activation": "gelu"},
+    "row bias": {"bias": "row", "bias_dtype": "fp32", "activation": "silu"},
+    "residual": {"residual": True, "scaled": True, "activation": "gelu_tanh"},
+    "residual and row bias": {"residual": True, "bias": "row", "activation": "gelu"},
+    "function": {"function": True},
+    "all": {
+        "bias": "col", "bias_dtype": "fp32", "activation": "gelu", "residual": True, "scaled": True, "function": True
+    },
+}  # fmt: skip
+
+
+def axes_of(family: Kernels, op: str) -> dict[str, list]:
+    """What varies from case to case, each with its values."""
+    axes = {
+        "types": TYPES,
+        "epilogue": [*EPILOGUES],
+        "transposed": [(a, b, out) for a in (False, True) for b in (False, True) for out in (False, True)],
+        "out": ["aligned", "wide", "unaligned", "its own"],
+        "align": [8] if family.path == "sm_90" else [8, 2, 1],
+    }
+    if op == "gemm":
+        return axes | {"size": SIZES, "batch": [None, "both"]}
+    grouped = op == "bsr_grouped_linear"
+    axes |= {
+        "block": [*family.blocks],
+        "pattern": ["bernoulli", "power_law", "banded", "empty_rows", "one_full_row", "no_blocks", "all_blocks"],
+        "rows": [0, 1, "one"],
+        "columns": [1, 6] if grouped else [*family.columns],
+        "batch": ["values", "patterns"] if grouped else [None, "values", "patterns"],
+        "index": ["int32", "int64"],
+    }
+    return axes | {"run": [64, 128, 192, 256]} if grouped else axes
+
+
+def signature_of(family: Kernels, op: str, chosen: dict) -> Signature:
+    """The epilogue is what the op has of the chosen one."""
+    terms = dict(EPILOGUES[chosen["epilogue"]])
+    batch = chosen["batch"]
+    if op != "gemm":
+        terms.pop("scaled", None)
+    if op in ("bsr_linear", "bsr_grouped_linear"):
+        terms.pop("residual", None)
+    if terms.get("bias") == "row" and op != "gemm":
+        terms["bias"] = "items" if batch else "row" if op == "bsr_matmul" else "col"
+    terms = {"bias": None, "activation": None, "residual": False} | terms
+    return Signature(
+        op, family.path, *chosen["types"], chosen["align"], 1 if chosen["out"] == "unaligned" else 8,
+        chosen["transposed"], block=chosen.get("block"), batch=batch, run=chosen.get("run", 0),
+        index=chosen.get("index", "int32"), **terms,
+    )  # fmt: skip
+
+
+def place(shape, align: int, transposed: bool, wide: bool) -> Placement:
+    """Strides and address are multiples of `align` elements; if `wide`, rows lie further apart than they are long."""
+    order, pads = [*range(len(shape))], [0] * len(shape)
+    if transposed:
+        order[-2:] = order[:-3:-1]
+    fast = max(shape[order[-1]], 1)
+    pads[order[-1]] = -(-fast // align) * align - fast + (align if wide else 0)
+    return Placement(tuple(order), tuple(pads), 3 * align if wide or align < 8 else 0)
+
+
+def case_of(family: Kernels, op: str, chosen: dict, seed: int) -> Case:
+    f, items = signature_of(family, op, chosen), 3 if chosen["batch"] else 1
+    a_t, b_t, out_t = f.majors
+    lead = (items,) if f.batch and not f.run else ()
+    if op == "gemm":
+        m, n, k = chosen["size"]
+        shapes = (*lead, m, k), (*lead, k, n), (*lead, m, n)
+    else:
+        bm, bk = f.block
+        m = 1 if chosen["rows"] == "one" else max(3, min(26, 416 // bm)) + chosen["rows"]
+        n, k = chosen["columns"], max(4, min(20, 450 // bk))
+        tokens = n * max(f.run, 1)
+        matmul = op == "bsr_matmul"
+        shapes = (1, 1), (*lead, *((k * bk, tokens) if matmul else (tokens, k * bk)))
+        shapes += ((*lead, *((m * bm, tokens) if matmul else (tokens, m * bm))),)
+    wide = chosen["out"] == "wide"
+    places = (
+        place(shapes[0], f.align, a_t, wide), place(shapes[1], f.align, b_t, wide),
+        place(shapes[2], f.align_out, out_t, wide or f.align_out == 1), place(shapes[2], 1, a_t, wide),
+    )  # fmt: skip
+    return Case(f, m, n, k, items, 0.5, None, places, chosen["out"] != "its own", seed, chosen.get("pattern"))
+
+
+def all_pairs(axes: dict[str, list], takes: Callable[[dict], bool]) -> list[dict]:
+    """Few choices of a value from each axis, in which any two values that go together are met together."""
+    draw = random.Random(0)
+    open_pairs = {
+        ((x, i), (y, j)) for x, y in combinations(axes, 2) for i in range(len(axes[x])) for j in range(len(axes[y]))
+    }
+    found = []
+    while open_pairs:
+        wanted, best, most = min(open_pairs), None, 0
+        for _ in range(20):
+            numbers = {axis: draw.randrange(len(values)) for axis, values in axes.items()} | dict(wanted)
+            met = open_pairs & set(combinations(numbers.items(), 2))
+            if len(met) > most and takes({axis: axes[axis][i] for axis, i in numbers.items()}):
+                best, most, met_by_best = numbers, len(met), met
+        if best is None:  # what does not go together
+            open_pairs.remove(wanted)
+            continue
+        open_pairs -= met_by_best
+        found.append({axis: axes[axis][i] for axis, i in best.items()})
+    return found
+
+
+def cases_of(family: Kernels, op: str) -> list[Case]:
+    """All pairs of the values of any two axes; the same cases in every run."""
+    choices = all_pairs(axes_of(family, op), lambda chosen: family.takes(signature_of(family, op, chosen)))
+    return [case_of(family, op, chosen, seed) for seed, chosen in enumerate(choices)]
+
+
+load_all()
+FAMILIES = {
+    kernels.name: kernels
+    for family in families(ProductFamily)
+    for path in ("sm_80", "sm_90")
+    for kernels in (Kernels(family, path, False), Kernels(family, path, True))
+    if kernels.ops
+}
+
+
+def large_cases(family: Kernels, block: tuple[int, int] | None, device: str) -> list[Case]:
+    """For one configuration: on a GPU several tiles for each cluster, so that rings and phases go on between them."""
+    chosen = {"types": TYPES[0], "epilogue": "relu", "out": "aligned", "align": 8, "batch": None}
+    gpu, found = device == "cuda", []
+    for b_t in (False, True):
+        chosen["transposed"] = (False, b_t, False)
+        if block is None:
+            sizes = [(776, 1160, 456), (8, 1160, 72), (1536, 4104, 520)] if gpu else [(136, 264, 200), (8, 264, 72)]
+            found += [case_of(family, "gemm", chosen | {"size": size}, 1) for size in (*sizes, (136, 8, 8))]
+            found.append(case_of(family, "gemm", chosen | {"size": (264, 136, 200), "batch": "both"}, 2))
+            continue
+        chosen |= {"block": block, "rows": 0, "pattern": "power_law"}
+        for op, columns, more in (
+            ("bsr_matmul", 8200, {}), ("bsr_linear", 3000, {}), ("bsr_matmul", 1032, {"pattern": "empty_rows"}),
+            ("bsr_linear", 3000, {"batch": "values"}),
+        ):  # fmt: skip
+            if not gpu or family.columns is FEW:
+                columns = min(columns, 16)
+            case = case_of(family, op, chosen | {"columns": columns} | more, 3)
+            found.append(replace(case, m=max(3, 2600 // block[0]), k=max(4, 1600 // block[1])) if gpu else case)
+    return found

@@ -1,0 +1,258 @@
+"""Every family of kernels: layouts, types, epilogues, patterns and sizes against fp64, in guarded memory, twice.
+
+Without a GPU each call is planned as on one, with torch in the kernel's place (emulate.py): that checks the host side.
+"""
+
+import math
+import threading
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import explain
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.runtime.families import families
+from sparse_collective import BsrMatrix, bsr_matmul
+
+from .bsr_parts import LINEAR, SCATTERED, bsr, check_absent_blocks, dense, width
+from .conformance import FAMILIES, FEW, OPS, all_pairs, axes_of, case_of, cases_of, large_cases, make, run
+from .reference import assert_as_good_as_torch, exact_and_torch, normal, operand, poisoned
+
+
+def marked(family, *values, name=""):
+    name = f"{family.name}-{name}" if name else family.name
+    return pytest.param(family, *values, marks=getattr(pytest.mark, family.path), id=name)
+
+
+def expect(family):
+    """A check of plans: they are of this family."""
+
+    def check(plan):
+        assert family.owns(plan.facts)
+
+    return check
+
+
+BY_FAMILY = [
+    marked(family, case, name=f"{op}-{i}")
+    for family in FAMILIES.values()
+    for op in family.ops
+    for i, case in enumerate(cases_of(family, op))
+]
+
+
+@pytest.mark.parametrize(("family", "case"), BY_FAMILY)
+def test_products(device, monkeypatch, family, case):
+    family.force(monkeypatch)
+    run(case, device, 2, expect(family))
+
+
+BY_CONFIGURATION = [
+    marked(family, config, block, name=f"{config}-{block}")
+    for family in FAMILIES.values()
+    for config, blocks in family.configs().items()
+    for block in dict.fromkeys((blocks[0], blocks[-1]))
+]
+
+
+@pytest.mark.parametrize(("family", "config", "block"), BY_CONFIGURATION)
+def test_every_configuration(device, monkeypatch, family, config, block):
+    """Each candidate, whatever the cost model picks. What it does not support is refused, and it serves some call."""
+    family.force(monkeypatch, config)
+    served = 0
+    for case in large_cases(family, block, device):
+        try:
+            run(case, device, 2, expect(family))
+            served += 1
+        except ValueError as error:
+            assert "no kernel serves this call" in str(error)
+    assert served
+
+
+def test_every_family_of_products_is_here():
+    assert {kernels.family for kernels in FAMILIES.values()} == set(families(ProductFamily))
+
+
+def test_all_pairs_are_met():
+    axes = axes_of(FAMILIES["row pairs sm_90"], "bsr_linear")
+    chosen = all_pairs(axes, lambda chosen: True)
+    for x in axes:
+        for y in axes:
+            if x < y:
+                met = {(str(c[x]), str(c[y])) for c in chosen}
+                assert len(met) == len(axes[x]) * len(axes[y])
+    assert len(chosen) < 150
+
+
+# What must not show
+
+SPARSE = [family for family in FAMILIES.values() if family.blocks]
+
+
+@LINEAR
+@pytest.mark.parametrize("family", [marked(family) for family in SPARSE])
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_what_absent_blocks_would_multiply_never_shows(device, monkeypatch, family, junk, linear):
+    """Zeros of W are absent, not multiplied; nor does a block show in the rows of its neighbours."""
+    family.force(monkeypatch)
+    with cute_kernels.path(family.path):
+        for block in family.blocks:
+            W = bsr(SCATTERED, block, device, inside_nan=True)
+            b = width(W, 8 if family.columns is FEW else 136, device, linear)
+            check_absent_blocks(W, b, junk, linear)
+
+
+@pytest.mark.parametrize("family", [marked(family) for family in SPARSE])
+def test_a_spoilt_block_stays_in_its_row(device, monkeypatch, family):
+    family.force(monkeypatch)
+    for block in family.blocks:
+        W = bsr("all_blocks", block, device, grid=(3, 3))
+        b = width(W, 8, device)
+        exact, by_torch = exact_and_torch(dense(W), b, W.dtype)
+        W.values[4] = math.nan  # block (1, 1)
+        with cute_kernels.path(family.path):
+            out = bsr_matmul(W, b, out=poisoned(*exact.shape, device=device))
+        rows = torch.arange(len(out), device=device) // block[0] == 1
+        assert out[rows].isnan().all()
+        assert_as_good_as_torch(out[~rows], exact[~rows], by_torch[~rows], k=W.shape[1])
+
+
+@pytest.mark.parametrize("op", ["gemm", "bsr_matmul"])
+def test_nan_and_inf_stay_in_their_row_and_column(device, path, op):
+    W = bsr("all_blocks", (64, 64), device, grid=(3, 2))
+    a = dense(W)
+    b = operand(128, 264, device=device, k=128)
+    exact, by_torch = exact_and_torch(a, b, a.dtype)
+    a[17, 3] = W.values[0, 17, 3] = math.nan
+    b[5, 100] = math.inf
+    out = OPS[op](W if op == "bsr_matmul" else a, b, out=poisoned(192, 264, device=device))
+    assert out[17].isnan().all() and not out[:, 100].isfinite().any()
+    rows, cols = torch.arange(192) != 17, torch.arange(264) != 100
+    assert_as_good_as_torch(*(t[rows][:, cols] for t in (out, exact, by_torch)), k=128)
+
+
+def test_an_item_s_nan_stays_in_it(device, path):
+    for form in ("values", "patterns"):
+        call = make(plain_case("bsr_matmul", path, batch=form), device)
+        call.args[1][1] = math.nan
+        out = call()
+        for l in (0, 2):
+            assert_as_good_as_torch(out[l], call.exact[l], call.by_torch[l], k=call.k)
+
+
+# Calls of every op on a GPU
+
+
+def plain_case(op: str, path: str, **more):
+    """Its family serves it without being forced."""
+    family = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
+    chosen = {axis: values[0] for axis, values in axes_of(family, op).items()}
+    chosen |= {"epilogue": "column bias", "size": (200, 264, 136), "pattern": "power_law", "block": (64, 64)} | more
+    return case_of(family, op, chosen | ({"columns": 6} if op == "bsr_grouped_linear" else {}), 0)
+
+
+@pytest.fixture
+def call(op, path):
+    """A call whose kernel is compiled, and whose indices are checked."""
+    call = make(plain_case(op, path), "cuda")
+    call.judge(call())
+    torch.cuda.synchronize()
+    return call
+
+
+def renew(call):
+    """Other numbers in the same memory; returns what the call must give now."""
+    for t in call.args:
+        values = t.values if isinstance(t, BsrMatrix) else t
+        if values.is_floating_point():
+            values.copy_(normal(*values.shape, device="cuda", k=call.k))
+        else:
+            values.copy_(values.roll(1))
+    return call.op(*call.args, **{name: value for name, value in call.terms.items() if name != "out"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+class TestCuda:
+    def test_a_graph(self, call):
+        """Values, tokens and routing change between replays."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.op(*call.args, **call.terms)
+        for _ in range(3):
+            expected = renew(call)
+            call.terms["out"].fill_(math.nan)
+            graph.replay()
+            assert torch.equal(call.terms["out"], expected)
+
+    def test_the_current_stream(self, call):
+        """A kernel on any other stream would read the inputs before they are there."""
+        expected, at = call().clone(), 1 if call.op is bsr_matmul else 0
+        args = list(call.args)
+        args[at] = torch.zeros_like(call.args[at])
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            args[at].copy_(call.args[at])
+            out = call.op(*args, **{name: value for name, value in call.terms.items() if name != "out"})
+        stream.synchronize()
+        assert torch.equal(out, expected)
+
+    def test_no_synchronisation(self, call):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call.op(*call.args, **call.terms)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_threads(self, op, path):
+        """Four threads, each with its own stream and call, the first calls compiling at the same time."""
+        calls = [make(plain_case(op, path, epilogue=name), "cuda") for name in ("nothing", "relu", "row bias", "all")]
+        failures = []
+
+        def work(call):
+            try:
+                with cute_kernels.path(path), torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                    for _ in range(20):
+                        call.judge(call())
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures[0]
+
+    def test_two_streams(self, op, path):
+        calls = [make(plain_case(op, path, epilogue=name), "cuda") for name in ("nothing", "relu")]
+        expected, outs = [call().clone() for call in calls], [[], []]
+        streams = [torch.cuda.Stream() for _ in calls]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for call, stream, results in zip(calls, streams, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(call().clone())
+        torch.cuda.synchronize()
+        for results, right in zip(outs, expected, strict=True):
+            assert all(torch.equal(result, right) for result in results)
+
+
+def test_known_plans_are_not_confused(device, path):
+    """Calls that differ in one thing, each of them after all others: every epilogue, type and layout of an op."""
+    for op in OPS:
+        family = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
+        axes = axes_of(family, op)
+        cases = [
+            plain_case(op, path, **{axis: value})
+            for axis in ("epilogue", "types", "transposed", "out", "batch")
+            for value in axes[axis]
+        ]
+        calls = [make(case, device) for case in cases]
+        for call in calls * 2:
+            call.judge(call())
+            assert explain(call.op, *call.args, **call.terms).facts.path == path

@@ -1,0 +1,86 @@
+"""Which GPUs there are kernels for, and what is said where the compiler is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cute_kernels.arch import ARCHS, PATHS, arch_named, arch_of
+from cute_kernels.runtime.compile import MissingCompiler, import_cutlass
+
+# Architectures
+
+
+def test_architectures():
+    assert [arch_of(c).name for c in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))] == [
+        "sm_80",
+        "sm_86",
+        "sm_80",
+        "sm_89",
+        "sm_90",
+    ]
+    assert arch_named("sm_90a") is arch_named("sm_90") is ARCHS["sm_90"]
+    assert ARCHS["sm_86"].smem == ARCHS["sm_89"].smem == 101_376
+    assert all(spec.path in PATHS for spec in ARCHS.values())
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
+def test_gpus_before_ampere(capability):
+    with pytest.raises(
+        RuntimeError, match=rf"{capability[0]}\.{capability[1]} is below 8.0: the kernels need cp.async"
+    ):
+        arch_of(capability)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0), (8, 8)])
+def test_gpus_without_a_row(capability):
+    with pytest.raises(
+        RuntimeError, match="no kernels for compute capability .*; supported are 8.0, 8.6, 8.7, 8.9 and 9.0"
+    ):
+        arch_of(capability)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="unknown architecture 'sm_75'; known are sm_80, sm_86, sm_89, sm_90"):
+        arch_named("sm_75")
+
+
+# A missing compiler
+
+
+@pytest.mark.parametrize("package", ["cutlass", "tvm_ffi"])
+def test_missing_package(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingCompiler, match=f"'{package}' was not found.*pip install 'nvidia-cutlass-dsl") as error:
+        import_cutlass()
+    assert error.value.name == package
+
+
+def test_another_missing_package_is_not_called_the_compiler(monkeypatch):
+    """What the compiler itself lacks is named as it is."""
+
+    def find(*args, **kwargs):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    found = None
+    with monkeypatch.context() as inside:
+        inside.setattr("builtins.__import__", find)
+        try:
+            import_cutlass()
+        except ModuleNotFoundError as error:
+            found = error
+    assert type(found) is ModuleNotFoundError and found.name == "numpy"
+
+
+WITHOUT_COMPILER = """
+import sys
+sys.modules["cutlass"] = None
+import torch
+from cute_kernels import gemm
+print(gemm(torch.ones(2, 3).bfloat16(), torch.ones(3, 2).bfloat16()).sum().item())
+"""
+
+
+def test_cpu_tensors_need_no_compiler():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.strip() == "12.0", run.stderr[-500:]

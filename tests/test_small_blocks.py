@@ -1,0 +1,171 @@
+"""Small blocks: the plan of their kernel, when it is chosen, and products of patterns that fill it in every way.
+
+Without a GPU the plan is walked as the kernel walks it (emulate.swept); with one the kernel runs.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_kernels.arch import ARCHS
+from cute_kernels.matmul import candidates
+from cute_kernels.matmul.catalogue import COL
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.families import unsupported
+from sparse_collective import catalogue
+from sparse_collective.small_blocks.family import SMALL_BLOCKS
+from sparse_collective.small_blocks.tables import sweep_plan, table_shapes
+from sparse_collective.small_blocks.tables_kernel import sweep_plan_on_gpu
+from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
+
+from . import cases
+from .bsr_parts import bsr, check, picked, width
+from .conformance import FAMILIES
+
+BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
+BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
+CONFIGS = SMALL_BLOCKS.candidates("sm_90", BlockFacts(16, 16, "int32"), ARCHS["sm_90"])
+# The first configuration takes every block shape, the others three.
+BLOCKS_OF = [(config, block) for config in CONFIGS for block in (BLOCKS if config == CONFIGS[0] else BLOCKS[:3])]
+
+
+@pytest.mark.sm_90
+@pytest.mark.parametrize(("config", "block"), BLOCKS_OF, ids=str)
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_patterns(device, monkeypatch, config, pattern, block):
+    """Groups and chunks of every filling, with a last group and a last chunk that are not full, and rings that wrap."""
+    FAMILIES["small blocks sm_90"].force(monkeypatch, config)
+    W = bsr(pattern, block, device, grid=(800 // block[0] + 1, 700 // block[1] + 2))
+    assert check(W, width(W, 264, device)).facts.config == config
+
+
+# -- the plan -------------------------------------------------------------------------------------------------
+
+
+@given(
+    block=st.sampled_from(BLOCKS),
+    rows=st.integers(1, 60),
+    cols=st.integers(1, 20),
+    density=st.floats(0, 1),
+    cluster=st.sampled_from((1, 2)),
+    k_major=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cluster, k_major, seed):
+    mask = cases.bernoulli(rows, cols, density, seed)
+    crow, col = cases.mask_to_indices(mask)
+    plan = sweep_plan(crow, col, (rows * block[0], cols * block[1]), block, cluster, k_major)
+    g, segments = Geometry.of_block(*block, k_major), CONSUMERS * cluster
+    found = torch.zeros(rows, cols, g.parts, dtype=torch.int)
+    for group in range(len(plan.counts)):
+        needed = plan.slices[group, : int(plan.counts[group])].tolist()
+        of_group = mask[group * segments * g.rows : (group + 1) * segments * g.rows].any(0)
+        slices = [bool(part.any()) for part in of_group.repeat_interleave(g.parts).split(g.gather)]
+        assert needed == [i for i, any_ in enumerate(slices) if any_], "ascending, and no other"
+        for segment in range(segments):
+            first = (group * segments + segment) * g.rows
+            at = int(crow[min(first, rows)])
+            for i in range(0, len(needed), g.slices):
+                word = int(plan.words[group, i // g.slices, segment])
+                bits = [bit for bit in range(32) if word >> bit & 1]
+                assert len(bits) <= g.rows * g.steps <= ROWS // 4
+                for j, bit in enumerate(bits):
+                    r, s = first + bit // g.steps, bit % g.steps
+                    part = needed[i + s // g.gather] * g.gather + s % g.gather
+                    p = int(plan.order[at + j])
+                    assert int(crow[r]) <= p < int(crow[r + 1]) and int(col[p]) == part // g.parts
+                    found[r, part // g.parts, part % g.parts] += 1
+                if needed[i] % g.parts == g.parts - 1:
+                    at += len(bits)
+    assert torch.equal(found, mask[..., None].int().expand_as(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cluster", "k_major", "index_dtype"), [(1, True, torch.int64), (2, False, torch.int32)])
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 16), (16, 128)], ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_dtype):
+    mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
+    crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
+    shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
+    ours, by_torch = (plan(crow, col, shape, block, cluster, k_major) for plan in (sweep_plan_on_gpu, sweep_plan))
+    assert torch.equal(ours.counts, by_torch.counts)
+    segments, per_chunk = CONSUMERS * cluster, Geometry.of_block(*block, k_major).slices
+    for group, count in enumerate(ours.counts.tolist()):
+        assert torch.equal(ours.slices[group, :count], by_torch.slices[group, :count])
+        words = slice(-(-count // per_chunk)), slice(segments)
+        assert torch.equal(ours.words[group][words], by_torch.words[group][words])
+    if len(col):
+        assert torch.equal(ours.order, by_torch.order)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128), (256, 32)])
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
+    mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
+    W = bsr(mask, block, "cpu")
+    assert W.stats.listed is None, "not known yet"
+    before = W.key
+    W.check_indices()
+    groups = [part.any(0) for part in mask.split(max(1, 192 // block[0]))]
+    assert W.stats.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
+    assert W.key != before and W.to(torch.float16).stats == W.stats
+
+
+def test_rows_that_share_columns_take_this_kernel():
+    """At 8192 cubed and 12.5 %: 64x64 blocks at random are not, as a band they are; 16x16 blocks always."""
+
+    def pick(block, listed, **layout):
+        return picked((block, block), (8192, 8192, 8192), 0.125, listed=listed, **layout)
+
+    assert pick(64, None).family != "small blocks" != pick(64, 0.33).family
+    for side, listed, field, value in ((64, 0.15, "chunks", 4), (16, None, "stages", 5), (16, None, "cluster", 1)):
+        facts = pick(side, listed)
+        assert facts.family == "small blocks" and getattr(facts.config, field) == value
+    assert pick(16, None, b_k_major=True).config.cluster == 2, "slices are wider then"
+
+
+def test_a_plan_is_kept_until_the_indices_change():
+    W = bsr(cases.bernoulli(30, 20, 0.3), (16, 16), "cpu")
+    first = W.sweep_plan(2, False)
+    assert W.sweep_plan(2, False) is first and W.sweep_plan(1, False) is not first
+    W.col_indices.copy_(W.col_indices.clone())
+    assert W.sweep_plan(2, False) is not first
+
+
+@pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])
+def test_blocks_that_are_refused(block):
+    assert Geometry.refuse(*block)
+    with pytest.raises(ValueError, match="a sweep takes"):
+        Geometry.of_block(*block)
+
+
+def test_a_table_too_large_is_refused():
+    crow, col = torch.zeros(2**16 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    shape, g = (2**20, 2**22), Geometry.of_block(16, 16)
+    for refused in (lambda: table_shapes(shape, g, 2), lambda: sweep_plan(crow, col, shape, (16, 16), 2, False)):
+        with pytest.raises(ValueError, match="table of"):
+            refused()
+
+
+def test_what_the_predicate_refuses():
+    spec = ARCHS["sm_90"]
+    wide, narrow = (next(c for c in CONFIGS if c.tile_n == columns) for columns in (256, 128))
+    assert unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16))) == ""
+    assert "128 columns" in unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16), epilogue=COL))
+    assert unsupported(catalogue.bsr(spec, "sm_90", narrow, (16, 16), epilogue=COL)) == ""
+    one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))
+    assert unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16), **one)) == ""
+    assert "one pattern" in unsupported(catalogue.bsr(spec, "sm_90", wide, (16, 16), **several))
+    assert "one pattern" in unsupported(catalogue.linear(spec, "sm_90", wide, (16, 16), **one, run=256))
+    assert "heights" in unsupported(catalogue.bsr(spec, "sm_90", wide, (128, 128)))
+
+
+def test_tiles_with_slabs_beyond_the_block_are_refused():
+    """Rows 64 and up of a tile would be stored over those of the block: the tuner found that results are wrong."""
+    spec = ARCHS["sm_90"]
+    tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)
+    assert "slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, (64, 64)))
+    assert "slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, (128, 64)))
+    assert unsupported(catalogue.bsr(spec, "sm_90", tall, (144, 64))) == ""
