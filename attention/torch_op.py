@@ -5,6 +5,8 @@ enters the schema as its lists, lengths and block size, with its mask_mod as a t
 as `crossing` describes, and are converted once, inside of the op (kept.py).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
@@ -16,146 +18,84 @@ from . import eager
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
 
-
-@torch.library.custom_op("attention::attention", mutates_args=())
-def attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    terms = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
-    terms |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-    return _pair(q, eager.attention(q, k, v, **terms, return_lse=return_lse), return_lse)
+QKV = "Tensor q, Tensor k, Tensor v"
+ATTENTION = (
+    "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
+    "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
+    "Tensor? block_table=None"
+)
+MASK = (
+    "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
+)
+BLOCK_SPARSE = 'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists"'
 
 
-@attention_op.register_fake
-def _(q, k, v, causal=False, left=None, right=None, softcap=None, scale=None, return_lse=False, *tensors):
+def _run_attention(
+    q, k, v, out, causal=False, left=None, right=None, softcap=None, scale=None, return_lse=False, cu_seqlens_q=None,
+    cu_seqlens_k=None, seqlens_k=None, block_table=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    result = eager.attention(
+        q, k, v, causal=causal, window=_window(left, right), softcap=softcap, scale=scale, return_lse=return_lse,
+        out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
+    )  # fmt: skip
+    return _pair(q, result, return_lse)
+
+
+def _fake_attention(
+    q, k, v, causal=False, left=None, right=None, softcap=None, scale=None, return_lse=False, *tensors
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _fake("attention", q, k, v, return_lse, *tensors)
 
 
-@torch.library.custom_op("attention::attention_out", mutates_args=("out",))
-def attention_out_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    causal: bool = False,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    terms = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
-    terms |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-    return _pair(q, eager.attention(q, k, v, **terms, return_lse=return_lse, out=out), return_lse)[1]
-
-
-@attention_out_op.register_fake
-def _(q, k, v, out, causal=False, left=None, right=None, softcap=None, scale=None, return_lse=False, *tensors):
-    return _fake("attention", q, k, v, return_lse, *tensors)[1]
-
-
-@torch.library.custom_op("attention::block_sparse_attention", mutates_args=())
-def block_sparse_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: list[Tensor],
-    lengths: list[int],
-    blocksize: list[int],
-    mask_mod: str | None,
-    mask_numbers: list[int],
-    mask_tensors: list[Tensor],
-    causal: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    form: str = "lists",
-) -> tuple[Tensor, Tensor]:
+def _run_block_sparse(
+    q, k, v, lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, out, causal=False, softcap=None,
+    scale=None, return_lse=False, form="lists",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
-    terms = {"causal": causal, "softcap": softcap, "scale": scale}
-    return _pair(q, eager.block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse), return_lse)
+    result = eager.block_sparse_attention(
+        q, k, v, mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out
+    )
+    return _pair(q, result, return_lse)
 
 
-@block_sparse_op.register_fake
-def _(
-    q,
-    k,
-    v,
-    lists,
-    lengths,
-    blocksize,
-    mask_mod,
-    mask_numbers,
-    mask_tensors,
-    causal=False,
-    softcap=None,
-    scale=None,
-    return_lse=False,
-    form="lists",
-):
+def _fake_block_sparse(
+    q, k, v, lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, causal=False, softcap=None, scale=None,
+    return_lse=False, form="lists",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _fake("block_sparse_attention", q, k, v, return_lse)
 
 
-@torch.library.custom_op("attention::block_sparse_attention_out", mutates_args=("out",))
-def block_sparse_out_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: list[Tensor],
-    lengths: list[int],
-    blocksize: list[int],
-    mask_mod: str | None,
-    mask_numbers: list[int],
-    mask_tensors: list[Tensor],
-    out: Tensor,
-    causal: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    form: str = "lists",
-) -> Tensor:
-    mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
-    terms = {"causal": causal, "softcap": softcap, "scale": scale}
-    return _pair(q, eager.block_sparse_attention(q, k, v, mask, **terms, return_lse=return_lse, out=out), return_lse)[1]
+def _register(name: str, inputs: str, terms: str, run: Callable, fake: Callable) -> None:
+    """The op attention::`name`, (inputs, terms) -> (out, lse), and its variant (inputs, out, terms) -> lse.
+
+    run: a function of (inputs, out or None, terms); fake: of (inputs, terms).
+    """
+    at = inputs.count(",") + 1
+
+    def write(*args, **more):
+        return run(*args, **more)[1]
+
+    def fake_write(*args, **more):
+        return fake(*args[:at], *args[at + 1 :], **more)[1]
+
+    def allocate(*args, **more):
+        return run(*args[:at], None, *args[at:], **more)
+
+    op = torch.library.custom_op(
+        f"attention::{name}", allocate, mutates_args=(), schema=f"({inputs}, {terms}) -> (Tensor, Tensor)"
+    )
+    op.register_fake(fake)
+    op = torch.library.custom_op(
+        f"attention::{name}_out",
+        write,
+        mutates_args=("out",),
+        schema=f"({inputs}, Tensor(a{at}!) out, {terms}) -> Tensor",
+    )
+    op.register_fake(fake_write)
 
 
-@block_sparse_out_op.register_fake
-def _(
-    q,
-    k,
-    v,
-    lists,
-    lengths,
-    blocksize,
-    mask_mod,
-    mask_numbers,
-    mask_tensors,
-    out,
-    causal=False,
-    softcap=None,
-    scale=None,
-    return_lse=False,
-    form="lists",
-):
-    return _fake("block_sparse_attention", q, k, v, return_lse)[1]
+_register("attention", QKV, ATTENTION, _run_attention, _fake_attention)
+_register("block_sparse_attention", f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse)
 
 
 def traced_attention(

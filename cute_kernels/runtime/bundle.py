@@ -16,6 +16,7 @@ from typing import Any
 from . import keys
 from .compile import build_object
 from .disk_store import CorruptEntry, sha256, write_atomically
+from .trust import UntrustedFolder, insist_on_trust
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -32,9 +33,12 @@ class Bundle:
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         try:
+            insist_on_trust(self.folder)
             manifest = json.loads(path.read_bytes())
             self._check(manifest)
             self.entries: Mapping[str, Mapping[str, Any]] = manifest["entries"]
+        except UntrustedFolder as error:
+            raise BundleError(str(error)) from error
         except OSError as error:
             raise BundleError(f"{self.folder} is not a bundle of compiled kernels: {error}") from error
         except BundleError:

@@ -30,8 +30,18 @@ from .bundle import Bundle, BundleError, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
 from .device import assumed
 from .disk_store import LOG, CorruptEntry, Store
+from .trust import UntrustedFolder, insist_on_trust
 
-__all__ = ["Built", "Bundle", "BundleError", "CacheStats", "KernelCache", "default_cache", "write_bundle"]
+__all__ = [
+    "Built",
+    "Bundle",
+    "BundleError",
+    "CacheStats",
+    "KernelCache",
+    "UntrustedFolder",
+    "default_cache",
+    "write_bundle",
+]
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
 ENABLED_VARIABLE = "CUTE_KERNELS_CACHE"
@@ -160,6 +170,7 @@ class KernelCache:
             folder = None
             if self.directory is not None:
                 folder = self.directory / keys.folder_name(keys.source_fingerprint(), keys.versions())
+                insist_on_trust(folder)
             self._store = Store(folder, self._lock_timeout)
             for named in filter(None, os.environ.get(BUNDLE_VARIABLE, "").split(os.pathsep)):
                 try:
