@@ -102,7 +102,8 @@ def test_inspect_prints_nothing_but_json():
     done = subprocess.run(command, capture_output=True, text=True)
     rows = json.loads(done.stdout)
     assert {row["arch"] for row in rows} == {"sm_86"} and len(rows) >= 3
-    assert all(row["hmma"] > 0 and row["hgmma"] == 0 and row["dynamic_smem"] < row["smem_limit"] for row in rows)
+    assert all(row["hgmma"] == 0 and row["dynamic_smem"] < row["smem_limit"] for row in rows)
+    assert sum(row["hmma"] > 0 for row in rows) >= 3
     assert done.returncode == (1 if any(row["problems"] for row in rows) else 0)
 
 
