@@ -20,26 +20,30 @@ from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .arch import ARCHS, MMA_K, arch_named
 from .dtypes import NAMES, OPERANDS
-from .matmul.bundle import OPS, bundle_facts
 from .report import print_report, row_of
-from .runtime import keys
+from .runtime import keys, record
 from .runtime.bundle import BundleWriter
 from .runtime.cache import KernelCache
 from .runtime.compile import MissingCompiler, import_cutlass
-from .runtime.families import families, family_of, load_all
+from .runtime.families import Request, bundle_facts, families, family_of, known_ops, load_all
 from .runtime.inspect import MissingDisassembler, find_nvdisasm
 from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kernel
 
-BUNDLE_BLOCKS = ((128, 128), (64, 64), (32, 32))
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
 INDEX_DTYPES = ("int32", "int64")
 INTERRUPTED = 130  # the exit status that shells give for SIGINT
 LINE_SECONDS = 5  # between two lines of progress
-EPILOG = "With no --block, --op and --dtype a bundle holds what most calls need; see cute_kernels.matmul.bundle."
+# Of a bundle of 1,458 kernels for sm_90a: bytes of each, and seconds for which it takes one process on two cores.
+KERNEL_BYTES, KERNEL_SECONDS = 52_000, 1.4
+EPILOG = f"""\
+It holds the kernels of usual calls: contiguous aligned tensors; of products no epilogue, a bias, and a bias with an
+activation; of attention dense, causal and packed calls, caches, and block masks without a function. A program that runs
+with {record.VARIABLE}=FILE records all the kernels that it takes; --calls FILE compiles these.
+"""
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -98,6 +102,11 @@ def parser() -> argparse.ArgumentParser:
             kwargs |= {"default": text, "help": f"default: {text}"}
         sub.add_argument(name, type=list_of(parse), **kwargs)
 
+    def given(sub, name: str, dest: str, parse, default: Iterable) -> None:
+        """An option that is an attribute of the arguments only where it is given."""
+        terms = {"dest": dest, "default": argparse.SUPPRESS, "metavar": "A,B", "help": f"default: {','.join(default)}"}
+        sub.add_argument(name, type=list_of(parse), **terms)
+
     sub = commands.add_parser("inspect", parents=[jobs], help="registers, spills, shared memory, instructions")
     listed(sub, "--arch", arch_target, ARCHS, metavar="A,B")
     sub.add_argument("--quick", action="store_true", help="three kernels an architecture instead of all")
@@ -105,14 +114,19 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="a JSON list on stdout, and nothing else there")
     sub.set_defaults(run=run_inspect)
 
-    sub = commands.add_parser("compile", parents=[jobs], help="write an ahead-of-time bundle", epilog=EPILOG)
-    listed(sub, "--arch", arch_target, (), metavar="A,B", required=True, help="such as sm_90a,sm_89")
+    about = {"help": "write an ahead-of-time bundle", "epilog": EPILOG}
+    sub = commands.add_parser("compile", parents=[jobs], formatter_class=raw, **about)
+    listed(sub, "--arch", arch_target, (), metavar="A,B", help="such as sm_90a,sm_89; with --calls: those recorded")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
-    listed(sub, "--dtype", one_of("operand type", DTYPES), ("bfloat16",), metavar="T,U")
-    listed(sub, "--block", block_shape, (f"{bm}x{bk}" for bm, bk in BUNDLE_BLOCKS), metavar="BMxBK,...")
-    listed(sub, "--op", one_of("operation", OPS), OPS, metavar="OP,...")
-    listed(sub, "--index", one_of("index type", INDEX_DTYPES), ("int32",), metavar="T,U")
-    sub.set_defaults(run=run_compile)
+    sub.add_argument("--calls", type=Path, metavar="FILE", help="what a program recorded, in place of the following")
+    usual = Request("")
+    blocks = [f"{bm}x{bk}" for bm, bk in usual.blocks]
+    given(sub, "--op", "ops", one_of("operation", known_ops()), known_ops())
+    given(sub, "--dtype", "dtypes", one_of("operand type", DTYPES), usual.dtypes)
+    given(sub, "--block", "blocks", block_shape, blocks)
+    given(sub, "--index", "index_dtypes", one_of("index type", INDEX_DTYPES), usual.index_dtypes)
+    given(sub, "--head-dim", "head_dims", positive, map(str, usual.head_dims))
+    sub.set_defaults(run=run_compile, parser=sub)
 
     sub = commands.add_parser("cache", help="where compiled kernels are kept")
     sub.add_argument("--clear", action="store_true", help="delete them all, of older sources and versions too")
@@ -126,17 +140,24 @@ def parser() -> argparse.ArgumentParser:
 def with_progress(what: str, function: Callable, items: list, jobs: int) -> Iterator[Outcome]:
     """Outcomes as they come, with a bar on stderr; with a line every few seconds where that is no terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    piped = not console.is_terminal
+    counts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    columns = *counts, TimeElapsedColumn(), TimeRemainingColumn()
     outcomes = in_parallel(function, items, jobs, own_process=True)
-    with closing(outcomes), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with (
+        closing(outcomes),
+        Progress(*columns, console=console, transient=True, disable=piped) as bar,
+    ):
         task = bar.add_task(what, total=len(items))
         start = said = time.monotonic()
         for done, outcome in enumerate(outcomes, start=1):
             bar.advance(task)
             now = time.monotonic()
-            if not console.is_terminal and now - said >= LINE_SECONDS:
+            if piped and now - said >= LINE_SECONDS:
                 said = now
-                print(f"{what}: {done} of {len(items)} kernels, {now - start:.0f} s", file=sys.stderr, flush=True)
+                left = (now - start) / done * (len(items) - done) / 60
+                text = f"{what}: {done} of {len(items)} kernels, {now - start:.0f} s, about {left:.1f} minutes left"
+                print(text, file=sys.stderr, flush=True)
             yield outcome
 
 
@@ -156,11 +177,33 @@ def run_inspect(args: argparse.Namespace) -> int:
     return 1 if any(row["problems"] for row in rows) else 0
 
 
+def requested(args: argparse.Namespace) -> list:
+    """The facts of the kernels that a bundle is to hold."""
+    given = {name: value for name, value in vars(args).items() if name in ("ops", *vars(Request("")))}
+    archs = given.pop("arch")
+    if args.calls is not None:
+        if given:
+            args.parser.error(f"--calls names all kernels; leave out what else says which ({', '.join(given)})")
+        packages = {type(family).__module__.partition(".")[0] for family in families()}
+        return [facts for facts in record.read(args.calls, packages) if facts.arch in (archs or [facts.arch])]
+    if not archs:
+        args.parser.error("the following arguments are required: --arch, or --calls")
+    ops = given.pop("ops", known_ops())
+    try:
+        return [facts for arch in archs for facts in bundle_facts(ops, Request(arch, **given))]
+    except ValueError as error:
+        args.parser.error(str(error))
+
+
 def run_compile(args: argparse.Namespace) -> int:
+    facts = requested(args)
     import_cutlass()
     start = time.perf_counter()
-    facts = [f for a in args.arch for f in bundle_facts(a, args.dtype, args.block, args.op, args.index)]
     writer = BundleWriter(args.out)
+    jobs = max(1, min(args.jobs, len(facts)))
+    size, minutes = len(facts) * KERNEL_BYTES / 1e6, len(facts) * KERNEL_SECONDS / jobs / 60
+    about = f"about {size:.1f} MB and {minutes:.1f} minutes with {jobs} processes"
+    print(f"compiling {len(facts)} kernels into {args.out}: {about}", file=sys.stderr, flush=True)
     named = [(f, keys.function_name(writer.key(f))) for f in facts]
     count, size, failures = Counter(), Counter(), []
     for outcome in with_progress("compiling", compile_object, named, args.jobs):
@@ -177,7 +220,7 @@ def run_compile(args: argparse.Namespace) -> int:
         print(f"{len(failures)} of {len(named)} kernels do not compile: no bundle was written", file=sys.stderr)
         return 1
     writer.finish()
-    for arch in args.arch:
+    for arch in count:
         print(f"{arch}: {count[arch]} kernels, {size[arch]:,} bytes")
     seconds = f"{time.perf_counter() - start:.0f} s"
     print(f"{args.out}: {count.total()} kernels, {size.total():,} bytes, in {seconds}, for CPUs from {keys.host_cpu()}")
@@ -213,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
         load_all()
         args = parser().parse_args(argv)
         return args.run(args)
-    except (MissingCompiler, MissingDisassembler, OSError) as error:
+    except (MissingCompiler, MissingDisassembler, OSError, record.RecordError) as error:
         print(f"python -m cute_kernels: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,8 +1,16 @@
 """explain: which kernel, configuration and path a call takes, and why. inspect: what that kernel costs."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
 from .matmul.plan import Plan
-from .report import KernelReport, report_of_kernel
 from .runtime.device import assume, assumed, device_arch
+
+if TYPE_CHECKING:
+    from .report import KernelReport
 
 _PLANNERS = {}
 
@@ -49,7 +57,7 @@ def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:
     `explain`; without it, the architecture of the current CUDA device. Raises what `explain` raises, and ValueError
     for a call that takes no kernel.
     """
-    import torch
+    from .report import report_of_kernel  # which imports what draws tables
 
     if arch is None:
         if not torch.cuda.is_available():

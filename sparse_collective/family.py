@@ -26,6 +26,7 @@ class BsrFamily(ProductFamily):
     crow_indices, what `pattern` gives, values, b, d, and what every product takes.
     """
 
+    ops = ("bsr_matmul", "bsr_linear")
     orders = True
 
     def serves(self, block: BlockFacts | None) -> bool:
@@ -43,7 +44,7 @@ class BsrFamily(ProductFamily):
         groups = fake_tensor("int32", 1, 0, 1) if facts.block.run else None
         return fake_tensor(facts.block.index_dtype, 1, 0, 1), order, groups
 
-    def bundle(self, op: str, spec: ArchSpec, block: BlockFacts, dtype: str) -> Iterator[GemmFacts]:
+    def usual(self, op: str, spec: ArchSpec, block: BlockFacts, dtype: str) -> Iterator[GemmFacts]:
         linear = op == "bsr_linear"
         make, shape = catalogue.linear if linear else catalogue.bsr, (block.bm, block.bk)
         for config in self.candidates(spec.path, block, spec):

@@ -103,7 +103,7 @@ def test_opcodes_are_read_past_predicates_and_uniform_registers():
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
 def test_kernels_read_from_memory_are_what_nvdisasm_says(arch, monkeypatch):
     """The quick reading of tests/sass.py, of a kernel of which a part was met before, and of one met as a whole."""
-    dense = DENSE.catalogue(arch.rstrip("a"), quick=True)[0]
+    dense = DENSE.catalogue(arch, quick=True)[0]
     cubins = [cubin(arch, tiny_kernels.spill), cubin_of(compile_kernel(dense, keep_cubin=True).compiled)]
     asked = []
     monkeypatch.setattr(sass, "_known", {})

@@ -1,5 +1,6 @@
 """Which decoding kernels there are; see forward/catalogue.py."""
 
+import itertools
 from collections.abc import Iterator
 
 from cute_kernels.arch import ArchSpec
@@ -40,3 +41,10 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
 
 def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict) -> DecodeFacts:
     return pick(DecodeFacts(spec.target, path, None, head_dim=d, head_dim_v=dv, **terms))
+
+
+def usual(spec: ArchSpec, dtype: str, dim: int) -> Iterator[DecodeFacts]:
+    """What a bundle has: one or a few queries, causal or not, on a whole cache, one with lengths, or pages."""
+    caches = [{}, *({"seqlens": True, "page_size": size} for size in (0, 16, 64, 256))]
+    for window, cache, split in itertools.product((WindowKind(), WindowKind(right=True)), caches, (False, True)):
+        yield facts_of(spec, spec.path, dim, dim, {"dtype": dtype, "window": window, "split": split, **cache})

@@ -1,10 +1,12 @@
 """The decoding kernels as a family: what tools and tests know of them."""
 
+import itertools
 import re
+from collections.abc import Iterator
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
-from cute_kernels.runtime.families import Family, register
+from cute_kernels.runtime.families import Family, Request, register
 
 from ..forward.config import DecodeFacts
 from ..forward.family import describe
@@ -18,6 +20,7 @@ class Decode(Family):
     """Attention of few queries over long K and V, whose tiles CTAs share; a second kernel combines their parts."""
 
     name = "decode"
+    ops = ("attention",)
 
     def entry(self, facts: DecodeFacts):
         if facts.path == "sm_90":
@@ -33,6 +36,12 @@ class Decode(Family):
         from . import catalogue  # traces masks, for which torch imports its compiler
 
         return list(dict.fromkeys(catalogue.configurations(arch_named(arch), quick)))
+
+    def bundle(self, op: str, request: Request) -> Iterator[DecodeFacts]:
+        from . import catalogue
+
+        for dtype, dim in itertools.product(request.dtypes, request.head_dims):
+            yield from catalogue.usual(arch_named(request.arch), dtype, dim)
 
     def tensor_core(self, facts: DecodeFacts) -> str:
         return "HGMMA" if facts.path == "sm_90" else "HMMA"

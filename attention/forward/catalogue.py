@@ -1,5 +1,6 @@
 """Which forward kernels there are: the facts that ops can ask for, listed, so that tools and tests need no tensors."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -87,3 +88,25 @@ def with_blocks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
     for dims in ((192, 128), (64, 256)):
         facts = replace(facts, head_dim=dims[0], head_dim_v=dims[1])
         yield pick(replace(facts, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
+
+
+def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[FlashFacts]:
+    """What a bundle has: dense and causal attention, packed too, or masks without a function; without LSE and cap.
+
+    Shapes decide between configurations, so all of them are here. Other windows are compiled on their first call.
+    """
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head dimension {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
+    plain = FlashFacts(spec.target, spec.path, None, dtype, dim, dim)
+    if op == "block_sparse_attention":
+        for blocksize in BLOCKSIZES:
+            yield pick(replace(plain, blocks=BlockKind(*blocksize, None)), EXTENTS)
+        return
+    for right, packed in itertools.product((None, 0), (False, True)):
+        facts = replace(plain, window=WindowKind(right=right == 0), packed=packed)
+        if spec.path != "sm_90":
+            yield pick(facts, EXTENTS)
+            continue
+        for heads in (1, EXTENTS.heads):  # more tiles than SMs are drawn from a counter where they differ
+            extents = replace(EXTENTS, heads=heads, rows=64 * heads, right=right)
+            yield from (replace(facts, config=config) for config, _ in candidates_sm90(facts, extents))

@@ -1,8 +1,11 @@
 """The forward kernels as a family: what tools and tests know of them."""
 
+import itertools
+from collections.abc import Iterator
+
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
-from cute_kernels.runtime.families import Family, register
+from cute_kernels.runtime.families import Family, Request, register
 
 from .arguments import forward_args
 from .config import FlashFacts
@@ -14,6 +17,7 @@ class FlashForward(Family):
     """Attention with K and V tiles walked by one query tile a CTA: dense, windows, packed sequences, block masks."""
 
     name = "flash forward"
+    ops = ("attention", "block_sparse_attention")
 
     def entry(self, facts: FlashFacts):
         if facts.path == "sm_90":
@@ -29,6 +33,12 @@ class FlashForward(Family):
         from . import catalogue  # traces masks, for which torch imports its compiler
 
         return list(dict.fromkeys(catalogue.configurations(arch_named(arch), quick)))
+
+    def bundle(self, op: str, request: Request) -> Iterator[FlashFacts]:
+        from . import catalogue
+
+        for dtype, dim in itertools.product(request.dtypes, request.head_dims):
+            yield from catalogue.usual(op, arch_named(request.arch), dtype, dim)
 
     def tensor_core(self, facts: FlashFacts) -> str:
         return "HGMMA" if facts.path == "sm_90" else "HMMA"

@@ -1,9 +1,10 @@
 """What choosing, planning and the tools ask of a family of products, and what the dense one answers."""
 
+import itertools
 from collections.abc import Iterator
 
-from ..arch import ArchSpec
-from ..runtime.families import Family, register
+from ..arch import ArchSpec, arch_named
+from ..runtime.families import Family, Request, register
 from . import catalogue, cost, legality
 from .arguments import dense_args
 from .candidates import dense_sm80, dense_sm90
@@ -58,8 +59,21 @@ class ProductFamily(Family):
     def describe(self, facts: GemmFacts) -> dict[str, str]:
         return catalogue.describe(facts)
 
-    def bundle(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
-        """The facts of an op's calls on contiguous aligned matrices of a dtype, with the commonest epilogues."""
+    def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
+        """Aligned contiguous matrices, with no epilogue, a bias, a bias and each activation.
+
+        Shapes decide between the configurations, so all of them are here; sparse ones with and without an order of work
+        tiles. gemm's b may also be the transpose of a contiguous weight. The bias has the operands' dtype, one value
+        for each output feature. Not here, and compiled on their first call: batches that do not fold into rows,
+        residuals, fp32 outputs, alpha, functions of one's own, and batches of block-sparse matrices.
+        """
+        spec = arch_named(request.arch)
+        blocks = [BlockFacts(*block, index) for block in request.blocks for index in request.index_dtypes]
+        for dtype, block in itertools.product(request.dtypes, filter(self.serves, (None, *blocks))):
+            yield from self.usual(op, spec, block, dtype)
+
+    def usual(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
+        """The part of `bundle` for one kind of blocks and one dtype."""
         raise NotImplementedError
 
 
@@ -67,6 +81,7 @@ class Dense(ProductFamily):
     """A dense product: cute_kernels.gemm."""
 
     name = "dense"
+    ops = ("gemm",)
 
     def serves(self, block: BlockFacts | None) -> bool:
         return block is None
@@ -82,7 +97,7 @@ class Dense(ProductFamily):
     def arguments(self, facts: GemmFacts) -> tuple:
         return dense_args(facts)
 
-    def bundle(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
+    def usual(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
         for config in self.candidates(spec.path, None, spec):
             for epilogue in catalogue.epilogues_of("col", dtype):
                 for b in "nk":

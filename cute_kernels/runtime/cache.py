@@ -7,6 +7,7 @@ one then call the same code in the same way.
     CUTE_KERNELS_CACHE_DIR   the cache's folder (default: cute-kernels in the user's cache folder)
     CUTE_KERNELS_CACHE=0     neither read nor write it
     CUTE_KERNELS_BUNDLE      bundles to look into first, separated as in PATH
+    CUTE_KERNELS_RECORD      a file to which to append what is asked for (record.py)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import platformdirs
 
-from . import keys
+from . import keys, record
 from .bundle import Bundle, BundleError, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
 from .device import assumed
@@ -160,7 +161,8 @@ class KernelCache:
                 self._functions[key] = function
             if _compares_by_value(facts):
                 self._memory[facts] = function
-            return function
+        record.note(facts)
+        return function
 
     def _set_up(self) -> Store:
         """Find the folder and the environment's bundles: at the first miss, as the DSL's versions enter."""

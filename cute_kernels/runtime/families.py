@@ -9,7 +9,8 @@ environment variable CUTE_KERNELS_FAMILIES names, separated by commas.
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .cache import Built, default_cache
@@ -20,6 +21,17 @@ VARIABLE = "CUTE_KERNELS_FAMILIES"
 _REGISTRY: dict[str, "Family"] = {}
 
 
+@dataclass(frozen=True)
+class Request:
+    """For which calls a bundle is to have kernels; each family takes of it what concerns it."""
+
+    arch: str
+    dtypes: Sequence[str] = ("bfloat16",)
+    blocks: Sequence[tuple[int, int]] = ((128, 128), (64, 64), (32, 32))
+    index_dtypes: Sequence[str] = ("int32",)
+    head_dims: Sequence[int] = (64, 128)
+
+
 class Family:
     """One kind of kernel. `name` is its name here and the `family` of its facts.
 
@@ -28,6 +40,7 @@ class Family:
     """
 
     name: str
+    ops: tuple[str, ...] = ()  # the public calls that a bundle has its kernels for
 
     def entry(self, facts: Any) -> Any:
         """What `cute.compile` takes: an object whose `__call__` is the compiled function."""
@@ -40,6 +53,11 @@ class Family:
     def catalogue(self, arch: str, quick: bool = False) -> Iterable[Any]:
         """The facts that ops can ask for on an architecture, for tools and tests; a few typical ones if `quick`."""
         raise NotImplementedError(f"{self.name}: catalogue")
+
+    def bundle(self, op: str, request: Request) -> Iterable[Any]:
+        """The facts of usual calls of one of its `ops`; where it does not say better, its catalogue."""
+        facts = self.catalogue(request.arch)
+        return [f for f in facts if getattr(f, "index_dtype", None) in (None, *request.index_dtypes)]
 
     def unsupported(self, facts: Any) -> str:
         """Why no kernel can be built from these facts; "" if one can."""
@@ -120,6 +138,23 @@ def compile_kernel(facts: Any, *, keep_cubin: bool = False) -> Built:
 def function_for(facts: Any):
     """The kernel's function, from memory, a bundle, the disk, or compiled now."""
     return default_cache().get(facts, lambda: compile_kernel(facts))
+
+
+def known_ops() -> tuple[str, ...]:
+    """The public calls that bundles know."""
+    return tuple(dict.fromkeys(op for family in families() for op in family.ops))
+
+
+def bundle_facts(ops: Iterable[str], request: Request) -> list:
+    """The facts of usual calls of `ops`, each once; ValueError for an op that bundles do not know."""
+    found = {}
+    for op in ops:
+        if op not in known_ops():
+            raise ValueError(f"unknown operation {op!r}; known are {', '.join(known_ops())}")
+        for family in families():
+            if op in family.ops:
+                found |= dict.fromkeys(f for f in family.bundle(op, request) if not family.unsupported(f))
+    return list(found)
 
 
 def load_all() -> None:

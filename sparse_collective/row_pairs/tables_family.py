@@ -11,6 +11,7 @@ class RowPairTables(Family):
     """The kernel that makes the tables of pairs of block rows."""
 
     name = "row pair tables"
+    ops = ("bsr_matmul", "bsr_linear")
 
     def entry(self, facts: PairPlanFacts):
         from .tables_kernel import PairPlanner

@@ -11,6 +11,7 @@ class SmallBlockTables(Family):
     """The kernel that makes the tables of small blocks."""
 
     name = "small block tables"
+    ops = ("bsr_matmul", "bsr_linear")
 
     def entry(self, facts: PlanFacts):
         from .tables_kernel import SweepPlanner

@@ -11,6 +11,7 @@ class TileOrder(Family):
     """The kernel that orders work tiles."""
 
     name = "tile order"
+    ops = ("bsr_matmul", "bsr_linear")
 
     def entry(self, facts: OrderFacts):
         from .kernel import TileDealer

@@ -1,0 +1,84 @@
+"""The kernels that a program asked for, in a file: what to compile for machines that should not.
+
+With CUTE_KERNELS_RECORD=FILE a program appends the facts of each kernel that its cache hands out for the first time, a
+line of JSON each; several processes may share the file. Lines hold plain values and names of types. Reading one makes
+frozen dataclasses and named tuples of the packages that it is told, and runs nothing else.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "CUTE_KERNELS_RECORD"
+PLAIN = (str, int, float, bool, type(None))
+
+
+class RecordError(ValueError):
+    """A file that is no record of kernels, or one of other sources."""
+
+
+def note(facts: Any) -> None:
+    """Append a line with these facts, if the environment asks for it."""
+    if path := os.environ.get(VARIABLE):
+        line = (json.dumps(encoded(facts)) + "\n").encode()
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, line)  # in one piece, since other processes may write to it
+        finally:
+            os.close(file)
+
+
+def read(path: str | os.PathLike[str], packages: Collection[str]) -> list:
+    """The facts in a file, each once; RecordError with the line that cannot be read.
+
+    `packages`: whose types the facts are made of. Their modules may be imported.
+    """
+    found = {}
+    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        try:
+            found[decoded(json.loads(line), packages)] = None
+        except Exception as error:
+            raise RecordError(f"{path}, line {number}: {error}; record it anew with {VARIABLE}={path}") from None
+    return list(found)
+
+
+def encoded(value: Any) -> Any:
+    """Facts as JSON: plain values, lists for tuples, and {"type", "fields"} for dataclasses and named tuples."""
+    if isinstance(value, PLAIN):
+        return value
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = value._asdict()
+    elif isinstance(value, tuple):
+        return [encoded(item) for item in value]
+    else:
+        raise TypeError(f"facts hold a {type(value).__name__}, which cannot be recorded: {value!r}")
+    name = f"{type(value).__module__}:{type(value).__qualname__}"
+    return {"type": name, "fields": {field: encoded(item) for field, item in fields.items()}}
+
+
+def decoded(value: Any, packages: Collection[str]) -> Any:
+    """The value that `encoded` was given."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list):
+        return tuple(decoded(item, packages) for item in value)
+    kind = type_named(value["type"], packages)
+    return kind(**{name: decoded(field, packages) for name, field in value["fields"].items()})
+
+
+def type_named(name: str, packages: Collection[str]) -> type:
+    """A frozen dataclass or named tuple by "module:name"; ValueError for all else."""
+    module, _, qualname = name.partition(":")
+    if module.partition(".")[0] not in packages:
+        raise ValueError(f"{name} is in none of the packages with kernel families, {', '.join(sorted(packages))}")
+    found = getattr(importlib.import_module(module), qualname, None)
+    frozen = dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
+    if not isinstance(found, type) or not (frozen or issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise ValueError(f"there is no frozen dataclass {name}")
+    return found
