@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels.arch import MMA_K
-from cute_kernels.k_tiles import DenseSource
+from cute_kernels.k_tiles import DenseSource, check_sharing
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective.k_tiles import BsrSource
@@ -212,3 +212,23 @@ def test_every_work_tile_comes_once(tiles_m, tiles_n, batch, group):
     expected = [(m, n, l) for l in range(batch) for panel in panels for m in range(tiles_m) for n in panel]
     assert found == expected
     assert len(set(found)) == scheduler.count == tiles_m * tiles_n * batch
+
+
+# -- what neighbouring tiles share ------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_refused_where_the_source_makes_no_promise():
+    index = torch.zeros(2, dtype=torch.int32)
+    high, grouped = BsrSource(index, index, 2, 1), BsrSource(index, index, 1, 1, groups=index, tiles_run=3)
+    for source, cluster in ((DenseSource(1, 1), (2, 1)), (DenseSource(1, 1), (1, 2)), (high, (2, 1)), (high, (1, 2))):
+        check_sharing(source, *cluster)
+    for source, cluster, text in (
+        (BsrSource(index, index, 3, 1), (2, 1), "B once for 2 neighbouring row tiles, but BsrSource.shared_rows is 3"),
+        (BsrSource(index, index, 1, 1), (2, 1), "shared_rows is 1"),
+        (grouped, (1, 2), "A once for 2 neighbouring column tiles, but BsrSource.shared_columns is 3"),
+        (object(), (2, 1), "object.shared_rows is 1"),
+        (object(), (1, 2), "or a source that promises shared_columns"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            check_sharing(source, *cluster)
+    check_sharing(object(), 1, 1)

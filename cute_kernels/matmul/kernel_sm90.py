@@ -229,42 +229,19 @@ class GemmSm90:
             if warp == 0:
                 boxes = self.boxes_of_a()
                 sA_boxes = storage.sA.get_tensor(boxes.outer, swizzle=boxes.inner)
-                # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
-                gA = cute.local_tile(mA, (cfg.tile_m // self.parts, cfg.tile_k), (None, None, None))
-                gB = cute.local_tile(mB, (cfg.tile_n, cfg.tile_k), (None, None, None, None))
-                tAsA, tAgA = cpasync.tma_partition(
+                self.produce(
                     tma_a,
-                    rank_n % self.sharers_a,
-                    cute.make_layout(self.sharers_a),
-                    cute.group_modes(sA_boxes, 0, 2),
-                    cute.group_modes(gA, 0, 2),
-                )
-                tBsB, tBgB = cpasync.tma_partition(
+                    mA,
+                    sA_boxes,
                     tma_b,
-                    rank_m,
-                    cute.make_layout(cfg.cluster_m),
-                    cute.group_modes(sB, 0, 2),
-                    cute.group_modes(gB, 0, 2),
+                    mB,
+                    sB,
+                    source,
+                    scheduler,
+                    ring,
+                    cta_layout,
+                    (rank, rank_m, rank_n, rank_k),
                 )
-                coord = cta_layout.get_flat_coord(rank)
-                mask_a = cute.make_layout_image_mask(cta_layout, coord, mode=1)
-                mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0)
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-                first, step = block // self.cluster, ctas // self.cluster
-                end = scheduler.end(first, step)
-                bounds = self.bounds(first, scheduler, source, rank_m)
-                for index in cutlass.range(first, end, step, unroll=1):
-                    m, n, l = scheduler.decode(index)
-                    n = n * cfg.cluster_n + rank_n
-                    k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
-                    bounds = self.bounds(index + step, scheduler, source, rank_m)
-                    state = self.mainloop.load(
-                        k_tiles,
-                        tma_a, tAgA, tAsA, mask_a,
-                        tma_b, tBgB[None, n, None, None, cutlass.min(l, mB.shape[3] - 1)], tBsB, mask_b,
-                        ring, state,
-                    )  # fmt: skip
-                ring.producer_tail(state)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             groups = cute.make_layout(self.team, stride=WARPGROUP)
@@ -311,6 +288,62 @@ class GemmSm90:
             self.store.drain()
             if const_expr(self.exchange is not None):
                 self.exchange.drain(storage.exchange_barriers.data_ptr(), group, phase)
+
+    @cute.jit
+    def produce(
+        self,
+        tma_a: cute.CopyAtom,
+        mA: cute.Tensor,
+        sA_boxes: cute.Tensor,  # (tile_m / parts, tile_k, parts x PIPE)
+        tma_b: cute.CopyAtom,
+        mB: cute.Tensor,
+        sB: cute.Tensor,
+        source,
+        scheduler: TileScheduler,
+        ring,
+        cta_layout: cute.Layout,
+        ranks: tuple,
+    ):
+        """The producer warp: issue the loads of every work tile."""
+        cfg = self.cfg
+        rank, rank_m, rank_n, rank_k = ranks
+        block, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
+        gA = cute.local_tile(mA, (cfg.tile_m // self.parts, cfg.tile_k), (None, None, None))
+        gB = cute.local_tile(mB, (cfg.tile_n, cfg.tile_k), (None, None, None, None))
+        tAsA, tAgA = cpasync.tma_partition(
+            tma_a,
+            rank_n % self.sharers_a,
+            cute.make_layout(self.sharers_a),
+            cute.group_modes(sA_boxes, 0, 2),
+            cute.group_modes(gA, 0, 2),
+        )
+        tBsB, tBgB = cpasync.tma_partition(
+            tma_b,
+            rank_m,
+            cute.make_layout(cfg.cluster_m),
+            cute.group_modes(sB, 0, 2),
+            cute.group_modes(gB, 0, 2),
+        )
+        coord = cta_layout.get_flat_coord(rank)
+        mask_a = cute.make_layout_image_mask(cta_layout, coord, mode=1)
+        mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        first, step = block // self.cluster, ctas // self.cluster
+        end = scheduler.end(first, step)
+        bounds = self.bounds(first, scheduler, source, rank_m)
+        for index in cutlass.range(first, end, step, unroll=1):
+            m, n, l = scheduler.decode(index)
+            n = n * cfg.cluster_n + rank_n
+            k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
+            bounds = self.bounds(index + step, scheduler, source, rank_m)
+            state = self.mainloop.load(
+                k_tiles,
+                tma_a, tAgA, tAsA, mask_a,
+                tma_b, tBgB[None, n, None, None, cutlass.min(l, mB.shape[3] - 1)], tBsB, mask_b,
+                ring, state,
+            )  # fmt: skip
+        ring.producer_tail(state)
 
     @cute.jit
     def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:

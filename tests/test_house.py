@@ -1,0 +1,81 @@
+"""The house stands as docs/architecture.md says: which way imports go, and how long functions are."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("cute_kernels", "sparse_collective", "attention")  # each may import those before it
+KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
+LONGEST = 120  # lines of a function
+FILES = {path: ast.parse(path.read_text()) for name in (*PACKAGES, "bench") for path in (ROOT / name).rglob("*.py")}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports() -> dict[str, set[str]]:
+    """module -> the modules that its file imports, also inside functions."""
+    modules = {module_of(path) for path in FILES}
+    graph = {}
+    for path, tree in FILES.items():
+        name = module_of(path)
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*parts, *filter(None, [node.module])])
+                found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in modules else base for a in node.names}
+        graph[name] = (found & modules) - {name}
+    return graph
+
+
+GRAPH = imports()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_nothing_above_it(package):
+    above = PACKAGES[PACKAGES.index(package) + 1 :] + ("bench",)
+    wrong = [f"{m} -> {t}" for m, found in GRAPH.items() if m.split(".")[0] == package for t in found]
+    assert not [edge for edge in wrong if edge.split(" -> ")[1].split(".")[0] in above]
+
+
+@pytest.mark.parametrize("package", KNOW_NO_KERNEL)
+def test_the_ground_knows_no_kernel(package):
+    edges = [(m, t) for m, found in GRAPH.items() if m.startswith(package) for t in found]
+    assert not [f"{m} -> {t}" for m, t in edges if t.startswith("cute_kernels.matmul")]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    state: dict[str, int] = {}  # 1: on the way, 2: done
+    cycles = []
+
+    def visit(module: str, way: list[str]) -> None:
+        state[module] = 1
+        for other in sorted(GRAPH[module]):
+            if state.get(other) == 1:
+                cycles.append(" -> ".join([*way[way.index(other) :], other]))
+            elif other not in state:
+                visit(other, [*way, other])
+        state[module] = 2
+
+    for module in sorted(GRAPH):
+        if module not in state:
+            visit(module, [module])
+    assert not cycles
+
+
+def test_functions_can_be_seen_at_once():
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path, tree in FILES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= LONGEST
+    ]
+    assert not long
