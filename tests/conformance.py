@@ -19,7 +19,7 @@ from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import NAMES
-from cute_kernels.matmul.catalogue import SQUARED_RELU
+from cute_kernels.matmul.catalogue import full
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.call_plan import PlanCache
@@ -304,7 +304,7 @@ class Kernels:
                 bias_items=f.bias == "items",
                 residual="n" if f.residual else None,
                 activation=f.activation,
-                function=SQUARED_RELU if f.function else None,
+                function=full().function if f.function else None,
             ),
         )
         return any(not self.family.unsupported(replace(facts, config=config)) for config in self.listed(f.block))
