@@ -203,8 +203,10 @@ def test_inspect_of_a_call_reads_the_kernel_that_it_takes():
     assert f"registers {found.registers}" in str(found)
     with pytest.raises(TypeError, match="gemm: b is torch.float16"):
         inspect_gemm(a, b=a.t().half(), arch="sm_80")
-    with pytest.raises(ValueError, match="takes no kernel"):
+    with pytest.raises(ValueError, match="takes no kernel: its result is empty"):
         inspect_gemm(a[:0], b=a.t(), arch="sm_80")
+    with pytest.raises(ValueError, match='takes no kernel: no tensor is on a GPU; name one, such as arch="sm_90"'):
+        inspect_gemm(torch.zeros(16, 16, dtype=torch.float16))
 
 
 def inspect_gemm(a, b=None, **terms) -> report.KernelReport:
