@@ -10,6 +10,12 @@ and that value, once per step, for a *KTile*:
     k_tiles.l                           # which item of a batch of A it multiplies
     k_tiles.at(i)                       # KTile(a, b); pure
     source.order                        # None, or in which order work tiles come (scheduler.py)
+    source.shared_rows                  # how many neighbouring row tiles have the same K-tiles of B
+    source.shared_columns               # how many neighbouring column tiles have the same K-tiles of A
+
+The types are `Source` and `KTiles`. A cluster loads an operand once for CTAs that share it. If their K-tiles differed,
+the sums would be wrong and nobody would notice. So the kernel refuses a cluster for which the source makes no promise
+(`check_sharing`).
 
 Kernels see their operands as
 
@@ -27,10 +33,13 @@ is spent on padding. `clips_k` says that a K-tile's steps may reach past the ext
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
+
+ANY = 0  # of Source.shared_rows and shared_columns: all tiles share the operand
 
 
 class KTile(NamedTuple):
@@ -38,6 +47,49 @@ class KTile(NamedTuple):
 
     a: tuple  # (rest_m, rest_k, outer_a); of a pair of block rows two of these
     b: tuple  # (rest_k, outer_k)
+
+
+class KTiles(Protocol):
+    """What one work tile sums over."""
+
+    count: Int32
+    l: Int32
+
+    @property
+    def out(self) -> tuple: ...
+
+    def at(self, i) -> KTile: ...
+
+
+class Source(Protocol):
+    """Where the K-tiles of a product come from. A frozen dataclass of tensors and numbers, which kernels take as it is.
+
+    `shared_rows`: row tiles number shared_rows * i up to shared_rows * (i + 1) - 1 have the same KTile.b in every
+    step; 1 promises nothing, ANY all of them. `shared_columns` says the same of column tiles and KTile.a.
+    """
+
+    order: cute.Tensor | None
+    shared_rows: int
+    shared_columns: int
+
+    def bounds(self, m, n, l) -> tuple: ...
+
+    def for_tile(self, m, l, bounds) -> KTiles: ...
+
+
+def check_sharing(source, cluster_m: int, cluster_n: int) -> None:
+    """Raise ValueError if CTAs of a cluster would share an operand whose K-tiles may differ among them."""
+    for cluster, name, operand, tiles in (
+        (cluster_m, "shared_rows", "B", "row"),
+        (cluster_n, "shared_columns", "A", "column"),
+    ):
+        shared = getattr(source, name, 1)
+        if cluster > 1 and shared % cluster:
+            raise ValueError(
+                f"a cluster loads {operand} once for {cluster} neighbouring {tiles} tiles, but "
+                f"{type(source).__name__}.{name} is {shared}: their K-tiles may differ, and the sums would be wrong. "
+                f"Use a configuration without that cluster, or a source that promises {name}"
+            )
 
 
 @dataclass(frozen=True)
@@ -62,6 +114,14 @@ class DenseSource:
 
     count: Int32  # K-tiles of the product
     a_batch: Int32  # extent of mA's outer mode: 1 where one A serves the whole batch
+
+    @property
+    def shared_rows(self) -> int:
+        return ANY
+
+    @property
+    def shared_columns(self) -> int:
+        return ANY
 
     @property
     def order(self) -> None:

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.k_tiles import KTile
+from cute_kernels.k_tiles import ANY, KTile
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,16 @@ class BsrSource:
     items: Int32 | None = None  # L, of a batch
     groups: cute.Tensor | None = None  # (runs,) int32: the item of each run of columns
     tiles_run: cutlass.Constexpr[int] = 1  # column tiles in a run
+
+    @property
+    def shared_rows(self) -> int:
+        """The row tiles of one block row."""
+        return self.tiles_m
+
+    @property
+    def shared_columns(self) -> int:
+        """All column tiles; of a grouped product those of a run."""
+        return ANY if self.groups is None else self.tiles_run
 
     def bounds(self, m, n, l) -> tuple:
         """(begin, end) of the block row's stored blocks; of a grouped product (begin, end, item)."""

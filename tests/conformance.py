@@ -7,7 +7,7 @@ patterns and numbers. `run` makes the call of a case in guarded memory. `cases_o
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
@@ -18,8 +18,8 @@ from cute_kernels import eager as dense_ops
 from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
+from cute_kernels.checks import epilogue_program
 from cute_kernels.dtypes import NAMES
-from cute_kernels.matmul.catalogue import full
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.call_plan import PlanCache
@@ -122,6 +122,11 @@ class Call:
 
 def leaky(x):
     return F.where(x > 0.0, x, 0.1 * x)
+
+
+@cache
+def program_of_leaky():
+    return epilogue_program("gemm", leaky)
 
 
 def matrix(case: Case, zones: Zones, device) -> tuple[BsrMatrix, torch.Tensor]:
@@ -304,7 +309,7 @@ class Kernels:
                 bias_items=f.bias == "items",
                 residual="n" if f.residual else None,
                 activation=f.activation,
-                function=full().function if f.function else None,
+                function=program_of_leaky() if f.function else None,
             ),
         )
         return any(not self.family.unsupported(replace(facts, config=config)) for config in self.listed(f.block))

@@ -19,8 +19,8 @@ from cute_kernels import explain
 
 from . import attention_parts
 from .attention_parts import plainly
+from .fuzz import ON_GPU, RELAXED, settings
 from .reference import assert_as_good_as_torch, normal, poisoned, poisoned_empty
-from .test_properties import ON_GPU, RELAXED, settings
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CAUSAL = {"causal": True}

@@ -8,6 +8,8 @@ from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache, UntrustedFolder
 from cute_kernels.runtime.trust import insist_on_trust
 
+from .cache_fixtures import Facts, build_fixture, environment_fixture  # noqa: F401 (fixtures are used by name)
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="a system without users")
 
 

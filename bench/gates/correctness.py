@@ -16,9 +16,9 @@ from .gate import Gate, Skip, judged
 
 NAME = "correctness"
 LIMIT = 400  # seconds
-CPU = ("tests/test_cpu_ops.py",)
-QUICK = ("tests/test_gemm.py", "tests/test_attention_gpu.py")
-FULL = (*QUICK, "tests/test_bsr_ops.py", "tests/test_bsr_batch_ops.py", "tests/test_packed.py", "tests/test_decode.py")
+CPU = ("tests/test_choice.py",)
+QUICK = ("tests/test_dense.py", "tests/test_attention_gpu.py")
+FULL = (*QUICK, "tests/test_conformance.py", "tests/test_bsr_gemm.py", "tests/test_packed.py", "tests/test_decode.py")
 MOST_JOBS = 8  # each holds a CUDA context: some 500 MB of the device
 
 

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from ..dtypes import cutlass_dtype
-from ..k_tiles import split_k_tiles
+from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
 from ..tile.hopper import ALIGN, WARPGROUP, smem_layout
 from .config import GemmFacts
@@ -139,6 +139,7 @@ class GemmSm90:
         stream: cuda.CUstream,
     ):
         cfg = self.cfg
+        check_sharing(source, cfg.cluster_m, cfg.cluster_n)
         sA_layout, sB_layout, sD_layout = self.layouts()
         self.make_storage(sA_layout, sB_layout, sD_layout)
         tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n)

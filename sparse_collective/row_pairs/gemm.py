@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.k_tiles import KTile
+from cute_kernels.k_tiles import ANY, KTile
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
 from cute_kernels.matmul.epilogue import EpilogueArgs
@@ -69,6 +69,15 @@ class PairedSource:
     order: cute.Tensor | None = None  # (tiles, 2), of the work tiles (balance.py)
     blocks: Int32 | None = None  # of an item, of a batch
     items: Int32 | None = None
+
+    @property
+    def shared_rows(self) -> int:
+        """Other pairs have other columns."""
+        return 1
+
+    @property
+    def shared_columns(self) -> int:
+        return ANY
 
     def bounds(self, m, n, l) -> tuple:
         """(begin, count) of the pair's entries."""

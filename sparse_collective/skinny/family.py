@@ -75,14 +75,14 @@ class Skinny(BsrFamily):
     def sources(self, path: str) -> tuple[str, ...]:
         return *super().sources(path), "sparse_collective.skinny.kernel", "sparse_collective.skinny.vector_loads"
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        columns, groups = super().pattern(facts, W, groups)
-        return columns, None, groups  # its entry has a place for an order of work tiles, as BsrGemm's
-
     def entry(self, facts: GemmFacts):
         from .kernel import SkinnyGemm
 
         return SkinnyGemm(facts)
+
+    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
+        columns, groups = super().pattern(facts, W, groups)
+        return columns, None, groups  # its entry has a place for an order of work tiles, as BsrGemm's
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.skinny_kernels(self, arch)
