@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from .matmul.plan import Plan
-from .runtime.device import assume, assumed, device_arch
+from .runtime.device import assume, assumed
 
 if TYPE_CHECKING:
     from .report import KernelReport
@@ -53,17 +51,14 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
 def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:
     """Compile the kernel of `op(*args, **kwargs)`, with its epilogue or mask, and read its machine code.
 
-    Nothing is launched, and no GPU is needed: tensors may be on the CPU or on torch's "meta" device. `arch` is as in
-    `explain`; without it, the architecture of the current CUDA device. Raises what `explain` raises, and ValueError
-    for a call that takes no kernel.
+    Nothing is launched. `arch` is as in `explain`: with it, no GPU is needed, and tensors may be on the CPU or on
+    torch's "meta" device; without it, the kernel is the one that the tensors' own GPU runs. Raises what `explain`
+    raises, and ValueError for a call that takes no kernel.
     """
     from .report import report_of_kernel  # which imports what draws tables
 
-    if arch is None:
-        if not torch.cuda.is_available():
-            raise ValueError('inspect: there is no CUDA device here; name an architecture, such as arch="sm_90"')
-        arch = device_arch(torch.cuda.current_device())[0].name
     plan = explain(op, *args, arch=arch, **kwargs)
     if plan.facts is None:
-        raise ValueError(f"inspect: this call of {plan.op} takes no kernel: its result is empty")
+        why = "its result is empty" if plan.empty else 'no tensor is on a GPU; name one, such as arch="sm_90"'
+        raise ValueError(f"inspect: this call of {plan.op} takes no kernel: {why}")
     return report_of_kernel(plan.facts)

@@ -40,6 +40,8 @@ class ChessboardKTiles(DenseKTiles):
 
 @dataclass(frozen=True)
 class ChessboardSource(DenseSource):
+    shared_rows = 1  # neighbouring row tiles have other K-tiles: a cluster must not load B once for two of them
+
     def for_tile(self, m, l, bounds) -> ChessboardKTiles:
         return ChessboardKTiles((self.count + 1 - m % 2) // 2, m, l)
 

@@ -114,12 +114,24 @@ def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
     if family.orders:
         order = None
-        # An order of work tiles is that of one pattern, whatever number of columns or items it is multiplied with.
-        if tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns":
+        if _takes_order(W):
             function, tiles, ctas = plan.ordered or _ordered(plan)
             order, group = family.work_order(W, tiles), 1
         pattern = family.with_order(pattern, order)
     function(W.crow_indices, *pattern, values, b, d, bias, residual, 1.0, 1.0, group, ctas)
+
+
+def _takes_order(W) -> bool:
+    """Whether a table orders the work tiles: of one pattern, whatever number of columns or items it multiplies."""
+    return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
+
+
+def _explained(plan: Plan, W) -> Plan:
+    """The plan, with the facts of the kernel that a call launches."""
+    if plan.facts is not None and plan.family.orders and _takes_order(W):
+        plan.facts = replace(plan.facts, ordered=True)
+        plan.notes.append("block rows differ in length: a table orders the work tiles, the longest first")
+    return plan
 
 
 def _ordered(plan: Plan) -> tuple:
@@ -366,13 +378,13 @@ def _known(op: str, W) -> BsrMatrix:
 def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_matmul."""
     W = _known("bsr_matmul", W)
-    return _plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
+    return _explained(_plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue), W)
 
 
 def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_linear."""
     W = _known("bsr_linear", W)
-    return _plan("bsr_linear", W, x, bias, activation, None, out, epilogue)
+    return _explained(_plan("bsr_linear", W, x, bias, activation, None, out, epilogue), W)
 
 
 def plan_bsr_grouped_linear(
@@ -390,4 +402,5 @@ def plan_bsr_grouped_linear(
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     groups = groups_of(op, x, groups, offsets, group_rows)
-    return _plan(op, _known(op, W), x, bias, activation, None, out, epilogue, groups)
+    W = _known(op, W)
+    return _explained(_plan(op, W, x, bias, activation, None, out, epilogue, groups), W)

@@ -17,8 +17,8 @@ from attention import attention
 from cute_kernels import __main__ as cli
 from cute_kernels import explain, functions, gemm, report
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul.config import EpilogueSpec
-from cute_kernels.matmul.family import DENSE
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
+from cute_kernels.matmul.family import DENSE, ProductFamily
 from cute_kernels.runtime import families, parallel, record
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache
@@ -27,6 +27,7 @@ from cute_kernels.runtime.families import Request, bundle_facts, unsupported
 from cute_kernels.runtime.inspect import MissingDisassembler
 from cute_kernels.runtime.parallel import Outcome, attempt, in_parallel
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective.catalogue import BLOCKS
 from tests.cache_fixtures import environment_fixture, is_function  # noqa: F401 (a fixture is used by name)
 
 COMMAND = [sys.executable, "-W", "ignore", "-m", "cute_kernels"]
@@ -56,6 +57,31 @@ def catalogue_of(monkeypatch, facts):
     """All that is registered is the dense family, with these facts."""
     monkeypatch.setattr(families, "_REGISTRY", {"dense": DENSE})
     monkeypatch.setattr(DENSE, "catalogue", lambda arch, quick: [f for f in facts if f.arch == arch], raising=False)
+
+
+# -- the catalogues of the library's families --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_catalogues_hold_every_configuration_once(arch):
+    spec, shapes = ARCHS[arch], (None, *(BlockFacts(*block, "int32") for block in BLOCKS))
+    entries = [facts for family in families.families() for facts in family.catalogue(arch)]
+    titles = {(facts.family, families.family_of(facts).title(facts)) for facts in entries}
+    assert len(titles) == len(set(entries)) == len(entries)
+    assert all(facts.arch == spec.target and unsupported(facts) == "" for facts in entries)
+    for family in families.families(ProductFamily):
+        listed = family.catalogue(arch)
+        assert all(facts.family == family.name for facts in listed)
+        found = {(facts.path, facts.config) for facts in listed}
+        for block in filter(family.serves, shapes):
+            assert all((spec.path, config) in found for config in family.candidates(spec.path, block, spec))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_quick_catalogues_are_a_few_of_each_kind(arch):
+    quick = [facts for family in families.families() for facts in family.catalogue(arch, quick=True)]
+    assert not any(map(unsupported, quick)) and len(quick) <= 12
+    assert {"dense", "bsr", "flash forward", "decode"} <= {facts.family for facts in quick}
 
 
 # -- what bundles hold ---------------------------------------------------------------------------------------
@@ -177,8 +203,10 @@ def test_inspect_of_a_call_reads_the_kernel_that_it_takes():
     assert f"registers {found.registers}" in str(found)
     with pytest.raises(TypeError, match="gemm: b is torch.float16"):
         inspect_gemm(a, b=a.t().half(), arch="sm_80")
-    with pytest.raises(ValueError, match="takes no kernel"):
+    with pytest.raises(ValueError, match="takes no kernel: its result is empty"):
         inspect_gemm(a[:0], b=a.t(), arch="sm_80")
+    with pytest.raises(ValueError, match='takes no kernel: no tensor is on a GPU; name one, such as arch="sm_90"'):
+        inspect_gemm(torch.zeros(16, 16, dtype=torch.float16))
 
 
 def inspect_gemm(a, b=None, **terms) -> report.KernelReport:

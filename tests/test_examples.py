@@ -12,7 +12,7 @@ import torch
 import cute_kernels
 from cute_kernels import explain, gemm
 from cute_kernels.report import report_of_kernel
-from cute_kernels.runtime import families
+from cute_kernels.runtime import families, keys
 
 EXAMPLES = ("epilogue", "k_tiles", "mask", "family")
 
@@ -84,6 +84,16 @@ def test_a_family_from_outside_is_in_inspect():
     rows = json.loads(done.stdout)
     assert {row["family"] for row in rows} == {"silu product"} and len(rows) == 2
     assert done.returncode == 0 and not any(row["problems"] for row in rows)
+
+
+def test_a_changed_source_of_a_family_from_outside_makes_another_kernel(examples, monkeypatch):
+    facts, dense = examples["family"].SiluFacts("sm_80", "bfloat16"), families.family_named("dense")
+    dense = dense.catalogue("sm_80", quick=True)[0]
+    before = [keys.entry_key(each, "", {}) for each in (facts, dense)]
+    monkeypatch.setattr(keys, "sources_of", {"examples.family": "changed"}.get)
+    after = [keys.entry_key(each, "", {}) for each in (facts, dense)]
+    assert before[0] != after[0] and before[1] == after[1]
+    assert keys.source_fingerprint(("examples",)) != keys.source_fingerprint(("tests",))
 
 
 def test_reports_have_public_names(examples):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import keys
 from .cache import Built, default_cache
 from .compile import compile_for
 
@@ -105,6 +106,9 @@ def register(family: Family) -> Family:
     if type(_REGISTRY.get(family.name, family)) is not type(family):
         raise ValueError(f"there is a kernel family named {family.name!r} already: {_REGISTRY[family.name]}")
     _REGISTRY[family.name] = family
+    module = type(family).__module__
+    if module.partition(".")[0] not in keys.PACKAGES:
+        keys.OUTSIDE[family.name] = module  # a change of its sources makes other kernels, too
     return family
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,18 @@ def source_fingerprint(packages: tuple[str, ...] = PACKAGES) -> str:
     return digest.hexdigest()
 
 
+OUTSIDE: dict[str, str] = {}  # families that are not of PACKAGES, and the modules that define them
+
+
+@functools.cache
+def sources_of(module: str) -> str:
+    """A hash of the package that a module lies in, or of its file where it is in none."""
+    if package := module.rpartition(".")[0]:
+        return source_fingerprint((package,))
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
 @functools.cache
 def versions() -> Mapping[str, str]:
     """What compiles and what is linked against. Imports the DSL: it picks its CUDA flavour by the driver."""
@@ -129,6 +142,7 @@ def entry_key(facts: Any, sources: str, versions: Mapping[str, str]) -> str:
         target_of(facts),
         str(getattr(facts, "options", "")),
         sources,
+        sources_of(OUTSIDE[family]) if (family := getattr(facts, "family", None)) in OUTSIDE else "",
         sorted(versions.items()),
         sorted(environment().items()),
     ]
