@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from cute_kernels.explain import explains
 from sparse_collective import BsrMatrix
 
-from . import block_sparse, eager, torch_op
+from . import block_sparse, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
 
@@ -78,7 +78,9 @@ def attention(
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
-    run = torch_op.traced_attention if is_compiling() else eager.attention
+    run = eager.attention
+    if is_compiling():
+        from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
@@ -127,7 +129,9 @@ def block_sparse_attention(
     are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
-    run = torch_op.traced_block_sparse if is_compiling() else eager.block_sparse_attention
+    run = eager.block_sparse_attention
+    if is_compiling():
+        from .torch_op import traced_block_sparse as run
     return run(q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)
 
 

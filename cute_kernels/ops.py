@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import eager
-from .torch_op import traced_gemm
 
 
 def gemm(
@@ -51,5 +50,8 @@ def gemm(
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
-    call = traced_gemm if torch.compiler.is_compiling() else eager.gemm
-    return call(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
+    if torch.compiler.is_compiling():
+        from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
+
+        return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
+    return eager.gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)

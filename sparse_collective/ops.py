@@ -12,7 +12,6 @@ from cute_kernels.explain import explains
 
 from . import eager
 from .bsr import BsrMatrix
-from .torch_op import traced_bsr
 
 Epilogue = Callable[[Tensor], Tensor]
 
@@ -116,7 +115,11 @@ def bsr_grouped_linear(
 
 
 def _call(op: str, *terms) -> Tensor:
-    return (traced_bsr if torch.compiler.is_compiling() else eager.call)(op, *terms)
+    if torch.compiler.is_compiling():
+        from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
+
+        return traced_bsr(op, *terms)
+    return eager.call(op, *terms)
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)
