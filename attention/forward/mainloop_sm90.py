@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.tile.hopper import ALIGN, smem_layout
+from cute_kernels.tile.hopper import ALIGN, smem_layout, start_product
 from cute_kernels.tile.ptx import compute_before_waits
 
 from .config import FlashFacts
@@ -59,16 +59,9 @@ class Consumer:
     order: Int32 | None  # MainloopSm90.order
 
 
-def issue(tiled_mma: cute.TiledMma, acc, tCrA, tCrB, zero_init: bool):
-    """Issue and commit the WGMMAs acc (+)= A B of fragments (MMA, MMA_M or MMA_N, MMA_K), as one group."""
-    warpgroup.fence()
-    # A fresh atom: its ACCUMULATE field is set here, and the tiled_mma's own must not change inside a loop.
-    atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
-    for k in range(cute.size(tCrB, mode=[2])):
-        cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
+def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
+    """(the fragments of each MMA step, how many steps), of (MMA, MMA_M or MMA_N, MMA_K)."""
+    return lambda k: (a[None, None, k], b[None, None, k]), cute.size(b, mode=[2])
 
 
 class MainloopSm90:
@@ -193,7 +186,7 @@ class MainloopSm90:
         """P of the first tile; returns the state of K's ring."""
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
-        issue(c.mma_qk, c.acc_S, c.tSrQ, c.tSrK[None, None, None, at_k.index], True)
+        start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
         self.order_arrive(c.order)
         warpgroup.wait_group(0)
         c.pipe_k.consumer_release(at_k)
@@ -217,9 +210,9 @@ class MainloopSm90:
         softmax, out = c.softmax, rows_and_columns(c.acc_O)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
-        issue(c.mma_qk, c.acc_S, c.tSrQ, c.tSrK[None, None, None, at_k.index], True)
+        start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
         c.pipe_v.consumer_wait(at_v)
-        issue(c.mma_pv, c.acc_O, c.tOrP, c.tOrV[None, None, None, at_v.index], False)
+        start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
         self.order_arrive(c.order)
         warpgroup.wait_group(1)
         if const_expr(self.lazy and self.facts.skips_max and kind == FULL):
@@ -248,7 +241,7 @@ class MainloopSm90:
     def last_step(self, c: Consumer, at_v):
         """Issue O of the last tile; `finish` waits for it."""
         c.pipe_v.consumer_wait(at_v)
-        issue(c.mma_pv, c.acc_O, c.tOrP, c.tOrV[None, None, None, at_v.index], False)
+        start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
 
     def finish(self, c: Consumer, at_v):
         """Wait for the last product; returns the state of V's ring."""

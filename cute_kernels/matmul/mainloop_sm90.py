@@ -17,6 +17,8 @@ import cutlass.cute as cute
 from cutlass import const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
+from ..tile.hopper import start_product
+
 TURN_BARRIER = 8  # named barriers 8 and 9: team 0's turn, team 1's turn
 TURN_THREADS = 256  # one team waits, the other arrives
 
@@ -107,7 +109,7 @@ class MainloopSm90:
             # The first period starts the accumulation, so that no register is cleared beforehand.
             for j in range_constexpr(period):
                 pipeline.consumer_wait(read)
-                self.issue(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], j == 0)
+                self.multiply(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], j == 0)
                 if const_expr(j > 0):
                     warpgroup.wait_group(1)
                     pipeline.consumer_release(release)
@@ -116,7 +118,7 @@ class MainloopSm90:
             for _ in cutlass.range(1, k_tiles.count // period, unroll=1):
                 for j in range_constexpr(period):
                     pipeline.consumer_wait(read)
-                    self.issue(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], False)
+                    self.multiply(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], False)
                     warpgroup.wait_group(1)
                     pipeline.consumer_release(release)
                     release.advance()
@@ -133,22 +135,15 @@ class MainloopSm90:
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - team, number_of_threads=TURN_THREADS)
 
     @cute.jit
-    def issue(
+    def multiply(
         self,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
         stage: cutlass.Int32,
-        k_blocks: cutlass.Constexpr,
-        zero_init: cutlass.Constexpr,
+        steps: cutlass.Constexpr,
+        clear: cutlass.Constexpr,
     ):
-        """Issue and commit the WGMMAs of one stage, as one group."""
-        warpgroup.fence()
-        # A fresh atom: its ACCUMULATE field is set here, and the tiled_mma's own must not change inside a loop.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
-        for k in range_constexpr(k_blocks):
-            cute.gemm(atom, acc, tCrA[None, None, k, stage], tCrB[None, None, k, stage], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        """Start the product of one stage."""
+        start_product(tiled_mma, acc, lambda k: (tCrA[None, None, k, stage], tCrB[None, None, k, stage]), steps, clear)
