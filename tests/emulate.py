@@ -27,6 +27,7 @@ from sparse_collective.row_pairs.gemm import PairedSource
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 
 from . import emulate_attention
+from .signatures import insist_on_arguments
 
 
 class Emulated:
@@ -40,8 +41,7 @@ class Emulated:
         self.built.add(facts.key())
 
     def __call__(self, *args):
-        expected = inspect.signature(type(family_of(self.facts).entry(self.facts)).__call__).parameters
-        assert len(args) == len(expected) - len(("self", "stream")), f"{len(args)} arguments for {list(expected)}"
+        insist_on_arguments(self.facts, args)
         *operands, bias, residual, alpha, beta, group, max_ctas = args
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert group >= 1 and max_ctas >= 1

@@ -13,6 +13,7 @@ from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import families
 
 from .emulate_blocks import Walked
+from .signatures import insist_on_arguments
 
 LOG2E = plan.LOG2E
 
@@ -28,7 +29,7 @@ class EmulatedFlash:
 
     def __call__(self, q, k, v, out, lse, cu_q, cu_k, blocks, *more):
         """`more` are the counter and the number of CTAs of the sm_90 path, around the scalars."""
-        assert blocks is None
+        insist_on_arguments(self.facts, (q, k, v, out, lse, cu_q, cu_k, blocks, *more))
         scale_log2, softcap, left, right = self.scalars(*more)
         self.insist(q, k, v, out, lse, softcap, left, right)
         if not self.facts.packed:
@@ -93,6 +94,7 @@ class EmulatedDecode(EmulatedFlash):
     """The same of the decoding kernel, which sees of an item's cache its own rows alone."""
 
     def __call__(self, q, k, v, out, lse, seqlens, table, parts, part_lses, *more):
+        insist_on_arguments(self.facts, (q, k, v, out, lse, seqlens, table, parts, part_lses, *more))
         facts, (*scalars, count) = self.facts, more[:5]
         assert len(more) == 5 + (facts.path == "sm_90") and all(x > 0 for x in more[4:])
         assert (seqlens is not None) == facts.seqlens and (table is not None) == (facts.page_size > 0)

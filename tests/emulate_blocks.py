@@ -13,6 +13,8 @@ from attention.forward.scheduler import QueryScheduler
 from attention.forward.seqlen import SeqlenInfo
 from cute_kernels.traced.evaluate import evaluate
 
+from .signatures import insist_on_arguments
+
 
 def number(x) -> int:
     return int(getattr(x, "value", x))
@@ -39,7 +41,7 @@ class Walked:
         self.facts = facts
 
     def __call__(self, q, k, v, o, lse, cu_q, cu_k, blocks, *more):
-        assert cu_q is None and cu_k is None
+        insist_on_arguments(self.facts, (q, k, v, o, lse, cu_q, cu_k, blocks, *more))
         counter = None
         if self.facts.path == "sm_90":
             counter, *more, max_ctas = more

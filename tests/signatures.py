@@ -1,0 +1,42 @@
+"""Whether a call hands a compiled function what it was compiled from, as far as that shows without a GPU."""
+
+import functools
+
+import torch
+
+from cute_kernels.runtime.families import family_of
+
+
+@functools.cache
+def compiled_from(facts) -> tuple:
+    """The fakes of all arguments but the stream: None, (rank, dtype) of a tensor, a tuple of these, or "scalar"."""
+    return tuple(kind_of_fake(fake) for fake in family_of(facts).arguments(facts)[:-1])
+
+
+def kind_of_fake(fake):
+    if fake is None or isinstance(fake, tuple):
+        return None if fake is None else tuple(map(kind_of_fake, fake))
+    if hasattr(fake, "element_type"):
+        return len(fake.shape), str(fake.element_type)
+    return "scalar"
+
+
+def insist_on_arguments(facts, arguments: tuple) -> None:
+    """AssertionError where arguments differ from what the function of these facts was compiled from."""
+    wanted = compiled_from(facts)
+    assert len(arguments) == len(wanted), f"{len(arguments)} arguments, compiled from {len(wanted)}: {facts}"
+    for number, (given, fake) in enumerate(zip(arguments, wanted, strict=True)):
+        insist(number, given, fake)
+
+
+def insist(place, given, fake) -> None:
+    if isinstance(fake, tuple) and not (len(fake) == 2 and isinstance(fake[0], int) and isinstance(fake[1], str)):
+        assert isinstance(given, tuple) and len(given) == len(fake), f"argument {place} is {given}, not like {fake}"
+        for i, pair in enumerate(zip(given, fake, strict=True)):
+            insist((place, i), *pair)
+    elif fake is None:
+        assert given is None, f"argument {place} was compiled as None"
+    elif fake == "scalar":
+        assert isinstance(given, (int, float)), f"argument {place} is {type(given).__name__}, not a number"
+    else:
+        assert isinstance(given, torch.Tensor) and given.dim() == fake[0], f"argument {place}: not a tensor like {fake}"
