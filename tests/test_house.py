@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.tile import barriers
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cute_kernels", "sparse_collective", "attention")  # each may import those before it
 KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
@@ -79,3 +81,9 @@ def test_functions_can_be_seen_at_once():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= LONGEST
     ]
     assert not long
+
+
+@pytest.mark.parametrize("kernel", barriers.USES)
+def test_named_barriers_of_a_kernel_are_not_shared(kernel):
+    numbers = [first + i for first, count in barriers.USES[kernel] for i in range(count)]
+    assert len(set(numbers)) == len(numbers) and 0 < min(numbers) <= max(numbers) < barriers.MOST

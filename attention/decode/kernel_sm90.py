@@ -28,6 +28,8 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.typing import AddressSpace
 
+from cute_kernels.tile.barriers import DECODE_CONSUMERS
+
 from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm90 import ROWS, WARPGROUP, MainloopSm90, permuted
 from ..forward.mask_and_softmax import QueryWork
@@ -39,7 +41,6 @@ from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
 from .pages import box_of_tile, pages_of_tile
 from .store import packed, store_tile
 
-CONSUMERS = 1  # named barrier of the consumers
 EVICT_FIRST = 0x12F0000000000000  # L2's policy for what is read once, as createpolicy encodes it
 LOADS = 4  # vectors of Q that a thread has in flight
 
@@ -250,7 +251,7 @@ class DecodeSm90:
         self.sync()
 
     def sync(self):
-        cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=DECODE_CONSUMERS, number_of_threads=WARPGROUP)
 
     @cute.jit
     def load_boxes(

@@ -8,7 +8,7 @@
     K, V       see mainloop_sm90
     queue      the producer warp         all consumer threads; tile_queue.SLOTS stages (FlashConfig.dynamic)
 
-    named barriers   1, 2, ..   order of the consumers' products (mainloop_sm90.ORDER_BARRIER)
+    named barriers   1, 2, ..   order of the consumers' products (tile/barriers.py)
                      8, 9, ..   the warps of each consumer, before V's rows past the end are zeros
 
 Consumers issue their products in order (FlashFacts.ordered): while one of them does its softmax, another has the tensor
@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
+from cute_kernels.tile.barriers import FORWARD_OOB
 from cute_kernels.tile.ptx import read_special_register
 
 from .config import FlashFacts
@@ -38,7 +39,6 @@ from .tile_queue import FIELDS, SLOTS, TileQueue
 from .zero_oob_rows import zero_oob_rows
 
 FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is fetched
-OOB_BARRIER = 8  # named barriers 8, 9, ..
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
 # With one of them an SM may have two CTAs.
@@ -178,7 +178,7 @@ class FlashForwardSm90:
                             pipe_v.consumer_wait(at_v)
                             zero_oob_rows(
                                 storage.sV.data_ptr().toint(), self.mainloop.layouts()[2].outer, at_v.index, valid,
-                                tidx % WARPGROUP, WARPGROUP, OOB_BARRIER + group,
+                                tidx % WARPGROUP, WARPGROUP, FORWARD_OOB + group,
                             )  # fmt: skip
                     at_k, at_v = self.mainloop.steps(c, work, at_k, at_v)
                     pipe_q.consumer_release(state_q)

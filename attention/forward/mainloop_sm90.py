@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.tile.barriers import FORWARD_ORDER
 from cute_kernels.tile.hopper import ALIGN, smem_layout, start_product
 from cute_kernels.tile.ptx import compute_before_waits
 
@@ -36,7 +37,6 @@ from .tile_queue import FIELDS, SLOTS
 
 WARPGROUP = 128
 ROWS = 64  # of a consumer warpgroup
-ORDER_BARRIER = 1  # named barriers 1, 2, ..: each consumer warpgroup waits at its own until it may issue products
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class MainloopSm90:
 
     def order(self, group: Int32) -> Int32:
         """Warpgroups issue products in turn (FlashFacts.ordered): a group's own barrier and, times 16, the next's."""
-        numbers = ORDER_BARRIER + group + 16 * (ORDER_BARRIER + (group + 1) % self.cfg.groups)
+        numbers = FORWARD_ORDER + group + 16 * (FORWARD_ORDER + (group + 1) % self.cfg.groups)
         return cute.arch.make_warp_uniform(numbers)
 
     def order_wait(self, order: Int32 | None):

@@ -17,9 +17,9 @@ import cutlass.cute as cute
 from cutlass import const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
+from ..tile.barriers import PRODUCT_ORDER
 from ..tile.hopper import start_product
 
-TURN_BARRIER = 8  # named barriers 8 and 9: team 0's turn, team 1's turn
 TURN_THREADS = 256  # one team waits, the other arrives
 
 
@@ -101,7 +101,7 @@ class MainloopSm90:
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         period = const_expr(len(self.k_blocks))
         if const_expr(self.teams > 1):
-            cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=TURN_THREADS)
+            cute.arch.barrier(barrier_id=PRODUCT_ORDER + team, number_of_threads=TURN_THREADS)
         if k_tiles.count == 0:
             acc.fill(0.0)
             self.pass_turn(team)
@@ -132,7 +132,7 @@ class MainloopSm90:
     def pass_turn(self, team):
         """Let the other team start its mainloop."""
         if self.teams > 1:
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - team, number_of_threads=TURN_THREADS)
+            cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER + 1 - team, number_of_threads=TURN_THREADS)
 
     @cute.jit
     def multiply(

@@ -23,6 +23,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90_utils
 
+from ..tile.barriers import PRODUCT_STORE
 from ..tile.hopper import WARPGROUP
 from . import epilogue
 from .epilogue import coordinates
@@ -153,7 +154,7 @@ class StoreSm90:
 
     def sync(self, group):
         """All 128 threads of one warpgroup."""
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=PRODUCT_STORE + group, number_of_threads=WARPGROUP)
 
     def drain(self):
         """Before the CTA ends, its shared memory must have been read."""

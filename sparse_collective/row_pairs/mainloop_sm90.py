@@ -17,7 +17,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.matmul.mainloop_sm90 import TURN_BARRIER, TURN_THREADS, MainloopSm90
+from cute_kernels.matmul.mainloop_sm90 import TURN_THREADS, MainloopSm90
+from cute_kernels.tile.barriers import PRODUCT_ORDER
 
 HALVES = 2  # of a tile: block rows
 LOOPS = ((0, 1), (0,), (1,))  # halves that each loop multiplies
@@ -83,7 +84,7 @@ class RowPairsMainloopSm90(MainloopSm90):
         ends = k_tiles.ends()
         acc.fill(0.0)  # a row's first K-tile may lie in any of the loops; the other team multiplies meanwhile
         if const_expr(self.teams > 1):
-            cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=TURN_THREADS)
+            cute.arch.barrier(barrier_id=PRODUCT_ORDER + team, number_of_threads=TURN_THREADS)
         begin = Int32(0)
         for part in range_constexpr(len(LOOPS)):
             end = ends[part]
