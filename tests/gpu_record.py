@@ -63,7 +63,7 @@ def read_report(path: Path) -> dict:
         kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
         counts[kind] += 1
         if bad:
-            text = (bad[0].get("message") or bad[0].text or "").strip()
+            text = (bad[0].get("message") or bad[0].text or "").strip().replace(f"{ROOT}/", "")  # of any machine
             name = f"{case.get('classname', '')}::{case.get('name', '')}"
             failures.append({"name": name, "message": text.splitlines()[0][:300] if text else ""})
     return {**counts, "failures": failures[:MOST_FAILURES]}

@@ -63,7 +63,8 @@ def main() -> int:
     for outcome in in_parallel(_hash_of_named, numbered, args.jobs):
         name = outcome.item[0]
         found[name] = outcome.value or outcome.error
-        if not args.write and found[name] not in known:
+        # A kernel whose name is not recorded may have had another one.
+        if not args.write and (found[name] != recorded[name] if name in recorded else found[name] not in known):
             changed += 1
             print(f"{'changed' if name in recorded else 'new, or changed'}: {name}: {found[name]}", flush=True)
     if args.write:

@@ -4,12 +4,16 @@ import functools
 
 import torch
 
+from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX, cutlass_dtype
 from cute_kernels.runtime.families import family_of
+
+DTYPES = {cutlass_dtype(name): dtype for dtype, name in (NAMES | NAMES_OF_INDEX).items()}
+DTYPES[cutlass_dtype("bool")] = torch.uint8
 
 
 @functools.cache
 def compiled_from(facts) -> tuple:
-    """The fakes of all arguments but the stream: None, (rank, dtype) of a tensor, a tuple of these, or "scalar"."""
+    """What the arguments but the stream must be: None, (rank, dtype) of a tensor, a tuple of these, or "scalar"."""
     return tuple(kind_of_fake(fake) for fake in family_of(facts).arguments(facts)[:-1])
 
 
@@ -17,7 +21,7 @@ def kind_of_fake(fake):
     if fake is None or isinstance(fake, tuple):
         return None if fake is None else tuple(map(kind_of_fake, fake))
     if hasattr(fake, "element_type"):
-        return len(fake.shape), str(fake.element_type)
+        return len(fake.shape), DTYPES[fake.element_type]
     return "scalar"
 
 
@@ -30,7 +34,7 @@ def insist_on_arguments(facts, arguments: tuple) -> None:
 
 
 def insist(place, given, fake) -> None:
-    if isinstance(fake, tuple) and not (len(fake) == 2 and isinstance(fake[0], int) and isinstance(fake[1], str)):
+    if isinstance(fake, tuple) and not (len(fake) == 2 and isinstance(fake[1], torch.dtype)):
         assert isinstance(given, tuple) and len(given) == len(fake), f"argument {place} is {given}, not like {fake}"
         for i, pair in enumerate(zip(given, fake, strict=True)):
             insist((place, i), *pair)
@@ -39,4 +43,5 @@ def insist(place, given, fake) -> None:
     elif fake == "scalar":
         assert isinstance(given, (int, float)), f"argument {place} is {type(given).__name__}, not a number"
     else:
-        assert isinstance(given, torch.Tensor) and given.dim() == fake[0], f"argument {place}: not a tensor like {fake}"
+        found = (given.dim(), given.dtype) if isinstance(given, torch.Tensor) else type(given).__name__
+        assert found == fake, f"argument {place} is {found}, compiled from {fake}"
