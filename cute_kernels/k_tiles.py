@@ -9,6 +9,7 @@ and that value, once per step, for a *KTile*:
     k_tiles.out(n)                      # (rest_m, rest_n, outer_m): the tile of D that column tile n writes
     k_tiles.l                           # which item of a batch of A it multiplies
     k_tiles.at(i)                       # KTile(a, b); pure
+    source.columns                      # None, or how many columns work tiles cover, if not all of D's N
     source.order                        # None, or in which order work tiles come (scheduler.py)
     source.shared_rows                  # how many neighbouring row tiles have the same K-tiles of B
     source.shared_columns               # how many neighbouring column tiles have the same K-tiles of A
@@ -46,7 +47,7 @@ class KTile(NamedTuple):
     """Coordinates of one K-tile: the first ones in units of tiles, the last one an outer index."""
 
     a: tuple  # (rest_m, rest_k, outer_a); of a pair of block rows two of these
-    b: tuple  # (rest_k, outer_k)
+    b: tuple  # (rest_k, outer_k), of D's column tile; where a tile has boxes, (rest_n, rest_k, outer_k) of each
 
 
 class KTiles(Protocol):
@@ -82,6 +83,7 @@ class Source(Protocol):
     """
 
     order: cute.Tensor | None
+    columns: Int32 | None
     shared_rows: int
     shared_columns: int
 
@@ -126,6 +128,7 @@ class DenseSource:
 
     count: Int32  # K-tiles of the product
     a_batch: Int32  # extent of mA's outer mode: 1 where one A serves the whole batch
+    columns = None
 
     @property
     def shared_rows(self) -> int:

@@ -4,9 +4,10 @@ BsrMatrix                 the format; shares its tensors with torch.sparse_bsr
 bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)
 bsr_linear(x, W, ...)     x (..., K) @ W.T
 bsr_grouped_linear(...)   the same with an item of a batch W for each run of x's rows: a mixture of experts
+sddmm(a, b, pattern)      the stored blocks of a dense a @ b: a weight's gradient
 """
 
 from .bsr import BsrMatrix, random_bsr
-from .ops import bsr_grouped_linear, bsr_linear, bsr_matmul
+from .ops import bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
 
-__all__ = ["BsrMatrix", "bsr_grouped_linear", "bsr_linear", "bsr_matmul", "random_bsr"]
+__all__ = ["BsrMatrix", "bsr_grouped_linear", "bsr_linear", "bsr_matmul", "random_bsr", "sddmm"]

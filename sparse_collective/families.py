@@ -3,9 +3,19 @@
 from .family import BSR
 from .row_pairs.family import ROW_PAIRS
 from .row_pairs.tables_family import ROW_PAIR_TABLES
+from .sampled.family import SAMPLED
 from .skinny.family import SKINNY
 from .small_blocks.family import SMALL_BLOCKS
 from .small_blocks.tables_family import SMALL_BLOCK_TABLES
 from .tile_order.family import TILE_ORDER
 
-__all__ = ["BSR", "ROW_PAIRS", "ROW_PAIR_TABLES", "SKINNY", "SMALL_BLOCKS", "SMALL_BLOCK_TABLES", "TILE_ORDER"]
+__all__ = [
+    "BSR",
+    "ROW_PAIRS",
+    "ROW_PAIR_TABLES",
+    "SAMPLED",
+    "SKINNY",
+    "SMALL_BLOCKS",
+    "SMALL_BLOCK_TABLES",
+    "TILE_ORDER",
+]

@@ -30,7 +30,7 @@ class BsrFamily(ProductFamily):
     orders = True
 
     def serves(self, block: BlockFacts | None) -> bool:
-        return block is not None
+        return block is not None and block.operand == "a"
 
     def sources(self, path: str) -> tuple[str, ...]:
         return *super().sources(path), "sparse_collective.bsr_gemm", "sparse_collective.k_tiles"

@@ -54,6 +54,7 @@ class BsrSource:
     items: Int32 | None = None  # L, of a batch
     groups: cute.Tensor | None = None  # (runs,) int32: the item of each run of columns
     tiles_run: cutlass.Constexpr[int] = 1  # column tiles in a run
+    columns = None
 
     @property
     def shared_rows(self) -> int:

@@ -12,6 +12,7 @@ from cute_kernels.explain import explains
 
 from . import eager
 from .bsr import BsrMatrix
+from .sampled import eager as sampled
 
 Epilogue = Callable[[Tensor], Tensor]
 
@@ -114,6 +115,40 @@ def bsr_grouped_linear(
     return _call(op, W, x, bias, activation, None, out, epilogue, groups)
 
 
+def sddmm(
+    a: Tensor,
+    b: Tensor,
+    pattern: BsrMatrix,
+    out: Tensor | None = None,
+    *,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The stored blocks of a pattern, of the dense product a @ b: a sampled product, the gradient of a sparse weight.
+
+    Args:
+        a: (M, K) bfloat16 or float16, of any strides.
+        b: (K, N) of a's dtype, of any strides.
+        pattern: (M, N) BsrMatrix with (bm, bk) blocks; its values are not read.
+        out: (nnz, bm, bk), contiguous: where to write the result; its dtype (bfloat16, float16, float32) is the
+            result's.
+        accumulate: add to what `out` holds, in fp32, rounding once.
+        out_dtype: of a result that is made here; a's unless told.
+
+    Returns:
+        (nnz, bm, bk): values for `pattern.with_values`; `out` if it was given.
+
+    Of y = bsr_linear(x, W) with x (tokens, K), the gradient of W's values is sddmm(dy.t(), x, W). Sums are in fp32 and
+    in one order: the bits are the same on every run. CPU tensors run a torch reference of the stored blocks. Not yet:
+    batches, gradients, torch.compile.
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, shape, device or layout is not supported; the message says
+            what is.
+    """
+    return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype)
+
+
 def _call(op: str, *terms) -> Tensor:
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
@@ -125,3 +160,4 @@ def _call(op: str, *terms) -> Tensor:
 explains(bsr_matmul, eager.plan_bsr_matmul)
 explains(bsr_linear, eager.plan_bsr_linear)
 explains(bsr_grouped_linear, eager.plan_bsr_grouped_linear)
+explains(sddmm, sampled.plan_sddmm)

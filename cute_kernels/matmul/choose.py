@@ -84,7 +84,7 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         aligns = a.align, b.align, store_align(d, problem.out_dtype)
     else:  # cp.async copies whole vectors, so the extent counts too
         aligns = a.vector, b.vector, d.vector
-    if problem.block:
+    if problem.block and problem.block.operand == "a":
         aligns = (8, *aligns[1:])
     return GemmFacts(
         arch=spec.target,

@@ -26,6 +26,7 @@ class GemmConfig:
 
     # Whether sm_90's kernel has a producer warp with TMA and consumers with WGMMA; else all warps use mma.sync.
     warp_specialised: ClassVar[bool] = True
+    boxes_b: ClassVar[int] = 1  # parts of a tile of B, side by side, whose places a source names one by one
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
     tile_m: int
     tile_n: int
@@ -77,7 +78,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Block shape and index width of a BSR operand A.
+    """Block shape and index width of a BSR operand: of A, or of D, of which then only such blocks are computed.
 
     `batch` says how a batch of items is stored: "values", one pattern and values for each item, or "patterns", a
     pattern for each; None for a single matrix. `run` is for a grouped product: so many columns of B in a row multiply
@@ -89,6 +90,7 @@ class BlockFacts:
     index_dtype: str
     batch: str | None = None
     run: int = 0
+    operand: str = "a"  # or "d"
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class GemmFacts:
     def k_blocks(self) -> tuple[int, ...]:
         """MMA steps of each K-tile in one period; see k_tiles."""
         full = self.config.tile_k // MMA_K
-        if self.block is None:
+        if not self.blocks_along_k:
             return (full,)
         tiles, rest = divmod(self.block.bk, self.config.tile_k)
         if rest == 0:
@@ -185,13 +187,18 @@ class GemmFacts:
         return period if len(period) <= 8 else (full,)
 
     @property
+    def blocks_along_k(self) -> bool:
+        """Whether a K-tile lies in one stored block; else K is whole."""
+        return self.block is not None and self.block.operand == "a"
+
+    @property
     def k_tiles_per_block(self) -> int:
         return -(-self.block.bk // self.config.tile_k)
 
     @property
     def clips_k(self) -> bool:
         """Whether an MMA step may reach past the extent of mode K and must find zeros there."""
-        if self.block is None:
+        if not self.blocks_along_k:
             return True
         periods = self.k_tiles_per_block // len(self.k_blocks)
         return sum(self.k_blocks) * MMA_K * periods > self.block.bk

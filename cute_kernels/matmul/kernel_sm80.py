@@ -13,7 +13,7 @@ Which K-tiles a work tile sums over is the source's business; this file owns sto
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ..dtypes import cutlass_dtype
 from ..scheduler import TileScheduler
@@ -57,7 +57,8 @@ class GemmSm80:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        tiles_n = cute.ceil_div(mD.shape[1], self.cfg.tile_n)
+        columns = mD.shape[1] if const_expr(source.columns is None) else source.columns
+        tiles_n = cute.ceil_div(columns, self.cfg.tile_n)
         scheduler = TileScheduler(tiles_m, tiles_n, mD.shape[3], group, source.order)
         self.kernel(mA, mB, mD, source, args, scheduler).launch(
             grid=(scheduler.count, 1, 1),
@@ -89,7 +90,7 @@ class GemmSm80:
         # (MMA, MMA_M, MMA_N)
         acc = cute.make_rmem_tensor((4, main.mmas_m, main.mmas_n), Float32)
         acc.fill(0.0)
-        main.mma(k_tiles, mA, mB[None, None, None, l], n, acc, smem, index_warp)
+        main.mma(k_tiles, mA, mB[None, None, None, l], k_tiles.out(n)[1], acc, smem, index_warp)
 
         # The last copies, zero fills, and other warps' reads must be done before the ring becomes store buffers.
         cute.arch.cp_async_wait_group(0)

@@ -39,10 +39,6 @@ from .mainloop_sm90 import MainloopSm90
 from .split_k_sm90 import SplitKSm90
 from .store_sm90 import StoreSm90
 
-# Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
-# threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's temporaries.
-REGISTERS = (24, 240)
-
 
 class GemmSm90:
     """Compiles to one kernel per `GemmFacts`; called with operands in the kernel's modes (see k_tiles)."""
@@ -58,6 +54,7 @@ class GemmSm90:
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster  # CTAs that take work tiles together
         self.parts = mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
+        self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
         self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
@@ -74,7 +71,7 @@ class GemmSm90:
         cfg, store = self.cfg, self.store
         a_k, b_k = self.facts.majors[0] == "k", self.facts.majors[1] == "k"
         sA = smem_layout(self.dtype, cfg.tile_m, cfg.tile_k, cfg.stages, a_k)
-        sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, cfg.stages, b_k)
+        sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, cfg.stages, b_k, cfg.boxes_b)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * self.consumers, store.n_major)
         return sA, sB, sD
 
@@ -82,6 +79,11 @@ class GemmSm90:
         """sA as TMA writes it, (tile_m / parts, tile_k, parts x PIPE): a stage's parts lie one behind the other."""
         cfg, parts = self.cfg, self.parts
         return smem_layout(self.dtype, cfg.tile_m // parts, cfg.tile_k, cfg.stages * parts, self.facts.majors[0] == "k")
+
+    def boxes_of_b(self):
+        """sB as TMA writes it, (tile_n / boxes, tile_k, boxes x PIPE)."""
+        cfg = self.cfg
+        return smem_layout(self.dtype, self.box_n, cfg.tile_k, cfg.stages * cfg.boxes_b, self.facts.majors[1] == "k")
 
     def make_storage(self, sA_layout, sB_layout, sD_layout):
         sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
@@ -144,7 +146,7 @@ class GemmSm90:
         self.make_storage(sA_layout, sB_layout, sD_layout)
         tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n)
         tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
-        tma_b, tB = self.make_load(mB, sB_layout, cfg.tile_n, cfg.cluster_m > 1, cfg.cluster_m)
+        tma_b, tB = self.make_load(mB, self.boxes_of_b(), self.box_n, cfg.cluster_m > 1, cfg.cluster_m)
         tma_d, tD = None, mD
         if const_expr(self.store.tma):
             tma_d, tD = cpasync.make_tiled_tma_atom(
@@ -153,9 +155,10 @@ class GemmSm90:
                 cute.slice_(sD_layout, (None, None, 0)),
                 (64, self.store.epi_n),
             )
+        columns = mD.shape[1] if const_expr(source.columns is None) else source.columns
         scheduler = TileScheduler(
             cute.ceil_div(tiles_m, cfg.cluster_m),
-            cute.ceil_div(mD.shape[1], cfg.tile_n * cfg.cluster_n),
+            cute.ceil_div(columns, cfg.tile_n * cfg.cluster_n),
             mD.shape[3],
             group,
             source.order,
@@ -225,17 +228,18 @@ class GemmSm90:
         ring, cta_layout = self.make_pipeline(storage.barriers.data_ptr())
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(self.mainloop.registers[0])
             if warp == 0:
-                boxes = self.boxes_of_a()
-                sA_boxes = storage.sA.get_tensor(boxes.outer, swizzle=boxes.inner)
+                boxes_a, boxes_b = self.boxes_of_a(), self.boxes_of_b()
+                sA_boxes = storage.sA.get_tensor(boxes_a.outer, swizzle=boxes_a.inner)
+                sB_boxes = storage.sB.get_tensor(boxes_b.outer, swizzle=boxes_b.inner)
                 self.produce(
                     tma_a,
                     mA,
                     sA_boxes,
                     tma_b,
                     mB,
-                    sB,
+                    sB_boxes,
                     source,
                     scheduler,
                     ring,
@@ -243,7 +247,7 @@ class GemmSm90:
                     (rank, rank_m, rank_n, rank_k),
                 )
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            cute.arch.setmaxregister_increase(self.mainloop.registers[1])
             groups = cute.make_layout(self.team, stride=WARPGROUP)
             thr_mma = tiled_mma.get_slice(groups(group % self.team))
             tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))  # (MMA, MMA_M, MMA_K, PIPE)
@@ -282,7 +286,8 @@ class GemmSm90:
                     phase = phase ^ 1
                 self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
-                    (*k_tiles.out(n * cfg.cluster_n + rank_n), l, k_tiles.l), group, storage.one.data_ptr(), rank_k,
+                    self.places(k_tiles, n * cfg.cluster_n + rank_n, group), (l, k_tiles.l), group,
+                    storage.one.data_ptr(), rank_k,
                 )  # fmt: skip
             self.store.drain()
             if const_expr(self.exchange is not None):
@@ -296,7 +301,7 @@ class GemmSm90:
         sA_boxes: cute.Tensor,  # (tile_m / parts, tile_k, parts x PIPE)
         tma_b: cute.CopyAtom,
         mB: cute.Tensor,
-        sB: cute.Tensor,
+        sB_boxes: cute.Tensor,  # (tile_n / boxes, tile_k, boxes x PIPE)
         source,
         scheduler: TileScheduler,
         ring,
@@ -307,9 +312,9 @@ class GemmSm90:
         cfg = self.cfg
         rank, rank_m, rank_n, rank_k = ranks
         block, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n, tile_k, rest_n, rest_k, outer_k, L)
+        # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n / boxes, tile_k, rest_n, rest_k, outer_k, L)
         gA = cute.local_tile(mA, (cfg.tile_m // self.parts, cfg.tile_k), (None, None, None))
-        gB = cute.local_tile(mB, (cfg.tile_n, cfg.tile_k), (None, None, None, None))
+        gB = cute.local_tile(mB, (self.box_n, cfg.tile_k), (None, None, None, None))
         tAsA, tAgA = cpasync.tma_partition(
             tma_a,
             rank_n % self.sharers_a,
@@ -321,7 +326,7 @@ class GemmSm90:
             tma_b,
             rank_m,
             cute.make_layout(cfg.cluster_m),
-            cute.group_modes(sB, 0, 2),
+            cute.group_modes(sB_boxes, 0, 2),
             cute.group_modes(gB, 0, 2),
         )
         coord = cta_layout.get_flat_coord(rank)
@@ -336,6 +341,8 @@ class GemmSm90:
             n = n * cfg.cluster_n + rank_n
             k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
             bounds = self.bounds(index + step, scheduler, source, rank_m)
+            # Of several boxes each K-tile names the columns.
+            n = k_tiles.out(n)[1] if const_expr(cfg.boxes_b == 1) else None
             state = self.mainloop.load(
                 k_tiles,
                 tma_a, tAgA, tAsA, mask_a,
@@ -349,6 +356,14 @@ class GemmSm90:
         """The source's bounds for a work tile; past the last tile, those of the last, for nobody to use."""
         m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
         return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
+
+    def places(self, k_tiles, n: Int32, group: Int32) -> tuple:
+        """Which tile of D a work tile is; where it has boxes, which one each of this warpgroup's is."""
+        boxes = self.cfg.boxes_b // self.cfg.warps_n
+        if self.cfg.boxes_b == 1:
+            return (k_tiles.out(n),)
+        first = group % self.team // self.cfg.warps_m * boxes
+        return tuple(k_tiles.out(first + box) for box in range(boxes))
 
     def share(self, k_tiles, rank_k: Int32):
         """This CTA's part of a work tile's K-tiles."""

@@ -27,6 +27,10 @@ class MainloopSm90:
     """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`)."""
 
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
+    # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
+    # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's
+    # temporaries.
+    registers = (24, 240)
 
     def __init__(self, k_blocks: tuple[int, ...], teams: int, multicast_a: bool, multicast_b: bool):
         self.k_blocks = k_blocks
@@ -55,13 +59,7 @@ class MainloopSm90:
             pipeline.producer_acquire(state)
             barrier = pipeline.producer_get_barrier(state)
             self.load_a(tile, tma_a, tAgA, tAsA, mask_a, barrier, state.index)
-            cute.copy(
-                tma_b,
-                tBgB[(None, *tile.b)],
-                tBsB[None, state.index],
-                tma_bar_ptr=barrier,
-                mcast_mask=mask_b if const_expr(self.multicast_b) else None,
-            )
+            self.load_b(tile, tma_b, tBgB, tBsB, mask_b, barrier, state.index)
             state.advance()
         return state
 
@@ -83,6 +81,26 @@ class MainloopSm90:
             tAsA[None, stage],
             tma_bar_ptr=barrier,
             mcast_mask=mask_a if const_expr(self.multicast_a) else None,
+        )
+
+    @cute.jit
+    def load_b(
+        self,
+        tile,
+        tma_b: cute.CopyAtom,
+        tBgB: cute.Tensor,  # (TMA, rest_k, outer_k) of this work tile's n and l
+        tBsB: cute.Tensor,  # (TMA, PIPE)
+        mask_b: cutlass.Int16,
+        barrier: cute.Pointer,
+        stage: cutlass.Int32,
+    ):
+        """Issue the TMA loads of B's part of a K-tile."""
+        cute.copy(
+            tma_b,
+            tBgB[(None, *tile.b)],
+            tBsB[None, stage],
+            tma_bar_ptr=barrier,
+            mcast_mask=mask_b if const_expr(self.multicast_b) else None,
         )
 
     @cute.jit

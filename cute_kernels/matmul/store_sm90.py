@@ -16,7 +16,7 @@ Where D's strides or contiguous extent do not meet TMA's rule (multiples of 16 b
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -57,7 +57,8 @@ class StoreSm90:
         self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
         self.group_n = group_n  # columns of one warpgroup
         self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
-        self.epi_n = min(group_n, cfg.store_row * 8 // dtype.width)  # columns of one chunk
+        box_n = cfg.tile_n // cfg.boxes_b if cfg.boxes_b > 1 else group_n
+        self.epi_n = min(group_n, box_n, cfg.store_row * 8 // dtype.width)  # columns of one chunk
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
         # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and
@@ -67,6 +68,8 @@ class StoreSm90:
         self.anchored = not facts.epilogue.is_light
         self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None
         self.chunks = group_n // self.epi_n  # of a slab
+        self.boxes = cfg.boxes_b
+        self.per_box = cfg.tile_n // self.boxes // self.epi_n  # chunks
         self.split = cfg.split
         self.buffers = cfg.ring
 
@@ -85,7 +88,8 @@ class StoreSm90:
         thr_mma,  # this thread's slice of a one-warpgroup tiled MMA
         tiled_mma_group: cute.TiledMma,
         extent: tuple,  # (M, N)
-        tile: tuple,  # (m, n, outer_m, l) and the item of A, if a bias has one for each
+        places: tuple,  # (m, n, outer_m) of the tile; where it has boxes, of each one that this warpgroup has
+        batch: tuple,  # l, and the item of A, if a bias has one for each
         group: cutlass.Int32,  # which consumer warpgroup
         anchor: cute.Pointer,  # 1.0 in shared memory
         rank=None,  # of the CTAs that share a split tile, which
@@ -93,7 +97,9 @@ class StoreSm90:
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(tidx // 32)
         group_m = group % self.warps_m
-        col0 = tile[1] * self.tile_n + group % self.team // self.warps_m * self.group_n
+        first_column = group % self.team // self.warps_m * self.group_n
+        out_m, out_n, outer_m = places[0]
+        col0 = out_n * self.tile_n + first_column
         # (MMA, 1, 1): (row, column) of each accumulator inside a slab
         tCcD = thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
 
@@ -113,7 +119,14 @@ class StoreSm90:
         for i in range_constexpr(share):
             chunk = i if const_expr(self.split == 1) else rank * share + i
             s, e = chunk // self.chunks, chunk % self.chunks
-            slab = tile[0] * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
+            if const_expr(self.boxes > 1):
+                box, rest = e // self.per_box, e % self.per_box
+                out_m, out_n, outer_m = places[box]
+                col0 = (out_n * self.per_box + rest - e) * self.epi_n
+            outer = (outer_m, *batch)
+            if const_expr(self.boxes > 1):  # an absent box lies past the last block: nothing there may be read
+                outer = (cutlass.min(outer_m, self.blocks(gD) - 1), *batch)
+            slab = out_m * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
             if const_expr(self.tma):
                 rOut = cute.make_rmem_tensor(shape, self.dtype)
             for first in range_constexpr(0, values, piece):
@@ -127,12 +140,15 @@ class StoreSm90:
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
                     cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
-                epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], factor)
+                epilogue.apply(self.spec, args, rD, cD, extent, outer, factor)
                 if const_expr(self.tma):
                     part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
                     part.store(rD.load().to(self.dtype))
                 else:
-                    self.store_direct(rD, cD, gD, extent, (tile[2], tile[3]))
+                    there = extent
+                    if const_expr(self.boxes > 1):
+                        there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
+                    self.store_direct(rD, cD, gD, there, outer[:2])
             if const_expr(self.tma):
                 buffer = group * self.buffers + i % self.buffers
                 if warp == 0:
@@ -143,8 +159,12 @@ class StoreSm90:
                 self.sync(group)
                 if warp == 0:
                     n = col0 // self.epi_n + e
-                    cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, tile[2], tile[3]])
+                    cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, outer_m, batch[0]])
                     cute.arch.cp_async_bulk_commit_group()
+
+    def blocks(self, gD: cute.Tensor):
+        """The extent of outer_m."""
+        return gD.shape[4 if self.tma else 2]
 
     @cute.jit
     def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):

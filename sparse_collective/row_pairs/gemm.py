@@ -70,6 +70,7 @@ class PairedSource:
     order: cute.Tensor | None = None  # (tiles, 2), of the work tiles (balance.py)
     blocks: Int32 | None = None  # of an item, of a batch
     items: Int32 | None = None
+    columns = None
 
     @property
     def shared_rows(self) -> int:

@@ -24,6 +24,7 @@ class SmallBlocksConfig:
     teams: ClassVar[int] = 1
     ring: ClassVar[int] = 1
     split: ClassVar[int] = 1
+    boxes_b: ClassVar[int] = 1
     split_k_bytes: ClassVar[int] = 0
     tile_n: int
     stages: int

@@ -223,8 +223,8 @@ class SmallBlocksSm90:
                 acc.fill(0.0)
                 stage, phase, head = self.mma(chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer)
                 self.store.store(
-                    acc, args, tma_d, gD, sD, thr_mma, mma, extent, (n, m * cfg.cluster_m + rank, 0, l, l), consumer,
-                    storage.one.data_ptr(),
+                    acc, args, tma_d, gD, sD, thr_mma, mma, extent, ((n, m * cfg.cluster_m + rank, 0),), (l, l),
+                    consumer, storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
         # Nobody leaves while a neighbour may still write into its shared memory or arrive on its barriers.

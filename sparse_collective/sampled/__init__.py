@@ -1,0 +1,1 @@
+"""A dense product of which only the stored blocks of a pattern are computed: SDDMM."""

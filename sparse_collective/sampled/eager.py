@@ -1,0 +1,132 @@
+"""sddmm as it runs: validate, plan, launch."""
+
+import torch
+
+from cute_kernels import checks
+from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
+from cute_kernels.matmul.choose import choose
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
+from cute_kernels.matmul.plan import Plan
+from cute_kernels.matmul.problem import Extents, Problem
+from cute_kernels.operand import Layout, layout_of_tensor, major
+from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
+
+from ..bsr import BsrMatrix
+from .config import parts_of
+from .tables import box_groups
+
+_PLANS = PlanCache()
+CPU_BYTES = 64 << 20  # of the operands' blocks that a product on the CPU gathers at a time
+
+
+def sddmm(a, b, pattern, out, accumulate: bool, out_dtype):
+    """ops.sddmm, of a call that torch.compile does not trace."""
+    if not isinstance(pattern, BsrMatrix):
+        raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
+    if pattern.check and not pattern.checked:
+        pattern.check_indices()
+    try:
+        pa, pb, pd = a.data_ptr(), b.data_ptr(), 0 if out is None else out.data_ptr()
+        key = (
+            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, pattern.key,
+            (pa & 15, pb & 15, pd & 15) if (pa | pb | pd) & 15 else 0,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            accumulate, out_dtype, forced_path(),
+        )  # fmt: skip
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        key = plan = None
+    if plan is None:
+        plan = plan_sddmm(a, b, pattern, out, accumulate=accumulate, out_dtype=out_dtype)
+        if key is not None:
+            _PLANS.keep(key, plan)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        checks.check_no_grad("sddmm", a, b)
+    if out is not None:
+        checks.check_out("sddmm", out, a, b)
+    else:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+    if plan.empty:  # no blocks, or sums over nothing
+        return out if accumulate else out.zero_()
+    if plan.function is None:
+        return _on_cpu(a, b, pattern, out, accumulate)
+    cfg, block = plan.facts.config, plan.facts.block
+    parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
+    groups = pattern.derived(
+        ("boxes", parts, boxes), lambda: (box_groups(pattern.crow_indices, pattern.nnz, parts, boxes),)
+    )[0]
+    residual = out if accumulate else None
+    plan.function(groups, pattern.col_indices, a, b, out, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    return out
+
+
+def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None) -> Plan:
+    """Check a call's arguments and choose its kernel, without launching it."""
+    op = "sddmm"
+    checks.check_tensor(f"{op}: a", a)
+    checks.check_tensor(f"{op}: b", b)
+    if not isinstance(pattern, BsrMatrix):
+        raise TypeError(f"{op}: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
+    if pattern.batch is not None:
+        raise ValueError(f"{op}: pattern is a batch of shape {pattern.shape}; call it for each matrix of unbind()")
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"{op}: a and b must be matrices, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    checks.check_operands(op, a=a, b=b)
+    (M, N), (bm, bk) = pattern.shape, pattern.blocksize
+    if a.shape[0] != M or b.shape[1] != N or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"{op}: a is {tuple(a.shape)} and b {tuple(b.shape)}; for a pattern of shape {(M, N)} they must be "
+            f"({M}, K) and (K, {N})"
+        )
+    if accumulate and out is None:
+        raise ValueError(f"{op}: accumulate=True adds to out; pass out=")
+    out_dtype = checks.check_out_dtype(op, out, out_dtype, a.dtype)
+    shape = (pattern.nnz, bm, bk)
+    checks.check_result(op, "out", out, shape, out_dtype)
+    if out is not None and not out.is_contiguous():
+        raise ValueError(f"{op}: out has strides {out.stride()}; the kernels write contiguous values")
+    checks.check_device(op, a.device, pattern=pattern.values, out=out)
+    plan = Plan(op, shape, out_dtype, a.device)
+    if pattern.nnz == 0 or a.shape[1] == 0:
+        plan.empty = True
+    elif plans_kernel(a.device):
+        _plan_kernel(plan, a, b, pattern, out, accumulate)
+    return plan
+
+
+def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
+    from cute_kernels.runtime.families import function_for
+
+    (M, N), (bm, bk) = pattern.shape, pattern.blocksize
+    la, lb = layout_of_tensor(a), layout_of_tensor(b)
+    granule = 16 // (4 if plan.out_dtype is torch.float32 else 2)
+    aligned = out is None or out.data_ptr() % 16 == 0
+    ld = Layout("row", granule if aligned else 1, granule if aligned else 1)
+    block = BlockFacts(bm, bk, NAMES_OF_INDEX[pattern.crow_indices.dtype], operand="d")
+    problem = Problem(
+        Extents(M, N, a.shape[1]),
+        NAMES[a.dtype],
+        NAMES[plan.out_dtype],
+        (la, lb, ld),
+        (major(la, ("m", "k")), major(lb, ("k", "n")), "n"),
+        (2, 2, 3),
+        EpilogueSpec(residual="n" if accumulate else None),
+        block,
+        density=pattern.density,
+    )
+    arch, sms, card = device_arch(a.get_device())
+    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.notes += notes
+    plan.function = function_for(plan.facts)
+
+
+def _on_cpu(a, b, pattern, out, accumulate: bool):
+    """The same in fp32 by torch, stored blocks alone, some at a time."""
+    (bm, bk), K = pattern.blocksize, a.shape[1]
+    rows, columns = pattern.row_of_block().long(), pattern.col_indices.long()
+    a, b = a.unflatten(0, (-1, bm)), b.t().unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
+    for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (4 * (bm + bk) * max(K, 1)))):
+        found = a[rows[part]].float() @ b[columns[part]].float().mT
+        out[part] = (found + out[part].float() if accumulate else found).to(out.dtype)
+    return out

@@ -1,0 +1,181 @@
+"""Sampled products: which configurations there are, what they ask, what they cost."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cute_kernels.arch import ArchSpec, arch_named
+from cute_kernels.matmul import cost, legality
+from cute_kernels.matmul.arguments import epilogue_args, launch_args, matrix
+from cute_kernels.matmul.candidates import sm80, sm90
+from cute_kernels.matmul.catalogue import buildable
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.matmul.problem import Problem
+from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.families import register
+
+from ..catalogue import BLOCKS
+from .config import SampledConfig, parts_of
+
+SIDES = (128, 64, 32, 16)
+
+
+def fitting(block: int, widest: int) -> int:
+    """The side of a tile, at most `widest`, that leaves little of a block's last tile empty, and is not too narrow."""
+    return min((s for s in SIDES if s <= widest), key=lambda side: parts_of(block, side) * (side + 16))
+
+
+class Sampled(ProductFamily):
+    """A product of dense matrices of which only stored blocks are computed."""
+
+    name = "sampled"
+    ops = ("sddmm",)
+    config = SampledConfig
+
+    def serves(self, block: BlockFacts | None) -> bool:
+        return block is not None and block.operand == "d"
+
+    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[SampledConfig]:
+        return _sm90(block, spec) if path == "sm_90" else _sm80(block, spec)
+
+    def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
+        """Waves of groups of boxes, of which the last one of a block row is half full on average."""
+        extents, block = problem.extents, problem.block
+        rows = max(1, extents.M // block.bm)
+        boxes = problem.density * rows * (extents.N // block.bk) * parts_of(block.bk, config.box_n)
+        groups = (boxes / config.boxes + rows * (0.5 - 0.5 / config.boxes)) * parts_of(block.bm, config.tile_m)
+        resident = sms if config.boxes > 1 else 2 * sms
+        waves = max(1.0, groups / resident)
+        loop = -(-extents.K // config.tile_k) * max(cost.k_tile_clocks(config, l2_bytes_per_clock))
+        accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
+        return waves * (loop + accumulators * cost.store_clocks(problem)) + cost.PIPELINE_FILL
+
+    def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
+        return 1, sms
+
+    def unsupported(self, facts: GemmFacts) -> str:
+        cfg = facts.config
+        if reason := legality.general(facts):
+            return reason
+        if facts.epilogue.bias or facts.epilogue.activation or facts.epilogue.function:
+            return "a bias, an activation or a function: sampled products have none"
+        if facts.path == "sm_80":
+            return "several boxes a tile: sm_80 has one" if cfg.boxes > 1 else legality.sm80(facts)
+        return legality.tma_operands(facts) or legality.store_buffers(facts) or _sm90_tile(facts)
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        return *super().sources(path), "sparse_collective.sampled.gemm"
+
+    def entry(self, facts: GemmFacts):
+        from .gemm import SampledGemm
+
+        return SampledGemm(facts)
+
+    def arguments(self, facts: GemmFacts) -> tuple:
+        import cutlass.cute as cute
+
+        block = facts.block
+        values = [
+            fake_tensor(facts.out_dtype, 3, 2, facts.aligns[2], (cute.sym_int32(), block.bm, block.bk))
+            for _ in range(2 if facts.epilogue.residual else 1)
+        ]
+        tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1)
+        bias, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
+        residual = values[1] if facts.epilogue.residual else None
+        return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args()
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
+        found = list(_catalogue(self, arch_named(arch)))
+        return buildable(self, found[:1] if quick else found)
+
+    def usual(self, op: str, spec: ArchSpec, block: BlockFacts, dtype: str) -> Iterator[GemmFacts]:
+        return iter(())
+
+    def bundle(self, op: str, request) -> Iterator[GemmFacts]:
+        """Gradients of layers: both operands contiguous along the blocks' sides."""
+        spec = arch_named(request.arch)
+        for dtype in request.dtypes:
+            for shape in request.blocks:
+                for index in request.index_dtypes:
+                    block = BlockFacts(*shape, index, operand="d")
+                    for config in self.candidates(spec.path, block, spec):
+                        yield facts_of(spec, spec.path, config, shape, index_dtype=index, dtype=dtype, out_dtype=dtype)
+
+
+def facts_of(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
+    """The weight's gradient of a layer: a and b contiguous along the blocks' sides."""
+    block = BlockFacts(*block, changes.pop("index_dtype", "int32"), operand="d")
+    terms = {"majors": ("m", "n", "n"), "ranks": (2, 2, 3), "block": block} | changes
+    return GemmFacts(arch=spec.target, path=path, config=config, **terms)
+
+
+def _sampled(config, boxes: int) -> SampledConfig:
+    return SampledConfig(**vars(config), boxes=boxes)
+
+
+def _sm90(block: BlockFacts, spec: ArchSpec) -> list[SampledConfig]:
+    """Tiles of 128 or 64 rows, as wide as accumulators allow: a tile's rows of A serve all its boxes."""
+    side = fitting(block.bk, 128)
+    found = []
+    if block.bm > 64 and fitting(block.bm, 128) == 128:
+        shapes = [(128, 256, 64, 2, 1), (128, 128, 64, 2, 1)]
+    else:
+        shapes = [(64, 512, 32, 1, 2), (64, 384, 64, 1, 2), (64, 256, 64, 1, 2), (64, 128, 64, 1, 2)]
+    for tile_m, tile_n, tile_k, warps_m, warps_n in shapes:
+        boxes, rest = divmod(tile_n, side)
+        if not rest and boxes % warps_n == 0:
+            tile = sm90(tile_m, tile_n, tile_k, warps_m, warps_n, store_row=min(128, 4 * side), spec=spec)
+            found.append(_sampled(tile, boxes))
+    return found
+
+
+def _sm80(block: BlockFacts, spec: ArchSpec) -> list[SampledConfig]:
+    """One box a tile, of up to 128 x 128."""
+    tile_m, tile_n = fitting(block.bm, 128), fitting(block.bk, 128)
+    warps_m, warps_n = (2 if side > 16 else 1 for side in (tile_m, tile_n))
+    deep = 64 if spec.smem > 200_000 and tile_m * tile_n == 128 * 128 else 32
+    return [_sampled(sm80(tile_m, tile_n, deep, warps_m, warps_n, 3 if deep == 64 else 4, spec=spec), 1)]
+
+
+def _sm90_tile(facts: GemmFacts) -> str:
+    """What WGMMA, TMA and the store ask of a tile of boxes."""
+    cfg = facts.config
+    group_n = cfg.tile_n // cfg.warps_n
+    if (cfg.warps_m * cfg.warps_n, cfg.teams, cfg.cluster, cfg.split) != (2, 1, 1, 1):
+        return f"{cfg}: sampled products have two consumer warpgroups, no teams, clusters or split"
+    if cfg.tile_m % (64 * cfg.warps_m) or group_n > 256 or cfg.tile_m * cfg.tile_n > 128 * 256:
+        return f"tile {cfg}: 64 rows, and at most 256 columns and 128 accumulators a thread, for each warpgroup"
+    if cfg.tile_m >= facts.block.bm + 64:
+        return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: slabs of 64 rows would hold none of the block"
+    if cfg.tile_n % cfg.boxes or cfg.box_n not in SIDES or cfg.boxes % cfg.warps_n and cfg.boxes > 1:
+        return f"tile {cfg}: boxes are 16, 32, 64 or 128 columns wide, and a warpgroup has whole ones"
+    if cfg.boxes == 1 and cfg.warps_n > 1:
+        return f"tile {cfg}: a warpgroup has whole boxes"
+    if cfg.tile_k not in (32, 64) or cfg.stages < 2:
+        return f"tile {cfg}: K-tiles of 32 or 64, and at least two stages"
+    if cfg.box_n % min(cfg.box_n, cfg.store_row // facts.out_bytes):
+        return f"tile {cfg}: a box is no whole chunks of the store"
+    return legality.smem_sm90(facts)
+
+
+def _catalogue(family: Sampled, spec: ArchSpec) -> Iterator[GemmFacts]:
+    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    changes = [
+        {"majors": ("k", "k", "n")},
+        {"dtype": "float16", "out_dtype": "float16"},
+        fp32,
+        {"index_dtype": "int64"},
+        {"epilogue": EpilogueSpec(residual="n")},
+        {**fp32, "epilogue": EpilogueSpec(scale=True, residual="n")},
+    ]
+    for path in dict.fromkeys((spec.path, "sm_80")):
+        for block in BLOCKS:
+            configs = family.candidates(path, BlockFacts(*block, "int32", operand="d"), spec)
+            for config in configs:
+                yield facts_of(spec, path, config, block)
+            if block in ((128, 128), (32, 32)):
+                for change in changes:
+                    yield facts_of(spec, path, configs[0], block, **change)
+
+
+SAMPLED = register(Sampled())

@@ -1,0 +1,158 @@
+"""The source of a sampled product, and the GEMM kernels of both paths around it.
+
+    values[p] = A[rows of block p] B[columns of block p]        for every stored block p of a pattern
+
+A stored block is an output tile, and K-tiles are those of the dense operands: the pattern says where a tile's rows and
+columns lie, and where its sums go. On sm_90 a tile is several stored blocks of one block row, side by side: they share
+A's rows, and each brings a *box* of B's columns. A box that a row has not got lies past the last block column of B
+and past the last block of D, where TMA reads zeros and writes nothing.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.k_tiles import KTile
+from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.dense import view
+from cute_kernels.matmul.epilogue import EpilogueArgs
+from cute_kernels.matmul.kernel_sm80 import GemmSm80
+from cute_kernels.matmul.kernel_sm90 import GemmSm90
+from cute_kernels.matmul.mainloop_sm90 import MainloopSm90
+
+from .config import parts_of
+
+
+@dataclass(frozen=True)
+class SampledKTiles:
+    """All K-tiles of the dense operands, for the boxes of one group."""
+
+    count: Int32  # 0 of a group without boxes
+    row: Int32  # block row
+    rest_m: Int32  # row tile inside the block
+    first: Int32  # number of the first box
+    present: Int32  # boxes that there are
+    columns: tuple  # of each box, the block column; of an absent one, past the last
+    blocks: Int32  # nnz
+    parts: cutlass.Constexpr[int]  # boxes of a block
+    l: Int32
+
+    def out(self, n) -> tuple:
+        """Of the n-th box; of an absent one, past the last block."""
+        number = self.first + n
+        absent = Int32(n >= self.present)
+        return self.rest_m, number % self.parts, number // self.parts * (1 - absent) + self.blocks * absent
+
+    def at(self, i) -> KTile:
+        a = (self.rest_m, i, self.row)
+        if len(self.columns) == 1:
+            return KTile(a=a, b=(i, self.columns[0]))
+        return KTile(a=a, b=tuple((self.out(box)[1], i, column) for box, column in enumerate(self.columns)))
+
+
+@dataclass(frozen=True)
+class SampledSource:
+    """The source of sampled products: work tile m is row tile m % tiles_m of group m // tiles_m."""
+
+    groups: cute.Tensor  # (groups, 3): block row, first box, boxes; see tables.box_groups
+    col_indices: cute.Tensor  # (nnz,)
+    count: Int32  # K-tiles of the product
+    tiles_m: cutlass.Constexpr[int]  # row tiles a block
+    parts: cutlass.Constexpr[int]  # boxes a block
+    boxes: cutlass.Constexpr[int]  # of a tile
+    block_columns: Int32
+    columns: cutlass.Constexpr[int] = 1  # a work tile has all columns that its group has
+    order = None
+
+    @property
+    def shared_rows(self) -> int:
+        """Other groups have other columns."""
+        return 1
+
+    @property
+    def shared_columns(self) -> int:
+        return 1
+
+    def bounds(self, m, n, l) -> tuple:
+        group = m // self.tiles_m
+        return tuple(Int32(self.groups[group, i]) for i in range(3))
+
+    def for_tile(self, m, l, bounds) -> SampledKTiles:
+        row, first, present = bounds
+        last = cutlass.max(present - 1, 0)
+        columns = []
+        for box in range(self.boxes):
+            column = Int32(self.col_indices[(first + cutlass.min(Int32(box), last)) // self.parts])
+            columns.append(
+                column if self.boxes == 1 else cutlass.max(column, Int32(box >= present) * self.block_columns)
+            )
+        count, blocks = self.count * cutlass.min(present, 1), self.col_indices.shape[0]
+        return SampledKTiles(count, row, m % self.tiles_m, first, present, tuple(columns), blocks, self.parts, l)
+
+
+class SampledMainloopSm90(MainloopSm90):
+    """Takes K-tiles whose `b` names each box."""
+
+    registers = (40, 232)  # the producer keeps the places of up to 16 boxes; the consumers have 128 accumulators
+
+    @cute.jit
+    def load_b(
+        self,
+        tile,
+        tma_b: cute.CopyAtom,
+        tBgB: cute.Tensor,  # (TMA, rest_n, rest_k, outer_k)
+        tBsB: cute.Tensor,  # (TMA, boxes x PIPE)
+        mask_b: cutlass.Int16,
+        barrier: cute.Pointer,
+        stage: Int32,
+    ):
+        boxes = const_expr(len(tile.b))
+        for box in range_constexpr(boxes):
+            cute.copy(tma_b, tBgB[(None, *tile.b[box])], tBsB[None, stage * boxes + box], tma_bar_ptr=barrier)
+
+
+class SampledGemm:
+    """a (M, K) times b (K, N), of which the blocks of a pattern go into d (nnz, bm, bk)."""
+
+    def __init__(self, facts: GemmFacts):
+        self.facts = facts
+        mainloop = SampledMainloopSm90 if facts.config.boxes > 1 else MainloopSm90
+        self.kernel = GemmSm90(facts, mainloop) if facts.path == "sm_90" else GemmSm80(facts)
+
+    @cute.jit
+    def __call__(
+        self,
+        groups: cute.Tensor,  # (groups, 3)
+        col_indices: cute.Tensor,  # (nnz,)
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        cfg, bm, bk = self.facts.config, self.facts.block.bm, self.facts.block.bk
+        (M, K), (sM, sK) = a.shape, a.stride
+        mA = view(a, (bm, K, M // bm), (sM, sK, sM * bm))
+        (K, N), (sK, sN) = b.shape, b.stride
+        mB = view(b, (bk, K, N // bk, 1), (sN, sK, sN * bk, 0))
+        mD = self.blocks(d)
+        if const_expr(residual is not None):
+            residual = self.blocks(residual)
+        tiles_m = parts_of(bm, cfg.tile_m)
+        parts = parts_of(bk, cfg.box_n)
+        source = SampledSource(groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, N // bk)
+        args = EpilogueArgs(bias, residual, alpha, beta)
+        self.kernel(mA, mB, mD, source, args, groups.shape[0] * tiles_m, group, max_ctas, stream)
+
+    def blocks(self, d: cute.Tensor) -> cute.Tensor:
+        """(bm, bk, nnz, 1)"""
+        bm, bk = self.facts.block.bm, self.facts.block.bk
+        return view(d, (bm, bk, d.shape[0], 1), (bk, 1, bm * bk, 0))

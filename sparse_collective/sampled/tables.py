@@ -1,0 +1,26 @@
+"""Which stored blocks a work tile of a sampled product computes: made once per pattern, on its device, with no sync."""
+
+import torch
+
+
+def box_groups(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Tensor:
+    """(groups, 3) int32: block row, number of the first box, and how many boxes, of every work tile.
+
+    A stored block is `parts` boxes side by side: box q is part q % parts of block q // parts. A group is up to `boxes`
+    consecutive ones of a block row. The full groups come first, then what is left of each row, the most first, so that
+    workers which take them in turn end together. Where a row or a place has none, the group has no boxes.
+    """
+    rows = len(crow) - 1
+    first, counts = crow[:-1].long() * parts, crow.diff().long() * parts
+    full, left = counts // boxes, counts % boxes
+    ends = full.cumsum(0)  # of the full groups of each row
+    number = torch.arange(nnz * parts // boxes, device=crow.device)
+    row = torch.searchsorted(ends, number, right=True).clamp_(max=max(rows - 1, 0))
+    there = number < ends[-1:]
+    box = first[row] + (number - ends[row] + full[row]) * boxes
+    groups = [torch.stack([row, torch.where(there, box, 0), there * boxes], 1)]
+    if boxes > 1:
+        left, row = left.sort(descending=True, stable=True)
+        box = first[row] + full[row] * boxes
+        groups.append(torch.stack([row, torch.where(left > 0, box, 0), left], 1))
+    return torch.cat(groups).int()
