@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from cute_kernels.runtime import derived
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 from sparse_collective.bsr import BsrMatrix
 
@@ -20,12 +21,12 @@ from .masks import kept
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import window_bounds
-from .plan import FlashPlan, Plans, launch, without_kernel
+from .plan import FlashPlan, launch, without_kernel
 
 OP = "block_sparse_attention"
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
-_PLANS = Plans()
+_PLANS = PlanCache(operands=3)
 
 
 class Derived(derived.Derived):

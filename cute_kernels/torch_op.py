@@ -10,7 +10,8 @@ import types
 import torch
 from torch import Tensor
 
-from . import checks, eager
+from . import eager
+from .matmul.terms import epilogue_program
 
 _FUNCTIONS: dict[str, object] = {}
 
@@ -20,7 +21,7 @@ def register_function(fn) -> str | None:
     """The name under which a graph refers to an epilogue function: that of its program."""
     if fn is None:
         return None
-    program = checks.epilogue_program("torch.compile", fn)
+    program = epilogue_program("torch.compile", fn)
     return register(hashlib.sha256(program.text.encode()).hexdigest(), program)
 
 

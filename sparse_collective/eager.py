@@ -7,6 +7,7 @@ bsr_grouped_linear is told for each run of tokens which item they multiply.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +19,7 @@ from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
 from cute_kernels.matmul.plan import Plan, bias_view, stage, viewed
 from cute_kernels.matmul.problem import Extents, Problem
+from cute_kernels.matmul.terms import bias_kind, epilogue_program, epilogue_spec
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -60,45 +62,35 @@ def groups_of(op, x, groups, offsets, group_rows):
 def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     """An op of this package, where torch.compile does not trace it."""
     if epilogue is not None:
-        epilogue = checks.epilogue_program(op, epilogue)
+        epilogue = epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
     if W.check and not W.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
-    try:
-        pb, pd = b.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            op, W.key, b.shape, b.stride(), b.dtype, b.device,
-            (pb & 15, pd & 15) if (pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
-            None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
-            activation, epilogue, forced_path(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None
-    if plan is None:
-        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
-        if key is not None:
-            _PLANS.keep(key, plan)
     values = W.values
-    watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
-    if watched and torch.is_grad_enabled():
-        checks.check_no_grad(op, values, b, bias, residual)
-    if out is not None:
-        pv = values.data_ptr()
-        if (
-            out.requires_grad or (pd < pb + plan.spans[0] and pb < pd + plan.spans[2])
-            or (pd < pv + plan.spans[1] and pv < pd + plan.spans[2]) or pd == pb or pd == pv
-        ):  # fmt: skip
-            checks.check_out(op, out, b, values)
+    tensors = (b, values) if out is None else (b, values, out)
+    if bias is not None:
+        tensors += (bias,)
+    if residual is not None:
+        tensors += (residual,)
+    if groups is not None:
+        tensors += (groups,)
+    try:
+        terms = (
+            op, W.key, b.numel(), activation, epilogue, forced_path(),
+            out is None, bias is None, residual is None, groups is None,
+        )  # fmt: skip
+    except AttributeError:
+        terms = None
+    plan = _PLANS.known(terms, tensors, out)
+    if plan is None:
+        make = partial(_plan, op, W, b, bias, activation, residual, out, epilogue, groups)
+        plan = _PLANS.checked(op, terms, tensors, out, make)
     if plan.function is None:
         return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue, groups)
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
+        out = plan.new_out()
+    d = result = plan.new_out() if plan.staged else out
     if plan.views:
         b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
@@ -147,7 +139,7 @@ def _ordered(plan: Plan) -> tuple:
 def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue, groups):
     """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
     if plan.empty:
-        return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
+        return plan.new_out() if out is None else out
     a = W.to_dense()
     if groups is not None:
         return _grouped_reference(plan, a, b, groups, bias, activation, out, epilogue)
@@ -210,8 +202,6 @@ def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> P
     spec = _epilogue(op, W, b, bias, activation, residual, epilogue)
     checks.check_device(op, W.device, out=out, bias=bias, residual=residual, groups=groups)
     plan = Plan(op, shape, out_dtype, W.device)
-    if out is not None:
-        plan.spans = tuple(checks.dense_bytes(t) for t in (b, W.values, out))
     if math.prod(shape) == 0:
         plan.empty = True
     elif plans_kernel(W.device):
@@ -263,13 +253,13 @@ def _epilogue(op, W, b, bias, activation, residual, epilogue):
         found = f"bias has shape {tuple(bias.shape)}, must be ({M},){several}"
         raise ValueError(f"{op}: {found}, one value an output feature")
     if items:
-        checks.bias_kind(op, bias[0], -1 if linear else M, M if linear else b.shape[-1])
+        bias_kind(op, bias[0], -1 if linear else M, M if linear else b.shape[-1])
         kind = "row"
     else:
-        kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
+        kind = bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
     if linear and kind:
         kind = "row"  # the kernel's rows are W's
-    spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
+    spec = epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
     return replace(spec, bias_items=True) if items else spec
 
 

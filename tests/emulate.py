@@ -16,10 +16,11 @@ import torch
 import cute_kernels
 import cute_kernels.eager as dense_ops
 import sparse_collective.eager as sparse_ops
-from cute_kernels import checks, reference
+from cute_kernels import reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.arguments import contiguous_mode
+from cute_kernels.matmul.terms import bias_kind, epilogue_spec
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import family_of
@@ -239,9 +240,9 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
         given.apply_defaults()
         call, plan = SimpleNamespace(**given.arguments), plan_gemm(*args, **kwargs)
         if not plan.empty:
-            kind = checks.bias_kind("gemm", call.bias, call.a.shape[-2], call.b.shape[-1])
+            kind = bias_kind("gemm", call.bias, call.a.shape[-2], call.b.shape[-1])
             terms = kind, call.bias, call.activation, call.residual, call.alpha, call.epilogue
-            more = {"spec": checks.epilogue_spec("gemm", *terms), "batch": plan.out_shape[:-2]}
+            more = {"spec": epilogue_spec("gemm", *terms), "batch": plan.out_shape[:-2]}
             fill_in(dense_ops._plan_kernel, plan=plan, **vars(call), **more)
         return plan
 
