@@ -14,7 +14,7 @@ from .dtypes import NAMES
 from .matmul.choose import choose
 from .matmul.plan import Plan, bias_view, stage, viewed
 from .matmul.problem import Extents, Problem
-from .matmul.terms import bias_kind, epilogue_program, epilogue_spec
+from .matmul.terms import Terms, bias_kind, epilogue_program
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
@@ -40,11 +40,10 @@ def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue
         terms = None  # whatever it is, the plan's checks will name it
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        more = {"bias": bias, "activation": activation, "residual": residual, "alpha": alpha, "beta": beta}
-        make = partial(plan_gemm, a, b, **more, out=out, out_dtype=out_dtype, epilogue=epilogue)
-        plan = _PLANS.checked("gemm", terms, tensors, out, make)
+        given = Terms(bias, activation, residual, alpha, beta, epilogue)
+        plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if plan.function is None:
-        return without_kernel(plan, a, b, bias, activation, residual, alpha, beta, out, epilogue)
+        return without_kernel(plan, a, b, Terms(bias, activation, residual, alpha, beta, epilogue), out)
     if out is None:
         out = plan.new_out()
     d = result = plan.new_out() if plan.staged else out
@@ -54,26 +53,19 @@ def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     return out.copy_(result) if plan.staged else out
 
 
-def without_kernel(plan: Plan, a, b, bias, activation, residual, alpha, beta, out, epilogue):
+def without_kernel(plan: Plan, a, b, terms: Terms, out):
     """CPU tensors run the reference; an empty result needs nothing at all."""
     if not plan.empty:
-        return reference.gemm(a, b, bias, activation, residual, alpha, beta, out, plan.out_dtype, epilogue)
+        return reference.gemm(a, b, terms, out, plan.out_dtype)
     return plan.new_out() if out is None else out
 
 
-def plan_gemm(
-    a,
-    b,
-    *,
-    bias=None,
-    activation=None,
-    residual=None,
-    alpha=1.0,
-    beta=1.0,
-    out=None,
-    out_dtype=None,
-    epilogue=None,
-) -> Plan:
+def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
+    """The plan of the same call of gemm."""
+    return _plan(a, b, Terms(**terms), out, out_dtype)
+
+
+def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     checks.check_tensor("gemm: a", a)
     checks.check_tensor("gemm: b", b)
@@ -90,25 +82,23 @@ def plan_gemm(
     out_dtype = checks.check_out_dtype("gemm", out, out_dtype, a.dtype)
     shape = (*batch, M, N)
     checks.check_result("gemm", "out", out, shape, out_dtype)
-    checks.check_result("gemm", "residual", residual, shape, out_dtype)
-    kind = bias_kind("gemm", bias, M, N)
-    checks.check_device("gemm", a.device, out=out, bias=bias, residual=residual)
-    checks.check_scalar("gemm", "alpha", alpha)
-    checks.check_scalar("gemm", "beta", beta)
-    spec = epilogue_spec("gemm", kind, bias, activation, residual, alpha, epilogue)
+    checks.check_result("gemm", "residual", terms.residual, shape, out_dtype)
+    kind = bias_kind("gemm", terms.bias, M, N)
+    checks.check_device("gemm", a.device, out=out, bias=terms.bias, residual=terms.residual)
+    spec = terms.spec("gemm", kind)
     plan = Plan("gemm", shape, out_dtype, a.device)
     if math.prod(shape) == 0:
         plan.empty = True
     elif plans_kernel(a.device):
-        _plan_kernel(plan, a, b, bias, residual, out, batch, spec)
+        _plan_kernel(plan, a, b, terms, out, batch, spec)
     return plan
 
 
-def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
+def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
     """Fill in the kernel: how the tensors are viewed, which facts, which function."""
     from .runtime.families import function_for
 
-    K, N = a.shape[-1], b.shape[-1]
+    K, N, residual = a.shape[-1], b.shape[-1], terms.residual
     stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
     results = [t for t in (d, residual) if t is not None]
@@ -116,7 +106,7 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
     fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
     views = tuple(
         None if t is None else _view_of(name, t, batch, fold, plan)
-        for name, t in (("a", a), ("b", b), ("out", d), ("bias", bias), ("residual", residual))
+        for name, t in (("a", a), ("b", b), ("out", d), ("bias", terms.bias), ("residual", residual))
     )
     if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
         plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")

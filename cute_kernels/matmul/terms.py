@@ -1,13 +1,45 @@
 """What a product adds to a @ b: an op's epilogue arguments, their checks, and the facts that they become."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from ..checks import check_tensor
+from ..checks import check_scalar, check_tensor
 from ..dtypes import NAMES
 from ..functions import ACTIVATIONS
 from ..traced.memo import traced
 from ..traced.program import FLOAT, Program
 from .config import EpilogueSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The epilogue arguments of a call, as gemm documents them."""
+
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    epilogue: Callable | None = None
+
+    def spec(self, op: str, kind: str | None) -> EpilogueSpec:
+        """The static half of the epilogue, with a bias of this kind (see bias_kind); checks what has no shape."""
+        for name in ("alpha", "beta"):
+            check_scalar(op, name, getattr(self, name))
+        known = isinstance(self.activation, str) and self.activation in ACTIVATIONS
+        if self.activation is not None and not known:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"{op}: unknown activation {self.activation!r}; known are {known} and None")
+        return EpilogueSpec(
+            scale=self.alpha != 1.0,
+            bias=kind,
+            bias_dtype=NAMES[self.bias.dtype] if kind else None,
+            residual=None if self.residual is None else "any",
+            activation=self.activation,
+            function=None if self.epilogue is None else epilogue_program(op, self.epilogue),
+        )
 
 
 def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
@@ -25,20 +57,6 @@ def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
     raise ValueError(
         f"{op}: bias has shape {shape}; the result's last two extents are ({rows}, {cols}), so it must be "
         f"({cols},) for one value a column or ({rows}, 1) for one value a row"
-    )
-
-
-def epilogue_spec(op, kind, bias, activation, residual, alpha, function) -> EpilogueSpec:
-    """The static half of an epilogue, from an op's arguments."""
-    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
-        raise ValueError(f"{op}: unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)} and None")
-    return EpilogueSpec(
-        scale=alpha != 1.0,
-        bias=kind,
-        bias_dtype=NAMES[bias.dtype] if kind else None,
-        residual=None if residual is None else "any",
-        activation=activation,
-        function=None if function is None else epilogue_program(op, function),
     )
 
 
