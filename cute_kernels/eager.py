@@ -131,7 +131,8 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         spec,
     )
     arch, sms, card = device_arch(a.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     plan.function = function_for(plan.facts)
 

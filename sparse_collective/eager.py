@@ -101,15 +101,12 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
 
 def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
     """Run the plan's kernel on the tensors as it views them."""
-    family, function, group = plan.family, plan.function, plan.group
-    pattern = family.pattern(plan.facts, W, groups)
+    family, function, group, order = plan.family, plan.function, plan.group, None
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    if family.orders:
-        order = None
-        if _takes_order(W):
-            function, tiles, ctas = plan.ordered or _ordered(plan)
-            order, group = family.work_order(W, tiles), 1
-        pattern = family.with_order(pattern, order)
+    if family.orders and _takes_order(W):
+        function, tiles, ctas = plan.ordered or _ordered(plan)
+        order, group = family.work_order(W, tiles), 1
+    pattern = family.pattern(plan.facts, W, order, groups)
     function(W.crow_indices, *pattern, values, b, d, bias, residual, 1.0, 1.0, group, ctas)
 
 
@@ -135,7 +132,7 @@ def _ordered(plan: Plan) -> tuple:
     from cute_kernels.runtime.families import function_for
 
     workers, cfg = plan.tiles.workers, plan.facts.config
-    ctas = 1 if workers is None else workers * cfg.cluster
+    ctas = None if workers is None else workers * cfg.cluster
     plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
     return plan.ordered
 
@@ -312,13 +309,14 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         W.stats,
     )
     arch, sms, card = device_arch(b.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
     plan.family = family_of(plan.facts)
     # A count of CTAs that divides the rows keeps even ones in step (family.in_step); of uneven ones it gives the
     # same to a CTA in every panel.
-    plan.uneven_ctas = resident_clusters(cfg, sms) * cfg.cluster
+    _, plan.uneven_ctas = plan.facts.counts(None, resident_clusters(cfg, sms) * cfg.cluster)
     if plan.family.orders:
         plan.tiles = tile_order.Tiles(
             row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,

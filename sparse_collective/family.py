@@ -53,14 +53,9 @@ class BsrFamily(ProductFamily):
                 for ordered in (False, True) if self.orders else (False,):
                     yield make(spec, spec.path, config, shape, ordered=ordered, **terms)
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        """The tensors that say where W's blocks are, without an order of work tiles: col_indices, groups."""
-        return W.col_indices if W.nnz else W.col_indices.new_zeros(1), groups
-
-    def with_order(self, pattern: tuple, order) -> tuple:
-        """`pattern` with an order of work tiles, or None, in its place; only of a family that `orders`."""
-        columns, groups = pattern
-        return columns, order, groups
+    def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
+        """The tensors that say where W's blocks are. `order`: of the work tiles; None unless the family `orders`."""
+        return W.col_indices if W.nnz else W.col_indices.new_zeros(1), order, groups
 
     def work_order(self, W, tiles):
         """The order of work tiles of W's pattern."""

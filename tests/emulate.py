@@ -40,7 +40,7 @@ class Emulated:
         insist_on_arguments(self.facts, args)
         *operands, bias, residual, alpha, beta, group, max_ctas = args
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
-        assert group >= 1 and max_ctas >= 1
+        assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if self.facts.block is None:
             a, b, d = operands
             self.insist("a", a, 0)

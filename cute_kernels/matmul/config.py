@@ -27,6 +27,7 @@ class GemmConfig:
     # Whether sm_90's kernel has a producer warp with TMA and consumers with WGMMA; else all warps use mma.sync.
     warp_specialised: ClassVar[bool] = True
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
+    panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
     tile_m: int
     tile_n: int
     tile_k: int
@@ -166,6 +167,10 @@ class GemmFacts:
     def warp_specialised(self) -> bool:
         """Whether some warps load by TMA and others multiply by WGMMA; elsewhere all warps use mma.sync."""
         return self.path == "sm_90" and self.config.warp_specialised
+
+    def counts(self, group, max_ctas) -> tuple:
+        """(group, max_ctas) as the kernel takes them: None of one that has no panels, or a CTA for each work tile."""
+        return group if self.config.panels else None, max_ctas if self.warp_specialised else None
 
     @property
     def out_bytes(self) -> int:

@@ -10,17 +10,17 @@ from ..runtime.call_plan import CallPlan
 class Plan(CallPlan):
     """What a call of a product runs."""
 
-    group: int = 1
-    max_ctas: int = 1
+    group: int | None = 1
+    max_ctas: int | None = 1
     staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
-    uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
+    uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
     tiles: tuple = ()  # of one whose work tiles may be ordered: sparse_collective.tile_order's Tiles
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
 
     def kernel_lines(self) -> list[str]:
         f = self.facts
-        lines = [f"configuration: {f.config}, raster panels of {self.group}"]
+        lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""

@@ -104,14 +104,11 @@ class RowPairs(BsrFamily):
         order = fake_tensor("int32", 2, 1, 2) if facts.ordered else None
         return *(fake_tensor("int32", 2, 1, 1) for _ in range(2)), order
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        return W.pair_plan()
+    def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
+        return *W.pair_plan(), order
 
     def work_order(self, W, tiles):
         return W.work_order(tiles, True)
-
-    def with_order(self, pattern: tuple, order) -> tuple:
-        return *pattern, order
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.row_pairs_kernels(self, arch)

@@ -1,7 +1,7 @@
 """The kernel that makes the tables of row pairs, as a family."""
 
 from cute_kernels.arch import arch_named
-from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
 from .tables import PairPlanFacts
@@ -20,11 +20,10 @@ class RowPairTables(Family):
 
     def arguments(self, facts: PairPlanFacts) -> tuple:
         from cutlass import Int32
-        from cutlass.cute.runtime import make_fake_stream
 
         indices = [fake_tensor(facts.index_dtype, 1, 0, 1) for _ in range(2)]
         tables = [fake_tensor("int32", 2, 1, 1) for _ in range(2)]
-        return *indices, *tables, Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+        return *indices, *tables, Int32(1), Int32(1), fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[PairPlanFacts]:
         spec = arch_named(arch)

@@ -130,7 +130,7 @@ class SmallBlocks(BsrFamily):
         counts, order = (fake_tensor("int32", 1, 0, 1) for _ in range(2))
         return counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
+    def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
         return W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k")
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:

@@ -1,7 +1,7 @@
 """The kernel that makes the tables of small blocks, as a family."""
 
 from cute_kernels.arch import arch_named
-from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
 from .tables import PlanFacts
@@ -19,11 +19,10 @@ class SmallBlockTables(Family):
         return SweepPlanner(facts)
 
     def arguments(self, facts: PlanFacts) -> tuple:
-        from cutlass.cute.runtime import make_fake_stream
 
         indices = [fake_tensor(facts.index_dtype, 1, 0, 1) for _ in range(2)]
         tables = [fake_tensor("int32", rank, rank - 1, align) for rank, align in ((1, 1), (2, 1), (3, 4), (1, 1))]
-        return *indices, *tables, make_fake_stream(use_tvm_ffi_env_stream=True)
+        return *indices, *tables, fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[PlanFacts]:
         spec = arch_named(arch)

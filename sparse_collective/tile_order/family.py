@@ -1,7 +1,7 @@
 """The kernel that orders work tiles, as a family."""
 
 from cute_kernels.arch import arch_named
-from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
 from .config import OrderFacts
@@ -20,10 +20,9 @@ class TileOrder(Family):
 
     def arguments(self, facts: OrderFacts) -> tuple:
         from cutlass import Int32
-        from cutlass.cute.runtime import make_fake_stream
 
         tensors = fake_tensor(facts.index_dtype, 1, 0, 1), fake_tensor("int32", 2, 1, 2)
-        return *tensors, *[Int32(1)] * 7, make_fake_stream(use_tvm_ffi_env_stream=True)
+        return *tensors, *[Int32(1)] * 7, fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[OrderFacts]:
         target, indices = arch_named(arch).target, ("int32",) if quick else ("int32", "int64")
