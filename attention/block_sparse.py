@@ -176,7 +176,8 @@ def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, sca
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element))
     tile_m = plan.facts.config.tile_m
-    plan.order = tile_m, heads_in_l2(k.shape[2], k.shape[3] + v.shape[3]) * (q.shape[1] // k.shape[1])
+    l2_heads = heads_in_l2(k.shape[2], (k.shape[3] + v.shape[3]) * k.element_size())
+    plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])
     tiles = extents[0] * -(-extents[1] // tile_m)
     if tiles > MOST_TILES:
         raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")

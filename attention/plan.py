@@ -114,9 +114,10 @@ def view_of(plan: FlashPlan, name: str, tensor: torch.Tensor | None) -> Callable
         plan.notes.append(f"{name} is copied: its address and strides {tensor.stride()} are not multiples of 16 bytes")
         return _copied
     shape, stride = tensor.shape, tensor.stride()
-    if all(s % 8 == 0 for s in stride[:-1]):
+    vector = 16 // tensor.element_size()
+    if all(s % vector == 0 for s in stride[:-1]):
         return None
-    fixed = (*(s if n > 1 else 8 for n, s in zip(shape[:-1], stride[:-1], strict=True)), 1)
+    fixed = (*(s if n > 1 else vector for n, s in zip(shape[:-1], stride[:-1], strict=True)), 1)
     return lambda t: t.as_strided(shape, fixed)  # dimensions of extent 1 may have any stride
 
 

@@ -11,7 +11,6 @@ from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
-from cute_kernels.tile.element import ELEMENT
 
 from . import catalogue
 from .candidates import bsr_sm80, bsr_sm90
@@ -105,7 +104,7 @@ def in_step(config, tiles_m: int, group: int, sms: int) -> int:
 def values_bytes(problem: Problem) -> float:
     """Size of the stored blocks."""
     extents = problem.extents
-    return problem.density * extents.M * extents.K * (extents.L if problem.block.batch else 1) * ELEMENT
+    return problem.density * extents.M * extents.K * (extents.L if problem.block.batch else 1) * problem.width
 
 
 def held_by_dram(problem: Problem) -> float:

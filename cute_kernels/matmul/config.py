@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from ..arch import MMA_K, ArchSpec, arch_named
-from ..tile.element import ELEMENT
+from ..tile.element import BYTES
 from ..traced.program import Program
 
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -52,14 +52,14 @@ class GemmConfig:
         return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
 
     @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage of A and B."""
-        return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
+    def stage_elements(self) -> int:
+        """In shared memory: one stage of A and B."""
+        return (self.tile_m + self.tile_n) * self.tile_k
 
     @property
-    def operand_bytes(self) -> int:
-        """Shared memory of the rings of A and B."""
-        return self.stage_bytes * self.stages
+    def operand_elements(self) -> int:
+        """In shared memory: the rings of A and B."""
+        return self.stage_elements * self.stages
 
     @property
     def short(self) -> str:
@@ -174,7 +174,12 @@ class GemmFacts:
 
     @property
     def out_bytes(self) -> int:
-        return 4 if self.out_dtype == "float32" else 2
+        return BYTES[self.out_dtype]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Shared memory of the rings of A and B."""
+        return self.config.operand_elements * BYTES[self.dtype]
 
     @property
     def k_blocks(self) -> tuple[int, ...]:

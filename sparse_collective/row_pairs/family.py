@@ -51,7 +51,7 @@ class RowPairs(BsrFamily):
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """Columns that both rows have, and those of one."""
-        mma, load = cost.k_tile_clocks(config, l2_bytes_per_clock)
+        mma, load = cost.k_tile_clocks(config, problem.width, l2_bytes_per_clock)
         density, paired = problem.density, problem.stats.paired
         paired = 1 - (1 - density) ** 2 if paired is None else paired
         paired = min(1.0, 2 * density, max(density, paired))

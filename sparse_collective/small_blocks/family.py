@@ -43,7 +43,7 @@ class SmallBlocks(BsrFamily):
         deep = replace(cfg, store_row=128, chunks=4)
         narrow = replace(deep, tile_n=128)
         shapes = [replace(cfg, cluster_m=2), cfg, narrow, replace(narrow, cluster_m=2), deep]
-        return [with_stages(s, spec, CONSUMERS * 64 * s.store_row + s.chunk_bytes) for s in shapes]
+        return [with_stages(s, spec, CONSUMERS * 64 * s.store_row + s.chunk_elements * ELEMENT) for s in shapes]
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again
@@ -68,8 +68,8 @@ class SmallBlocks(BsrFamily):
         listed = 1 - (1 - listed) ** geometry.gather
         slabs, k_steps = config.tile_n / 64, min(block.bk, config.tile_k) / 16
         mma = blocks * slabs * k_steps * 16 * block.bm * 64 / cost.MACS_PER_CLOCK
-        arriving = (listed * config.tile_n + density * config.tile_m) * config.tile_k * ELEMENT
-        smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * ELEMENT) / SMEM_BYTES_PER_CLOCK
+        arriving = (listed * config.tile_n + density * config.tile_m) * config.tile_k * problem.width
+        smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * problem.width) / SMEM_BYTES_PER_CLOCK
         issue = listed * CHUNK_CLOCKS + blocks / CONSUMERS * BLOCK_CLOCKS
         feed = l2_bytes_per_clock * (1 if config.cluster_m > 1 else 0.914) * FEED.get(config.stages, 1.0)
         _, second, first = sorted((max(mma, smem), arriving / feed, issue))
