@@ -128,7 +128,7 @@ def _explained(op: str, W, b, terms: Terms, out, groups=None) -> Plan:
 
 
 def _ordered(plan: Plan) -> tuple:
-    """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
+    """(function, Tiles, CTAs): the plan's kernel with work tiles in the order of their length."""
     from cute_kernels.runtime.families import function_for
 
     workers, cfg = plan.tiles.workers, plan.facts.config

@@ -15,6 +15,7 @@ from cute_kernels.runtime.families import register
 from . import catalogue
 from .candidates import bsr_sm80, bsr_sm90
 from .fakes import bsr_args
+from .tile_order.family import order_of
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
 
@@ -58,7 +59,7 @@ class BsrFamily(ProductFamily):
 
     def work_order(self, W, tiles):
         """The order of work tiles of W's pattern."""
-        return W.work_order(tiles)
+        return order_of(W, tiles)
 
 
 class Bsr(BsrFamily):

@@ -13,6 +13,9 @@ from cute_kernels.runtime.families import register
 
 from .. import catalogue
 from ..family import BsrFamily, in_step, slowed_by_dram
+from ..tile_order.family import order_of
+from .tables import starts_of
+from .tables_family import tables_of
 
 LONE_COLUMN = 1.3  # of a column that one row has: its time over that of its bytes, with zeros for the other
 
@@ -105,10 +108,10 @@ class RowPairs(BsrFamily):
         return *(fake_tensor("int32", 2, 1, 1) for _ in range(2)), order
 
     def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
-        return *W.pair_plan(), order
+        return *tables_of(W), order
 
     def work_order(self, W, tiles):
-        return W.work_order(tiles, True)
+        return order_of(W, tiles, lambda: starts_of(tables_of(W)))
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.row_pairs_kernels(self, arch)

@@ -15,6 +15,7 @@ from cute_kernels.tile.element import ELEMENT
 from .. import catalogue
 from ..family import BsrFamily, held_by_dram
 from .config import SmallBlocksConfig
+from .tables_family import tables_of
 from .tile import CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
 
 # Fitted to 90 times, as `cost` says, at the clock of a loaded card, which these do not load as much: so shared memory's
@@ -131,7 +132,7 @@ class SmallBlocks(BsrFamily):
         return counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
 
     def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
-        return W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k")
+        return tables_of(W, facts.config.cluster_m, facts.majors[1] == "k")
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.small_blocks_kernels(self, arch)
