@@ -265,7 +265,7 @@ def test_bad_inputs(place, op, change, error, message, known):
 def test_planning_refuses_before_anything_runs(place):
     with pytest.raises(ValueError, match="columns meet"):
         explain(gemm, normal(8, 16, device=place), normal(8, 8, device=place))
-    assert not dense_ops._PLANS
+    assert not dense_ops._PLANS.plans
 
 
 WRONG_INDICES = {

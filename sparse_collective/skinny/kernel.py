@@ -92,8 +92,8 @@ class SkinnyKernel:
         source,
         args: EpilogueArgs,
         tiles_m: Int32,  # strips of the whole product
-        group: Int32,
-        max_ctas: Int32,
+        group: None,
+        max_ctas: None,
         stream: cuda.CUstream,
     ):
         """Column tiles and items of one strip are neighbours, so that its values are in L2 for all but the first."""
