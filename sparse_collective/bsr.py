@@ -58,7 +58,9 @@ class BsrMatrix:
 
     crow_indices: Tensor  # (M / bm + 1,) or (L, M / bm + 1)
     col_indices: Tensor  # (nnz,)
-    values: Tensor  # (nnz, bm, bk) or (L, nnz, bm, bk)
+    stored: Tensor  # what kernels read: the values; of a transposed view those of `base`
+    base: BsrMatrix | None  # of a transposed view, the matrix that it is the transpose of
+    numbers: Tensor | None  # of a transposed view, (nnz,) int32: which block of `base` each of its blocks is
     shape: tuple[int, ...]  # (M, K) or (L, M, K)
     blocksize: tuple[int, int]  # (bm, bk)
     batch: str | None  # "values": one pattern, values for each item; "patterns": a pattern for each; None: no batch
@@ -71,7 +73,19 @@ class BsrMatrix:
     stats: PatternStats  # of block columns that its rows need, where known; what kernels are chosen by
     key: tuple  # what an op's plan depends on, hashable
     plans: Derived | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
-    __slots__ = ("crow_indices", "col_indices", "values", "shape", "blocksize", "batch", "nnz", "plans", "even")
+    __slots__ = (
+        "crow_indices",
+        "col_indices",
+        "stored",
+        "base",
+        "numbers",
+        "shape",
+        "blocksize",
+        "batch",
+        "nnz",
+        "plans",
+        "even",
+    )
     __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "stats", "key", "__weakref__")
 
     def __init__(
@@ -101,9 +115,9 @@ class BsrMatrix:
             raise ValueError(f"{total} blocks do not fit in int32, at most {INT32_MAX}; use larger blocks")
         if total > items * rows * cols:
             raise ValueError(f"values has {total} blocks, but shape {shape} has only {items * rows * cols}")
-        self._set(crow_indices=crow_indices, col_indices=col_indices, values=values, shape=shape, batch=batch)
+        self._set(crow_indices=crow_indices, col_indices=col_indices, stored=values, shape=shape, batch=batch)
         self._set(blocksize=(bm, bk), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
-        self._set(check=bool(check), checked=False, even=False, plans=Derived())
+        self._set(check=bool(check), checked=False, even=False, plans=Derived(), base=None, numbers=None)
         self._set_stats(NOT_KNOWN)
 
     def _set(self, **attributes: object) -> None:
@@ -111,8 +125,8 @@ class BsrMatrix:
             object.__setattr__(self, name, value)
 
     def _set_stats(self, stats: PatternStats) -> None:
-        dtypes = self.values.dtype, self.crow_indices.dtype
-        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, stats
+        dtypes = self.stored.dtype, self.crow_indices.dtype
+        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, stats, self.base is not None
         self._set(stats=stats, key=key)
 
     def _refuse(self, name: str, *_: object) -> None:
@@ -323,6 +337,33 @@ class BsrMatrix:
         Raises:
             ValueError: the indices are wrong (see `check_indices`).
         """
+        view = self.t()
+        state = {"check": self.check, "checked": self.checked}
+        return self._make(view.crow_indices, view.col_indices, view.values, view.shape, **state)
+
+    def t(self) -> BsrMatrix:
+        """The transposed matrix (K, M), or batch of them, with (bk, bm) blocks, as a view: it shares `stored`.
+
+        Its index is made on the device once per pattern, without synchronising, and kept with it. Products take the
+        view as it is; its `values` are a copy. Of a view, the matrix that it was made of. Differentiable.
+        """
+        if self.base is not None:
+            return self.base
+        crow, col, numbers, plans = self.derived(("transposed",), self._transposed_index, lambda made: made[:3])
+        view = object.__new__(BsrMatrix)
+        shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
+        view._set(crow_indices=crow, col_indices=col, stored=self.stored, base=self, numbers=numbers, shape=shape)
+        view._set(
+            blocksize=(bk, bm), batch=self.batch, nnz=self.nnz, check=self.check, checked=self.checked, even=False
+        )
+        view._set(n_block_rows=self.n_block_cols, n_block_cols=self.n_block_rows, plans=plans)
+        view._set_stats(NOT_KNOWN)
+        return view
+
+    T = mT = property(t)
+
+    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived]:
+        """(crow_indices, col_indices, numbers) of the transpose, and a place for what kernels must know of it."""
         if self.check:
             self.check_indices()
         row, col, dtype = self.row_of_block(), self.col_indices, self.col_indices.dtype
@@ -336,9 +377,7 @@ class BsrMatrix:
         crow, row = _row_starts(col, items * cols, dtype), row[order]
         if self.batch == "patterns":  # an item's last number is the next one's first
             crow = crow.as_strided((items, cols + 1), (cols, 1)).contiguous()
-        values = self.values.index_select(-3, order).transpose(-1, -2).contiguous()  # (..., nnz, bk, bm)
-        state = {"check": self.check, "checked": self.checked}
-        return self._make(crow, row, values, (*self.shape[:-2], *self.shape[:-3:-1]), **state)
+        return crow, row, order.int(), Derived()
 
     def to(self, target: torch.device | torch.dtype | str | int) -> BsrMatrix:
         """This matrix on another device, or with values of another dtype and the same index tensors.
@@ -353,6 +392,8 @@ class BsrMatrix:
             crow, col = self.crow_indices, self.col_indices
         else:
             crow, col = self.crow_indices.to(target), self.col_indices.to(target)
+        if self.base is not None:
+            return self.base.to(target).t()
         values = self.values.to(target)
         if crow is self.crow_indices and col is self.col_indices:
             return self if values is self.values else self.with_values(values)
@@ -373,7 +414,7 @@ class BsrMatrix:
         if isinstance(values, Tensor) and values.shape != self.values.shape:
             raise ValueError(f"values must be of shape {tuple(self.values.shape)}, got {tuple(values.shape)}")
         matrix = BsrMatrix(self.crow_indices, self.col_indices, values, self.shape, check=self.check)
-        matrix._set(checked=self.checked, even=self.even, plans=self.plans)
+        matrix._set(checked=self.checked, even=self.even, plans=self.plans if self.base is None else Derived())
         matrix._set_stats(self.stats)
         return matrix
 
@@ -438,6 +479,13 @@ class BsrMatrix:
         return torch.repeat_interleave(rows, lengths, output_size=self.nnz)
 
     @property
+    def values(self) -> Tensor:
+        """(nnz, bm, bk), or (L, nnz, bm, bk) of a batch with one pattern; of a transposed view a copy."""
+        if self.numbers is None:
+            return self.stored
+        return self.stored.index_select(-3, self.numbers).transpose(-1, -2).contiguous()
+
+    @property
     def density(self) -> float:
         """Stored blocks over all blocks; 0.0 for a matrix without elements."""
         items = self.shape[0] if self.batch == "patterns" else 1
@@ -446,17 +494,17 @@ class BsrMatrix:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the values."""
-        return self.values.dtype
+        return self.stored.dtype
 
     @property
     def device(self) -> torch.device:
         """Where all three tensors are."""
-        return self.values.device
+        return self.stored.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether the values require a gradient."""
-        return self.values.requires_grad
+        return self.stored.requires_grad
 
     def __repr__(self) -> str:
         facts = f"shape={self.shape}, blocksize={self.blocksize}, nnz={self.nnz}, density={self.density:.4g}"

@@ -32,7 +32,8 @@ class BsrGemm:
         col_indices: cute.Tensor,  # (nnz,)
         order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
         groups: cute.Tensor | None,  # (N / run,) int32, of a grouped product
-        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk) of one pattern
+        numbers: cute.Tensor | None,  # (nnz,) int32, of a transposed view: which stored block each block is
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk) of one pattern; of a transposed view (.., bk, bm)
         b: cute.Tensor,
         d: cute.Tensor,
         bias: cute.Tensor | None,
@@ -52,7 +53,7 @@ class BsrGemm:
             items, length = crow_indices.shape
             crow_indices = view(crow_indices, (length, items), (1, length))
         rows = crow_indices.shape[0] - 1
-        mA = view(values, (bm, bk, blocks), (bk, 1, bm * bk))
+        mA = self.block_view(values, blocks)
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, bk, K // bk, L), (sN, sK, sK * bk, sL))
         mD = self.output(d, rows)
@@ -69,10 +70,15 @@ class BsrGemm:
                 bias = view(bias, (bias.shape[0], rows), (stride, 0))
         tiles_m, tiles_run = -(-bm // cfg.tile_m), max(1, facts.block.run // cfg.tile_n)
         source = BsrSource(
-            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run
+            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run, numbers
         )
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
+
+    def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:
+        """(bm, bk, blocks)"""
+        bm, bk = self.facts.block.bm, self.facts.block.bk
+        return view(values, (bm, bk, blocks), (1, bm, bm * bk) if self.facts.block.permuted else (bk, 1, bm * bk))
 
     def oriented(self, tensor: cute.Tensor) -> tuple[tuple, tuple]:
         """((rows, cols, L), strides) with rows along W's own modes, whichever way round the tensor came."""

@@ -15,7 +15,7 @@ BLOCKS = ((128, 128), (128, 64), (256, 64), (64, 64), (512, 112), (32, 32), (16,
 
 def bsr(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
     """bsr_matmul(W, b) of a contiguous b."""
-    more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
+    more = {name: changes.pop(name) for name in ("batch", "run", "permuted") if name in changes}
     index = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more)
     return dense(spec, path, config, **{"block": index, "ranks": (3, 2, 2)} | changes)
 
@@ -45,6 +45,7 @@ def bsr_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     found += variations(family, spec, path)
     found += unaligned(family, spec)
     found += batches(family, spec, path)
+    found += transposed_views(family, spec, path)
     if path != "sm_80":
         for config in split_sm90(64, spec)[0]:
             found.append(linear(spec, path, config, (512, 112), epilogue=LINEAR))
@@ -78,6 +79,21 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
     found += [facts for change in layer for facts in main(family, linear, spec, path, (128, 128), **change)]
     found += [facts for block in ((256, 64), (64, 64)) for facts in main(family, bsr, spec, path, block, ordered=True)]
     return found + main(family, linear, spec, path, (32, 32), epilogue=LINEAR)
+
+
+def transposed_views(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
+    """Products of W.t(), as gradients of layers have them: x @ W, whose rows are W's columns."""
+    view = {"permuted": True, "majors": ("m", "k", "m")}
+    found = []
+    for block in BLOCKS:
+        for config in family.candidates(path, BlockFacts(*block, "int32", permuted=True), spec):
+            found.append(linear(spec, path, config, block, **view))
+    found += main(family, linear, spec, path, (128, 128), **view, epilogue=LINEAR)
+    found += main(family, linear, spec, path, (128, 128), **view, ordered=True, index_dtype="int64")
+    found += main(family, linear, spec, path, (64, 64), **view, batch="values", ranks=(4, 3, 3))
+    found += main(family, linear, spec, path, (64, 64), **view, batch="patterns", ranks=(3, 2, 2), run=128)
+    matmul = view | {"majors": ("m", "n", "n")}
+    return found + main(family, bsr, spec, path, (128, 128), **matmul)
 
 
 def batches(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
@@ -160,6 +176,9 @@ def _row_pairs(family, spec: ArchSpec) -> Iterator[GemmFacts]:
         rows = replace(layer, bias_items=True)
         yield linear(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 3, 3), epilogue=rows)
         yield bsr(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 2, 3), ordered=True)
+        view = {"permuted": True, "majors": ("m", "k", "m")}
+        yield linear(spec, spec.path, config, (64, 64), **view)
+        yield linear(spec, spec.path, config, (64, 64), **view, ordered=True, epilogue=layer)
     config = configs[0]
     changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
     for change in (*changes, {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"majors": ("k", "k", "n")}):

@@ -67,7 +67,7 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
         W = as_bsr(op, W)
     if W.check and not W.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
-    values = W.values
+    values = W.stored
     tensors = (b, values) if out is None else (b, values, out)
     if bias is not None:
         tensors += (bias,)
@@ -94,7 +94,7 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     if plan.views:
         b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
-        values = values.new_zeros(*values.shape[:-3], 1, *W.blocksize)
+        values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
     _launch(plan, W, values, b, d, bias, residual, groups)
     return out.copy_(result) if plan.staged else out
 
@@ -188,7 +188,7 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
     checks.check_tensor(f"{op}: {name}", b)
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
-    checks.check_operands(op, W=W.values, **{name: b})
+    checks.check_operands(op, W=W.stored, **{name: b})
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
     if inner != K:
@@ -300,10 +300,10 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         NAMES[W.dtype],
         NAMES[plan.out_dtype],
         (Layout("row", 8, 8), *layouts),
-        ("k", *majors),
-        (W.values.dim(), vb.dim(), vd.dim()),
+        ("k" if W.base is None else "m", *majors),
+        (W.stored.dim(), vb.dim(), vd.dim()),
         spec,
-        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run),
+        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run, permuted=W.base is not None),
         linear,
         W.density,
         W.stats,

@@ -42,7 +42,8 @@ class BsrFamily(ProductFamily):
         """Fakes of what `pattern` gives, with an order of work tiles or None in its place."""
         order = fake_tensor("int32", 2, 1, 2) if facts.ordered else None
         groups = fake_tensor("int32", 1, 0, 1) if facts.block.run else None
-        return fake_tensor(facts.block.index_dtype, 1, 0, 1), order, groups
+        numbers = fake_tensor("int32", 1, 0, 1) if facts.block.permuted else None
+        return fake_tensor(facts.block.index_dtype, 1, 0, 1), order, groups, numbers
 
     def usual(self, op: str, spec: ArchSpec, block: BlockFacts, dtype: str) -> Iterator[GemmFacts]:
         linear = op == "bsr_linear"
@@ -55,7 +56,9 @@ class BsrFamily(ProductFamily):
 
     def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
         """The tensors that say where W's blocks are. `order`: of the work tiles; None unless the family `orders`."""
-        return W.col_indices if W.nnz else W.col_indices.new_zeros(1), order, groups
+        if W.nnz == 0:  # a tensor without elements has no address
+            return W.col_indices.new_zeros(1), order, groups, None if W.numbers is None else W.numbers.new_zeros(1)
+        return W.col_indices, order, groups, W.numbers
 
     def work_order(self, W, tiles):
         """The order of work tiles of W's pattern."""

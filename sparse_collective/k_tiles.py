@@ -31,6 +31,7 @@ class BsrKTiles:
     rest_m: Int32  # row tile inside the block
     l: Int32  # item of A
     steps: cutlass.Constexpr[int]  # K-tiles a block; static, or at() would divide
+    numbers: cute.Tensor | None = None  # of a transposed view: where the row's blocks lie
 
     def out(self, n) -> tuple:
         return self.rest_m, n, self.row
@@ -38,7 +39,10 @@ class BsrKTiles:
     def at(self, i) -> KTile:
         p = i // self.steps
         k = i % self.steps
-        return KTile(a=(self.rest_m, k, self.first + p), b=(k, Int32(self.col_indices[self.begin + p])))
+        block = self.first + p
+        if self.numbers is not None:
+            block = self.first - self.begin + Int32(self.numbers[self.begin + p])
+        return KTile(a=(self.rest_m, k, block), b=(k, Int32(self.col_indices[self.begin + p])))
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class BsrSource:
     items: Int32 | None = None  # L, of a batch
     groups: cute.Tensor | None = None  # (runs,) int32: the item of each run of columns
     tiles_run: cutlass.Constexpr[int] = 1  # column tiles in a run
+    numbers: cute.Tensor | None = None  # (nnz,) int32, of a transposed view: which stored block each block is
     columns = None
 
     @property
@@ -87,4 +92,5 @@ class BsrSource:
         item = item[0] if item else l
         first = begin + item * Int32(self.col_indices.shape[0]) if self.batch == "values" else begin
         count = (end - begin) * self.steps
-        return BsrKTiles(self.col_indices, count, begin, first, m // self.tiles_m, m % self.tiles_m, item, self.steps)
+        row, rest_m = m // self.tiles_m, m % self.tiles_m
+        return BsrKTiles(self.col_indices, count, begin, first, row, rest_m, item, self.steps, self.numbers)

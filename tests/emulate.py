@@ -95,14 +95,19 @@ class Emulated:
             mode = contiguous_mode(self.facts, 2)
             assert d.shape[mode] * d.element_size() % 16 == 0, f"TMA would write past the end of d {tuple(d.shape)}"
 
-    def sparse(self, crow, col, order, groups, values, b):
+    def sparse(self, crow, col, order, groups, numbers, values, b):
         """W @ b from the stored blocks alone, or its transpose; of a batch item by item, or run by run of columns."""
+        assert values.is_contiguous()
+        assert (numbers is not None) == self.facts.block.permuted == (self.facts.majors[0] == "m")
+        if numbers is not None:
+            assert numbers.dtype == torch.int32
+            values = values.index_select(-3, numbers).mT
         facts, (bm, bk) = self.facts, values.shape[-2:]
         batch, run = facts.block.batch, facts.block.run
         assert (crow.dim(), values.dim()) == {None: (1, 3), "values": (1, 4), "patterns": (2, 3)}[batch]
         assert values.dim() == facts.ranks[0]
         self.insist_on_order(order)
-        assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
+        assert (bm, bk) == (facts.block.bm, facts.block.bk)
         assert crow.dtype == col.dtype == getattr(torch, facts.block.index_dtype)
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
         columns = col.tolist()
@@ -145,11 +150,14 @@ class Emulated:
 
     def paired(self, crow, ends, entries, order, values, b):
         """The same, as the source of pairs walks: columns that both rows have, the upper alone, the lower alone."""
+        assert values.is_contiguous()
+        if self.facts.block.permuted:
+            values = values.mT
         facts, (bm, bk) = self.facts, values.shape[-2:]
         self.insist_on_order(order)
         if batch := facts.block.batch:
             assert batch == "values" and facts.block.run == 0 and values.dim() == facts.ranks[0] == 4
-        assert (bm, bk) == (facts.block.bm, facts.block.bk) and values.is_contiguous()
+        assert (bm, bk) == (facts.block.bm, facts.block.bk)
         assert crow.dtype == getattr(torch, facts.block.index_dtype) and ends.dtype == entries.dtype == torch.int32
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
         rows, tile_k = (len(crow) - 1) * bm, facts.config.tile_k

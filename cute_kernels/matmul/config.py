@@ -92,6 +92,7 @@ class BlockFacts:
     batch: str | None = None
     run: int = 0
     operand: str = "a"  # or "d"
+    permuted: bool = False  # a transposed view: stored blocks are (bk, bm), in an order that a table tells
 
 
 @dataclass(frozen=True)

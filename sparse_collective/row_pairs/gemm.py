@@ -116,12 +116,12 @@ class RowPairsGemm(BsrGemm):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        bm, bk = self.facts.block.bm, self.facts.block.bk
+        bk = self.facts.block.bk
         blocks, items, matrices = None, None, values.shape[0]
         if const_expr(self.facts.block.batch is not None):
             items, blocks = values.shape[0], values.shape[1]
             matrices = items * blocks
-        mA = view(values, (bm, bk, matrices), (bk, 1, bm * bk))
+        mA = self.block_view(values, matrices)
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, bk, K // bk, L), (sN, sK, sK * bk, sL))
         mD = self.whole_output(d)

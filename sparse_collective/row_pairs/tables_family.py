@@ -1,5 +1,7 @@
 """The kernel that makes the tables of row pairs, as a family."""
 
+import torch
+
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
@@ -35,7 +37,17 @@ class RowPairTables(Family):
 
 def tables_of(W) -> PairTables:
     """Those of a BsrMatrix, made once."""
-    return W.derived(("row pairs",), lambda: _make(W))
+    return W.derived(("row pairs",), lambda: _of_stored(_make(W), W))
+
+
+def _of_stored(tables: PairTables, W) -> PairTables:
+    """The tables with the numbers of the blocks that a transposed view's base stores."""
+    if W.numbers is None or W.nnz == 0:
+        return tables
+    column, blocks = tables.entries[:1], tables.entries[1:]
+    numbers = torch.cat([W.numbers, W.numbers.new_full((1,), W.nnz)])  # an absent block stays absent
+    # Places past a pair's last entry may hold anything.
+    return PairTables(tables.ends, torch.cat([column, numbers[blocks.clamp(0, W.nnz).long()]]))
 
 
 def _make(W) -> PairTables:

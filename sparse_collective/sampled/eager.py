@@ -86,7 +86,7 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None) -> 
     checks.check_result(op, "out", out, shape, out_dtype)
     if out is not None and not out.is_contiguous():
         raise ValueError(f"{op}: out has strides {out.stride()}; the kernels write contiguous values")
-    checks.check_device(op, a.device, pattern=pattern.values, out=out)
+    checks.check_device(op, a.device, pattern=pattern.stored, out=out)
     plan = Plan(op, shape, out_dtype, a.device)
     if pattern.nnz == 0 or a.shape[1] == 0:
         plan.empty = True

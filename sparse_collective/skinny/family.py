@@ -60,6 +60,8 @@ class Skinny(BsrFamily):
         cfg, spec = facts.config, facts.spec
         if cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
             return f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns"
+        if facts.block.permuted:
+            return "a transposed view: this kernel reads blocks that are contiguous along K"
         if facts.block.bm % cfg.tile_m:
             return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: a strip lies in one block"
         if facts.ordered:
