@@ -153,6 +153,13 @@ def _call(op: str, *terms) -> Tensor:
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
+    elif torch.is_grad_enabled() and isinstance(terms[0], BsrMatrix):
+        W, b, bias, activation, residual, out, epilogue, *groups = terms
+        if out is None and any(getattr(t, "requires_grad", False) for t in (W, b, bias, residual)):
+            from .gradients import Bsr
+
+            groups = groups[0] if groups else None
+            return Bsr.apply(op, W, W.stored, b, bias, activation, residual, epilogue, groups)
     return run(op, *terms)
 
 

@@ -12,6 +12,7 @@ import torch
 
 import cute_kernels.eager as dense_ops
 import sparse_collective.eager as sparse_ops
+import sparse_collective.sampled.eager as sampled_ops
 from cute_kernels import reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
@@ -45,6 +46,10 @@ class Emulated:
             a, b, d = operands
             self.insist("a", a, 0)
             acc = a.float() @ b.float()
+        elif self.facts.block.operand == "d":
+            groups, columns, a, b, d = operands
+            self.insist("a", a, 0)
+            acc = self.sampled(groups, columns, a, b, len(d))
         else:
             *parts, b, d = operands
             kind = {"small blocks": self.swept, "row pairs": self.paired}.get(self.facts.family, self.sparse)
@@ -190,6 +195,21 @@ class Emulated:
         out = wholes[0][..., :rows, :]
         return out.mT if facts.transposed else out
 
+    def sampled(self, groups, columns, a, b, nnz):
+        """The stored blocks of a @ b, in the order of the groups of boxes."""
+        block, cfg = self.facts.block, self.facts.config
+        assert groups.dtype == torch.int32 and columns.dtype == getattr(torch, block.index_dtype)
+        a, b = a.float().unflatten(0, (-1, block.bm)), b.float().mT.unflatten(0, (-1, block.bk))
+        out = a.new_full((nnz, block.bm, block.bk), float("nan"))
+        parts = -(-block.bk // cfg.box_n)
+        for row, first, boxes in groups.tolist():
+            assert 0 <= boxes <= cfg.boxes and 0 <= row < len(a)
+            for box in range(first, first + boxes):
+                p, part = box // parts, slice(box % parts * cfg.box_n, (box % parts + 1) * cfg.box_n)
+                assert out[p, :, part].isnan().all(), "every box comes once"
+                out[p, :, part] = a[row] @ b[columns[p]][part].mT
+        return out
+
     def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
         facts, (bm, bk) = self.facts, values.shape[-2:]
@@ -231,7 +251,7 @@ def plain(x) -> int:
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of the ops are planned and launched as on a GPU of `arch`."""
-    for ops in (dense_ops, sparse_ops):
+    for ops in (dense_ops, sparse_ops, sampled_ops):
         monkeypatch.setattr(ops, "plans_kernel", lambda device: True)
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
         monkeypatch.setattr(ops, "_PLANS", PlanCache())

@@ -1,5 +1,7 @@
 """sddmm as it runs: validate, plan, launch."""
 
+from functools import partial
+
 import torch
 
 from cute_kernels import checks
@@ -12,6 +14,7 @@ from cute_kernels.operand import Layout, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 
+from .. import families  # noqa: F401 (importing it registers them)
 from ..bsr import BsrMatrix
 from .config import parts_of
 from .tables import box_groups
@@ -26,27 +29,14 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype):
         raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.check and not pattern.checked:
         pattern.check_indices()
-    try:
-        pa, pb, pd = a.data_ptr(), b.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, pattern.key,
-            (pa & 15, pb & 15, pd & 15) if (pa | pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            accumulate, out_dtype, forced_path(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None
+    tensors = (a, b) if out is None else (a, b, out)
+    terms = pattern.key, out is None, accumulate, out_dtype, forced_path()
+    plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        plan = plan_sddmm(a, b, pattern, out, accumulate=accumulate, out_dtype=out_dtype)
-        if key is not None:
-            _PLANS.keep(key, plan)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        checks.check_no_grad("sddmm", a, b)
-    if out is not None:
-        checks.check_out("sddmm", out, a, b)
-    else:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+        make = partial(plan_sddmm, a, b, pattern, out, accumulate=accumulate, out_dtype=out_dtype)
+        plan = _PLANS.checked("sddmm", terms, tensors, out, make)
+    if out is None:
+        out = plan.new_out()
     if plan.empty:  # no blocks, or sums over nothing
         return out if accumulate else out.zero_()
     if plan.function is None:
@@ -116,7 +106,8 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
         density=pattern.density,
     )
     arch, sms, card = device_arch(a.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     plan.function = function_for(plan.facts)
 

@@ -46,7 +46,7 @@ class Sampled(ProductFamily):
         groups = (boxes / config.boxes + rows * (0.5 - 0.5 / config.boxes)) * parts_of(block.bm, config.tile_m)
         resident = sms if config.boxes > 1 else 2 * sms
         waves = max(1.0, groups / resident)
-        loop = -(-extents.K // config.tile_k) * max(cost.k_tile_clocks(config, l2_bytes_per_clock))
+        loop = -(-extents.K // config.tile_k) * max(cost.k_tile_clocks(config, problem.width, l2_bytes_per_clock))
         accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
         return waves * (loop + accumulators * cost.store_clocks(problem)) + cost.PIPELINE_FILL
 
@@ -82,7 +82,7 @@ class Sampled(ProductFamily):
         tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1)
         bias, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
         residual = values[1] if facts.epilogue.residual else None
-        return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args()
+        return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args(facts)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         found = list(_catalogue(self, arch_named(arch)))

@@ -134,8 +134,8 @@ class SampledGemm:
         residual: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
-        group: Int32,
-        max_ctas: Int32,
+        group: Int32 | None,
+        max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
         cfg, bm, bk = self.facts.config, self.facts.block.bm, self.facts.block.bk

@@ -1,0 +1,108 @@
+"""Backward of the block-sparse products.
+
+y = epilogue(z), z = W b + terms. With dz the gradient of z (see cute_kernels.gradients): the gradient of W's values is
+dz b' sampled at W's pattern, that of b the product of W's transposed view with dz. Both keep what they must know of the
+pattern with it, and wait for nothing.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.gradients import saves_result, sum_to, through_epilogue
+
+from . import eager
+from .bsr import BsrMatrix
+from .sampled.eager import sddmm
+
+
+class Bsr(torch.autograd.Function):
+    """bsr_matmul, bsr_linear or bsr_grouped_linear, differentiable once in values, b, bias and residual."""
+
+    @staticmethod
+    def forward(ctx, op, W, stored, b, bias, activation, residual, epilogue, groups):
+        y = eager.call(op, W, b, bias, activation, residual, None, epilogue, groups)
+        ctx.save_for_backward(stored, b, bias, residual, groups, y if saves_result(activation, epilogue) else None)
+        ctx.call = op, W, activation, epilogue
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        op, W, activation, epilogue = ctx.call
+        _, b, bias, residual, groups, y = ctx.saved_tensors
+        _, _, needs_values, needs_b, needs_bias, _, needs_residual, _, _ = ctx.needs_input_grad
+
+        def z():
+            return eager.call(op, W, b, bias, None, residual, None, None, groups)
+
+        dz = through_epilogue(dy, activation, epilogue, y, z)
+        dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
+        db = operand_gradient(op, W, b, dz, groups) if needs_b else None
+        dbias = bias_gradient(op, W, dz, bias, groups) if needs_bias else None
+        return None, None, dvalues, db, dbias, None, dz if needs_residual else None, None, None
+
+
+def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
+    """Of b, or of x: W' dz."""
+    return sum_to(eager.call(op, W.t(), dz.to(W.dtype), None, None, None, None, None, groups), b)
+
+
+def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
+    """Of W's stored values: dz b' where there are blocks; of W's shape and dtype."""
+    if groups is not None:
+        raise NotImplementedError(
+            f"{op}: the gradient of W's values is not written yet; detach W's values, or use bsr_linear for each expert"
+        )
+    if op == "bsr_linear":  # as bsr_matmul has them
+        b, dz = b.mT if b.dim() > 1 else b[:, None], dz.mT if dz.dim() > 1 else dz[:, None]
+    dz = dz.to(W.dtype)
+    if W.batch is None:
+        left, right = beside(dz), beside(b)  # (M, columns), (K, columns)
+        if W.base is not None:  # what is stored is the transpose
+            return sddmm(right, left.mT, W.base, None, False, None)
+        return sddmm(left, right.mT, W, None, False, None)
+    pattern = single(W) if W.base is None else single(W.base)
+    if W.batch == "values":
+        out = torch.empty_like(W.stored)
+        for item, (left, right) in enumerate(zip(dz, b.expand(len(dz), *b.shape[-2:]), strict=True)):
+            left, right = (left, right) if W.base is None else (right, left)
+            sddmm(left, right.mT, pattern, out[item], False, None)
+        return out
+    left, right = dz, b.expand(len(dz), *b.shape[-2:])
+    left, right = (left, right) if W.base is None else (right, left)
+    return sddmm(left.flatten(0, 1), right.flatten(0, 1).mT, pattern, None, False, None)
+
+
+def beside(t: Tensor) -> Tensor:
+    """(..., rows, columns) with the matrices side by side, (rows, all columns)."""
+    if t.dim() == 2:
+        return t
+    return t.flatten(0, -3).transpose(0, 1).flatten(1)
+
+
+def single(W: BsrMatrix) -> BsrMatrix:
+    """The pattern of a batch as one matrix: that which all items share, or their patterns along the diagonal."""
+
+    def make() -> tuple[BsrMatrix]:
+        crow, col, (M, K) = W.crow_indices, W.col_indices, W.shape[-2:]
+        items = 1
+        if W.batch == "patterns":
+            items = W.shape[0]
+            crow = torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
+            col = col + W.row_of_block() // W.n_block_rows * W.n_block_cols
+        blocks = W.stored if W.batch == "patterns" else W.stored[0]
+        return (BsrMatrix._make(crow, col, blocks.detach(), (items * M, items * K), check=W.check, checked=W.checked),)
+
+    return W.derived(("single",), make, lambda made: (made[0].crow_indices, made[0].col_indices))[0]
+
+
+def bias_gradient(op: str, W: BsrMatrix, dz: Tensor, bias: Tensor, groups: Tensor | None) -> Tensor:
+    """Of a bias for all rows, for each row, or for each item of a batch."""
+    if op == "bsr_matmul" or bias.dim() == 1:
+        return sum_to(dz, bias)
+    if groups is None:  # (L, M) of dz (L, N, M)
+        return dz.float().sum(-2).to(bias.dtype)
+    runs = dz.float().unflatten(0, (len(groups), -1)).sum(1)
+    items = groups.clamp(0, len(bias) - 1).long()  # the nearest item's, where there is no such number
+    return torch.zeros(bias.shape, device=bias.device).index_add_(0, items, runs).to(bias.dtype)

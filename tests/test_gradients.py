@@ -1,0 +1,157 @@
+"""Gradients of the products, against fp64: what autograd makes of the same product of dense matrices."""
+
+import itertools
+
+import pytest
+import torch
+
+from cute_kernels import gemm
+from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr, sddmm
+
+from .reference import normal
+
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+def near(found, exact, slack=1.0):
+    """Within what bf16 rounds, of the operands and of dz, relative to the tensor's size."""
+    assert found is not None and found.shape == exact.shape
+    error = (found.double() - exact).abs().max().item()
+    scale = exact.abs().max().item()
+    assert error <= slack * 0.02 * scale + 1e-6, f"{error:.3g} of {scale:.3g}"
+
+
+def leaf(t):
+    return t.detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("function", [None, lambda x: x * torch.sigmoid(x)], ids=["", "function"])
+def test_gemm(device, activation, function):
+    a, b = leaf(normal(48, 64, device=device)), leaf(normal(64, 40, device=device, k=64))
+    bias, residual = leaf(normal(40, device=device)), leaf(normal(48, 40, device=device))
+    dy = normal(48, 40, device=device)
+    y = gemm(a, b, bias=bias, activation=activation, residual=residual, alpha=0.5, beta=2.0, epilogue=function)
+    y.backward(dy)
+    truth = [leaf(t.double()) for t in (a, b, bias, residual)]
+    z = ACTIVATIONS[activation](0.5 * truth[0] @ truth[1] + truth[2] + 2.0 * truth[3])
+    (z if function is None else function(z)).backward(dy.double())
+    for t, exact in zip((a, b, bias, residual), truth, strict=True):
+        near(t.grad, exact.grad, 2)
+
+
+SHAPES = [((32, 64), (4, 3)), ((64, 64), (3, 4)), ((128, 128), (2, 3)), ((16, 16), (6, 9)), ((48, 112), (3, 2))]
+
+
+@pytest.mark.parametrize("op", ["linear", "matmul"])
+@pytest.mark.parametrize(("block", "grid"), SHAPES, ids=str)
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_bsr(device, op, block, grid, view):
+    (bm, bk), (rows, cols) = block, grid
+    W = random_bsr((rows * bm, cols * bk), block, density=0.6, generator=torch.Generator().manual_seed(1))
+    W = W.to(device)
+    values = leaf(W.values)
+    A = W.with_values(values)
+    exact = W.with_values(leaf(W.values.double().float()))
+    dense = leaf(exact.to_dense().detach().double())
+    M, K = (cols * bk, rows * bm) if view else W.shape
+    x = leaf(normal(40, K, device=device) if op == "linear" else normal(K, 40, device=device))
+    bias = leaf(normal(M, device=device)) if op == "linear" else None
+    A, right = (A.t(), dense.t()) if view else (A, dense)
+    y = bsr_linear(x, A, bias, "gelu") if op == "linear" else bsr_matmul(A, x)
+    dy = normal(*y.shape, device=device)
+    y.backward(dy)
+    x64 = leaf(x.double())
+    if op == "linear":
+        bias64 = leaf(bias.double())
+        torch.nn.functional.gelu(x64 @ right.t() + bias64).backward(dy.double())
+        near(bias.grad, bias64.grad, 2)
+    else:
+        (right @ x64).backward(dy.double())
+    near(x.grad, x64.grad, 2)
+    blocks = dense.grad.unflatten(0, (rows, bm)).unflatten(2, (cols, bk)).transpose(1, 2)
+    near(values.grad, blocks[W.row_of_block().long(), W.col_indices.long()], 2)
+
+
+@pytest.mark.parametrize("form", ["values", "patterns"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_batches(device, form, shared):
+    items, block, grid = 3, (32, 64), (3, 2)
+    generator = torch.Generator().manual_seed(2)
+    shape = tuple(g * s for g, s in zip(grid, block, strict=True))
+    singles = [random_bsr(shape, block, density=0.6, generator=generator).to(device) for _ in range(items)]
+    if form == "values":
+        first = singles[0]
+        values = normal(items, *first.values.shape, device=device)
+        W = BsrMatrix(first.crow_indices, first.col_indices, values, (items, *first.shape))
+    else:
+        W = BsrMatrix.stack(singles)
+    values = leaf(W.values)
+    W = W.with_values(values)
+    dense = leaf(W.to_dense().detach().double())
+    x = leaf(normal(24, shape[1], device=device) if shared else normal(items, 24, shape[1], device=device))
+    bias = leaf(normal(items, shape[0], device=device))
+    y = bsr_linear(x, W, bias)
+    dy = normal(*y.shape, device=device)
+    y.backward(dy)
+    x64, bias64 = leaf(x.double()), leaf(bias.double())
+    (x64 @ dense.mT + bias64[:, None]).backward(dy.double())
+    near(x.grad, x64.grad)
+    near(bias.grad, bias64.grad)
+    mask = W.with_values(torch.ones_like(W.values)).to_dense().double()
+    near(W.with_values(values.grad).to_dense(), dense.grad * mask)
+
+
+def test_leading_dimensions_and_one_vector(device):
+    W = random_bsr((64, 96), (32, 32), density=0.7).to(device)
+    for shape in ((96,), (2, 5, 96)):
+        x, values = leaf(normal(*shape, device=device)), leaf(W.values)
+        bsr_linear(x, W.with_values(values)).backward(torch.ones(*shape[:-1], 64, device=device, dtype=x.dtype))
+        near(x.grad, W.to_dense().double().sum(0).expand(shape))
+        assert values.grad.shape == values.shape
+    b = leaf(normal(2, 96, 24, device=device))
+    values = leaf(W.values)
+    dy = normal(2, 64, 24, device=device)
+    bsr_matmul(W.with_values(values), b).backward(dy)
+    truth = (dy.double() @ b.detach().double().mT).sum(0) * (W.to_dense() != 0)
+    near(W.with_values(values.grad).to_dense(), truth)
+
+
+@pytest.mark.parametrize(
+    ("path", "block"), list(itertools.product(["sm_90", "sm_80"], [(128, 128), (64, 64), (32, 32), (16, 32)]))
+)
+def test_sddmm(device, path, block):
+    import cute_kernels
+
+    if path == "sm_90" and device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("runs on sm_90")
+    (bm, bk), rows, cols = block, 5, 9
+    for density, T in ((0.9, 200), (0.3, 77), (0.0, 64), (1.0, 1000)):
+        W = random_bsr((rows * bm, cols * bk), block, density=density, generator=torch.Generator().manual_seed(3)).to(
+            device
+        )
+        a, b = normal(T, rows * bm, device=device).t(), normal(T, cols * bk, device=device)
+        blocks = (a.double() @ b.double()).unflatten(0, (rows, bm)).unflatten(2, (cols, bk)).transpose(1, 2)
+        exact = blocks[W.row_of_block().long(), W.col_indices.long()]
+        with cute_kernels.path(path):
+            for dtype, slack in ((torch.bfloat16, 0.2), (torch.float32, 0.001)):
+                out = torch.full(exact.shape, float("nan"), dtype=dtype, device=device)
+                assert sddmm(a, b, W, out) is out
+                if W.nnz:
+                    near(out, exact, slack)
+                    before = out.double()
+                    sddmm(a, b, W, out, accumulate=True)
+                    near(out, exact + before, slack)
+
+
+def test_a_second_derivative_is_refused(device):
+    x = leaf(normal(8, 64, device=device))
+    W = random_bsr((64, 64), (32, 32), density=1.0).to(device)
+    (gradient,) = torch.autograd.grad(bsr_linear(x, W).float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
