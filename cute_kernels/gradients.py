@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import eager, reference
+from .matmul.terms import epilogue_program
 
 BACKWARD = {
     "gelu": lambda dy, z: torch.ops.aten.gelu_backward(dy, z),
@@ -51,6 +52,7 @@ class Gemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue):
+        epilogue = None if epilogue is None else epilogue_program("gemm", epilogue)  # as it is now
         y = eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue)
         ctx.save_for_backward(a, b, bias, residual, y if saves_result(activation, epilogue) else None)
         ctx.terms = activation, alpha, beta, epilogue

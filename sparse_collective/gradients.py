@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cute_kernels.gradients import saves_result, sum_to, through_epilogue
+from cute_kernels.matmul.terms import epilogue_program
 
 from . import eager
 from .bsr import BsrMatrix
@@ -21,6 +22,7 @@ class Bsr(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, op, W, stored, b, bias, activation, residual, epilogue, groups):
+        epilogue = None if epilogue is None else epilogue_program(op, epilogue)  # as it is now
         y = eager.call(op, W, b, bias, activation, residual, None, epilogue, groups)
         ctx.save_for_backward(stored, b, bias, residual, groups, y if saves_result(activation, epilogue) else None)
         ctx.call = op, W, activation, epilogue
