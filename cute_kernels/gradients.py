@@ -33,13 +33,12 @@ def through_epilogue(dy: Tensor, activation: str | None, epilogue, y: Tensor | N
         return torch.ops.aten.threshold_backward(dy, y, 0)
     if epilogue is None:
         return BACKWARD[activation](dy, z())
-    at = z()
-    with torch.enable_grad():
-        at = at.float().requires_grad_()
-        value = reference.apply_epilogue(at, None, activation, None, 1.0, 1.0, epilogue)
-    if not value.requires_grad:  # a function that does not depend on its argument
-        return torch.zeros_like(dy)
-    return torch.autograd.grad(value, at, dy.float())[0].to(dy.dtype)
+    at = z().float()
+    # Element by element, so its derivative is that along ones.
+    along = torch.func.jvp(
+        lambda z: reference.apply_epilogue(z, None, activation, None, 1.0, 1.0, epilogue), (at,), (torch.ones_like(at),)
+    )[1]
+    return (dy * along).to(dy.dtype)
 
 
 def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ class Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue):
         epilogue = None if epilogue is None else epilogue_program("gemm", epilogue)  # as it is now
-        y = eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue)
+        y = _eager_gemm(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue)
         ctx.save_for_backward(a, b, bias, residual, y if saves_result(activation, epilogue) else None)
         ctx.terms = activation, alpha, beta, epilogue
         return y
@@ -61,18 +60,22 @@ class Gemm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return gemm_backward(ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
+        return gemm_backward(_eager_gemm, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
 
 
-def gemm_backward(saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor) -> tuple:
-    """The gradients of all nine inputs of Gemm."""
+def _eager_gemm(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue):
+    return eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue)
+
+
+def gemm_backward(gemm: Callable, saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor) -> tuple:
+    """The gradients of all nine inputs of Gemm, whose arguments `gemm` takes."""
     (a, b, bias, residual, y), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
 
     def product(a, b):
-        return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None)
+        return gemm(a, b, None, None, None, alpha, 1.0, None, None)
 
     def z():
-        return eager.gemm(a, b, bias, None, residual, alpha, beta, None, dy.dtype, None)
+        return gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None)
 
     dz = through_epilogue(dy, activation, epilogue, y, z)
     operand = dz.to(a.dtype)

@@ -11,6 +11,7 @@ import torch
 
 from . import eager
 from .matmul.terms import epilogue_program
+from .gradients import gemm_backward, saves_result
 from .runtime import library
 
 _FUNCTIONS: dict[str, object] = {}
@@ -122,7 +123,21 @@ TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, float alpha=1.0, float beta=1.0, "
     "ScalarType? out_dtype=None, str? epilogue=None"
 )
-library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake)
+
+
+def _setup_context(ctx, inputs, output):
+    a, b, bias, activation, residual, alpha, beta, _, epilogue = inputs
+    ctx.save_for_backward(a, b, bias, residual, output if saves_result(activation, epilogue) else None)
+    ctx.terms = activation, alpha, beta, epilogue
+
+
+def _backward(ctx, dy):
+    activation, alpha, beta, epilogue = ctx.terms
+    terms = activation, alpha, beta, function_named(epilogue)
+    return gemm_backward(torch.ops.cute_kernels.gemm, ctx.saved_tensors, *terms, ctx.needs_input_grad, dy)
+
+
+library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=(_setup_context, _backward))
 
 
 def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):

@@ -41,7 +41,7 @@ class Bsr(torch.autograd.Function):
         dz = through_epilogue(dy, activation, epilogue, y, z)
         dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
         db = operand_gradient(op, W, b, dz, groups) if needs_b else None
-        dbias = bias_gradient(op, W, dz, bias, groups) if needs_bias else None
+        dbias = bias_gradient(op, dz, bias, groups) if needs_bias else None
         return None, None, dvalues, db, dbias, None, dz if needs_residual else None, None, None
 
 
@@ -99,7 +99,7 @@ def single(W: BsrMatrix) -> BsrMatrix:
     return W.derived(("single",), make, lambda made: (made[0].crow_indices, made[0].col_indices))[0]
 
 
-def bias_gradient(op: str, W: BsrMatrix, dz: Tensor, bias: Tensor, groups: Tensor | None) -> Tensor:
+def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> Tensor:
     """Of a bias for all rows, for each row, or for each item of a batch."""
     if op == "bsr_matmul" or bias.dim() == 1:
         return sum_to(dz, bias)

@@ -2,46 +2,101 @@
 
 import torch
 
+from cute_kernels.gradients import saves_result, through_epilogue
 from cute_kernels.runtime import library
 from cute_kernels.torch_op import function_named, named_function
 
 from .bsr import BsrMatrix
 from .eager import call
+from .gradients import bias_gradient, operand_gradient, values_gradient
 
 NAME = "sparse_collective::bsr"
-INPUTS = "str op, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check, Tensor b"
+MATRIX = "bool transposed, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check"
+INPUTS = f"str op, {MATRIX}, Tensor b"
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, str? epilogue=None, "
     "Tensor? groups=None"
 )
+MATRIX_ARGUMENTS = 6
 
 
-def _run(op, crow_indices, col_indices, values, columns, check, b, *, out, out_dtype, epilogue, **terms):
-    W = _matrix(crow_indices, col_indices, values, columns, check)
+def _run(op, *inputs, out, out_dtype, epilogue, **terms):
+    *matrix, b = inputs
     if out is None:
-        out = b.new_empty(_shape(op, crow_indices, values, b), dtype=out_dtype or b.dtype)
-    return call(op, W, b, out=out, epilogue=function_named(epilogue), **terms)
+        out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype or b.dtype)
+    return call(op, _matrix(*matrix), b, out=out, epilogue=function_named(epilogue), **terms)
 
 
-def _fake(op, crow_indices, col_indices, values, columns, check, b, *, out_dtype, **terms):
-    inner = b.shape[-2] if op == "bsr_matmul" else b.shape[-1]
+def _fake(op, *inputs, out_dtype, **terms):
+    *matrix, b = inputs
+    inner, columns = b.shape[-2] if op == "bsr_matmul" else b.shape[-1], _extents(*matrix)[1]
     torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
-    return b.new_empty(_shape(op, crow_indices, values, b), dtype=out_dtype or b.dtype)
+    return b.new_empty(_shape(op, *matrix, b), dtype=out_dtype or b.dtype)
 
 
-library.register(NAME, INPUTS, TERMS, _run, _fake)
+def _setup_context(ctx, inputs, output):
+    op, *inputs = inputs
+    matrix, (b, bias, activation, residual, _, epilogue, groups) = inputs[:MATRIX_ARGUMENTS], inputs[MATRIX_ARGUMENTS:]
+    transposed, crow, col, values, columns, check = matrix
+    y = output if saves_result(activation, epilogue) else None
+    ctx.save_for_backward(crow, col, values, b, bias, residual, groups, y)
+    ctx.call = op, transposed, columns, check, activation, epilogue
 
 
-def _matrix(crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
+def _backward(ctx, dy):
+    op, transposed, columns, check, activation, epilogue = ctx.call
+    crow, col, values, b, bias, residual, groups, y = ctx.saved_tensors
+    needed, ops = ctx.needs_input_grad, torch.ops.sparse_collective
+    needs_values, needs_b, needs_bias, needs_residual = needed[4], needed[7], needed[8], needed[10]
+    inputs = op, transposed, crow, col, values, columns, check, b
+
+    def z():
+        return ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups)
+
+    dz = through_epilogue(dy, activation, function_named(epilogue), y, z)
+    gradients = [None] * 14
+    if needs_values:
+        gradients[4] = ops.bsr_values_gradient(*inputs, dz, groups)
+    if needs_b:
+        gradients[7] = ops.bsr_operand_gradient(*inputs, dz, groups)
+    if needs_bias:
+        gradients[8] = bias_gradient(op, dz, bias, groups)
+    if needs_residual:
+        gradients[10] = dz
+    return tuple(gradients)
+
+
+library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=(_setup_context, _backward))
+
+
+def _gradient_op(name: str, gradient, of: int) -> None:
+    """An op for one gradient, of the shape of the tensor in this place of INPUTS."""
+
+    def run(op, *inputs):
+        *matrix, b, dz, groups = inputs
+        return gradient(op, _matrix(*matrix), b, dz, groups)
+
+    schema = f"({INPUTS}, Tensor dz, Tensor? groups) -> Tensor"
+    registered = torch.library.custom_op(f"sparse_collective::{name}", run, mutates_args=(), schema=schema)
+    registered.register_fake(lambda *inputs: torch.empty_like(inputs[of], memory_format=torch.contiguous_format))
+
+
+_gradient_op("bsr_values_gradient", values_gradient, 4)
+_gradient_op("bsr_operand_gradient", operand_gradient, 7)
+
+
+def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
     """A matrix for one call. What was learnt of these very index tensors, and their plans, it takes over."""
-    shape = (*_items(crow_indices, values), _rows(crow_indices, values), columns)
-    W = BsrMatrix(crow_indices, col_indices, values, shape, check=check)
+    rows = (crow_indices.shape[-1] - 1) * values.shape[-2]
+    W = BsrMatrix(crow_indices, col_indices, values, (*_items(crow_indices, values), rows, columns), check=check)
     W.recall()
-    return W
+    return W.t() if transposed else W
 
 
-def _rows(crow_indices, values) -> int:
-    return (crow_indices.shape[-1] - 1) * values.shape[-2]
+def _extents(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool) -> tuple:
+    """(M, K)"""
+    rows = (crow_indices.shape[-1] - 1) * values.shape[-2]
+    return (columns, rows) if transposed else (rows, columns)
 
 
 def _items(crow_indices, values) -> tuple:
@@ -49,8 +104,9 @@ def _items(crow_indices, values) -> tuple:
     return tuple(values.shape[:1] if values.dim() == 4 else crow_indices.shape[:-1])
 
 
-def _shape(op: str, crow_indices, values, b) -> tuple:
-    rows, items = _rows(crow_indices, values), _items(crow_indices, values)
+def _shape(op: str, *inputs) -> tuple:
+    *matrix, b = inputs
+    rows, items = _extents(*matrix)[0], _items(matrix[1], matrix[3])
     if op == "bsr_matmul":
         return (*(items or b.shape[:-2]), rows, b.shape[-1])
     if items and op == "bsr_linear":
@@ -66,6 +122,7 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None)
     """
     if not isinstance(W, BsrMatrix):
         raise TypeError(f"{op}: under torch.compile W must be a BsrMatrix; make it outside with BsrMatrix.from_torch")
-    matrix = (W.crow_indices, W.col_indices, W.values, W.shape[-1], W.check and not W.checked)
+    base = W if W.base is None else W.base
+    matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
     terms = bias, activation, residual, None, named_function(epilogue), groups
-    return library.call(NAME, (op, *matrix, b), out, terms)
+    return library.call(NAME, (op, W.base is not None, *matrix, b), out, terms)

@@ -155,3 +155,32 @@ def test_a_second_derivative_is_refused(device):
     (gradient,) = torch.autograd.grad(bsr_linear(x, W).float().pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_under_torch_compile(device, activation, view):
+    """Forward and backward are in one graph each, with the results of an eager call."""
+    torch._dynamo.reset()
+    W = random_bsr((64, 96), (32, 32), density=0.6, generator=torch.Generator().manual_seed(1)).to(device)
+    W.check_indices()
+
+    def step(x, values, bias):
+        A = W.with_values(values)
+        return gemm(bsr_linear(x, A.t() if view else A, bias, activation), x, epilogue=lambda z: z * torch.sigmoid(z))
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for tokens in (64, 96) if view else (96, 64):
+        x = normal(tokens, 64 if view else 96, device=device)
+        if x.shape[0] != (96 if view else 64):
+            continue
+        inputs = [leaf(t) for t in (x, W.values, normal(96 if view else 64, device=device))]
+        again = [leaf(t) for t in inputs]
+        y, expected = compiled(*inputs), step(*again)
+        torch.testing.assert_close(y, expected)
+        dy = normal(*y.shape, device=device)
+        y.backward(dy)
+        expected.backward(dy)
+        for t, other in zip(inputs, again, strict=True):
+            near(t.grad, other.grad.double(), 0.5)
