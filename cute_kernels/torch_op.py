@@ -10,8 +10,8 @@ import types
 import torch
 
 from . import eager
-from .matmul.terms import epilogue_program
 from .gradients import gemm_backward, saves_result
+from .matmul.terms import epilogue_program
 from .runtime import library
 
 _FUNCTIONS: dict[str, object] = {}
@@ -134,7 +134,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy):
     activation, alpha, beta, epilogue = ctx.terms
     terms = activation, alpha, beta, function_named(epilogue)
-    return gemm_backward(torch.ops.cute_kernels.gemm, ctx.saved_tensors, *terms, ctx.needs_input_grad, dy)
+    given = len(ctx.needs_input_grad)  # without the last ones that are their defaults
+    needed = (*ctx.needs_input_grad, *(False,) * (9 - given))
+    return gemm_backward(torch.ops.cute_kernels.gemm, ctx.saved_tensors, *terms, needed, dy)[:given]
 
 
 library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=(_setup_context, _backward))

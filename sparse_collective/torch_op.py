@@ -18,6 +18,7 @@ TERMS = (
     "Tensor? groups=None"
 )
 MATRIX_ARGUMENTS = 6
+GRADIENTS = (None,) * 14  # of all inputs and terms
 
 
 def _run(op, *inputs, out, out_dtype, epilogue, **terms):
@@ -46,7 +47,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy):
     op, transposed, columns, check, activation, epilogue = ctx.call
     crow, col, values, b, bias, residual, groups, y = ctx.saved_tensors
-    needed, ops = ctx.needs_input_grad, torch.ops.sparse_collective
+    given, ops = len(ctx.needs_input_grad), torch.ops.sparse_collective  # without the last ones that are their defaults
+    needed = (*ctx.needs_input_grad, *(False,) * (len(GRADIENTS) - given))
     needs_values, needs_b, needs_bias, needs_residual = needed[4], needed[7], needed[8], needed[10]
     inputs = op, transposed, crow, col, values, columns, check, b
 
@@ -54,7 +56,7 @@ def _backward(ctx, dy):
         return ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups)
 
     dz = through_epilogue(dy, activation, function_named(epilogue), y, z)
-    gradients = [None] * 14
+    gradients = list(GRADIENTS)
     if needs_values:
         gradients[4] = ops.bsr_values_gradient(*inputs, dz, groups)
     if needs_b:
@@ -63,7 +65,7 @@ def _backward(ctx, dy):
         gradients[8] = bias_gradient(op, dz, bias, groups)
     if needs_residual:
         gradients[10] = dz
-    return tuple(gradients)
+    return tuple(gradients[:given])
 
 
 library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=(_setup_context, _backward))
