@@ -39,16 +39,24 @@ class Sampled(ProductFamily):
         return _sm90(block, spec) if path == "sm_90" else _sm80(block, spec)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        """Waves of groups of boxes, of which the last one of a block row is half full on average."""
+        """Products of the boxes that there are, or loads: those of B for each box, of A for each group of boxes.
+
+        Of a block row's groups one is half full, on average. The work is dealt in tiles, so at the end half a tile is
+        lost.
+        """
         extents, block = problem.extents, problem.block
-        rows = max(1, extents.M // block.bm)
+        rows, tiles_m = max(1, extents.M // block.bm), parts_of(block.bm, config.tile_m)
         boxes = problem.density * rows * (extents.N // block.bk) * parts_of(block.bk, config.box_n)
-        groups = (boxes / config.boxes + rows * (0.5 - 0.5 / config.boxes)) * parts_of(block.bm, config.tile_m)
-        resident = sms if config.boxes > 1 else 2 * sms
-        waves = max(1.0, groups / resident)
-        loop = -(-extents.K // config.tile_k) * max(cost.k_tile_clocks(config, problem.width, l2_bytes_per_clock))
+        groups = boxes / config.boxes + (rows * (0.5 - 0.5 / config.boxes) if config.boxes > 1 else 0)
+        depth = -(-extents.K // config.tile_k) * config.tile_k * tiles_m
+        products = boxes * config.box_n * max(64, config.tile_m) * depth / cost.MACS_PER_CLOCK
+        row_bytes = config.box_n * problem.width if problem.majors[1] == "n" else 128
+        feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA of short rows
+        loads = (groups * config.tile_m + boxes * config.box_n) * depth * problem.width / feed
+        tiles = groups * tiles_m
         accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
-        return waves * (loop + accumulators * cost.store_clocks(problem)) + cost.PIPELINE_FILL
+        work = max(products, loads) + tiles * accumulators * cost.store_clocks(problem)
+        return work / sms * (1 + 0.5 * sms / max(tiles, sms)) * max(1.0, sms / tiles) + cost.PIPELINE_FILL
 
     def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
         return 1, sms
