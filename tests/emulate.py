@@ -167,9 +167,9 @@ class Emulated:
         for l, m in itertools.product(range(items), range(len(ends))):
             out, b = (t[l] if batch else t for t in wholes)
             k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
-            assert [plain(x) for x in k_tiles.out] == [m, 0]
+            assert [plain(x) for x in k_tiles.out(0)] == [m, 0, 0]
             first = 0
-            for halves, end in zip(((0, 1), (0,), (1,)), k_tiles.ends(), strict=True):
+            for halves, end in zip(k_tiles.kinds, k_tiles.ends, strict=True):
                 for i in range(first, plain(end)):
                     tile = k_tiles.at(i)
                     k, column = (plain(x) for x in tile.b)

@@ -94,6 +94,5 @@ class GemmSm80:
         # The last copies, zero fills, and other warps' reads must be done before the ring becomes store buffers.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        out_m, outer_m = k_tiles.out
         extent = (mD.shape[0], mD.shape[1])
-        self.store.store(acc, args, mD, smem, extent, (out_m, n, outer_m, l, k_tiles.l), index_warp, warp)
+        self.store.store(acc, args, mD, smem, extent, (*k_tiles.out(n), l, k_tiles.l), index_warp, warp)
