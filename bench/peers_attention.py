@@ -5,7 +5,6 @@ As in peers.py: one `Attention` makes the tensors of a row, which all candidates
 they take as they are.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache, cached_property, partial
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.masks.mask_mods import window_bounds
+from tests.reference import attention_plainly
 
 from .peers import Call, compare, fastest, made, needs, peer, verified
 
@@ -109,23 +109,17 @@ class Attention:
     def head(self, b, h, queries: Tensor, dtype: torch.dtype) -> Tensor:
         """(len(queries), D): what these queries of a head get, computed in `dtype`; 0 where a query sees no key."""
         of_kv = h // (self.q.shape[2] // self.k.shape[2])
-        k, v = (t[b, :, of_kv].to(dtype) for t in (self.k, self.v))
-        scores = self.q[b, queries, h].to(dtype) @ k.t() / math.sqrt(k.shape[-1])
-        if (kept := self.kept(queries)) is not None:
-            scores.masked_fill_(~kept, -math.inf)
-        return scores.softmax(-1).nan_to_num(0.0) @ v
+        q, k, v = (t.to(dtype)[None, None] for t in (self.q[b, queries, h], self.k[b, :, of_kv], self.v[b, :, of_kv]))
+        return attention_plainly(q, k, v, self.kept(queries))[0][0, 0]
 
-    def kept(self, queries: Tensor) -> Tensor | None:
-        """(len(queries), S_kv) bool: the keys that each sees; None where it sees all."""
+    def kept(self, queries: Tensor) -> Tensor:
+        """(len(queries), S_kv) bool: the keys that each sees."""
         keys = torch.arange(self.k.shape[1], device=queries.device)
         if self.blocks is not None:
             return self.blocks[queries // self.block_size[0]][:, keys // self.block_size[1]]
-        left, right = self.bounds
-        if left is None and right is None:
-            return None
-        position = queries[:, None] + self.offset
-        seen = keys >= position - left if left is not None else torch.ones_like(keys, dtype=torch.bool)
-        return seen if right is None else seen & (keys <= position + right)
+        away = keys - (queries[:, None] + self.offset)
+        left, right = (self.q.shape[1] + self.k.shape[1] if n is None else n for n in self.bounds)
+        return (away >= -left) & (away <= right)
 
     def out(self) -> Tensor:
         """A new output for one candidate, (B, S, H, D)."""
