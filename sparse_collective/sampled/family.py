@@ -163,6 +163,8 @@ def _sm90_tile(facts: GemmFacts) -> str:
         return f"tile {cfg}: K-tiles of 32 or 64, and at least two stages"
     if cfg.box_n % min(cfg.box_n, cfg.store_row // facts.out_bytes):
         return f"tile {cfg}: a box is no whole chunks of the store"
+    if facts.epilogue.residual and facts.out_bytes == 2 and cfg.tile_m * cfg.tile_n == 128 * 256:  # 16 bytes of stack
+        return "128 accumulators a thread leave no registers to add to 16-bit values"
     return legality.smem_sm90(facts)
 
 

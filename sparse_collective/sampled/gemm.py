@@ -9,6 +9,7 @@ and past the last block of D, where TMA reads zeros and writes nothing.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -104,8 +105,11 @@ class SampledMainloopSm90(MainloopSm90):
     a stage, and accumulators in the order of columns, so the narrower ones take the first part of both.
     """
 
-    registers = (40, 232)  # the producer keeps the places of up to 16 boxes; the consumers have 128 accumulators
-    facts: GemmFacts
+    def __init__(self, facts: GemmFacts, *args):
+        super().__init__(*args)
+        self.facts = facts
+        if facts.config.boxes > 4:  # whose places the producer keeps
+            self.registers = (40, 232)
 
     @cute.jit
     def load_b(
@@ -211,9 +215,8 @@ class SampledGemm:
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
-        mainloop = SampledMainloopSm90 if facts.config.boxes > 1 else MainloopSm90
+        mainloop = partial(SampledMainloopSm90, facts) if facts.config.boxes > 1 else MainloopSm90
         self.kernel = GemmSm90(facts, mainloop) if facts.path == "sm_90" else GemmSm80(facts)
-        self.kernel.mainloop.facts = facts
 
     @cute.jit
     def __call__(
