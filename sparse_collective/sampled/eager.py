@@ -8,7 +8,7 @@ from cute_kernels import checks
 from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
-from cute_kernels.matmul.plan import Plan
+from cute_kernels.matmul.plan import Plan, viewed
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
@@ -41,6 +41,8 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype):
         return out if accumulate else out.zero_()
     if plan.function is None:
         return _on_cpu(a, b, pattern, out, accumulate)
+    if plan.views:
+        a, b = viewed(plan.views, a, b)
     cfg, block = plan.facts.config, plan.facts.block
     parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
     groups = pattern.derived(
@@ -89,6 +91,9 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
     from cute_kernels.runtime.families import function_for
 
     (M, N), (bm, bk) = pattern.shape, pattern.blocksize
+    if a.shape[1] == 1:
+        plan.views = _one_column, _one_row
+        a, b = _one_column(a), _one_row(b)
     la, lb = layout_of_tensor(a), layout_of_tensor(b)
     granule = 16 // (4 if plan.out_dtype is torch.float32 else 2)
     aligned = out is None or out.data_ptr() % 16 == 0
@@ -110,6 +115,16 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
     plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     plan.function = function_for(plan.facts)
+
+
+def _one_column(t):
+    """(M, 1): TMA asks for aligned strides even where a mode is never stepped along."""
+    return t.as_strided(t.shape, (t.stride(0), -(-t.shape[0] // 8) * 8)) if t.stride(0) == 1 else t
+
+
+def _one_row(t):
+    """(1, N), the same."""
+    return t.as_strided(t.shape, (-(-t.shape[1] // 8) * 8, t.stride(1))) if t.stride(1) == 1 else t
 
 
 def _on_cpu(a, b, pattern, out, accumulate: bool):

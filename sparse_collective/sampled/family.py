@@ -41,8 +41,8 @@ class Sampled(ProductFamily):
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """Products of the boxes that there are, or loads: those of B for each box, of A for each group of boxes.
 
-        Of a block row's groups one is half full, on average. The work is dealt in tiles, so at the end half a tile is
-        lost.
+        Of a block row's groups one is half full, on average. Tiles are handed out whole, which leaves some workers idle
+        at the end: a quarter of a tile, as fitted to what was measured.
         """
         extents, block = problem.extents, problem.block
         rows, tiles_m = max(1, extents.M // block.bm), parts_of(block.bm, config.tile_m)
@@ -56,7 +56,7 @@ class Sampled(ProductFamily):
         tiles = groups * tiles_m
         accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
         work = max(products, loads) + tiles * accumulators * cost.store_clocks(problem)
-        return work / sms * (1 + 0.5 * sms / max(tiles, sms)) * max(1.0, sms / tiles) + cost.PIPELINE_FILL
+        return work / sms * (1 + 0.25 * sms / max(tiles, sms)) * max(1.0, sms / tiles) + cost.PIPELINE_FILL
 
     def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
         return 1, sms
