@@ -16,10 +16,11 @@ import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
 from attention.decode import choose
 
+from .attention_parts import paged, starts
 from .conformance import DTYPES
 from .fuzz_products import placements
 from .guard_zones import Placement, Wrong, Zones
-from .reference import assert_as_good_as_torch, attention_plainly, normal
+from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal
 
 OPS = ("attention", "packed attention", "block_sparse_attention", "cached attention", "paged attention")
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (96, 64), (96, 192))
@@ -102,6 +103,8 @@ def cases(draw, family: Family, most: int = 300):
     f = family
     packed, cached = f.op == "packed attention", f.op in ("cached attention", "paged attention")
     heads, items = draw(st.sampled_from(HEADS)), draw(st.integers(1, 3))
+    if packed and draw(st.booleans()):
+        items, most = draw(st.integers(4, 40)), most // 5  # more than the lanes of a warp
     few = st.integers(0 if packed else 1, 9)
     capacity = 0
     if packed:
@@ -157,16 +160,7 @@ def with_nan_rows(t: Tensor, at: tuple[float, ...]) -> Tensor:
 def band(case: Case, rows: int, cols: int, device) -> Tensor:
     """(rows, cols) bool: what a sequence's rows see of its own columns."""
     left, right = (None if n == -1 else n for n in case.window or (-1, -1))
-    right = 0 if case.family.causal else right
-    away = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - (cols - rows)
-    seen = torch.ones_like(away, dtype=torch.bool)
-    if left is not None:
-        seen &= away >= -left
-    return seen if right is None else seen & (away <= right)
-
-
-def starts(lengths: tuple[int, ...], device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return band_mask(rows, cols, left, 0 if case.family.causal else right, device)
 
 
 def run(case: Case, device: str = "cpu") -> None:
@@ -185,8 +179,7 @@ def run(case: Case, device: str = "cpu") -> None:
         shape = shape[2], shape[1], shape[3]
     if case.give_out:
         terms["out"] = zones.output(shape, DTYPES[f.dtype], case.places[3])
-    forced = choose.splits(f.splits) if f.splits else choose.splits(None)
-    with cute_kernels.path(f.path), forced:
+    with cute_kernels.path(f.path), choose.splits(f.splits):
         result = call(**terms)
     out, lse = result if f.lse else (result, None)
     if case.give_out and out is not terms["out"]:
@@ -216,15 +209,15 @@ def batched(case: Case, zones: Zones, kind: dict, terms: dict) -> tuple:
     if size:
         pages = B * case.capacity + 2
         table = torch.randperm(pages, device=device)[: B * case.capacity]
-        given = tuple(t.new_full((pages, Hkv, size, t.shape[-1]), torch.nan) for t in (k, v))
-        for page, t in zip(given, (k, v), strict=True):
-            page[table] = t.view(B, Hkv, case.capacity, size, -1).transpose(1, 2).flatten(0, 1)
+        given = [paged(t, table, pages, size) for t in (k, v)]
         table = table.view(B, case.capacity).to(torch.int32)
         for b, cols in enumerate(case.cols):
             table[b, -(-cols // size) :] = 2**30
         terms["block_table"] = zones.input(table, name="block_table")
     if f.op != "attention":
-        seqlens = torch.tensor(case.cols, dtype=torch.int32, device=device)
+        # Lengths that cannot be count as the nearest one that can.
+        lengths = (n - 1 if n == 0 and case.seed % 2 else n + case.seed % 3 * (n == length) for n in case.cols)
+        seqlens = torch.tensor(list(lengths), dtype=torch.int32, device=device)
         terms["seqlens_k"] = zones.input(seqlens, name="seqlens_k")
     tensors = zones.input(q, place_q, "q"), zones.input(given[0], place_k, "k"), zones.input(given[1], place_v, "v")
     return lambda **terms: attention(*tensors, **terms), (q, k, v), seen

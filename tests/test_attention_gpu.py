@@ -10,29 +10,29 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cute_kernels
 from attention import attention
 from bench.gates.determinism import repeats
 from cute_kernels.runtime.device import forced_path
 
+from . import fuzz, fuzz_attention
 from .attention_parts import (  # noqa: F401 (fixtures are used by name)
-    BF16,
     CAUSAL,
-    FP16,
     assert_right,
+    cache,
     captured,
     check,
     misaligned,
     nothing_waits,
+    packed,
     qkv,
     rows_first,
+    run,
     where_fixture,
 )
 from .calls import Case, attend, bits, on_paths, repeated_attention
-from .fuzz import ON_GPU, RELAXED, settings
+from .mask_parts import random_mask
 from .reference import normal, poisoned, poisoned_empty
 
 BANDS = [{}, CAUSAL, {"window": (70, 30)}, {"window": (100, None)}]  # each is another kernel
@@ -49,8 +49,8 @@ WINDOWS = [(0, 0), (5, 0), (0, 5), (127, 64), (1000, 0), (0, 1000), (2**31, 3), 
 SHARED = [(1, 1, 1), (3, 6, 1), (2, 6, 6), (1, 12, 3), (5, 2, 2), (64, 8, 2)]  # B, heads of q and of k
 CALLS = [
     *(({"D": D, "Dv": Dv}, CAUSAL, [(200, 333), (1, 500), (333, 333)]) for D, Dv in DIMS),
-    ({"D": 128, "dtype": FP16}, {}, [(200, 333), (333, 100)]),
-    ({"dtype": FP16}, CAUSAL, [(200, 333), (333, 100)]),
+    ({"D": 128, "dtype": torch.float16}, {}, [(200, 333), (333, 100)]),
+    ({"dtype": torch.float16}, CAUSAL, [(200, 333), (333, 100)]),
     ({}, {"softcap": 1.5}, [(200, 333), (333, 129)]),
     ({}, {"softcap": 50.0, "scale": 0.3, "window": (70, 30)}, [(200, 333), (333, 129)]),
     *(({}, {"window": window}, [(129, 300), (300, 129), (256, 256)]) for window in WINDOWS),
@@ -178,7 +178,7 @@ def test_any_stride_of_single_extents(where):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_lies_past_the_end(where, bad):
     """Rows of the same memory that are not part of k and v, nor of q, reach no result."""
-    q, k, v = (torch.full((2, n, 400, 64), bad, dtype=BF16, device=where) for n in (4, 2, 2))
+    q, k, v = (torch.full((2, n, 400, 64), bad, dtype=torch.bfloat16, device=where) for n in (4, 2, 2))
     for Sq, Sk in ((33, 70), (130, 177), (200, 1)):
         views = q[:, :, :Sq], k[:, :, :Sk], v[:, :, :Sk]
         for view in views:
@@ -228,30 +228,25 @@ def test_out_may_not_be_an_operand(where):
         attention(both[: q.numel()].view(q.shape), k, v, out=both[64 : 64 + q.numel()].view(q.shape))
 
 
-def check_any(data, device):
-    """Any lengths, heads and masks, of the same few kernels."""
-    torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
-    Sq, Sk = (data.draw(st.integers(1, 400), name) for name in ("Sq", "Sk"))
-    heads, group, B = (data.draw(st.integers(1, 3), name) for name in ("heads", "group", "B"))
-    bound = st.one_of(st.none(), st.integers(0, 450))
-    window = data.draw(st.tuples(bound, bound), "window")
-    call = qkv(Sq, Sk, B=B, H=heads * group, heads=heads, device=device)
-    if data.draw(st.booleans(), "rows first"):
-        call = [rows_first(t) for t in call]
-    check(*call, window=window, causal=data.draw(st.booleans(), "causal"))
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_long(path, D):
+    check(*qkv(5000, 5003, D, B=1, H=2, heads=1, device="cuda"), **CAUSAL)
 
 
-@settings(max_examples=30, **RELAXED)
-@given(st.data())
-def test_anything_host_side(emulated, data):
-    check_any(data, "cpu")
+SOME = [pytest.param(f, marks=getattr(pytest.mark, f.path), id=str(f)) for f in fuzz_attention.families()[::6]]
 
 
 @pytest.mark.gpu
-@settings(ON_GPU, max_examples=100)
-@given(st.data())
-def test_anything_on_the_gpu(path, data):
-    check_any(data, "cuda")
+@pytest.mark.parametrize("family", SOME)
+def test_any_call(family):
+    """Calls as the fuzz draws them. It runs more of them, and of every family."""
+
+    def right(case, run):
+        found = fuzz.outcome(case, run, "cuda")
+        assert found is None, f"{found}\n{case}"
+
+    fuzz.draw_and_run(family, "cuda", 20, 0, right)
 
 
 # The same bits: CTAs may fetch their tiles from a counter, and parts of a result are combined
@@ -304,83 +299,110 @@ def test_tiles_are_drawn_and_parts_combined(emulated):
         assert tiles > ctas, f"{case.name}: {tiles} tiles, {ctas} CTAs"
 
 
+# Graphs, streams and threads
+
+LENGTHS_OF = {  # in turns
+    "seqlens_k": ([512, 1, 0, 200], [3, 300, 129, 128], [512] * 4),
+    "cu_seqlens_q": ([0, 0, 1, 384], [0, 128, 256, 356], [0, 100, 300, 384]),
+    "cu_seqlens_k": ([0, 500, 502, 512], [0, 1, 1, 301], [0, 150, 400, 512]),
+}
+FORMS = {
+    "dense": lambda: dict(zip("qkv", qkv(200, 333, device="cuda"), strict=True)),
+    "packed": lambda: packed([100, 200, 84], [150, 250, 112], D=128, device="cuda"),
+    "cache": lambda: cache([512] * 4, 512, H=8, D=128, device="cuda"),
+    "pages": lambda: cache([512] * 4, 512, H=8, D=128, page_size=16, device="cuda"),
+    "blocks": lambda: (
+        dict(zip("qkv", qkv(512, 640, device="cuda"), strict=True))
+        | {"block_mask": random_mask((512, 640), (64, 64), full=False, device="cuda")}
+    ),
+}
+
+
+def renew(call, turn):
+    """Other numbers in the same memory, and other lengths."""
+    for name in "qkv":
+        call[name].copy_(normal(*call[name].shape, device="cuda"))
+    for name in LENGTHS_OF.keys() & call.keys():
+        call[name].copy_(torch.tensor(LENGTHS_OF[name][turn], dtype=torch.int32))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
 class TestCuda:
-    @pytest.mark.parametrize("D", [64, 128])
-    def test_long(self, path, D):
-        check(*qkv(5000, 5003, D, B=1, H=2, heads=1, device="cuda"), **CAUSAL)
+    @pytest.mark.parametrize("known", [False, True])
+    def test_graph(self, path, form, known):
+        """With a second call of the first one's result, a copy of a misaligned v, and what is made of new tensors."""
+        out = torch.empty_like(FORMS[form]()["q"])
 
-    def test_graph(self, path):
-        """A second product of the first one's result; its copy of a misaligned v is captured too."""
-        q, k, v = qkv(200, 333, device="cuda")
-        v, out = misaligned(v), poisoned(2, 4, 200, 64, device="cuda")
+        def both(call):
+            _, lse = run(**call, out=out, return_lse=True, **CAUSAL)
+            return lse, *run(**call | {"q": out}, return_lse=True)
 
-        def both():
-            _, lse = attention(q, k, v, out=out, return_lse=True, **CAUSAL)
-            return lse, *attention(out, k, v, return_lse=True)
-
-        both()  # compiles
-        graph, (lse, second, second_lse) = captured(both)
-        for _ in range(3):
-            for t in (q, k, v):
-                t.copy_(normal(*t.shape, device="cuda"))
+        call = FORMS[form]()
+        call["v"] = misaligned(call["v"])
+        both(FORMS[form]() | {"v": misaligned(call["v"])} if not known else call)  # compiles
+        graph, (lse, second, second_lse) = captured(lambda: both(call))
+        for turn in range(3):
+            renew(call, turn)
             out.fill_(math.nan)
             graph.replay()
-            assert_right(out, lse, q, k, v, **CAUSAL)
-            assert_right(second, second_lse, out, k, v)
+            assert_right(out, lse, **call, **CAUSAL)
+            assert_right(second, second_lse, **call | {"q": out})
 
-    def test_current_stream(self, path):
+    def test_current_stream(self, path, form):
         """A kernel on any other stream would read the inputs before they are there."""
-        call = qkv(200, 333, device="cuda")
-        expected = attention(*call, return_lse=True)
-        late = [torch.zeros_like(t) for t in call]
+        call = FORMS[form]()
+        expected = run(**call, return_lse=True)
+        late = call | {name: torch.zeros_like(call[name]) for name in "qkv"}
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
-            for t, source in zip(late, call, strict=True):
-                t.copy_(source)
-            results = [t.clone() for t in attention(*late, return_lse=True)]
+            for name in "qkv":
+                late[name].copy_(call[name])
+            results = [t.clone() for t in run(**late, return_lse=True)]
         stream.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
-    def test_two_streams(self, path):
-        problems = [(qkv(600, 700, device="cuda"), {}), (qkv(900, 500, device="cuda"), CAUSAL)]
-        expected = [attention(*call, return_lse=True, **terms)[0] for call, terms in problems]
-        streams, outs = [torch.cuda.Stream() for _ in problems], [[] for _ in problems]
+    def test_two_streams(self, path, form):
+        calls = [FORMS[form](), FORMS[form]() | CAUSAL]
+        expected = [run(**call) for call in calls]
+        streams, outs = [torch.cuda.Stream() for _ in calls], [[] for _ in calls]
         torch.cuda.synchronize()
         for _ in range(20):
-            for (call, terms), stream, results in zip(problems, streams, outs, strict=True):
+            for call, stream, results in zip(calls, streams, outs, strict=True):
                 with torch.cuda.stream(stream):
-                    results.append(attention(*call, return_lse=True, **terms)[0])
+                    results.append(run(**call))
         torch.cuda.synchronize()
         for results, right in zip(outs, expected, strict=True):
             assert all(torch.equal(result, right) for result in results)
 
-    def test_threads(self, path):
-        """Four threads, each with its own stream and lengths."""
-        failures, inputs = [], [qkv(128 + 8 * i, 200 + 70 * i, device="cuda") for i in range(4)]
+    def test_threads(self, path, form):
+        """Four threads, each with its own stream and call."""
+        failures, calls = [], [FORMS[form]() | CAUSAL for _ in range(4)]
 
-        def work(i):
+        def work(call):
             try:
                 with cute_kernels.path(path), torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-                    results = [attention(*inputs[i], return_lse=True, **CAUSAL) for _ in range(20)]
+                    results = [run(**call, return_lse=True) for _ in range(20)]
                     torch.cuda.current_stream().synchronize()
                 for out, lse in results:
-                    assert_right(out, lse, *inputs[i], **CAUSAL)
+                    assert_right(out, lse, **call)
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        threads = [threading.Thread(target=work, args=(call,)) for call in calls]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not failures, failures[0]
 
-    def test_no_synchronisation(self, path):
-        call = qkv(200, 333, device="cuda")
-        attention(*call, return_lse=True, **CAUSAL)
+    def test_nothing_waits(self, path, form):
+        """Neither the first call with a mask, nor later ones."""
+        run(**FORMS[form](), return_lse=True, **CAUSAL)
+        call = FORMS[form]()
         with nothing_waits():
-            attention(*call, return_lse=True, **CAUSAL)
+            for _ in range(2):
+                run(**call, return_lse=True, **CAUSAL)

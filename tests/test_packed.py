@@ -4,22 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from attention import attention
 from cute_kernels import explain
 
-from .attention_parts import (  # noqa: F401 (fixtures are used by name)
-    BF16,
-    assert_right,
-    captured,
-    check,
-    packed,
-    starts,
-    where_fixture,
-)
-from .fuzz import ON_GPU, RELAXED, settings
+from .attention_parts import check, packed, starts, where_fixture  # noqa: F401 (fixtures are used by name)
 from .reference import normal, poisoned, poisoned_empty
 
 # As few compiled kernels as serve: CAUSAL with D 128, BOTH with 64 (a window and a cap), FULL with 64 and 96.
@@ -143,46 +132,3 @@ def test_bad_entries_stay_in_the_tensors(path, seed):
     attention(**call, causal=True, out=around[100:200])
     torch.cuda.synchronize()
     assert around[:100].isnan().all() and around[200:].isnan().all()
-
-
-@pytest.mark.gpu
-def test_graph(path):
-    """Lengths are changed between replays."""
-    call = packed([100, 200, 84], [150, 250, 112], D=128, device="cuda") | {"causal": True}
-    out = poisoned(384, 4, 128, device="cuda")
-    attention(**call, return_lse=True, out=out)
-    graph, (_, lse) = captured(lambda: attention(**call, return_lse=True, out=out))
-    for rows, cols in (([100, 200, 84], [150, 250, 112]), ([0, 1, 383], [500, 2, 10]), ([128, 128, 100], [1, 0, 300])):
-        call["cu_seqlens_q"].copy_(starts(rows))
-        call["cu_seqlens_k"].copy_(starts(cols))
-        out.fill_(math.nan)
-        graph.replay()
-        assert_right(out, lse, **call)
-
-
-lengths = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 128, 176, 177]), st.integers(0, 400))
-RANDOM = {
-    "pairs": st.lists(st.tuples(lengths, lengths), min_size=1, max_size=40),
-    "more": st.tuples(st.integers(0, 200), st.integers(0, 200)),
-    "heads": st.sampled_from([(1, 1), (4, 2), (3, 3)]),
-    "kernel": st.sampled_from([CAUSAL, FULL, BOTH]),
-    "seed": st.integers(0, 2**31),
-}
-
-
-def check_random(pairs, more, heads, kernel, seed, device):
-    torch.manual_seed(seed)
-    check(**packed(*zip(*pairs, strict=True), *heads, **kernel[0], device=device, more=more), **kernel[1])
-
-
-@settings(max_examples=10, **RELAXED)
-@given(**RANDOM)
-def test_random_lengths_host_side(emulated, **drawn):
-    check_random(**drawn, device="cpu")
-
-
-@pytest.mark.gpu
-@ON_GPU
-@given(**RANDOM)
-def test_random_lengths(path, **drawn):
-    check_random(**drawn, device="cuda")
