@@ -132,14 +132,10 @@ def test_without_lse(where):
 # Views
 
 
-def test_rows_before_heads(where):
-    call = [rows_first(t) for t in qkv(200, 333, device=where)]
-    plan = check(*call, out=rows_first(poisoned(2, 4, 200, 64, device=where)), **CAUSAL)
-    assert not any("copied" in note for note in plan.notes)
-
-
 def test_slices(where):
     """Heads of one projection; some heads; some rows; wide rows; an output among others that stay as they are."""
+    call = [rows_first(t) for t in qkv(200, 333, device=where)]
+    assert "copied" not in str(check(*call, out=rows_first(poisoned(2, 4, 200, 64, device=where)), **CAUSAL))
     packed = normal(2, 200, 8 * 64, device=where).view(2, 200, 8, 64).transpose(1, 2)
     check(*packed.split((4, 2, 2), 1), **CAUSAL)
     q, k, v = qkv(200, 333, H=8, heads=4, device=where)

@@ -13,7 +13,6 @@ from attention import patterns, reference
 from attention.masks.block_mask import BlockMask
 from attention.reference import attention, attention_packed
 
-from .attention_parts import packed
 from .reference import attention_plainly, band_mask
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -126,18 +125,6 @@ def test_block_mask_as_flex_attention():
     expected = flex_attention(*call, block_mask=mask, return_lse=True)
     found = attention(*call, block_mask=BlockMask.from_flex(mask), return_lse=True)
     assert close(found, expected, torch.float32)
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 2), "softcap": 3.0}])
-def test_packed(options):
-    q, k, v, cu_q, cu_k = packed([7, 0, 33, 5], [9, 3, 18, 0], D=16).values()
-    out, lse = attention_packed(q, k, v, cu_q, cu_k, **options, return_lse=True)
-    assert torch.equal(attention_packed(q, k, v, cu_q, cu_k, **options), out)
-    for i in range(4):
-        rows, cols = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        one = q[rows].transpose(0, 1)[None], *(t[cols].transpose(0, 1)[None] for t in (k, v))
-        expected, expected_lse = attention(*one, **options, return_lse=True)
-        assert torch.equal(out[rows], expected[0].transpose(0, 1)) and torch.equal(lse[:, rows], expected_lse[0])
 
 
 @pytest.mark.parametrize("starts", [[0], [0, 0, 0]])

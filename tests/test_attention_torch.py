@@ -1,18 +1,14 @@
 """The registered attention ops: their schemas, torch.compile without graph breaks, masks as users hold them."""
 
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import BlockMask, attention, block_sparse_attention, mask_mods, patterns, torch_op
-from attention.masks import kept, mask_text
-from sparse_collective.bsr import BsrMatrix
+from attention.masks import mask_text
 
 from .attention_parts import BF16, cache, packed, qkv, rows_first
 from .mask_parts import (  # noqa: F401 (fixtures are used by name)
@@ -251,24 +247,15 @@ def test_functions_are_told_apart(backend, wrapped):
 
 
 @BACKENDS
-def test_a_function_that_captures_a_tensor(backend, conversions):
-    """What is in the tensor when the graph runs counts, and lists are not converted again for it."""
+def test_a_function_that_captures_a_tensor(backend):
+    """What is in the tensor when the graph runs counts; and a mask that the compiled function captures."""
     (step, _), call, ids = sparse(backend), qkv(), torch.arange(200) // 70
     mask = BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] >= ids[kv], (200, 200))
+    captured = compiled(lambda *args: block_sparse_attention(*args, mask), backend)
     for _ in range(2):
         assert torch.equal(step(*call, mask), block_sparse_attention(*call, mask))
+        assert torch.equal(captured(*call), step(*call, mask))
         ids.add_(torch.arange(200) % 2)
-    call, distance = operands(), torch.tensor(50, dtype=torch.int32)
-    mask = create_block_mask(lambda b, h, q, kv: (q - kv).abs() < 200, None, None, N, N, device="cpu")
-    mask.mask_mod = lambda b, h, q, kv: (q - kv).abs() < distance
-    step(*call, mask)
-    for run in (step, block_sparse_attention):
-        for value in (5, 100):
-            distance.fill_(value)
-            expected = block_sparse_attention(*call, BlockMask.from_flex(mask))
-            found = len(conversions)
-            assert torch.equal(run(*call, mask), expected)
-            assert len(conversions) - found == (run is block_sparse_attention and value == 5)
 
 
 def test_export():
@@ -280,83 +267,6 @@ def test_export():
     program = torch.export.export(Layer(), call)
     assert same(program.module()(*call), attention(*call, causal=True))
     assert "attention.attention" in str(program.graph)
-
-
-# What users hold is converted once, inside the op
-
-
-@ON
-@every_form
-def test_converted_once(form, device, backend, conversions):
-    step, graphs = sparse(backend)
-    call, mask = operands(device), held(form, device=device)
-    step(*call, mask)
-    assert count(conversions, step, *call, mask) == 0 and count(conversions, step, *operands(device), mask) == 0
-    assert right(call, mask, FIRST, step)
-    write(form, mask)
-    assert count(conversions, step, *call, mask) == 1 and right(call, mask, SECOND, step)
-    other = held(form, device=device)
-    assert right(call, other, FIRST, step) and right(call, mask, SECOND, step)
-    assert graphs.frame_count == 1, "another mask is the same graph"
-
-
-@BACKENDS
-def test_flex_masks(backend, conversions):
-    """Partial blocks and mask_mods, lists without a batch, parts that are replaced, and a mask that is captured."""
-    step, graphs = sparse(backend)
-    call = operands("cpu", 300, 333)
-    mask = create_block_mask(by_head, 2, 4, 300, 333, device="cpu")
-
-    def is_right(mask) -> bool:
-        expected = block_sparse_attention(*call, BlockMask.from_flex(mask))
-        return all(torch.equal(step(*call, mask), expected) for _ in range(2))
-
-    assert is_right(mask) and count(conversions, step, *call, mask) == 0
-    mask.kv_indices = mask.kv_indices.clone()
-    assert count(conversions, step, *call, mask) == 1 and graphs.frame_count == 1
-    mask.mask_mod = lambda b, h, q, kv: q - kv >= 5
-    assert is_right(mask)
-    lists = mask.kv_num_blocks[0, 0], mask.kv_indices[0, 0]
-    assert is_right(FlexBlockMask.from_kv_blocks(*lists, seq_lengths=(300, 333)))
-    captured = compiled(lambda *args: block_sparse_attention(*args, mask), backend)
-    assert torch.equal(captured(*call), step(*call, mask)) and count(conversions, captured, *call) == 0
-
-
-@BACKENDS
-def test_batches(backend):
-    """A pattern for each head, and one pattern with values for each item."""
-    call, (step, _) = operands(), sparse(backend)
-    items = [held("bsr", blocks) for blocks in (FIRST, SECOND, SECOND, FIRST)]
-    values = torch.stack([items[0].values] * 2)
-    for mask in (BsrMatrix.stack(items), BsrMatrix(items[0].crow_indices, items[0].col_indices, values, (2, N, N))):
-        assert torch.equal(step(*call, mask), block_sparse_attention(*call, BlockMask.from_bsr(mask)))
-
-
-@every_form
-def test_nothing_outlives_the_object(form):
-    mask, before = held(form), len(kept._WITH)
-    sparse("eager")[0](*operands(), mask)
-    first = mask.crow_indices if form == "bsr" else parts(form, mask)[0]
-    made = [derived for ref, derived in kept._WITH.values() if ref() is first]
-    alive = weakref.ref(mask), *(weakref.ref(value[0][0]) for memo in made for value in memo.kept.values())
-    assert len(alive) == 2
-    del mask, made, first
-    torch._dynamo.reset()
-    gc.collect()
-    assert [ref() for ref in alive] == [None, None] and len(kept._WITH) == before
-
-
-@BACKENDS
-def test_inference_tensors(backend, conversions):
-    step, _ = sparse(backend)
-    with torch.inference_mode():
-        call = operands()
-        for form in ("flex", "bool", "bsr"):
-            mask = held(form)
-            for blocks in (FIRST, SECOND):
-                write(form, mask, blocks)
-                assert right(call, mask, blocks, step)
-            assert count(conversions, step, *call, mask) == 1
 
 
 # What tracing refuses

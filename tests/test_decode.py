@@ -6,23 +6,24 @@ import math
 import pytest
 import torch
 
-from attention import attention, eager
+from attention import attention
 from attention.decode import choose
 from attention.decode.packing import DecodeTile, PackedWindowSource
 from attention.forward.config import WindowKind
 from attention.forward.seqlen import SeqlenInfo
 from cute_kernels import explain
 
-from .attention_parts import CAUSAL, assert_right, cache, check, truth, where_fixture  # noqa: F401 (used by name)
+from .attention_parts import CAUSAL, cache, check, truth, where_fixture  # noqa: F401 (used by name)
 from .emulate_blocks import number
 
 
 def check_split(splits, **call):
     """With so many splits, or as the op thinks best: right, and twice the same bits."""
     with choose.splits(splits):
-        check(**call)
+        plan = check(**call)
         first, again = (attention(**call, return_lse=True) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "other bits"
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "other bits"
+    return plan
 
 
 # Results
@@ -49,18 +50,6 @@ def test_calls(where, operands, terms, splits):
         check_split(count, **call, **terms)
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 64])
-def test_each_item_is_an_attention_of_its_own(page_size):
-    lengths = [0, 5, 64, 130]
-    call = cache(lengths, 192, rows=3, Dv=96, page_size=page_size)
-    out, lse = attention(**call, causal=True, return_lse=True)
-    assert not out[0].count_nonzero() and lse[0].isneginf().all()
-    assert_right(out, lse, **call, causal=True)
-    for b, length in enumerate(lengths[1:], 1) if page_size is None else ():
-        one = attention(*(call[n][b : b + 1, :, : length if n != "q" else 3] for n in "qkv"), causal=True)
-        assert torch.equal(one[0], out[b])
-
-
 def test_lengths_and_pages_that_are_not_there(where):
     call = cache([64, 64], 64, H=2, device=where)
     full = attention(**call)
@@ -82,20 +71,11 @@ def test_nothing_cached(where):
     assert attention(**{name: t[:0] for name, t in call.items()}).shape == (0, 4, 1, 64)
 
 
-@pytest.mark.gpu
-@pytest.mark.sm_90
-def test_without_lengths():
-    """Few queries take the kernel by themselves, and what it stores stays within out."""
-    call = cache([3000, 3000], 3000, rows=2, H=8, D=128, device="cuda")
+def test_few_queries_take_the_kernel_by_themselves(device, path):
+    call = cache([3000, 3000], 3000, rows=2, H=8, D=128, device=device)
     del call["seqlens_k"]
-    room = torch.full((4, 8, 4, 128), 7.0, dtype=torch.bfloat16, device="cuda")
-    plan = eager.plan_attention(**call, return_lse=True)
-    assert any("decoding" in note for note in plan.notes)
     for splits in (None, 1, 7):
-        check_split(splits, **call, out=room[1:3, :, 1:3])
-    inside = torch.zeros_like(room, dtype=torch.bool)
-    inside[1:3, :, 1:3] = True
-    assert (room[~inside] == 7.0).all()
+        assert "decoding" in str(check_split(splits, **call))
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

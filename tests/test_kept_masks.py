@@ -5,16 +5,19 @@ import gc
 import math
 import pickle
 import threading
-import types
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import BlockMask, block_sparse, block_sparse_attention
 from attention.masks import kept
 from cute_kernels.runtime.derived import Derived, state_of
+from sparse_collective.bsr import BsrMatrix
 
 from . import emulate_attention
 from .attention_parts import captured, nothing_waits
@@ -34,8 +37,29 @@ from .mask_parts import (  # noqa: F401 (fixtures are used by name)
     write,
 )
 
-every_form = pytest.mark.parametrize("form", FORMS)
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+every_form = pytest.mark.parametrize("form", FORMS)
+BACKENDS = [None, "eager", "aot_eager"]  # of torch.compile, which takes no sparse tensors
+STEPS = [("cpu", backend) for backend in BACKENDS]
+STEPS_AND_FORMS = [(step, form) for step in STEPS for form in FORMS if form != "torch bsr" or step == ("cpu", None)]
+ON_GPU = [pytest.param(("cuda", "inductor"), form, marks=pytest.mark.gpu) for form in FORMS if form != "torch bsr"]
+every_step = pytest.mark.parametrize("step", STEPS, indirect=True, ids=str)
+every_step_and_form = pytest.mark.parametrize(("step", "form"), STEPS_AND_FORMS, indirect=["step"], ids=str)
+
+
+@pytest.fixture
+def step(request):
+    """block_sparse_attention on a device, compiled with a backend or as it is; how many graphs that took."""
+    torch._dynamo.reset()
+    device, backend = request.param
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+    def sparse(*args):
+        return block_sparse_attention(*args) * 1
+
+    run = torch.compile(sparse, fullgraph=True, backend=graphs) if backend else sparse
+    yield SimpleNamespace(run=run, device=device, backend=backend, graphs=graphs)
+    torch._dynamo.reset()
 
 
 def converted(mask):
@@ -49,16 +73,29 @@ def flex_mask():
 # Kept
 
 
+@pytest.mark.parametrize(("step", "form"), STEPS_AND_FORMS + ON_GPU, indirect=["step"], ids=str)
+def test_converted_once(step, form, conversions):
+    """And again when it is changed in place."""
+    call, mask = operands(step.device), held(form, device=step.device)
+    assert count(conversions, step.run, *call, mask) == 1
+    assert count(conversions, step.run, *call, mask) == 0
+    assert count(conversions, step.run, *operands(step.device), mask) == 0
+    assert right(call, mask, FIRST, step.run)
+    for blocks in (SECOND, FIRST):
+        write(form, mask, blocks)
+        assert count(conversions, step.run, *call, mask) == 1 and right(call, mask, blocks, step.run)
+    assert count(conversions, step.run, *call, held(form, device=step.device)) == 1, "another of equal contents"
+    other = held(form, SECOND, step.device)
+    assert right(call, other, SECOND, step.run) and right(call, mask, FIRST, step.run)
+    assert step.graphs.frame_count == (step.backend is not None), "another mask is the same graph"
+
+
 @every_form
-def test_converted_once(form, conversions):
+def test_kept_whatever_the_terms(form, conversions):
     call, mask = operands(), held(form)
-    assert count(conversions, block_sparse_attention, *call, mask) == 1
+    assert converted(mask) is converted(mask)
     for terms in ({}, {"return_lse": True}, {"softcap": 3.0}):
         assert count(conversions, block_sparse_attention, *call, mask, **terms) == 0
-    assert count(conversions, block_sparse_attention, *operands(), mask) == 0
-    assert converted(mask) is converted(mask)
-    assert count(conversions, block_sparse_attention, *call, held(form)) == 1, "another object of equal contents"
-    assert right(call, mask, FIRST)
 
 
 @every_form
@@ -101,15 +138,6 @@ def test_a_bool_tensor_for_several_lengths(conversions):
 
 
 # Made again
-
-
-@every_form
-def test_changed_in_place(form, conversions):
-    call, mask = operands(), held(form)
-    for blocks in (FIRST, SECOND, FIRST):
-        write(form, mask, blocks)
-        assert right(call, mask, blocks)
-        assert count(conversions, block_sparse_attention, *call, mask) == 0
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -182,37 +210,94 @@ def test_through_which_tensors_writes_are_seen():
     assert after == before, "torch tells nothing: kept.of_torch_bsr says so"
 
 
-@every_form
-def test_tensors_of_inference_mode(form, conversions):
+@every_step_and_form
+def test_tensors_of_inference_mode(step, form, conversions):
     """torch does not count what is written to them, so they are converted at each call."""
     with torch.inference_mode():
         call, mask = operands(), held(form)
-        assert mask.kv_indices.is_inference() if form == "flex" else parts(form, mask)[0].is_inference()
+        assert parts(form, mask)[-1].is_inference()
         for blocks in (FIRST, SECOND):
             write(form, mask, blocks)
-            assert right(call, mask, blocks)
-    assert right(call, mask, SECOND)
-    assert count(conversions, block_sparse_attention, *call, mask) == 1
-    mask = held(form)
-    with torch.inference_mode():
-        block_sparse_attention(*call, mask)
-        assert count(conversions, block_sparse_attention, *call, mask) == 0, "made outside"
-        write(form, mask)
+            assert right(call, mask, blocks, step.run)
+        assert count(conversions, step.run, *call, mask) == 1
+    if step.backend is None:
         assert right(call, mask, SECOND)
+        assert count(conversions, step.run, *call, mask) == 1
+        mask = held(form)
+        with torch.inference_mode():
+            step.run(*call, mask)
+            assert count(conversions, step.run, *call, mask) == 0, "made outside"
+            write(form, mask)
+            assert right(call, mask, SECOND)
+
+
+@every_step
+def test_a_mask_mod_that_captures_a_tensor(step, conversions):
+    """What is in the tensor when the call runs counts, and lists are not converted again for it."""
+    call, distance = operands(), torch.tensor(50, dtype=torch.int32)
+    mask = create_block_mask(lambda b, h, q, kv: (q - kv).abs() < 200, None, None, N, N, device="cpu")
+    mask.mask_mod = lambda b, h, q, kv: (q - kv).abs() < distance
+    step.run(*call, mask)
+    for value in (5, 100):
+        distance.fill_(value)
+        expected = block_sparse_attention(*call, BlockMask.from_flex(mask))
+        found = len(conversions)
+        assert torch.equal(step.run(*call, mask), expected) and len(conversions) == found
+
+
+@every_step
+def test_flex_masks(step, conversions):
+    """Partial blocks and mask_mods, lists without a batch, and parts that are replaced."""
+    call, mask = operands("cpu", 300, 333), create_block_mask(by_head, 2, 4, 300, 333, device="cpu")
+
+    def is_right(mask) -> bool:
+        expected = block_sparse_attention(*call, BlockMask.from_flex(mask))
+        return all(torch.equal(step.run(*call, mask), expected) for _ in range(2))
+
+    assert is_right(mask) and count(conversions, step.run, *call, mask) == 0
+    mask.kv_indices = mask.kv_indices.clone()
+    assert count(conversions, step.run, *call, mask) == 1 and step.graphs.frame_count <= 1
+    mask.mask_mod = lambda b, h, q, kv: q - kv >= 5
+    assert is_right(mask)
+    lists = mask.kv_num_blocks[0, 0], mask.kv_indices[0, 0]
+    assert is_right(FlexBlockMask.from_kv_blocks(*lists, seq_lengths=(300, 333)))
+
+
+@every_step
+def test_batches_of_patterns(step):
+    """A pattern for each head, and one pattern with values for each item."""
+    call, items = operands(), [held("bsr", blocks) for blocks in (FIRST, SECOND, SECOND, FIRST)]
+    values = torch.stack([items[0].values] * 2)
+    for mask in (BsrMatrix.stack(items), BsrMatrix(items[0].crow_indices, items[0].col_indices, values, (2, N, N))):
+        assert torch.equal(step.run(*call, mask), block_sparse_attention(*call, BlockMask.from_bsr(mask)))
 
 
 # Dies with the object
 
 
-@every_form
-def test_nothing_outlives_the_object(form):
+@every_step_and_form
+def test_nothing_outlives_the_object(step, form):
     before, mask = len(kept._WITH), held(form)
-    block_sparse_attention(*operands(), mask)
-    assert len(kept._WITH) == before + (form in ("bool", "torch bsr"))
-    made = weakref.ref(converted(mask))
-    references = weakref.ref(mask), made, weakref.ref(made().full_index)
+    step.run(*operands(), mask)
+    if step.backend:
+        first = mask.crow_indices if form == "bsr" else parts(form, mask)[0]
+        made = [
+            weakref.ref(value[0][0])
+            for ref, memo in kept._WITH.values()
+            if ref() is first
+            for value in memo.kept.values()
+        ]
+        assert len(made) == 1
+        del first
+    else:
+        assert len(kept._WITH) == before + (form in ("bool", "torch bsr"))
+        made = [weakref.ref(converted(mask)), weakref.ref(converted(mask).full_index)]
+    references = [weakref.ref(mask), *made]
     assert all(ref() is not None for ref in references)
     del mask
+    if step.backend:
+        torch._dynamo.reset()
+        gc.collect()
     assert all(ref() is None for ref in references) and len(kept._WITH) == before
 
 
@@ -220,14 +305,14 @@ def test_a_mask_mod_that_refers_to_the_mask():
     """As of a module whose method makes its mask."""
 
     def references() -> list:
-        holder = types.SimpleNamespace(window=100)
+        holder = SimpleNamespace(window=100)
 
         def near(b, h, q, kv):
             return (q - kv).abs() < holder.window
 
         holder.mask = create_block_mask(near, None, None, N, N, device="cpu")
         made = converted(holder.mask)
-        made._set(derived=types.SimpleNamespace(element=near))  # as block_sparse.Derived of a GPU's mask
+        made._set(derived=SimpleNamespace(element=near))  # as block_sparse.Derived of a GPU's mask
         return [weakref.ref(near), weakref.ref(holder.mask), weakref.ref(made)]
 
     found = references()
@@ -275,12 +360,6 @@ def test_the_memo_forgets_the_oldest():
 @pytest.mark.gpu
 @every_form
 class TestOnGpu:
-    def test_right(self, path, form):
-        call, mask = operands("cuda"), held(form, device="cuda")
-        for blocks in (FIRST, SECOND):
-            write(form, mask, blocks)
-            assert all(right(call, mask, blocks) for _ in range(3))
-
     def test_nothing_waits(self, form):
         call, masks = operands("cuda"), [held(form, device="cuda") for _ in range(2)]
         block_sparse_attention(*call, masks[0], causal=True)
@@ -304,8 +383,9 @@ class TestOnGpu:
         assert torch.equal(out, expected)
 
     @pytest.mark.parametrize("known", [False, True])
-    def test_graph(self, form, known, conversions):
-        """What is made in a capture is part of the graph and is not kept."""
+    def test_graph(self, path, form, known, conversions):
+        """What is made in a capture is part of the graph and is not kept. A replay sees what was written to the mask,
+        but for a BsrMatrix, whose indices must not be written to."""
         call, mask = operands("cuda"), held(form, device="cuda")
         expected = block_sparse_attention(*call, mask)
         if not known:
@@ -318,14 +398,9 @@ class TestOnGpu:
         assert torch.equal(out, expected)
         assert count(conversions, block_sparse_attention, *call, mask) == (0 if known else 1)
         assert right(call, mask, FIRST)
-
-    def test_a_replay_sees_what_was_written(self, form):
-        """But for a BsrMatrix, whose indices must not be written to."""
-        call, mask = operands("cuda"), held(form, device="cuda")
-        block_sparse_attention(*call, mask)
-        graph, out = captured(lambda: block_sparse_attention(*call, mask))
         write(form, mask)
         graph.replay()
-        written = block_sparse_attention(*call, BlockMask.from_blocks((FIRST if form == "bsr" else SECOND).cuda()))
-        assert torch.equal(out, written)
+        if known or form != "bsr":
+            blocks = FIRST if form == "bsr" else SECOND
+            assert torch.equal(out, block_sparse_attention(*call, BlockMask.from_blocks(blocks.cuda())))
         assert right(call, mask, SECOND)
