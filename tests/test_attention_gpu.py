@@ -1,4 +1,4 @@
-"""attention against fp64: head dimensions, lengths, masks, views, streams, graphs; and the same bits again and again.
+"""attention against fp64: head dimensions, lengths, masks, views; and every form of a call in graphs and on streams.
 
 Most tests run on the CPU's reference, on the host side of a GPU's calls with torch in the kernels' place, and on a GPU.
 A kernel compiles in a second or two, so most tests share those of head_dim 64 with an lse.
@@ -6,14 +6,12 @@ A kernel compiles in a second or two, so most tests share those of head_dim 64 w
 
 import math
 import threading
-from functools import partial
 
 import pytest
 import torch
 
 import cute_kernels
 from attention import attention
-from bench.gates.determinism import repeats
 from cute_kernels.runtime.device import forced_path
 
 from . import fuzz, fuzz_attention
@@ -31,14 +29,13 @@ from .attention_parts import (  # noqa: F401 (fixtures are used by name)
     run,
     where_fixture,
 )
-from .calls import Case, attend, bits, on_paths, repeated_attention
 from .mask_parts import random_mask
 from .reference import normal, poisoned, poisoned_empty
 
 BANDS = [{}, CAUSAL, {"window": (70, 30)}, {"window": (100, None)}]  # each is another kernel
 LENGTHS = [  # FlashAttention's
     (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024),
-    (1023, 1024), (1024, 1023), (2048, 2048), (1, 147), (239, 1),
+    (1023, 1024), (1024, 1023), (2048, 2048), (1, 147), (239, 1), (500, 100),
 ]  # fmt: skip
 SHORT = [(1, 1), (1, 2), (3, 2), (63, 65), (65, 63), (128, 128), (129, 129), (192, 176), (200, 7), (7, 200)]
 
@@ -94,16 +91,6 @@ def test_windows_without_bounds(where):
         check(*call, window=(70, far))
 
 
-@pytest.mark.parametrize(("terms", "first"), [(CAUSAL, 400), ({"window": (70, 30)}, 370)], ids=str)
-def test_rows_that_see_nothing(where, terms, first):
-    """More rows than columns: the first ones have no column before them; of some query tiles none has."""
-    q, k, v = qkv(500, 100, device=where)
-    out, lse = attention(q, k, v, return_lse=True, out=poisoned(*q.shape, device=where), **terms)
-    assert not out[:, :, :first].count_nonzero() and lse[:, :, :first].isneginf().all()
-    assert lse[:, :, first:].isfinite().all()
-    assert_right(out, lse, q, k, v, **terms)
-
-
 def test_no_columns_and_no_rows(where):
     q, k, v = qkv(33, 0, device=where)
     out, lse = attention(q, k, v, return_lse=True, out=poisoned(*q.shape, device=where))
@@ -136,8 +123,8 @@ def test_slices(where):
     """Heads of one projection; some heads; some rows; wide rows; an output among others that stay as they are."""
     call = [rows_first(t) for t in qkv(200, 333, device=where)]
     assert "copied" not in str(check(*call, out=rows_first(poisoned(2, 4, 200, 64, device=where)), **CAUSAL))
-    packed = normal(2, 200, 8 * 64, device=where).view(2, 200, 8, 64).transpose(1, 2)
-    check(*packed.split((4, 2, 2), 1), **CAUSAL)
+    heads = normal(2, 200, 8 * 64, device=where).view(2, 200, 8, 64).transpose(1, 2)
+    check(*heads.split((4, 2, 2), 1), **CAUSAL)
     q, k, v = qkv(200, 333, H=8, heads=4, device=where)
     whole = poisoned(2, 8, 300, 128, device=where)
     check(q[:, ::2], k[:, 1::2], v[:, :2], out=whole[:, 2:6, 50:250, :64], **CAUSAL)
@@ -212,87 +199,28 @@ def test_known_plans_are_not_confused(device):
         assert check(*call).facts.path == "sm_80"
 
 
-def test_out_may_not_be_an_operand(where):
-    """Also where the plan is a known one."""
-    q, k, v = qkv(64, 64, H=2, device=where)
-    attention(q, k, v, out=torch.empty_like(q), return_lse=True)
-    for operand in (q, k, v):
-        with pytest.raises(ValueError, match="shares memory"):
-            attention(q, k, v, out=operand, return_lse=True)
-    both = normal(2, 4, 64, 64, device=where).flatten()
-    with pytest.raises(ValueError, match="shares memory"):
-        attention(both[: q.numel()].view(q.shape), k, v, out=both[64 : 64 + q.numel()].view(q.shape))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 def test_long(path, D):
     check(*qkv(5000, 5003, D, B=1, H=2, heads=1, device="cuda"), **CAUSAL)
 
 
-SOME = [pytest.param(f, marks=getattr(pytest.mark, f.path), id=str(f)) for f in fuzz_attention.families()[::6]]
+def some_families():
+    for f in fuzz_attention.families()[::6]:
+        marks = [getattr(pytest.mark, f.path), *([] if f.op == "attention" else [pytest.mark.slow])]
+        yield pytest.param(f, marks=marks, id=str(f))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", some_families())
 def test_any_call(family):
     """Calls as the fuzz draws them. It runs more of them, and of every family."""
 
-    def right(case, run):
-        found = fuzz.outcome(case, run, "cuda")
+    def right(case, make):
+        found = fuzz.outcome(case, make, "cuda")
         assert found is None, f"{found}\n{case}"
 
     fuzz.draw_and_run(family, "cuda", 20, 0, right)
-
-
-# The same bits: CTAs may fetch their tiles from a counter, and parts of a result are combined
-
-SMS = 132  # of which repeated_attention knows
-
-
-def repeated(device):
-    scale = 1 if device == "cpu" else 4
-    full = partial(attend, "dense", 3, 4, 2, 250 * scale, 275 * scale, 64)
-    return on_paths([*repeated_attention(scale), full], [None])
-
-
-@pytest.mark.parametrize("number", range(len(repeated("cuda"))), ids=[case.name for case in repeated("cuda")])
-def test_same_bits(device, path, number):
-    """A thousand runs of each schedule, into memory that is full of NaN, give the same bits, and the right ones."""
-    call = repeated(device)[number](device)
-    assert call.complaint() == ""
-    assert repeats([call], 2 if device == "cpu" else 1000) == [0], call.plan()
-
-
-@pytest.mark.gpu
-def test_same_bits_beside_another_stream(path):
-    """A CTA finds its neighbours' tiles taken in another order when another stream takes some of the SMs."""
-    other, x = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
-    for case in repeated("cuda")[:4]:
-        call = case("cuda")
-        first, wrong = bits(call.run()), torch.zeros((), dtype=torch.int64, device="cuda")
-        torch.cuda.synchronize()
-        for turn in range(200):
-            with torch.cuda.stream(other):
-                torch.mm(x[: 64 + 64 * (turn % 7)], x)
-            wrong += (bits(call.run()) != first).any()
-        torch.cuda.synchronize()
-        assert int(wrong) == 0, case.name
-
-
-def test_tiles_are_drawn_and_parts_combined(emulated):
-    """With 132 SMs each sm_90 kernel has more tiles than CTAs at once, or is split."""
-    for case in repeated("cuda")[:-1]:
-        call = Case(case.make, "sm_90")()
-        facts, (*_, ctas) = call.plan().facts, call.plan().scalars
-        if call.splits:
-            assert facts.split
-            continue
-        assert facts.config.dynamic and ctas == SMS * facts.config.ctas
-        q, cu_seqlens = call.args[0], call.terms.get("cu_seqlens_q")
-        lengths = [q.shape[-2]] * q.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
-        tiles = sum(-(-rows // facts.config.tile_m) for rows in lengths) * q.shape[1]
-        assert tiles > ctas, f"{case.name}: {tiles} tiles, {ctas} CTAs"
 
 
 # Graphs, streams and threads
