@@ -212,7 +212,7 @@ def some_families():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", some_families())
+@pytest.mark.parametrize("family", list(some_families()))
 def test_any_call(family):
     """Calls as the fuzz draws them. It runs more of them, and of every family."""
 
