@@ -1,12 +1,14 @@
-"""A call like an earlier one is checked no more, by attention.plan.Plans: and what is not like it still is."""
+"""A call like an earlier one is checked no more, by runtime.call_plan.PlanCache: and what is not like it still is."""
 
 import pytest
 import torch
 
 import attention.eager as eager
 import cute_kernels
-from attention import attention, block_sparse, packed, patterns, plan, reference
+from attention import attention, block_sparse, packed, patterns, reference
 from attention.decode import choose
+from cute_kernels.runtime import call_plan
+from cute_kernels.runtime.call_plan import PlanCache
 
 from . import emulate_attention
 from .attention_parts import qkv, run, starts
@@ -17,9 +19,9 @@ from .reference import normal
 def test_of_tensors(request, monkeypatch):
     """Both tests of tensors; the plans of other tests are forgotten."""
     if request.param == "ours":
-        monkeypatch.setattr(plan, "TensorGuards", None)
+        monkeypatch.setattr(call_plan, "TensorGuards", None)
     for module in (eager, packed, block_sparse):
-        monkeypatch.setattr(module, "_PLANS", plan.Plans())
+        monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
 
 
 def operands(Sq=24, Sk=40, **more):
@@ -44,8 +46,8 @@ def refused(error, text, *args, **terms) -> None:
 
 def recent(*terms) -> list:
     """The plans that attention's known calls with these terms, among others, may have."""
-    found = [plans for key, plans in eager._PLANS._recent.items() if set(terms) <= set(key)]
-    return [plan for plans in found for _, plan in plans]
+    found = [plans for key, plans in eager._PLANS.recent.items() if set(terms) <= set(key)]
+    return [plan for plans in found for *_, plan in plans]
 
 
 def forms() -> dict:
@@ -80,7 +82,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch):
     if form == "blocks":
         without_kernels(monkeypatch)
     first = run(**call)
-    monkeypatch.setattr(plan.Plans, "checked", None)
+    monkeypatch.setattr(PlanCache, "checked", None)
     second = run(**call | ({"window": (3, 3)} if form == "out" else {}))
     assert all(torch.equal(a, b) for a, b in zip(*((t if type(t) is tuple else (t,)) for t in (first, second))))
 
@@ -195,11 +197,11 @@ def test_a_path_or_splits_forced_later(emulated):
 
 
 def test_more_shapes_than_are_tried():
-    calls = [operands(Sk=24 + i) for i in range(plan._MOST_RECENT + 3)]
+    calls = [operands(Sk=24 + i) for i in range(call_plan.MOST_RECENT + 3)]
     for q, k, v, out in 2 * calls:
         assert is_right(q, k, v, out)
-    assert len(recent()) == plan._MOST_RECENT
-    assert len(eager._PLANS._plans) == len(calls)
+    assert len(recent()) == call_plan.MOST_RECENT
+    assert len(eager._PLANS.plans) == len(calls)
 
 
 def test_terms_of_the_wrong_kind_after_right_ones():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_collective.bsr import BsrMatrix, random_bsr
+from sparse_collective.small_blocks.tables_family import tables_of
 from tests.bsr_parts import BLOCKSIZES, DEVICES, DTYPES, INDEX_DTYPES, Operations, assert_same, parts, pointers
 from tests.cases import PATTERNS
 
@@ -311,11 +312,11 @@ def test_other_values_of_one_pattern(device):
     crow, col, values, shape = (x.to(device) if isinstance(x, torch.Tensor) else x for x in parts(blocksize=(16, 16)))
     a = BsrMatrix(crow, col, values, shape)
     a.check_indices()
-    plan = a.sweep_plan(1, False)
+    plan = tables_of(a, 1, False)
     b = a.with_values(2 * values)
     assert torch.equal(b.to_dense(), 2 * a.to_dense()) and pointers(b.crow_indices) == pointers(crow)
     assert (b.checked, b.even, b.stats, b.key) == (True, a.even, a.stats, a.key)
-    assert b.sweep_plan(1, False) is plan and a.to(torch.bfloat16).sweep_plan(1, False) is plan
+    assert tables_of(b, 1, False) is plan and tables_of(a.to(torch.bfloat16), 1, False) is plan
     with pytest.raises(ValueError, match="must be of shape"):
         a.with_values(values[1:])
     with pytest.raises(TypeError, match="values cannot be"):

@@ -19,7 +19,7 @@ SM90 = GemmConfig(128, 256, 64, 4, 2, 1)
 def plan_of(config, path, shape, *, op="gemm", block=None, transposed=False, views=(), group=4, ctas=132):
     facts = GemmFacts("sm_90a", path, config, block=block, transposed=transposed)
     device = torch.device("cpu")
-    return Plan(op, shape, torch.bfloat16, device, None, group, ctas, facts, [], views)
+    return Plan(op, shape, torch.bfloat16, device, facts=facts, views=views, group=group, max_ctas=ctas)
 
 
 def wrong_at(*places, shape=(512, 512), value=9.0):

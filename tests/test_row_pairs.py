@@ -17,8 +17,9 @@ from cute_kernels.runtime.families import unsupported
 from sparse_collective import BsrMatrix
 from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.row_pairs.family import ROW_PAIRS
-from sparse_collective.row_pairs.tables import pair_plan, starts_of
-from sparse_collective.row_pairs.tables_kernel import pair_plan_on_gpu
+from sparse_collective.row_pairs.tables import pair_tables, starts_of
+from sparse_collective.row_pairs.tables_family import tables_of
+from sparse_collective.row_pairs.tables_kernel import pair_tables_on_gpu
 from sparse_collective.tile_order import reference as balance
 
 from . import cases
@@ -84,7 +85,7 @@ def by_brute_force(mask, crow, col) -> list[list[list[tuple]]]:
 def test_a_plan_is_the_union_of_two_rows(rows, cols, density, index_dtype, seed):
     mask = cases.bernoulli(rows, cols, density, seed)
     crow, col = cases.mask_to_indices(mask, index_dtype)
-    plan = pair_plan(crow, col, cols)
+    plan = pair_tables(crow, col, cols)
     assert plan.ends.dtype == plan.entries.dtype == torch.int32 and plan.entries.is_contiguous()
     assert plan.entries.shape == (3, max(1, len(col)))
     assert lists(plan, crow) == by_brute_force(mask, crow, col)
@@ -96,7 +97,7 @@ def test_plans_of_patterns(pattern):
     for rows in (6, 7):
         mask = PATTERNS[pattern](rows, 40)
         crow, col = cases.mask_to_indices(mask)
-        assert lists(pair_plan(crow, col, 40), crow) == by_brute_force(mask, crow, col)
+        assert lists(pair_tables(crow, col, 40), crow) == by_brute_force(mask, crow, col)
 
 
 @pytest.mark.gpu
@@ -105,7 +106,7 @@ def test_plans_of_patterns(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_kernel_plans_as_torch_does(pattern, shape, index_dtype):
     crow, col = (t.cuda() for t in cases.mask_to_indices(PATTERNS[pattern](*shape), index_dtype))
-    ours, by_torch = (plan(crow, col, shape[1]) for plan in (pair_plan_on_gpu, pair_plan))
+    ours, by_torch = (plan(crow, col, shape[1]) for plan in (pair_tables_on_gpu, pair_tables))
     assert torch.equal(ours.ends, by_torch.ends)
     crow = crow.cpu()
     assert lists(ours, crow) == lists(by_torch, crow)
@@ -141,10 +142,10 @@ def test_rows_that_share_columns_are_paired():
 
 def test_a_plan_is_kept_until_the_indices_change():
     W = bsr(cases.bernoulli(6, 20, 0.3), (64, 64), "cpu")
-    first = W.pair_plan()
-    assert W.pair_plan() is first
+    first = tables_of(W)
+    assert tables_of(W) is first
     W.col_indices.copy_(W.col_indices.clone())
-    assert W.pair_plan() is not first
+    assert tables_of(W) is not first
 
 
 def test_what_the_predicate_refuses():
