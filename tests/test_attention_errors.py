@@ -109,16 +109,11 @@ def test_refused_before_a_launch(form, change, error, text):
     [
         ({"q": bf16(2, 4, 64, 80), "k": bf16(2, 2, 47, 80)}, "q has head_dim 80; kernels exist for 64, 96"),
         ({"v": bf16(2, 2, 47, 32)}, "v has head_dim 32; kernels exist for 64, 96"),
-        ({"out": bf16(2, 4, 33, 65)[..., :64]}, "out's address and strides"),
-        ({"scale": math.nan}, "must be above 0 and finite"),
     ],
 )
 def test_refused_by_kernels(device, change, text):
-    call = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in (call_of("dense") | change).items()}
-    if "out" in change:
-        call["out"] = bf16(2, 4, 33, 65).to(device)[..., :64]
     with pytest.raises(ValueError, match=text):
-        attention(**call)
+        attention(**{name: x.to(device) for name, x in (call_of("dense") | change).items()})
 
 
 def test_strides_that_tma_takes():
