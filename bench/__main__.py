@@ -5,6 +5,7 @@
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
                     its kernels' registers, spills and shared memory
+    training        gradients of block-sparse products and layers, forward and backward, beside dense ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     plot, compare   figures of result files; two runs beside each other
@@ -25,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import cases, cases_attention, ceilings, compare, findings_attention, record, table
+from . import cases, cases_attention, cases_training, ceilings, compare, findings_attention, record, table
 from .gates import command as gates
 from .rows import Case, Row, reason
 from .timing import host_cost
@@ -156,6 +157,7 @@ def host_costs(calls: dict[str, Callable]) -> dict[str, float]:
 SUITES = {
     "block-sparse": Suite(cases.sparse_cases, cases.host_calls),
     "gemm": Suite(cases.gemm_cases, cases.host_calls),
+    "training": Suite(cases_training.training_cases, cases_training.host_calls),
     "attention": Suite(cases_attention.attention_cases, findings_attention.host_calls, findings_attention.measure),
 }
 # What runs with no command. Attention runs alone: its first peer to be imported changes CuTe DSL for the process.
