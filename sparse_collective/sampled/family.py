@@ -67,6 +67,8 @@ class Sampled(ProductFamily):
             return reason
         if facts.epilogue.bias or facts.epilogue.activation or facts.epilogue.function:
             return "a bias, an activation or a function: sampled products have none"
+        if (facts.block.batch is None) != (facts.block.run == 0) or facts.block.run % facts.config.tile_k:
+            return f"runs of {facts.block.run}: a batch sums over runs of K, of whole K-tiles of {facts.config.tile_k}"
         if facts.path == "sm_80":
             return "several boxes a tile: sm_80 has one" if cfg.boxes > 1 else legality.sm80(facts)
         return legality.tma_operands(facts) or legality.store_buffers(facts) or _sm90_tile(facts)
@@ -83,11 +85,12 @@ class Sampled(ProductFamily):
         import cutlass.cute as cute
 
         block = facts.block
-        values = [
-            fake_tensor(facts.out_dtype, 3, 2, facts.aligns[2], (cute.sym_int32(), block.bm, block.bk))
-            for _ in range(2 if facts.epilogue.residual else 1)
-        ]
-        tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1)
+        values, rank = [], facts.ranks[2]
+        for _ in range(2 if facts.epilogue.residual else 1):
+            outer = (cute.sym_int32() for _ in range(rank - 2))
+            values.append(fake_tensor(facts.out_dtype, rank, rank - 1, facts.aligns[2], (*outer, block.bm, block.bk)))
+        runs = (fake_tensor("int32", 1, 0, 1) if block.run else None for _ in range(2))
+        tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1), *runs
         bias, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
         residual = values[1] if facts.epilogue.residual else None
         return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args(facts)
@@ -112,7 +115,8 @@ class Sampled(ProductFamily):
 
 def facts_of(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
     """The weight's gradient of a layer: a and b contiguous along the blocks' sides."""
-    block = BlockFacts(*block, changes.pop("index_dtype", "int32"), operand="d")
+    more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
+    block = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more, operand="d")
     terms = {"majors": ("m", "n", "n"), "ranks": (2, 2, 3), "block": block} | changes
     return GemmFacts(arch=spec.target, path=path, config=config, **terms)
 
@@ -176,6 +180,8 @@ def _catalogue(family: Sampled, spec: ArchSpec) -> Iterator[GemmFacts]:
         fp32,
         {"index_dtype": "int64"},
         {"epilogue": EpilogueSpec(residual="n")},
+        {"batch": "values", "run": 64, "ranks": (2, 2, 4)},
+        {"batch": "patterns", "run": 128},
         {**fp32, "epilogue": EpilogueSpec(scale=True, residual="n")},
     ]
     for path in dict.fromkeys((spec.path, "sm_80")):
