@@ -8,9 +8,9 @@ import random
 
 from hypothesis import strategies as st
 
-from .conformance import OPS, Case, Signature
-from .conformance import run as run
 from .guard_zones import Placement
+from .products import OPS, Case, Signature
+from .products import run as run
 
 BLOCKS = ((128, 128), (64, 64), (32, 32), (16, 16), (48, 112), (256, 64), (64, 128))
 RUNS = (64, 128, 256)

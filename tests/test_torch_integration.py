@@ -42,7 +42,7 @@ def weights(device, block=(16, 32), pattern="power_law") -> BsrMatrix:
 
 
 def dense(W):
-    return dense_of(W.crow_indices, W.col_indices, W.values, W.shape)
+    return dense_of(W)
 
 
 def batches(device):
