@@ -21,8 +21,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INDEX_DTYPES = [torch.int32, torch.int64]
 NEEDS_GPU = [pytest.mark.gpu]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+FORMS = ("values", "patterns")  # of a batch
 BOTH_OPS = pytest.mark.parametrize("op", [bsr_matmul, bsr_linear], ids=["matmul", "linear"])
-ASKING = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"}  # operations that wait for a GPU
 
 
 def bsr(
@@ -56,6 +56,14 @@ def parts(W: BsrMatrix, **changed) -> dict:
     return {name: getattr(W, name) for name in ("crow_indices", "col_indices", "values", "shape")} | changed
 
 
+def some(form: str | None = None, pattern="bernoulli", *, items=False, **more):
+    """An fp32 matrix, or a batch of four, of which nothing is known yet; with `items`, and what it is made of."""
+    more = {"block": (16, 32), "grid": (4, 6), "dtype": torch.float32} | more
+    W, made_of = batch(form, **more) if form else (bsr(pattern, **more), None)
+    W = BsrMatrix(**parts(W))
+    return (W, made_of) if items else W
+
+
 def assert_same(a: BsrMatrix, b: BsrMatrix):
     assert (a.shape, a.blocksize, a.check) == (b.shape, b.blocksize, b.check)
     for x, y in ((a.crow_indices, b.crow_indices), (a.col_indices, b.col_indices), (a.values, b.values)):
@@ -76,6 +84,10 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+    def asked(self) -> bool:
+        """Whether one of them would wait for a GPU."""
+        return bool({"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"} & set(self.names))
 
 
 def operands(op, W, n: int, *, k_major: bool = False) -> tuple:
