@@ -168,6 +168,7 @@ def test_every_work_tile_comes_once(tiles_m, tiles_n, batch, group):
 
 # What neighbouring tiles share
 
+
 def test_a_cluster_is_refused_where_the_source_makes_no_promise():
     index = torch.zeros(2, dtype=torch.int32)
     high, grouped = BsrSource(index, index, 2, 1), BsrSource(index, index, 1, 1, groups=index, tiles_run=3)
