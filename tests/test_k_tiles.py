@@ -5,7 +5,6 @@ by brute force.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from .bsr_parts import FORMS, batch
 from .cases import PATTERNS, mask_to_indices
 from .emulate import number, numbers
 from .emulate_blocks import Table
-from .reference import dense_of
 
 
 def facts(bk, tile_k, bm=64):
@@ -125,29 +123,6 @@ def test_a_dense_tile_walks_all_of_k():
         assert [numbers(k_tiles.at(i).b) for i in range(5)] == [(i, 0) for i in range(5)]
     source = DenseSource(2, 1)
     assert [numbers(source.for_tile(3, l, source.bounds(3, 0, l)).at(1).a) for l in range(4)] == [(3, 1, 0)] * 4
-
-
-def test_the_sum_over_all_tiles_is_the_product():
-    """The walk as a mainloop would take it, with torch for the tensor cores."""
-    bm, bk, tile_m, tile_k, n = 48, 112, 32, 64, 10
-    crow, col = mask_to_indices(PATTERNS["bernoulli"](5, 4))
-    values, b = torch.randn(len(col), bm, bk, dtype=torch.float64), torch.randn(4 * bk, n, dtype=torch.float64)
-    f = facts(bk, tile_k, bm)
-    source = BsrSource(crow.tolist(), col.tolist(), -(-bm // tile_m), f.k_tiles_per_block)
-    out = torch.full((5 * bm, n), float("nan"), dtype=torch.float64)
-    for m in range(5 * source.tiles_m):
-        k_tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
-        rest, row = numbers(k_tiles.out)
-        rows = slice(rest * tile_m, min((rest + 1) * tile_m, bm))
-        acc = torch.zeros(rows.stop - rows.start, n, dtype=torch.float64)
-        for i in range(number(k_tiles.count)):
-            a, (k, column) = numbers(k_tiles.at(i).a), numbers(k_tiles.at(i).b)
-            width = f.k_blocks[i % len(f.k_blocks)] * MMA_K
-            assert a[:2] == (rest, k)
-            acc += values[a[2], rows, k * tile_k : k * tile_k + width] @ b[column * bk + k * tile_k :][:width]
-        out[row * bm + rows.start : row * bm + rows.stop] = acc
-    W = SimpleNamespace(crow_indices=crow, col_indices=col, values=values, shape=(5 * bm, 4 * bk), blocksize=(bm, bk))
-    torch.testing.assert_close(out, dense_of(W) @ b)
 
 
 # The scheduler
