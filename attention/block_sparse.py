@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from cute_kernels.runtime import derived
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 from sparse_collective.bsr import BsrMatrix
 
@@ -20,12 +21,12 @@ from .masks import kept
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import window_bounds
-from .plan import FlashPlan, Plans, launch, without_kernel
+from .plan import FlashPlan, launch, without_kernel
 
 OP = "block_sparse_attention"
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
-_PLANS = Plans()
+_PLANS = PlanCache(operands=3)
 
 
 class Derived(derived.Derived):
@@ -175,7 +176,8 @@ def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, sca
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element))
     tile_m = plan.facts.config.tile_m
-    plan.order = tile_m, heads_in_l2(k.shape[2], k.shape[3] + v.shape[3]) * (q.shape[1] // k.shape[1])
+    l2_heads = heads_in_l2(k.shape[2], (k.shape[3] + v.shape[3]) * k.element_size())
+    plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])
     tiles = extents[0] * -(-extents[1] // tile_m)
     if tiles > MOST_TILES:
         raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")

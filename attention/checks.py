@@ -87,4 +87,4 @@ def tma_ready(tensor: torch.Tensor) -> bool:
     if tensor.data_ptr() % 16:
         return False
     strides = (s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1)
-    return all(s > 0 and s % 8 == 0 for s in strides)
+    return all(s > 0 and s * tensor.element_size() % 16 == 0 for s in strides)

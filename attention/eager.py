@@ -6,6 +6,7 @@ A call with metadata seen before costs a look-up, a test of its tensors and the 
 from functools import partial
 
 from cute_kernels import checks as common
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
 from . import plan as planning
@@ -15,9 +16,9 @@ from .decode import checks as cache_checks
 from .decode import choose as decode
 from .masks.mask_mods import window_bounds
 from .packed import attention_packed, plan_packed
-from .plan import FlashPlan, Plans, launch, without_kernel
+from .plan import FlashPlan, launch, without_kernel
 
-_PLANS = Plans()
+_PLANS = PlanCache(operands=3)
 
 
 def attention(

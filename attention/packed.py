@@ -5,17 +5,18 @@ from functools import partial
 import torch
 
 from cute_kernels import checks as common
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
 from . import checks, reference
 from . import plan as planning
 from .masks.mask_mods import window_bounds
-from .plan import FlashPlan, Plans, launch, without_kernel
+from .plan import FlashPlan, launch, without_kernel
 
 OP = "attention"
 MOST = 2**31 - 1024  # tiles and positions are int32, and a tile may begin at the last row
 LEAST_TILE = 64  # rows of the smallest query tile
-_PLANS = Plans()
+_PLANS = PlanCache(operands=3)
 
 
 def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse, out, **terms):

@@ -5,13 +5,12 @@ enters the schema as its lists, lengths and block size, with its mask_mod as a t
 as `crossing` describes, and are converted once, inside of the op (kept.py).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.runtime.derived import captured
+from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import eager
@@ -30,72 +29,28 @@ MASK = (
 BLOCK_SPARSE = 'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists"'
 
 
-def _run_attention(
-    q, k, v, out, causal=False, left=None, right=None, softcap=None, scale=None, return_lse=False, cu_seqlens_q=None,
-    cu_seqlens_k=None, seqlens_k=None, block_table=None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    result = eager.attention(
-        q, k, v, causal=causal, window=_window(left, right), softcap=softcap, scale=scale, return_lse=return_lse,
-        out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-    )  # fmt: skip
+def _run_attention(q, k, v, *, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
+    result = eager.attention(q, k, v, window=_window(left, right), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
-def _fake_attention(
-    q, k, v, causal=False, left=None, right=None, softcap=None, scale=None, return_lse=False, *tensors
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _fake("attention", q, k, v, return_lse, *tensors)
+def _fake_attention(q, k, v, *, return_lse, cu_seqlens_q, cu_seqlens_k, **terms) -> tuple[Tensor, Tensor]:
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    return _fake("attention", q, k, v, return_lse, packed)
 
 
-def _run_block_sparse(
-    q, k, v, lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, out, causal=False, softcap=None,
-    scale=None, return_lse=False, form="lists",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mask = _block_mask(lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, form)
-    result = eager.block_sparse_attention(
-        q, k, v, mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out
-    )
+def _run_block_sparse(q, k, v, *mask, form, return_lse, **terms) -> tuple[Tensor, Tensor]:
+    result = eager.block_sparse_attention(q, k, v, _block_mask(*mask, form), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
-def _fake_block_sparse(
-    q, k, v, lists, lengths, blocksize, mask_mod, mask_numbers, mask_tensors, causal=False, softcap=None, scale=None,
-    return_lse=False, form="lists",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Tensor]:
     return _fake("block_sparse_attention", q, k, v, return_lse)
 
 
-def _register(name: str, inputs: str, terms: str, run: Callable, fake: Callable) -> None:
-    """The op attention::`name`, (inputs, terms) -> (out, lse), and its variant (inputs, out, terms) -> lse.
-
-    run: a function of (inputs, out or None, terms); fake: of (inputs, terms).
-    """
-    at = inputs.count(",") + 1
-
-    def write(*args, **more):
-        return run(*args, **more)[1]
-
-    def fake_write(*args, **more):
-        return fake(*args[:at], *args[at + 1 :], **more)[1]
-
-    def allocate(*args, **more):
-        return run(*args[:at], None, *args[at:], **more)
-
-    op = torch.library.custom_op(
-        f"attention::{name}", allocate, mutates_args=(), schema=f"({inputs}, {terms}) -> (Tensor, Tensor)"
-    )
-    op.register_fake(fake)
-    op = torch.library.custom_op(
-        f"attention::{name}_out",
-        write,
-        mutates_args=("out",),
-        schema=f"({inputs}, Tensor(a{at}!) out, {terms}) -> Tensor",
-    )
-    op.register_fake(fake_write)
-
-
-_register("attention", QKV, ATTENTION, _run_attention, _fake_attention)
-_register("block_sparse_attention", f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse)
+ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
+register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor")
+register(BLOCK_SPARSE_OP, f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor")
 
 
 def traced_attention(
@@ -107,22 +62,16 @@ def traced_attention(
     left, right = (None, None) if window is None else window
     terms = causal, left, right, _float(softcap), _float(scale), return_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
-    if out is None:
-        out, lse = torch.ops.attention.attention(q, k, v, *terms)
-    else:
-        lse = torch.ops.attention.attention_out(q, k, v, out, *terms)
-    return (out, lse) if return_lse else out
+    result = call(ATTENTION_OP, (q, k, v), out, terms)
+    return result if return_lse else result[0]
 
 
 def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     terms = causal, _float(softcap), _float(scale), return_lse, form
-    if out is None:
-        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms)
-    else:
-        lse = torch.ops.attention.block_sparse_attention_out(q, k, v, *mask, out, *terms)
-    return (out, lse) if return_lse else out
+    result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
+    return result if return_lse else result[0]
 
 
 def crossing(block_mask) -> tuple[tuple, str]:
@@ -165,10 +114,7 @@ def _pair(q, result, return_lse: bool) -> tuple[Tensor, Tensor]:
     return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
-def _fake(
-    op: str, q, k, v, return_lse: bool, cu_q=None, cu_k=None, seqlens_k=None, block_table=None
-) -> tuple[Tensor, Tensor]:
-    packed = cu_q is not None or cu_k is not None
+def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Tensor, Tensor]:
     rank = 3 if packed else 4
     torch._check(q.dim() == k.dim() == v.dim() == rank, lambda: f"{op}: q, k and v must have {rank} dimensions")
     torch._check(q.shape[-1] == k.shape[-1], lambda: f"{op}: q has head_dim {q.shape[-1]} and k {k.shape[-1]}")

@@ -3,11 +3,7 @@
 import torch
 
 from .dtypes import NAMES, OPERANDS
-from .functions import ACTIVATIONS
-from .matmul.config import EpilogueSpec
 from .runtime.device import plans_kernel
-from .traced.memo import traced
-from .traced.program import FLOAT, Program
 
 
 def check_tensor(name: str, value) -> None:
@@ -111,56 +107,3 @@ def dense_bytes(tensor) -> int:
     """Bytes from the first to the last element of a tensor without gaps; 0 for one with gaps, where others may lie."""
     span = 1 + sum(s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return span * tensor.element_size() if span == tensor.numel() else 0
-
-
-def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
-    """ "col" for a bias (cols,) or (1, cols), one value per column of the result; "row" for (rows, 1)."""
-    if bias is None:
-        return None
-    check_tensor(f"{op}: bias", bias)
-    if bias.dtype not in NAMES:
-        raise TypeError(f"{op}: bias is {bias.dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
-    shape = tuple(bias.shape)
-    if shape in ((cols,), (1, cols)):
-        return "col"
-    if shape == (rows, 1):
-        return "row"
-    raise ValueError(
-        f"{op}: bias has shape {shape}; the result's last two extents are ({rows}, {cols}), so it must be "
-        f"({cols},) for one value a column or ({rows}, 1) for one value a row"
-    )
-
-
-def epilogue_spec(op, kind, bias, activation, residual, alpha, function) -> EpilogueSpec:
-    """The static half of an epilogue, from an op's arguments."""
-    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
-        raise ValueError(f"{op}: unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)} and None")
-    return EpilogueSpec(
-        scale=alpha != 1.0,
-        bias=kind,
-        bias_dtype=NAMES[bias.dtype] if kind else None,
-        residual=None if residual is None else "any",
-        activation=activation,
-        function=None if function is None else epilogue_program(op, function),
-    )
-
-
-def epilogue_program(op: str, function) -> Program:
-    """What a user's epilogue function computes, traced by torch once for each state that the function can be in.
-
-    Raises:
-        TypeError: it is no function of one tensor, does what a kernel cannot, or returns something other than a
-            floating-point tensor of its argument's shape; the message names the line.
-    """
-    if isinstance(function, Program):
-        return function
-    what = f"{op}: the epilogue function"
-    if not callable(function):
-        raise TypeError(f"{what} must be a function of one tensor, got {type(function).__name__}")
-    program = traced(function, what, ("float32",), (2, 3), torch.device("cpu")).program
-    if program.dtype not in FLOAT:
-        raise TypeError(
-            f"{what} returns a tensor of torch.{program.dtype}; it must be of a floating-point dtype (use .float(), or "
-            "torch.where(condition, x, y) with a number for y)"
-        )
-    return program

@@ -1,10 +1,11 @@
 """gemm as it runs: validate, plan, launch.
 
-A call with metadata seen before costs a key, a look-up and the launch; everything else happens once.
+A call with metadata seen before costs a look-up and the launch; everything else happens once.
 """
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from .dtypes import NAMES
 from .matmul.choose import choose
 from .matmul.plan import Plan, bias_view, stage, viewed
 from .matmul.problem import Extents, Problem
+from .matmul.terms import Terms, bias_kind, epilogue_program
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
@@ -23,64 +25,47 @@ _PLANS = PlanCache()
 def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
     """ops.gemm, of a call that torch.compile does not trace."""
     if epilogue is not None:
-        epilogue = checks.epilogue_program("gemm", epilogue)
+        epilogue = epilogue_program("gemm", epilogue)
+    tensors = (a, b) if out is None else (a, b, out)
+    if bias is not None:
+        tensors += (bias,)
+    if residual is not None:
+        tensors += (residual,)
     try:
-        pa, pb, pd = a.data_ptr(), b.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
-            (pa & 15, pb & 15, pd & 15) if (pa | pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
-            activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype,
-            forced_path(),
+        terms = (
+            a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
+            out is None, bias is None, residual is None,
         )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None  # whatever it is, the plan's checks will name it
+    except AttributeError:
+        terms = None  # whatever it is, the plan's checks will name it
+    plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        terms = {"bias": bias, "activation": activation, "residual": residual, "alpha": alpha, "beta": beta}
-        plan = plan_gemm(a, b, **terms, out=out, out_dtype=out_dtype, epilogue=epilogue)
-        if key is not None:
-            _PLANS.keep(key, plan)
-    if (a.requires_grad or b.requires_grad or bias is not None or residual is not None) and torch.is_grad_enabled():
-        checks.check_no_grad("gemm", a, b, bias, residual)
-    if out is not None and (
-        out.requires_grad or (pd < pa + plan.spans[0] and pa < pd + plan.spans[2])
-        or (pd < pb + plan.spans[1] and pb < pd + plan.spans[2]) or pd == pa or pd == pb
-    ):  # fmt: skip
-        checks.check_out("gemm", out, a, b)
+        given = Terms(bias, activation, residual, alpha, beta, epilogue)
+        plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if plan.function is None:
-        return without_kernel(plan, a, b, bias, activation, residual, alpha, beta, out, epilogue)
+        return without_kernel(plan, a, b, Terms(bias, activation, residual, alpha, beta, epilogue), out)
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
+        out = plan.new_out()
+    d = result = plan.new_out() if plan.staged else out
     if plan.views:
         a, b, d, bias, residual = viewed(plan.views, a, b, d, bias, residual)
     plan.function(a, b, d, bias, residual, alpha, beta, plan.group, plan.max_ctas)
     return out.copy_(result) if plan.staged else out
 
 
-def without_kernel(plan: Plan, a, b, bias, activation, residual, alpha, beta, out, epilogue):
+def without_kernel(plan: Plan, a, b, terms: Terms, out):
     """CPU tensors run the reference; an empty result needs nothing at all."""
     if not plan.empty:
-        return reference.gemm(a, b, bias, activation, residual, alpha, beta, out, plan.out_dtype, epilogue)
-    return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
+        return reference.gemm(a, b, terms, out, plan.out_dtype)
+    return plan.new_out() if out is None else out
 
 
-def plan_gemm(
-    a,
-    b,
-    *,
-    bias=None,
-    activation=None,
-    residual=None,
-    alpha=1.0,
-    beta=1.0,
-    out=None,
-    out_dtype=None,
-    epilogue=None,
-) -> Plan:
+def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
+    """The plan of the same call of gemm."""
+    return _plan(a, b, Terms(**terms), out, out_dtype)
+
+
+def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     checks.check_tensor("gemm: a", a)
     checks.check_tensor("gemm: b", b)
@@ -97,27 +82,23 @@ def plan_gemm(
     out_dtype = checks.check_out_dtype("gemm", out, out_dtype, a.dtype)
     shape = (*batch, M, N)
     checks.check_result("gemm", "out", out, shape, out_dtype)
-    checks.check_result("gemm", "residual", residual, shape, out_dtype)
-    kind = checks.bias_kind("gemm", bias, M, N)
-    checks.check_device("gemm", a.device, out=out, bias=bias, residual=residual)
-    checks.check_scalar("gemm", "alpha", alpha)
-    checks.check_scalar("gemm", "beta", beta)
-    spec = checks.epilogue_spec("gemm", kind, bias, activation, residual, alpha, epilogue)
+    checks.check_result("gemm", "residual", terms.residual, shape, out_dtype)
+    kind = bias_kind("gemm", terms.bias, M, N)
+    checks.check_device("gemm", a.device, out=out, bias=terms.bias, residual=terms.residual)
+    spec = terms.spec("gemm", kind)
     plan = Plan("gemm", shape, out_dtype, a.device)
-    if out is not None:
-        plan.spans = tuple(checks.dense_bytes(t) for t in (a, b, out))
     if math.prod(shape) == 0:
         plan.empty = True
     elif plans_kernel(a.device):
-        _plan_kernel(plan, a, b, bias, residual, out, batch, spec)
+        _plan_kernel(plan, a, b, terms, out, batch, spec)
     return plan
 
 
-def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
+def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
     """Fill in the kernel: how the tensors are viewed, which facts, which function."""
     from .runtime.families import function_for
 
-    K, N = a.shape[-1], b.shape[-1]
+    K, N, residual = a.shape[-1], b.shape[-1], terms.residual
     stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
     results = [t for t in (d, residual) if t is not None]
@@ -125,7 +106,7 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
     fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
     views = tuple(
         None if t is None else _view_of(name, t, batch, fold, plan)
-        for name, t in (("a", a), ("b", b), ("out", d), ("bias", bias), ("residual", residual))
+        for name, t in (("a", a), ("b", b), ("out", d), ("bias", terms.bias), ("residual", residual))
     )
     if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
         plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
@@ -150,7 +131,8 @@ def _plan_kernel(plan: Plan, a, b, bias, residual, out, batch, spec) -> None:
         spec,
     )
     arch, sms, card = device_arch(a.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     plan.function = function_for(plan.facts)
 

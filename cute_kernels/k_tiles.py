@@ -6,16 +6,16 @@ and that value, once per step, for a *KTile*:
     bounds = source.bounds(m, n, l)     # what must be read from memory; asked for one work tile ahead
     k_tiles = source.for_tile(m, l, bounds)     # cheap, and the same value in every role of the kernel
     k_tiles.count                       # how many K-tiles; 0 is legal and means "the sum over nothing"
-    k_tiles.out                         # (rest_m, outer_m): which rows of D the work tile writes
+    k_tiles.out(n)                      # (rest_m, rest_n, outer_m): the tile of D that column tile n writes
     k_tiles.l                           # which item of a batch of A it multiplies
     k_tiles.at(i)                       # KTile(a, b); pure
     source.order                        # None, or in which order work tiles come (scheduler.py)
     source.shared_rows                  # how many neighbouring row tiles have the same K-tiles of B
     source.shared_columns               # how many neighbouring column tiles have the same K-tiles of A
 
-The types are `Source` and `KTiles`. A cluster loads an operand once for CTAs that share it. If their K-tiles differed,
-the sums would be wrong and nobody would notice. So the kernel refuses a cluster for which the source makes no promise
-(`check_sharing`).
+The types are `Source` and `KTiles`, and `Segments` where K-tiles are of several kinds. A cluster loads an operand once
+for CTAs that share it. If their K-tiles differed, the sums would be wrong and nobody would notice. So the kernel
+refuses a cluster for which the source makes no promise (`check_sharing`).
 
 Kernels see their operands as
 
@@ -55,10 +55,23 @@ class KTiles(Protocol):
     count: Int32
     l: Int32
 
-    @property
-    def out(self) -> tuple: ...
+    def out(self, n) -> tuple: ...
 
     def at(self, i) -> KTile: ...
+
+
+class Segments(Protocol):
+    """K-tiles that come in segments, each of one kind, so that a mainloop has a loop for each and no branch in any.
+
+    What a kind says is between a source and its mainloop: which rows of a tile multiply (row pairs), or whether a tile
+    of scores is masked element by element (attention).
+    """
+
+    count: Int32
+    kinds: tuple  # static, of the segments in their order
+    ends: tuple  # how many K-tiles there are up to the end of each segment; the last one is count
+
+    def at(self, i): ...
 
 
 class Source(Protocol):
@@ -100,9 +113,8 @@ class DenseKTiles:
     m: Int32
     l: Int32
 
-    @property
-    def out(self) -> tuple:
-        return self.m, Int32(0)
+    def out(self, n) -> tuple:
+        return self.m, n, Int32(0)
 
     def at(self, i) -> KTile:
         return KTile(a=(self.m, i, self.l), b=(i, Int32(0)))
@@ -144,9 +156,8 @@ class SplitKTiles:
     count: Int32
     l: Int32
 
-    @property
-    def out(self) -> tuple:
-        return self.whole.out
+    def out(self, n) -> tuple:
+        return self.whole.out(n)
 
     def at(self, i) -> KTile:
         return self.whole.at(self.first + i)

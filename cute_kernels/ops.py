@@ -50,8 +50,7 @@ def gemm(
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
     """
+    run = eager.gemm
     if torch.compiler.is_compiling():
-        from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
-
-        return traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
-    return eager.gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
+        from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
+    return run(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)

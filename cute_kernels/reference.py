@@ -20,8 +20,10 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
     return x
 
 
-def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, function):
-    """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype."""
+def gemm(a, b, terms, out, out_dtype):
+    """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
+    of which the epilogue is a Program."""
     acc = torch.matmul(a.float(), b.float())
-    result = apply_epilogue(acc, bias, activation, residual, alpha, beta, function).to(out_dtype)
+    t = terms
+    result = apply_epilogue(acc, t.bias, t.activation, t.residual, t.alpha, t.beta, t.epilogue).to(out_dtype)
     return result if out is None else out.copy_(result)

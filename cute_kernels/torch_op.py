@@ -8,9 +8,10 @@ import hashlib
 import types
 
 import torch
-from torch import Tensor
 
-from . import checks, eager
+from . import eager
+from .matmul.terms import epilogue_program
+from .runtime import library
 
 _FUNCTIONS: dict[str, object] = {}
 
@@ -20,7 +21,7 @@ def register_function(fn) -> str | None:
     """The name under which a graph refers to an epilogue function: that of its program."""
     if fn is None:
         return None
-    program = checks.epilogue_program("torch.compile", fn)
+    program = epilogue_program("torch.compile", fn)
     return register(hashlib.sha256(program.text.encode()).hexdigest(), program)
 
 
@@ -106,75 +107,25 @@ def function_named(name: str | None):
     return _FUNCTIONS[name]
 
 
-@torch.library.custom_op("cute_kernels::gemm", mutates_args=())
-def gemm_op(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    epilogue: str | None = None,
-) -> Tensor:
-    function = function_named(epilogue)
-    return eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, function)
+def _run(a, b, *, out, epilogue, **terms):
+    return eager.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms)
 
 
-@gemm_op.register_fake
-def _(
-    a,
-    b,
-    bias=None,
-    activation=None,
-    residual=None,
-    alpha=1.0,
-    beta=1.0,
-    out_dtype=None,
-    epilogue=None,
-):
+def _fake(a, b, *, out_dtype, **terms):
     torch._check(a.dim() >= 2 and b.dim() >= 2, lambda: "gemm: a and b need at least 2 dimensions")
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: {a.shape[-1]} columns meet {b.shape[-2]} rows")
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
 
 
-@torch.library.custom_op("cute_kernels::gemm_out", mutates_args=("out",))
-def gemm_out_op(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    epilogue: str | None = None,
-) -> None:
-    eager.gemm(a, b, bias, activation, residual, alpha, beta, out, None, function_named(epilogue))
-
-
-@gemm_out_op.register_fake
-def _(
-    a,
-    b,
-    out,
-    bias=None,
-    activation=None,
-    residual=None,
-    alpha=1.0,
-    beta=1.0,
-    epilogue=None,
-):
-    return None
+TERMS = (
+    "Tensor? bias=None, str? activation=None, Tensor? residual=None, float alpha=1.0, float beta=1.0, "
+    "ScalarType? out_dtype=None, str? epilogue=None"
+)
+library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake)
 
 
 def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
     """gemm inside a torch.compile trace."""
-    name = named_function(epilogue)
-    ops = torch.ops.cute_kernels
-    if out is None:
-        return ops.gemm(a, b, bias, activation, residual, float(alpha), float(beta), out_dtype, name)
-    ops.gemm_out(a, b, out, bias, activation, residual, float(alpha), float(beta), name)
-    return out
+    terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named_function(epilogue)
+    return library.call("cute_kernels::gemm", (a, b), out, terms)

@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def normal(*shape: int, seed: int = 0, device: str = DEVICE) -> torch.Tensor:
     """bfloat16 normal numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+    return torch.randn(shape, generator=generator, device="cpu").to(device, torch.bfloat16)
 
 
 def inspect_call(op, *args, **kwargs) -> None:

@@ -1,4 +1,4 @@
-"""Block-sparse (BSR) matrices and the products that cost what their kept blocks cost.
+"""Block-sparse (BSR) matrices and the products that cost what their stored blocks cost.
 
 BsrMatrix                 the format; shares its tensors with torch.sparse_bsr
 bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)

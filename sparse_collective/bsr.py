@@ -25,10 +25,6 @@ from cute_kernels.runtime.derived import Derived, state_of
 
 from . import checks as arguments
 from . import index_check
-from .row_pairs.tables import PairPlan, pair_plan, starts_of
-from .small_blocks.tables import SweepPlan, sweep_plan
-from .small_blocks.tile import CHUNK
-from .tile_order import reference as balance
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -390,54 +386,6 @@ class BsrMatrix:
             return make()
         state = state_of(self.crow_indices, self.col_indices)
         return self.plans.get(key, self.crow_indices, make, tensors_of, state)
-
-    def sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
-        """What the sweep kernel must know of the pattern (see sweep.py), for clusters of so many CTAs.
-
-        `b_k_major`: whether the dense operand is contiguous along K.
-        """
-        return self.derived(("sweep", cluster, b_k_major), lambda: self._make_sweep_plan(cluster, b_k_major))
-
-    def _make_sweep_plan(self, cluster: int, b_k_major: bool) -> SweepPlan:
-        pattern = self.crow_indices, self.col_indices, self.shape[-2:], self.blocksize
-        if self.device.type == "cuda":
-            from .small_blocks.tables_kernel import MOST_CHUNKS, sweep_plan_on_gpu
-
-            if -(-self.shape[-1] // CHUNK) <= MOST_CHUNKS:
-                return sweep_plan_on_gpu(*pattern, cluster, b_k_major)
-        return sweep_plan(*pattern, cluster, b_k_major)
-
-    def pair_plan(self) -> PairPlan:
-        """What the kernel over pairs of block rows must know of the pattern (see pairs.py)."""
-        return self.derived(("pairs",), self._make_pair_plan)
-
-    def _make_pair_plan(self) -> PairPlan:
-        pattern = self.crow_indices, self.col_indices, self.n_block_cols
-        if self.device.type == "cuda":
-            from .row_pairs.tables_kernel import MOST_COLUMNS, pair_plan_on_gpu
-
-            if self.n_block_cols <= MOST_COLUMNS:
-                return pair_plan_on_gpu(*pattern)
-        return pair_plan(*pattern)
-
-    def work_order(self, tiles: balance.Tiles, paired: bool = False) -> Tensor:
-        """In which order work tiles come, so that all workers finish together; see balance.work_order.
-
-        With `paired` rows are pairs of block rows, as long as their lists of columns.
-
-        On a GPU one kernel makes the same table, and torch that of problems beyond its limits (order_kernel.fits).
-        """
-
-        def make() -> tuple[Tensor]:
-            starts = starts_of(self.pair_plan()) if paired else self.crow_indices
-            if self.device.type == "cuda":
-                from .tile_order.kernel import fits, work_order_on_gpu
-
-                if fits(len(starts) - 1, **tiles._asdict()):
-                    return (work_order_on_gpu(starts, **tiles._asdict()),)
-            return (balance.work_order(starts, **tiles._asdict()),)
-
-        return self.derived((*tiles, "pairs") if paired else tiles, make)[0]
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.

@@ -39,8 +39,8 @@ class BsrGemm:
         residual: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
-        group: Int32,
-        max_ctas: Int32,
+        group: Int32 | None,
+        max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
         facts, cfg = self.facts, self.facts.config

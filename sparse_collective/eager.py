@@ -7,6 +7,7 @@ bsr_grouped_linear is told for each run of tokens which item they multiply.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +19,7 @@ from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
 from cute_kernels.matmul.plan import Plan, bias_view, stage, viewed
 from cute_kernels.matmul.problem import Extents, Problem
+from cute_kernels.matmul.terms import Terms, bias_kind, epilogue_program
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -60,45 +62,35 @@ def groups_of(op, x, groups, offsets, group_rows):
 def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     """An op of this package, where torch.compile does not trace it."""
     if epilogue is not None:
-        epilogue = checks.epilogue_program(op, epilogue)
+        epilogue = epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
     if W.check and not W.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
-    try:
-        pb, pd = b.data_ptr(), 0 if out is None else out.data_ptr()
-        key = (
-            op, W.key, b.shape, b.stride(), b.dtype, b.device,
-            (pb & 15, pd & 15) if (pb | pd) & 15 else 0,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.device),
-            None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.device),
-            activation, epilogue, forced_path(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None
-    if plan is None:
-        plan = _plan(op, W, b, bias, activation, residual, out, epilogue, groups)
-        if key is not None:
-            _PLANS.keep(key, plan)
     values = W.values
-    watched = b.requires_grad or values.requires_grad or bias is not None or residual is not None
-    if watched and torch.is_grad_enabled():
-        checks.check_no_grad(op, values, b, bias, residual)
-    if out is not None:
-        pv = values.data_ptr()
-        if (
-            out.requires_grad or (pd < pb + plan.spans[0] and pb < pd + plan.spans[2])
-            or (pd < pv + plan.spans[1] and pv < pd + plan.spans[2]) or pd == pb or pd == pv
-        ):  # fmt: skip
-            checks.check_out(op, out, b, values)
+    tensors = (b, values) if out is None else (b, values, out)
+    if bias is not None:
+        tensors += (bias,)
+    if residual is not None:
+        tensors += (residual,)
+    if groups is not None:
+        tensors += (groups,)
+    try:
+        terms = (
+            op, W.key, b.numel(), activation, epilogue, forced_path(),
+            out is None, bias is None, residual is None, groups is None,
+        )  # fmt: skip
+    except AttributeError:
+        terms = None
+    plan = _PLANS.known(terms, tensors, out)
+    if plan is None:
+        given = Terms(bias, activation, residual, epilogue=epilogue)
+        plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups))
     if plan.function is None:
-        return _without_kernel(plan, W, b, bias, activation, residual, out, epilogue, groups)
+        return _without_kernel(plan, W, b, Terms(bias, activation, residual, epilogue=epilogue), out, groups)
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-    d = result = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if plan.staged else out
+        out = plan.new_out()
+    d = result = plan.new_out() if plan.staged else out
     if plan.views:
         b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
@@ -109,15 +101,12 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
 
 def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
     """Run the plan's kernel on the tensors as it views them."""
-    family, function, group = plan.family, plan.function, plan.group
-    pattern = family.pattern(plan.facts, W, groups)
+    family, function, group, order = plan.family, plan.function, plan.group, None
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    if family.orders:
-        order = None
-        if _takes_order(W):
-            function, tiles, ctas = plan.ordered or _ordered(plan)
-            order, group = family.work_order(W, tiles), 1
-        pattern = family.with_order(pattern, order)
+    if family.orders and _takes_order(W):
+        function, tiles, ctas = plan.ordered or _ordered(plan)
+        order, group = family.work_order(W, tiles), 1
+    pattern = family.pattern(plan.facts, W, order, groups)
     function(W.crow_indices, *pattern, values, b, d, bias, residual, 1.0, 1.0, group, ctas)
 
 
@@ -126,8 +115,12 @@ def _takes_order(W) -> bool:
     return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
 
 
-def _explained(plan: Plan, W) -> Plan:
-    """The plan, with the facts of the kernel that a call launches."""
+def _explained(op: str, W, b, terms: Terms, out, groups=None) -> Plan:
+    """The plan of a call, with the facts of the kernel that it launches."""
+    W = as_bsr(op, W)
+    if W.check and W.device.type != "meta":
+        W.check_indices()  # plans depend on what it finds out
+    plan = _plan(op, W, b, terms, out, groups)
     if plan.facts is not None and plan.family.orders and _takes_order(W):
         plan.facts = replace(plan.facts, ordered=True)
         plan.notes.append("block rows differ in length: a table orders the work tiles, the longest first")
@@ -135,37 +128,39 @@ def _explained(plan: Plan, W) -> Plan:
 
 
 def _ordered(plan: Plan) -> tuple:
-    """(function, balance.Tiles, CTAs): the plan's kernel with work tiles dealt by length."""
+    """(function, Tiles, CTAs): the plan's kernel with work tiles in the order of their length."""
     from cute_kernels.runtime.families import function_for
 
     workers, cfg = plan.tiles.workers, plan.facts.config
-    ctas = 1 if workers is None else workers * cfg.cluster
+    ctas = None if workers is None else workers * cfg.cluster
     plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
     return plan.ordered
 
 
-def _without_kernel(plan: Plan, W, b, bias, activation, residual, out, epilogue, groups):
+def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
     if plan.empty:
-        return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device) if out is None else out
+        return plan.new_out() if out is None else out
     a = W.to_dense()
     if groups is not None:
-        return _grouped_reference(plan, a, b, groups, bias, activation, out, epilogue)
+        return _grouped_reference(plan, a, b, terms, out, groups)
     if plan.op == "bsr_linear":
         a, b = b, a.mT
-        bias = bias[:, None] if bias is not None and bias.dim() == 2 else bias
-    return reference.gemm(a, b, bias, activation, residual, 1.0, 1.0, out, plan.out_dtype, epilogue)
+        if terms.bias is not None and terms.bias.dim() == 2:
+            terms = replace(terms, bias=terms.bias[:, None])
+    return reference.gemm(a, b, terms, out, plan.out_dtype)
 
 
-def _grouped_reference(plan: Plan, weights, x, groups, bias, activation, out, epilogue):
+def _grouped_reference(plan: Plan, weights, x, terms: Terms, out, groups):
     """weights (E, M, K) dense, x (T, K), groups (runs,)."""
     acc = x.new_zeros(plan.out_shape, dtype=torch.float32).unflatten(0, (len(groups), -1))  # (runs, rows, M)
     runs = x.float().unflatten(0, (len(groups), -1))
     for item, weight in enumerate(weights):
         acc[groups == item] = runs[groups == item] @ weight.float().t()
+    bias = terms.bias
     if bias is not None and bias.dim() == 2:
         bias = bias[groups.clamp(0, len(weights) - 1).long(), None]
-    result = reference.apply_epilogue(acc, bias, activation, None, 1.0, 1.0, epilogue)
+    result = reference.apply_epilogue(acc, bias, terms.activation, None, 1.0, 1.0, terms.epilogue)
     result = result.flatten(0, 1).to(plan.out_dtype)
     return result if out is None else out.copy_(result)
 
@@ -186,7 +181,7 @@ def as_bsr(op: str, W) -> BsrMatrix:
     return matrix
 
 
-def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Plan:
+def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     linear = op != "bsr_matmul"
     name = "x" if linear else "b"
@@ -206,16 +201,14 @@ def _plan(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> P
     shape = (*batch, *b.shape[-2:-1], M) if linear else (*batch, M, b.shape[-1])
     out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
     checks.check_result(op, "out", out, shape, out_dtype)
-    checks.check_result(op, "residual", residual, shape, out_dtype)
-    spec = _epilogue(op, W, b, bias, activation, residual, epilogue)
-    checks.check_device(op, W.device, out=out, bias=bias, residual=residual, groups=groups)
+    checks.check_result(op, "residual", terms.residual, shape, out_dtype)
+    spec = _epilogue(op, W, b, terms)
+    checks.check_device(op, W.device, out=out, bias=terms.bias, residual=terms.residual, groups=groups)
     plan = Plan(op, shape, out_dtype, W.device)
-    if out is not None:
-        plan.spans = tuple(checks.dense_bytes(t) for t in (b, W.values, out))
     if math.prod(shape) == 0:
         plan.empty = True
     elif plans_kernel(W.device):
-        _plan_kernel(plan, W, b, bias, residual, out, spec, linear, groups)
+        _plan_kernel(plan, W, b, terms, out, spec, groups)
     return plan
 
 
@@ -252,9 +245,9 @@ def _check_groups(op: str, W, x, groups) -> None:
         )
 
 
-def _epilogue(op, W, b, bias, activation, residual, epilogue):
+def _epilogue(op, W, b, terms: Terms):
     """The epilogue's facts, after the checks of its terms."""
-    linear, M = op != "bsr_matmul", W.shape[-2]
+    linear, M, bias = op != "bsr_matmul", W.shape[-2], terms.bias
     if bias is not None:
         checks.check_tensor(f"{op}: bias", bias)
     items = W.batch is not None and bias is not None and tuple(bias.shape) == (W.shape[0], M, 1)[: 2 if linear else 3]
@@ -262,21 +255,18 @@ def _epilogue(op, W, b, bias, activation, residual, epilogue):
         several = "" if W.batch is None else f" or ({W.shape[0]}, {M})"
         found = f"bias has shape {tuple(bias.shape)}, must be ({M},){several}"
         raise ValueError(f"{op}: {found}, one value an output feature")
-    if items:
-        checks.bias_kind(op, bias[0], -1 if linear else M, M if linear else b.shape[-1])
-        kind = "row"
-    else:
-        kind = checks.bias_kind(op, bias, -1 if linear else M, M if linear else b.shape[-1])
-    if linear and kind:
+    kind = bias_kind(op, bias[0] if items else bias, -1 if linear else M, M if linear else b.shape[-1])
+    if kind and (items or linear):
         kind = "row"  # the kernel's rows are W's
-    spec = checks.epilogue_spec(op, kind, bias, activation, residual, 1.0, epilogue)
+    spec = terms.spec(op, kind)
     return replace(spec, bias_items=True) if items else spec
 
 
-def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, groups) -> None:
+def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     from cute_kernels.runtime.families import function_for
 
-    fold = W.batch is None
+    linear, fold = plan.op != "bsr_matmul", W.batch is None
+    bias, residual = terms.bias, terms.residual
     if fold and out is not None and out.dim() > 2:
         stage(plan, out, not folds_into_rows(out) if linear else flatten_batch(out, 3)[1])
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
@@ -319,13 +309,14 @@ def _plan_kernel(plan: Plan, W, b, bias, residual, out, spec, linear: bool, grou
         W.stats,
     )
     arch, sms, card = device_arch(b.get_device())
-    plan.facts, plan.group, plan.max_ctas, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
     plan.family = family_of(plan.facts)
     # A count of CTAs that divides the rows keeps even ones in step (family.in_step); of uneven ones it gives the
     # same to a CTA in every panel.
-    plan.uneven_ctas = resident_clusters(cfg, sms) * cfg.cluster
+    _, plan.uneven_ctas = plan.facts.counts(None, resident_clusters(cfg, sms) * cfg.cluster)
     if plan.family.orders:
         plan.tiles = tile_order.Tiles(
             row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
@@ -367,40 +358,20 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
     return lambda t: flatten_batch(t, 3)[0]
 
 
-def _known(op: str, W) -> BsrMatrix:
-    """W as a BsrMatrix of which the check, if it wants one, has told what plans depend on."""
-    W = as_bsr(op, W)
-    if W.check and W.device.type != "meta":
-        W.check_indices()
-    return W
-
-
 def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_matmul."""
-    W = _known("bsr_matmul", W)
-    return _explained(_plan("bsr_matmul", W, b, bias, activation, residual, out, epilogue), W)
+    return _explained("bsr_matmul", W, b, Terms(bias, activation, residual, epilogue=epilogue), out)
 
 
 def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_linear."""
-    W = _known("bsr_linear", W)
-    return _explained(_plan("bsr_linear", W, x, bias, activation, None, out, epilogue), W)
+    return _explained("bsr_linear", W, x, Terms(bias, activation, epilogue=epilogue), out)
 
 
 def plan_bsr_grouped_linear(
-    x,
-    W,
-    groups=None,
-    bias=None,
-    activation=None,
-    out=None,
-    *,
-    offsets=None,
-    group_rows=None,
-    epilogue=None,
+    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None
 ) -> Plan:
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     groups = groups_of(op, x, groups, offsets, group_rows)
-    W = _known(op, W)
-    return _explained(_plan(op, W, x, bias, activation, None, out, epilogue, groups), W)
+    return _explained(op, W, x, Terms(bias, activation, epilogue=epilogue), out, groups)

@@ -14,4 +14,4 @@ def bsr_args(facts: GemmFacts, tables: tuple) -> tuple:
     crow = fake_tensor(block.index_dtype, rank, rank - 1, 1)
     outer = [cute.sym_int32() for _ in range(2 if block.batch == "values" else 1)]
     values = fake_tensor(facts.dtype, len(outer) + 2, len(outer) + 1, 8, (*outer, block.bm, block.bk))
-    return crow, *tables, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args()
+    return crow, *tables, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args(facts)

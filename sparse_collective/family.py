@@ -11,11 +11,11 @@ from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
-from cute_kernels.tile.element import ELEMENT
 
 from . import catalogue
 from .candidates import bsr_sm80, bsr_sm90
 from .fakes import bsr_args
+from .tile_order.family import order_of
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
 
@@ -53,18 +53,13 @@ class BsrFamily(ProductFamily):
                 for ordered in (False, True) if self.orders else (False,):
                     yield make(spec, spec.path, config, shape, ordered=ordered, **terms)
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        """The tensors that say where W's blocks are, without an order of work tiles: col_indices, groups."""
-        return W.col_indices if W.nnz else W.col_indices.new_zeros(1), groups
-
-    def with_order(self, pattern: tuple, order) -> tuple:
-        """`pattern` with an order of work tiles, or None, in its place; only of a family that `orders`."""
-        columns, groups = pattern
-        return columns, order, groups
+    def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
+        """The tensors that say where W's blocks are. `order`: of the work tiles; None unless the family `orders`."""
+        return W.col_indices if W.nnz else W.col_indices.new_zeros(1), order, groups
 
     def work_order(self, W, tiles):
         """The order of work tiles of W's pattern."""
-        return W.work_order(tiles)
+        return order_of(W, tiles)
 
 
 class Bsr(BsrFamily):
@@ -110,7 +105,7 @@ def in_step(config, tiles_m: int, group: int, sms: int) -> int:
 def values_bytes(problem: Problem) -> float:
     """Size of the stored blocks."""
     extents = problem.extents
-    return problem.density * extents.M * extents.K * (extents.L if problem.block.batch else 1) * ELEMENT
+    return problem.density * extents.M * extents.K * (extents.L if problem.block.batch else 1) * problem.width
 
 
 def held_by_dram(problem: Problem) -> float:

@@ -32,9 +32,8 @@ class BsrKTiles:
     l: Int32  # item of A
     steps: cutlass.Constexpr[int]  # K-tiles a block; static, or at() would divide
 
-    @property
-    def out(self) -> tuple:
-        return self.rest_m, self.row
+    def out(self, n) -> tuple:
+        return self.rest_m, n, self.row
 
     def at(self, i) -> KTile:
         p = i // self.steps

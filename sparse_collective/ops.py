@@ -115,11 +115,10 @@ def bsr_grouped_linear(
 
 
 def _call(op: str, *terms) -> Tensor:
+    run = eager.call
     if torch.compiler.is_compiling():
-        from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
-
-        return traced_bsr(op, *terms)
-    return eager.call(op, *terms)
+        from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
+    return run(op, *terms)
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)

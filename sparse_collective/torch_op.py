@@ -1,94 +1,35 @@
 """The block-sparse ops as torch.library knows them: a BsrMatrix crosses the schema as its tensors and columns."""
 
 import torch
-from torch import Tensor
 
+from cute_kernels.runtime import library
 from cute_kernels.torch_op import function_named, named_function
 
 from .bsr import BsrMatrix
 from .eager import call
 
+NAME = "sparse_collective::bsr"
+INPUTS = "str op, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check, Tensor b"
+TERMS = (
+    "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, str? epilogue=None, "
+    "Tensor? groups=None"
+)
 
-@torch.library.custom_op("sparse_collective::bsr", mutates_args=())
-def bsr_op(
-    op: str,
-    crow_indices: Tensor,
-    col_indices: Tensor,
-    values: Tensor,
-    columns: int,
-    check: bool,
-    b: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    epilogue: str | None = None,
-    groups: Tensor | None = None,
-) -> Tensor:
+
+def _run(op, crow_indices, col_indices, values, columns, check, b, *, out, out_dtype, epilogue, **terms):
     W = _matrix(crow_indices, col_indices, values, columns, check)
-    shape = _shape(op, crow_indices, values, b)
-    out = b.new_empty(shape, dtype=out_dtype or b.dtype)
-    return call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
+    if out is None:
+        out = b.new_empty(_shape(op, crow_indices, values, b), dtype=out_dtype or b.dtype)
+    return call(op, W, b, out=out, epilogue=function_named(epilogue), **terms)
 
 
-@bsr_op.register_fake
-def _(
-    op,
-    crow_indices,
-    col_indices,
-    values,
-    columns,
-    check,
-    b,
-    bias=None,
-    activation=None,
-    residual=None,
-    out_dtype=None,
-    epilogue=None,
-    groups=None,
-):
+def _fake(op, crow_indices, col_indices, values, columns, check, b, *, out_dtype, **terms):
     inner = b.shape[-2] if op == "bsr_matmul" else b.shape[-1]
     torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
     return b.new_empty(_shape(op, crow_indices, values, b), dtype=out_dtype or b.dtype)
 
 
-@torch.library.custom_op("sparse_collective::bsr_out", mutates_args=("out",))
-def bsr_out_op(
-    op: str,
-    crow_indices: Tensor,
-    col_indices: Tensor,
-    values: Tensor,
-    columns: int,
-    check: bool,
-    b: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    epilogue: str | None = None,
-    groups: Tensor | None = None,
-) -> None:
-    W = _matrix(crow_indices, col_indices, values, columns, check)
-    call(op, W, b, bias, activation, residual, out, function_named(epilogue), groups)
-
-
-@bsr_out_op.register_fake
-def _(
-    op,
-    crow_indices,
-    col_indices,
-    values,
-    columns,
-    check,
-    b,
-    out,
-    bias=None,
-    activation=None,
-    residual=None,
-    epilogue=None,
-    groups=None,
-):
-    return None
+library.register(NAME, INPUTS, TERMS, _run, _fake)
 
 
 def _matrix(crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
@@ -125,10 +66,6 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None)
     """
     if not isinstance(W, BsrMatrix):
         raise TypeError(f"{op}: under torch.compile W must be a BsrMatrix; make it outside with BsrMatrix.from_torch")
-    name = named_function(epilogue)
     matrix = (W.crow_indices, W.col_indices, W.values, W.shape[-1], W.check and not W.checked)
-    ops = torch.ops.sparse_collective
-    if out is None:
-        return ops.bsr(op, *matrix, b, bias, activation, residual, None, name, groups)
-    ops.bsr_out(op, *matrix, b, out, bias, activation, residual, name, groups)
-    return out
+    terms = bias, activation, residual, None, named_function(epilogue), groups
+    return library.call(NAME, (op, *matrix, b), out, terms)

@@ -9,10 +9,10 @@ from typing import Any
 
 from cute_kernels import eager as dense_ops
 from cute_kernels.arch import ARCHS
-from cute_kernels.checks import epilogue_program
 from cute_kernels.dtypes import NAMES
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import families, load_all
 from sparse_collective import eager as sparse_ops

@@ -26,6 +26,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # torch.compile would start a pool of processes in each process of tests; one of them once never came back.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)  # CPU tensors here are small: threads only wait for each other, 5x on a busy machine
     if not os.environ.get(CACHE):  # processes that share the tests (pytest-xdist) inherit it, and share the folder
         folder = tempfile.mkdtemp(prefix="cute-kernels-tests-")

@@ -5,18 +5,14 @@ insists on what the compiled one would insist on (ranks, contiguous modes, align
 same views, and uses of the epilogue what its facts say, no more.
 """
 
-import importlib
-import inspect
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
-import cute_kernels
 import cute_kernels.eager as dense_ops
 import sparse_collective.eager as sparse_ops
-from cute_kernels import checks, reference
+from cute_kernels import reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.arguments import contiguous_mode
@@ -45,7 +41,7 @@ class Emulated:
         insist_on_arguments(self.facts, args)
         *operands, bias, residual, alpha, beta, group, max_ctas = args
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
-        assert group >= 1 and max_ctas >= 1
+        assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if self.facts.block is None:
             a, b, d = operands
             self.insist("a", a, 0)
@@ -163,9 +159,9 @@ class Emulated:
         for l, m in itertools.product(range(items), range(len(ends))):
             out, b = (t[l] if batch else t for t in wholes)
             k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
-            assert numbers(k_tiles.out) == (m, 0)
+            assert numbers(k_tiles.out(0)) == (m, 0, 0)
             first = 0
-            for halves, end in zip(((0, 1), (0,), (1,)), k_tiles.ends(), strict=True):
+            for halves, end in zip(k_tiles.kinds, k_tiles.ends, strict=True):
                 for i in range(first, number(end)):
                     tile = k_tiles.at(i)
                     k, column = numbers(tile.b)
@@ -221,40 +217,10 @@ def numbers(coordinate) -> tuple:
     return tuple(number(x) for x in coordinate)
 
 
-def fill_in(plan_kernel, **known) -> None:
-    """Call an op's `_plan_kernel` with those of its parameters, by name."""
-    plan_kernel(**{name: known[name] for name in inspect.signature(plan_kernel).parameters})
-
-
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of the ops are planned and launched as on a GPU of `arch`."""
-    plan_gemm, plan_bsr = dense_ops.plan_gemm, sparse_ops._plan
-
-    def gemm_planner(*args, **kwargs):
-        given = inspect.signature(plan_gemm).bind(*args, **kwargs)
-        given.apply_defaults()
-        call, plan = SimpleNamespace(**given.arguments), plan_gemm(*args, **kwargs)
-        if not plan.empty:
-            kind = checks.bias_kind("gemm", call.bias, call.a.shape[-2], call.b.shape[-1])
-            terms = kind, call.bias, call.activation, call.residual, call.alpha, call.epilogue
-            more = {"spec": checks.epilogue_spec("gemm", *terms), "batch": plan.out_shape[:-2]}
-            fill_in(dense_ops._plan_kernel, plan=plan, **vars(call), **more)
-        return plan
-
-    def bsr_planner(op, W, b, bias, activation, residual, out, epilogue, groups=None):
-        plan = plan_bsr(op, W, b, bias, activation, residual, out, epilogue, groups)
-        if not plan.empty:
-            spec = sparse_ops._epilogue(op, W, b, bias, activation, residual, epilogue)
-            linear = op != "bsr_matmul"
-            terms = {"bias": bias, "residual": residual, "out": out, "spec": spec, "linear": linear, "groups": groups}
-            fill_in(sparse_ops._plan_kernel, plan=plan, W=W, b=b, **terms)
-        return plan
-
-    planners = importlib.import_module("cute_kernels.explain")._PLANNERS
-    monkeypatch.setitem(planners, cute_kernels.gemm, gemm_planner)
-    monkeypatch.setattr(dense_ops, "plan_gemm", gemm_planner)
-    monkeypatch.setattr(sparse_ops, "_plan", bsr_planner)
     for ops in (dense_ops, sparse_ops):
+        monkeypatch.setattr(ops, "plans_kernel", lambda device: True)
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
         monkeypatch.setattr(ops, "_PLANS", PlanCache())
     monkeypatch.setattr(Emulated, "built", set())

@@ -11,6 +11,7 @@ from attention import block_sparse
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import families
+from cute_kernels.runtime.call_plan import PlanCache
 
 from .emulate_blocks import Walked
 from .signatures import insist_on_arguments
@@ -137,6 +138,6 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
     for module in (eager, packed, block_sparse):
-        monkeypatch.setattr(module, "_PLANS", plan.Plans())
+        monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(EmulatedFlash, "built", set())
     replace_functions(monkeypatch, {"flash forward": emulated, "decode": EmulatedDecode})

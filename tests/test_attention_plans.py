@@ -1,12 +1,14 @@
-"""A call like an earlier one is checked no more, by attention.plan.Plans: and what is not like it still is."""
+"""A call like an earlier one is checked no more, by runtime.call_plan.PlanCache: and what is not like it still is."""
 
 import pytest
 import torch
 
 import attention.eager as eager
 import cute_kernels
-from attention import BlockMask, attention, block_sparse, block_sparse_attention, packed, plan, reference
+from attention import BlockMask, attention, block_sparse, block_sparse_attention, packed, reference
 from attention.decode import choose
+from cute_kernels.runtime import call_plan
+from cute_kernels.runtime.call_plan import PlanCache
 
 from . import emulate_attention
 from .reference import normal
@@ -18,9 +20,9 @@ FULL = torch.ones(1, 1, dtype=torch.bool)
 def test_of_tensors(request, monkeypatch):
     """Both tests of tensors; the plans of other tests are forgotten."""
     if request.param == "ours":
-        monkeypatch.setattr(plan, "TensorGuards", None)
+        monkeypatch.setattr(call_plan, "TensorGuards", None)
     for module in (eager, packed, block_sparse):
-        monkeypatch.setattr(module, "_PLANS", plan.Plans())
+        monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
 
 
 def operands(B=2, H=4, heads=2, Sq=24, Sk=40, D=64):
@@ -35,8 +37,8 @@ def is_right(q, k, v, out=None, **terms) -> bool:
 
 def recent(*terms) -> list:
     """The plans that attention's known calls with these terms, among others, may have."""
-    found = [plans for key, plans in eager._PLANS._recent.items() if set(terms) <= set(key)]
-    return [plan for plans in found for _, plan in plans]
+    found = [plans for key, plans in eager._PLANS.recent.items() if set(terms) <= set(key)]
+    return [plan for plans in found for *_, plan in plans]
 
 
 def forms() -> dict:
@@ -68,7 +70,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch):
         emulate_attention.install(monkeypatch)
         monkeypatch.setattr("cute_kernels.runtime.families.function_for", lambda facts: lambda *arguments: None)
     first = call()
-    monkeypatch.setattr(plan.Plans, "checked", None)
+    monkeypatch.setattr(PlanCache, "checked", None)
     second = call()
     assert all(torch.equal(a, b) for a, b in zip(*((t if type(t) is tuple else (t,)) for t in (first, second))))
 
@@ -208,11 +210,11 @@ def test_a_path_or_splits_forced_later(emulated):
 
 
 def test_more_shapes_than_are_tried():
-    calls = [operands(Sk=24 + i) for i in range(plan._MOST_RECENT + 3)]
+    calls = [operands(Sk=24 + i) for i in range(call_plan.MOST_RECENT + 3)]
     for q, k, v, out in 2 * calls:
         assert is_right(q, k, v, out)
-    assert len(recent()) == plan._MOST_RECENT
-    assert len(eager._PLANS._plans) == len(calls)
+    assert len(recent()) == call_plan.MOST_RECENT
+    assert len(eager._PLANS.plans) == len(calls)
 
 
 def test_terms_of_the_wrong_kind_after_right_ones():

@@ -9,10 +9,10 @@ import torch
 import cute_kernels
 from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS, PATHS
-from cute_kernels.checks import epilogue_program
 from cute_kernels.matmul.choose import candidates_for, choose, facts_for
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.problem import Extents, Problem
+from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
 from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.families import unsupported
@@ -50,12 +50,12 @@ def test_explain_on_the_cpu():
     assert plan.facts is None and plan.function is None
     assert str(plan).splitlines() == [
         "gemm -> (3, 8, 24) torch.float32 on cpu",
-        "  kernel: none, CPU tensors run the torch reference",
+        "  kernel: none, CPU tensors run the reference",
     ]
     W = random_bsr((64, 32), (16, 16), density=0.5)
     assert explain(bsr_matmul, W, normal(32, 8)).out_shape == (64, 8)
     assert "bsr_linear -> (5, 64)" in str(explain(bsr_linear, normal(5, 32), W))
-    assert "kernel: none, the result is empty" in str(explain(gemm, normal(0, 8), normal(8, 8)))
+    assert "kernel: none, nothing to compute" in str(explain(gemm, normal(0, 8), normal(8, 8)))
     known = "known are .*bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
     with pytest.raises(ValueError, match=f"cannot explain 'matmul'; {known}"):
         explain(torch.matmul, normal(8, 8), normal(8, 8))

@@ -188,7 +188,7 @@ class Compiled:
 def test_what_the_kernel_is_called_with(monkeypatch, page_size, path):
     monkeypatch.setattr(families, "function_for", Compiled)
     q, parts = cache(2, 2, 4096, 128, 64, [7, 9], page_size, q_shape=(2, 8, 3))
-    plan = FlashPlan("attention", (2, 8, 3, 64), (2, 8, 3), q.dtype, q.device, (0.5, 0.0, 0, 0))
+    plan = FlashPlan("attention", (2, 8, 3, 64), q.dtype, q.device, scalars=(0.5, 0.0, 0, 0))
     facts = FlashFacts("sm_90a", path, None, head_dim=128, head_dim_v=64)
     made = []
     monkeypatch.setattr(choose, "with_parts", lambda f, *rest: made.append(f) or with_parts(f, *rest))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.runtime.families import families, load_all
 from cute_kernels.tile import barriers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,5 +76,35 @@ def test_functions_can_be_seen_at_once():
 
 @pytest.mark.parametrize("kernel", barriers.USES)
 def test_named_barriers_of_a_kernel_are_not_shared(kernel):
-    numbers = [first + i for first, count in barriers.USES[kernel] for i in range(count)]
+    numbers = [first + i for first, count, _ in barriers.USES[kernel] for i in range(count)]
     assert len(set(numbers)) == len(numbers) and 0 < min(numbers) <= max(numbers) < barriers.MOST
+
+
+@pytest.mark.parametrize(
+    ("uses", "threads", "counts", "message"),
+    [
+        (((1, 2, 128),), 256, {1: 3}, "3 barriers from 1 on, of 2"),
+        (((1, 2, 128),), 256, {2: 1}, "from 2 on are not in the table"),
+        (((1, 2, 256),), 160, {1: 1}, "256 threads meet at barrier 1; .* of a CTA's 160"),
+        (((1, 2, 48),), 256, {1: 1}, "48 threads meet at barrier 1; it takes whole warps"),
+        (((1, 3, 128), (3, 2, 128)), 256, {1: 3, 3: 1}, "each is one of 1 to 15, for one use"),
+        (((15, 2, 128),), 256, {15: 2}, "each is one of 1 to 15, for one use"),
+        (((0, 1, 128),), 256, {0: 1}, "each is one of 1 to 15, for one use"),
+    ],
+)
+def test_counts_that_would_hang(monkeypatch, uses, threads, counts, message):
+    monkeypatch.setitem(barriers.USES, "toy", uses)
+    with pytest.raises(ValueError, match=f"toy: .*{message}"):
+        barriers.check("toy", threads, counts)
+
+
+def test_every_kernel_says_which_barriers_it_uses():
+    """All kernels of the sm_90 path do but those of few columns, whose warps meet at __syncthreads alone."""
+    load_all()
+    for family in families():
+        for facts in family.catalogue("sm_90"):
+            used = family.named_barriers(facts)
+            specialised = family.warp_specialised(facts) or (family.name == "decode" and facts.path == "sm_90")
+            assert (used is not None) == specialised, family.title(facts)
+            if used:
+                barriers.check(used[0], family.threads(family.entry(facts)), used[1])

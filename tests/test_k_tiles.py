@@ -68,8 +68,8 @@ def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
     source = BsrSource(crow, col, tiles_m, steps)
     for m in range(7 * tiles_m):
         row, rest = divmod(m, tiles_m)
-        k_tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
-        assert numbers(k_tiles.out) == (rest, row)
+        k_tiles = source.for_tile(m, 0, source.bounds(m, 6, 0))
+        assert numbers(k_tiles.out(6)) == (rest, 6, row)
         found = [k_tiles.at(i) for i in range(number(k_tiles.count))]
         stored = [(p, column) for p, column in enumerate(col) if crow[row] <= p < crow[row + 1]]
         expected = [((rest, k, p), (k, column)) for p, column in stored for k in range(steps)]
@@ -93,7 +93,7 @@ def batch_source(form, groups=None, tiles_run=1):
 def walked(source, m, n, l) -> tuple:
     """What a work tile multiplies: [(number of the stored block, its column), ...]; and the item it says it takes."""
     k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
-    assert numbers(k_tiles.out) == (m % 2, m // 2)
+    assert numbers(k_tiles.out(n)) == (m % 2, n, m // 2)
     found = [k_tiles.at(i) for i in range(number(k_tiles.count))]
     blocks = [(number(tile.a[2]), number(tile.b[1])) for tile in found]
     assert [numbers(tile.a)[:2] for tile in found] == [(m % 2, i % 2) for i in range(len(found))]
@@ -117,8 +117,8 @@ def test_each_item_or_run_of_columns_walks_its_own_blocks(form):
 def test_a_dense_tile_walks_all_of_k():
     source = DenseSource(5, 3)
     for m, l in itertools.product(range(4), range(3)):
-        k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
-        assert numbers(k_tiles.out) == (m, 0) and k_tiles.count == 5
+        k_tiles = source.for_tile(m, l, source.bounds(m, 7, l))
+        assert numbers(k_tiles.out(7)) == (m, 7, 0) and k_tiles.count == 5
         assert [numbers(k_tiles.at(i).a) for i in range(5)] == [(m, i, l) for i in range(5)]
         assert [numbers(k_tiles.at(i).b) for i in range(5)] == [(i, 0) for i in range(5)]
     source = DenseSource(2, 1)

@@ -9,7 +9,7 @@ import torch
 
 from attention import BlockMask, attention, block_sparse_attention, eager
 from attention.forward import choose
-from attention.plan import Plans
+from cute_kernels.runtime.call_plan import PlanCache
 
 from .reference import attention_plainly, band_mask, poisoned
 
@@ -65,7 +65,7 @@ def test_tiles(monkeypatch, D, tiles, causal):
     """Every shape of tiles, and more query tiles than a CTA's first one."""
     monkeypatch.setattr(choose, "SM_90", {D: ((tiles, 1.0),)})
     monkeypatch.setattr(choose, "UNMASKED_ONLY", set())
-    monkeypatch.setattr(eager, "_PLANS", Plans())
+    monkeypatch.setattr(eager, "_PLANS", PlanCache(operands=3))
     q, k, v = operands(D, 40, 500, heads=80)
     out = poisoned(*q.shape, device="cuda")
     _, lse = attention(q, k, v, causal=causal, scale=1 / 8, return_lse=True, out=out)

@@ -17,8 +17,8 @@ from cute_kernels.runtime.families import unsupported
 from sparse_collective import BsrMatrix, bsr_matmul
 from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.row_pairs.family import ROW_PAIRS
-from sparse_collective.row_pairs.tables import pair_plan, starts_of
-from sparse_collective.row_pairs.tables_kernel import pair_plan_on_gpu
+from sparse_collective.row_pairs.tables import pair_tables, starts_of
+from sparse_collective.row_pairs.tables_kernel import pair_tables_on_gpu
 from sparse_collective.tile_order import reference as balance
 
 from . import cases
@@ -87,7 +87,7 @@ def by_brute_force(mask, crow, col) -> list[list[list[tuple]]]:
 def test_a_plan_is_the_union_of_two_rows(pattern, rows, cols, density, index_dtype, seed):
     mask = PATTERNS[pattern](rows, cols) if pattern else cases.bernoulli(rows, cols, density, seed)
     crow, col = cases.mask_to_indices(mask, index_dtype)
-    plan = pair_plan(crow, col, cols)
+    plan = pair_tables(crow, col, cols)
     assert plan.ends.dtype == plan.entries.dtype == torch.int32 and plan.entries.is_contiguous()
     assert plan.entries.shape == (3, max(1, len(col)))
     assert lists(plan, crow) == by_brute_force(mask, crow, col)
@@ -100,7 +100,7 @@ def test_a_plan_is_the_union_of_two_rows(pattern, rows, cols, density, index_dty
 @EVERY_PATTERN
 def test_the_kernel_plans_as_torch_does(pattern, shape, index_dtype):
     crow, col = (t.cuda() for t in cases.mask_to_indices(PATTERNS[pattern](*shape), index_dtype))
-    ours, by_torch = (plan(crow, col, shape[1]) for plan in (pair_plan_on_gpu, pair_plan))
+    ours, by_torch = (plan(crow, col, shape[1]) for plan in (pair_tables_on_gpu, pair_tables))
     assert torch.equal(ours.ends, by_torch.ends)
     assert lists(ours, crow.cpu()) == lists(by_torch, crow.cpu())
 

@@ -14,9 +14,11 @@ from cute_kernels.matmul.catalogue import COL
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.families import unsupported
 from sparse_collective import bsr_matmul, catalogue
+from sparse_collective.row_pairs.tables_family import tables_of as pair_tables_of
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
-from sparse_collective.small_blocks.tables import sweep_plan, table_shapes
-from sparse_collective.small_blocks.tables_kernel import sweep_plan_on_gpu
+from sparse_collective.small_blocks.tables import block_tables, table_shapes
+from sparse_collective.small_blocks.tables_family import tables_of
+from sparse_collective.small_blocks.tables_kernel import block_tables_on_gpu
 from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from . import cases
@@ -56,7 +58,7 @@ def test_patterns(device, monkeypatch, config, pattern, block):
 def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cluster, k_major, seed):
     mask = cases.bernoulli(rows, cols, density, seed)
     crow, col = cases.mask_to_indices(mask)
-    plan = sweep_plan(crow, col, (rows * block[0], cols * block[1]), block, cluster, k_major)
+    plan = block_tables(crow, col, (rows * block[0], cols * block[1]), block, cluster, k_major)
     g, segments = Geometry.of_block(*block, k_major), CONSUMERS * cluster
     found = torch.zeros(rows, cols, g.parts, dtype=torch.int)
     for group in range(len(plan.counts)):
@@ -90,7 +92,7 @@ def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_
     mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
     crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
-    ours, by_torch = (plan(crow, col, shape, block, cluster, k_major) for plan in (sweep_plan_on_gpu, sweep_plan))
+    ours, by_torch = (plan(crow, col, shape, block, cluster, k_major) for plan in (block_tables_on_gpu, block_tables))
     assert torch.equal(ours.counts, by_torch.counts)
     segments, per_chunk = CONSUMERS * cluster, Geometry.of_block(*block, k_major).slices
     for group, count in enumerate(ours.counts.tolist()):
@@ -114,13 +116,11 @@ def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     assert W.key != before and W.to(torch.float16).stats == W.stats
 
 
-@pytest.mark.parametrize(
-    "plan", [lambda W: W.sweep_plan(2, False), lambda W: W.pair_plan()], ids=["small blocks", "row pairs"]
-)
+@pytest.mark.parametrize("plan", [lambda W: tables_of(W, 2, False), pair_tables_of], ids=["small blocks", "row pairs"])
 def test_a_plan_is_kept_until_the_indices_change(plan):
     W = bsr(cases.bernoulli(30, 20, 0.3), (64, 64))
     first = plan(W)
-    assert plan(W) is first and W.sweep_plan(1, False) is not first
+    assert plan(W) is first and tables_of(W, 1, False) is not first
     W.col_indices.copy_(W.col_indices.clone())
     assert plan(W) is not first
 
@@ -128,14 +128,14 @@ def test_a_plan_is_kept_until_the_indices_change(plan):
 @pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])
 def test_blocks_that_are_refused(block):
     assert Geometry.refuse(*block)
-    with pytest.raises(ValueError, match="a sweep takes"):
+    with pytest.raises(ValueError, match="the kernel for small blocks takes"):
         Geometry.of_block(*block)
 
 
 def test_a_table_too_large_is_refused():
     crow, col = torch.zeros(2**16 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     shape, g = (2**20, 2**22), Geometry.of_block(16, 16)
-    for refused in (lambda: table_shapes(shape, g, 2), lambda: sweep_plan(crow, col, shape, (16, 16), 2, False)):
+    for refused in (lambda: table_shapes(shape, g, 2), lambda: block_tables(crow, col, shape, (16, 16), 2, False)):
         with pytest.raises(ValueError, match="table of"):
             refused()
 

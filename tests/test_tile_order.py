@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective import bsr_matmul
 from sparse_collective.tile_order import kernel as order_kernel
+from sparse_collective.tile_order.family import order_of
 from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, fits, work_order_on_gpu
 from sparse_collective.tile_order.reference import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
 
@@ -210,7 +211,7 @@ def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group,
 def test_beyond_the_kernels_limits_torch_orders(rows, workers):
     W = bsr(cases.power_law(rows, 8), (16, 16), "cuda")
     tiles = {"row_tiles": 1, "steps": 1, "tiles_n": 20, "batch": 1, "group": 4, "workers": workers}
-    assert torch.equal(W.work_order(Tiles(**tiles)).cpu(), work_order(W.crow_indices.cpu(), **tiles))
+    assert torch.equal(order_of(W, Tiles(**tiles)).cpu(), work_order(W.crow_indices.cpu(), **tiles))
 
 
 def test_what_the_kernel_serves():

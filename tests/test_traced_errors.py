@@ -11,7 +11,7 @@ from torch import nn
 
 from attention.masks.element_mask import element_mask
 from cute_kernels import functions as F
-from cute_kernels.checks import epilogue_program
+from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.traced.record import TraceError, trace
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """What the decoding kernels are compiled from: fakes of their arguments."""
 
-from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
 from ..forward.arguments import scalar_args, tensor_args
 from ..forward.config import DecodeFacts
@@ -9,11 +9,9 @@ from ..forward.config import DecodeFacts
 def decode_args(facts: DecodeFacts) -> tuple:
     """Fakes of all arguments of DecodeSm90 or DecodeSm80."""
     from cutlass import Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     seqlens = fake_tensor("int32", 1, 0, 1) if facts.seqlens else None
     table = fake_tensor("int32", 2, 1, 1) if facts.page_size else None
     parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
     ctas = (Int32(1),) if facts.path == "sm_90" else ()
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return *tensor_args(facts), seqlens, table, *parts, *scalar_args(facts), Int32(1), *ctas, stream
+    return *tensor_args(facts), seqlens, table, *parts, *scalar_args(facts), Int32(1), *ctas, fake_stream()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, Request, register
+from cute_kernels.tile.barriers import DECODE_CONSUMERS
 
 from ..forward.config import DecodeFacts
 from ..forward.family import describe
@@ -45,6 +46,9 @@ class Decode(Family):
 
     def tensor_core(self, facts: DecodeFacts) -> str:
         return "HGMMA" if facts.path == "sm_90" else "HMMA"
+
+    def named_barriers(self, facts: DecodeFacts) -> tuple[str, dict[int, int]] | None:
+        return ("decode", {DECODE_CONSUMERS: 1}) if facts.path == "sm_90" else None
 
     def describe(self, facts: DecodeFacts) -> dict[str, str]:
         found = describe(facts)

@@ -1,6 +1,6 @@
 """What the forward kernels are compiled from: fakes of their arguments."""
 
-from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
 from .config import FlashFacts
 
@@ -29,7 +29,6 @@ def scalar_args(facts: FlashFacts) -> tuple:
 def forward_args(facts: FlashFacts) -> tuple:
     """Fakes of all arguments of FlashForwardSm90 or FlashForwardSm80."""
     from cutlass import Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     cu_seqlens, blocks = (None, None), None
     if facts.packed:
@@ -38,9 +37,8 @@ def forward_args(facts: FlashFacts) -> tuple:
         index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (index, Int32(1), table, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     common = *tensor_args(facts), *cu_seqlens, blocks
     if facts.path == "sm_80":
-        return *common, *scalar_args(facts), stream
+        return *common, *scalar_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None
-    return *common, counter, *scalar_args(facts), Int32(1), stream
+    return *common, counter, *scalar_args(facts), Int32(1), fake_stream()

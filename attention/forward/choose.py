@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
-from .config import ELEMENT, FlashConfig, FlashFacts
+from .config import FlashConfig, FlashFacts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 L2_BYTES = 2**25  # of K and V that CTAs work on at a time, so that they stay in L2
@@ -108,9 +108,9 @@ def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = 
     return [f.config for f in facts if f.smem_bytes * (1 + (f.config.stages > 2)) <= spec.smem]
 
 
-def heads_in_l2(cols: int, width: int) -> int:
-    """How many heads' K and V, of `cols` rows and together `width` wide, stay in L2, but one at the least."""
-    return max(L2_BYTES // (width * ELEMENT) // max(cols, 1), 1)
+def heads_in_l2(cols: int, row_bytes: int) -> int:
+    """How many heads' K and V, of `cols` rows and together `row_bytes` wide, stay in L2, but one at the least."""
+    return max(L2_BYTES // row_bytes // max(cols, 1), 1)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from functools import cached_property
 from typing import ClassVar
 
 from cute_kernels.arch import ArchSpec, arch_named
+from cute_kernels.tile.element import BYTES, ELEMENT  # noqa: F401 (the kernels take ELEMENT from here)
 
 from ..masks.element_mask import ElementMask
 
-ELEMENT = 2  # bytes of a bf16 or fp16 element
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
 
@@ -84,7 +84,7 @@ class FlashFacts:
         """Shared memory of Q and of the rings of K and V, with barriers."""
         cfg = self.config
         kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
-        return (cfg.tile_m * self.head_dim + kv) * ELEMENT + (BARRIER_BYTES if self.path == "sm_90" else 0)
+        return (cfg.tile_m * self.head_dim + kv) * BYTES[self.dtype] + (BARRIER_BYTES if self.path == "sm_90" else 0)
 
     @property
     def ordered(self) -> bool:

@@ -99,10 +99,8 @@ def launcher(plan: Plan, call: Call) -> Callable[[Callable, Candidate], object]:
     def launch(function: Callable, candidate: Candidate) -> object:
         facts, tables = candidate.facts, ()
         if facts.block:
-            family = families.family_of(facts)
-            pattern = family.pattern(facts, W, None)
-            tables = (W.crow_indices, *(family.with_order(pattern, None) if family.orders else pattern), W.values)
-        return function(*tables, *rest, 1.0, 1.0, candidate.group, candidate.ctas)
+            tables = W.crow_indices, *families.family_of(facts).pattern(facts, W, None, None), W.values
+        return function(*tables, *rest, 1.0, 1.0, *facts.counts(candidate.group, candidate.ctas))
 
     return launch
 

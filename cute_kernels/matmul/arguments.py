@@ -1,6 +1,6 @@
 """What the products' functions are compiled from: fakes of their arguments."""
 
-from ..runtime.fake import fake_tensor
+from ..runtime.fake import fake_stream, fake_tensor
 from .config import GemmFacts
 
 
@@ -33,15 +33,14 @@ def epilogue_args(facts: GemmFacts) -> tuple:
     return bias, residual, Float32(1.0), Float32(1.0)
 
 
-def launch_args() -> tuple:
-    """Fakes of (group, max_ctas, stream); the stream is the one torch has current at the call."""
+def launch_args(facts: GemmFacts) -> tuple:
+    """Fakes of (group, max_ctas, stream), None as in GemmFacts.counts."""
     from cutlass import Int32
-    from cutlass.cute.runtime import make_fake_stream
 
-    return Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return *facts.counts(Int32(1), Int32(1)), fake_stream()
 
 
 def dense_args(facts: GemmFacts) -> tuple:
     """Fakes of all arguments of dense.DenseGemm."""
     operands = (matrix(facts, i) for i in range(3))
-    return *operands, *epilogue_args(facts), *launch_args()
+    return *operands, *epilogue_args(facts), *launch_args(facts)

@@ -6,6 +6,7 @@ Each is the best for some problem: legality says which of them can be built, cos
 from dataclasses import replace
 
 from ..arch import ArchSpec
+from ..tile.element import ELEMENT
 from .config import BARRIER_BYTES, BlockFacts, GemmConfig
 
 
@@ -15,9 +16,9 @@ def tile_k_of(block: BlockFacts | None) -> int:
 
 
 def with_stages(cfg, spec: ArchSpec, store_bytes: int, most: int = 8):
-    """The deepest ring that shared memory allows."""
+    """The deepest ring of 16-bit operands that shared memory allows."""
     free = spec.smem - 2 * BARRIER_BYTES - store_bytes - cfg.split_k_bytes
-    return replace(cfg, stages=min(most, free // cfg.stage_bytes))
+    return replace(cfg, stages=min(most, free // (cfg.stage_elements * ELEMENT)))
 
 
 def sm90(

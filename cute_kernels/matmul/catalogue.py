@@ -8,10 +8,11 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .. import checks, functions
+from .. import functions
 from ..arch import ArchSpec, arch_named
 from .candidates import split_sm90
 from .config import EpilogueSpec, GemmFacts
+from .terms import epilogue_program
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -35,7 +36,7 @@ COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
 @functools.cache
 def full() -> EpilogueSpec:
     """All terms. Made when it is asked for: tracing the function imports torch's compiler, which takes seconds."""
-    function = checks.epilogue_program("gemm", squared_relu)
+    function = epilogue_program("gemm", squared_relu)
     return replace(COL, scale=True, bias_dtype="float32", activation="gelu_tanh", function=function)
 
 

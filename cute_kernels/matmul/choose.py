@@ -4,6 +4,7 @@ from .. import tuned
 from ..arch import ArchSpec
 from ..operand import Layout
 from ..runtime.families import families, family_of
+from ..tile.element import BYTES
 from .config import GemmFacts
 from .family import ProductFamily
 from .problem import Problem
@@ -74,7 +75,7 @@ def store_align(d: Layout, out_dtype: str) -> int:
     TMA writes whole granules of 16 bytes. Where the contiguous extent ends inside of one, what lies behind each row (a
     neighbour's columns, where D is a slice) would be overwritten: so the extent must be a multiple of them too.
     """
-    granule = 16 // (4 if out_dtype == "float32" else 2)
+    granule = 16 // BYTES[out_dtype]
     return d.vector if d.vector % granule == 0 else 1
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from ..arch import MMA_K, ArchSpec, arch_named
-from ..tile.element import ELEMENT
+from ..tile.element import BYTES
 from ..traced.program import Program
 
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -27,6 +27,7 @@ class GemmConfig:
     # Whether sm_90's kernel has a producer warp with TMA and consumers with WGMMA; else all warps use mma.sync.
     warp_specialised: ClassVar[bool] = True
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
+    panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
     tile_m: int
     tile_n: int
     tile_k: int
@@ -51,14 +52,14 @@ class GemmConfig:
         return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
 
     @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage of A and B."""
-        return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
+    def stage_elements(self) -> int:
+        """In shared memory: one stage of A and B."""
+        return (self.tile_m + self.tile_n) * self.tile_k
 
     @property
-    def operand_bytes(self) -> int:
-        """Shared memory of the rings of A and B."""
-        return self.stage_bytes * self.stages
+    def operand_elements(self) -> int:
+        """In shared memory: the rings of A and B."""
+        return self.stage_elements * self.stages
 
     @property
     def short(self) -> str:
@@ -167,9 +168,18 @@ class GemmFacts:
         """Whether some warps load by TMA and others multiply by WGMMA; elsewhere all warps use mma.sync."""
         return self.path == "sm_90" and self.config.warp_specialised
 
+    def counts(self, group, max_ctas) -> tuple:
+        """(group, max_ctas) as the kernel takes them: None of one that has no panels, or a CTA for each work tile."""
+        return group if self.config.panels else None, max_ctas if self.warp_specialised else None
+
     @property
     def out_bytes(self) -> int:
-        return 4 if self.out_dtype == "float32" else 2
+        return BYTES[self.out_dtype]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Shared memory of the rings of A and B."""
+        return self.config.operand_elements * BYTES[self.dtype]
 
     @property
     def k_blocks(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ of two ping-pong teams one stores while the other multiplies. Where K is split a
 its share of the loop and of the store, and the exchange comes between them.
 """
 
-from ..tile.element import ELEMENT
 from .config import BlockFacts, GemmConfig
 from .problem import Extents, Problem
 
@@ -28,7 +27,7 @@ def cost(cfg: GemmConfig, problem: Problem, sms: int, l2_bytes_per_clock: float 
     """Clocks the product takes under this configuration; `l2_bytes_per_clock`: what L2 feeds one SM, where measured."""
     width = k_width(cfg, problem.block)
     k_tiles = max(1.0, problem.density * problem.extents.K / width / cfg.split)
-    loop = k_tiles * max(k_tile_clocks(cfg, l2_bytes_per_clock))
+    loop = k_tiles * max(k_tile_clocks(cfg, problem.width, l2_bytes_per_clock))
     return persistent(cfg, problem, sms, row_tiles(cfg, problem.extents, problem.block), loop)
 
 
@@ -37,10 +36,10 @@ def k_width(cfg, block: BlockFacts | None) -> int:
     return min(cfg.tile_k, block.bk) if block else cfg.tile_k
 
 
-def k_tile_clocks(cfg, l2_bytes_per_clock: float) -> tuple[float, float]:
-    """Of one K-tile: (products, loads)."""
+def k_tile_clocks(cfg, width: int, l2_bytes_per_clock: float) -> tuple[float, float]:
+    """Of one K-tile of elements of `width` bytes: (products, loads)."""
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
-    load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * ELEMENT / l2_bytes_per_clock
+    load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * width / l2_bytes_per_clock
     return mma, load
 
 
@@ -53,7 +52,7 @@ def persistent(cfg, problem: Problem, sms: int, tiles_m: int, loop: float) -> fl
     store = accumulators // cfg.split * store_clocks(problem)
     if cfg.split > 1:
         store += EXCHANGE_CLOCKS + cfg.split_k_bytes / EXCHANGE_BYTES_PER_CLOCK
-        operands = (density * extents.M + extents.N) * extents.K * extents.L * ELEMENT
+        operands = (density * extents.M + extents.N) * extents.K * extents.L * problem.width
         loop = max(loop, operands / DRAM_BYTES_PER_CLOCK / waves)
     alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
     tile = loop + store if alone else max(loop, (loop + store) / 2)
@@ -92,5 +91,5 @@ def raster_group(cfg, problem: Problem) -> int:
     """
     columns = 2048
     if problem.block is not None:
-        columns = PANEL_BYTES * max(1, problem.block.bm // 256) // (ELEMENT * max(1, problem.extents.K))
+        columns = PANEL_BYTES * max(1, problem.block.bm // 256) // (problem.width * max(1, problem.extents.K))
     return max(1, columns // (cfg.tile_n * cfg.cluster_n))

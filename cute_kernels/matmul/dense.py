@@ -47,7 +47,7 @@ class DenseGemm:
         alpha: Float32,
         beta: Float32,
         group: Int32,
-        max_ctas: Int32,
+        max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
         cfg = self.facts.config

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ..arch import ArchSpec, arch_named
 from ..runtime.families import Family, Request, register
+from ..tile.barriers import PRODUCT_ORDER, PRODUCT_STORE
 from . import catalogue, cost, legality
 from .arguments import dense_args
 from .candidates import dense_sm80, dense_sm90
@@ -52,6 +53,15 @@ class ProductFamily(Family):
 
     def warp_specialised(self, facts: GemmFacts) -> bool:
         return facts.warp_specialised
+
+    def named_barriers(self, facts: GemmFacts) -> tuple[str, dict[int, int]] | None:
+        cfg = facts.config
+        if not facts.warp_specialised:
+            return None
+        return "product", {PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.teams, PRODUCT_ORDER: 2 * (cfg.teams - 1)}
+
+    def threads(self, entry) -> int:
+        return entry.kernel.threads
 
     def dynamic_smem(self, entry) -> int:
         return entry.kernel.smem_bytes

@@ -4,7 +4,7 @@
 
     smem     | A 0 | B 0 | A 1 | B 1 | ...  a ring of stages; after the mainloop, the warps' store buffers
 
-One CTA does one work tile: the grid is all of them, in the scheduler's order, and `max_ctas` has no meaning here.
+One CTA does one work tile: the grid is all of them, in the scheduler's order.
 Two CTAs share an SM where registers and shared memory allow it, so that one multiplies while the other begins or ends.
 
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
@@ -54,7 +54,7 @@ class GemmSm80:
         args: EpilogueArgs,
         tiles_m: Int32,  # row tiles of the whole product
         group: Int32,
-        max_ctas: Int32,
+        max_ctas: None,  # the grid is all work tiles
         stream: cuda.CUstream,
     ):
         tiles_n = cute.ceil_div(mD.shape[1], self.cfg.tile_n)
@@ -94,6 +94,5 @@ class GemmSm80:
         # The last copies, zero fills, and other warps' reads must be done before the ring becomes store buffers.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        out_m, outer_m = k_tiles.out
         extent = (mD.shape[0], mD.shape[1])
-        self.store.store(acc, args, mD, smem, extent, (out_m, n, outer_m, l, k_tiles.l), index_warp, warp)
+        self.store.store(acc, args, mD, smem, extent, (*k_tiles.out(n), l, k_tiles.l), index_warp, warp)

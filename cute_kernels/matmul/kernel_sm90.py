@@ -280,10 +280,9 @@ class GemmSm90:
                 if const_expr(self.exchange is not None):
                     self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), group, rank_k, phase)
                     phase = phase ^ 1
-                out_m, outer_m = k_tiles.out
                 self.store.store(
                     acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
-                    (out_m, n * cfg.cluster_n + rank_n, outer_m, l, k_tiles.l), group, storage.one.data_ptr(), rank_k,
+                    (*k_tiles.out(n * cfg.cluster_n + rank_n), l, k_tiles.l), group, storage.one.data_ptr(), rank_k,
                 )  # fmt: skip
             self.store.drain()
             if const_expr(self.exchange is not None):

@@ -75,7 +75,7 @@ def sm80(facts: GemmFacts) -> str:
         return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
     pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
     store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n
-    needed = max(cfg.operand_bytes, store)
+    needed = max(facts.operand_bytes, store)
     if needed > spec.smem:
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"
     return ""
@@ -107,7 +107,7 @@ def store_buffers(facts: GemmFacts) -> str:
 
 def smem_sm90(facts: GemmFacts) -> str:
     """Whether shared memory holds the rings, the store buffers and the barriers."""
-    needed = facts.config.operand_bytes + facts.store_bytes + facts.config.split_k_bytes + 2 * BARRIER_BYTES
+    needed = facts.operand_bytes + facts.store_bytes + facts.config.split_k_bytes + 2 * BARRIER_BYTES
     spec = facts.spec
     return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block" if needed > spec.smem else ""
 

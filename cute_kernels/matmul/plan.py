@@ -1,56 +1,34 @@
-"""From an op's tensors to the kernel that will run: made once per metadata, then a dictionary look-up.
+"""From an op's tensors to the kernel that will run: what a product's plan has besides what every plan has."""
 
-A `Plan` depends on shapes, strides, dtypes, devices and 16-byte alignments, never on contents or addresses. It holds
-the compiled function and everything that its call needs besides the tensors.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+from ..runtime.call_plan import CallPlan
 
 
 @dataclass
-class Plan:
-    """What a call runs. `function` is None where a torch reference serves it: CPU tensors and empty results."""
+class Plan(CallPlan):
+    """What a call of a product runs."""
 
-    op: str
-    out_shape: tuple
-    out_dtype: torch.dtype
-    device: torch.device
-    function: Callable | None = None
-    group: int = 1
-    max_ctas: int = 1
-    facts: Any = None  # of the kernel
-    notes: list[str] = field(default_factory=list)
-    views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
-    empty: bool = False
+    group: int | None = 1
+    max_ctas: int | None = 1
     staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
-    uneven_ctas: int = 1  # max_ctas of a sparse product whose rows differ in length
+    uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
     tiles: tuple = ()  # of one whose work tiles may be ordered: sparse_collective.tile_order's Tiles
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
-    spans: tuple = (0, 0, 0)  # bytes of the two operands and of out, 0 where they have gaps
 
-    def __str__(self) -> str:
-        lines = [f"{self.op} -> {tuple(self.out_shape)} {self.out_dtype} on {self.device}"]
-        if self.empty:
-            lines.append("kernel: none, the result is empty")
-        elif self.facts is None:
-            lines.append("kernel: none, CPU tensors run the torch reference")
-        else:
-            f = self.facts
-            lines.append(f"path: {f.path}, compiled for {f.arch}")
-            lines.append(f"configuration: {f.config}, raster panels of {self.group}")
-            lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
-            if f.block:
-                steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
-                lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
-                if f.block.batch:
-                    runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
-                    lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
-        return "\n  ".join(lines + self.notes)
+    def kernel_lines(self) -> list[str]:
+        f = self.facts
+        lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
+        lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
+        if f.block:
+            steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
+            lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
+            if f.block.batch:
+                runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
+                lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
+        return lines
 
 
 def viewed(views: tuple, *tensors) -> list:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..operand import Layout
+from ..tile.element import BYTES
 from .config import BlockFacts, EpilogueSpec
 
 STATS_ROWS, PAIRED_ROWS = 192, 64  # of PatternStats
@@ -49,6 +50,11 @@ class Problem:
     transposed: bool = False
     density: float = 1.0  # of a sparse operand, as its statistics
     stats: PatternStats = NOT_KNOWN
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of A and B."""
+        return BYTES[self.dtype]
 
 
 def listed_at_random(density: float, block: BlockFacts, rows: int) -> float:

@@ -1,13 +1,154 @@
-"""Plans kept by the metadata of calls: what an op decided once is a dictionary look-up from then on."""
+"""Plans of calls: what an op decided once is looked up from then on, by the metadata of the call's tensors.
 
-MOST_PLANS = 8192  # a bound for programs whose shapes never repeat
+An op asks its PlanCache for `known`, and only where that has nothing for `checked`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .. import checks
+
+try:
+    from torch._C._dynamo.guards import TensorGuards  # torch.compile's: has a tensor changed?
+except ImportError:  # a torch that moved it: calls take 2 us longer
+    TensorGuards = None
+
+MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
+MOST_RECENT = 8  # plans with the same terms, compared one after another, 0.15 us each
 
 
-class PlanCache(dict):
-    """key -> plan. A key holds all that a plan depends on: shapes, strides, dtypes, devices, alignments, options."""
+@dataclass
+class CallPlan:
+    """What a call runs: all that it needs besides tensors and scalars, of metadata and never of contents or addresses.
 
-    def keep(self, key, plan) -> None:
-        """Add a plan; before there are too many, forget all."""
-        if len(self) >= MOST_PLANS:
-            self.clear()
-        self[key] = plan
+    `function` is None where a torch reference serves the call: CPU tensors, and results without elements.
+    """
+
+    op: str
+    out_shape: tuple
+    out_dtype: torch.dtype
+    device: torch.device
+    function: Callable | None = None
+    facts: Any = None  # of the kernel
+    notes: list[str] = field(default_factory=list)
+    views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
+    empty: bool = False  # nothing to compute
+    spans: tuple = (0, 0, 0, 0)  # of a call with out: bytes of its operands and, negative, of out; 1 where with gaps
+
+    @cached_property
+    def out_stride(self) -> tuple:
+        """Contiguous. torch.empty_strided takes less of the host's time than torch.empty, 0.3 us."""
+        return torch.empty(self.out_shape, device="meta").stride()
+
+    def new_out(self) -> torch.Tensor:
+        return torch.empty_strided(self.out_shape, self.out_stride, dtype=self.out_dtype, device=self.device)
+
+    def kernel_lines(self) -> list[str]:
+        """The kernel in words."""
+        return [f"configuration: {self.facts.config}"]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} -> {tuple(self.out_shape)} {self.out_dtype} on {self.device}"]
+        if self.facts is None:
+            why = "nothing to compute" if self.empty else "CPU tensors run the reference"
+            lines.append(f"kernel: none, {why}")
+        else:
+            lines += [f"path: {self.facts.path}, compiled for {self.facts.arch}", *self.kernel_lines()]
+        return "\n  ".join(lines + self.notes)
+
+
+class PlanCache:
+    """The plans of an op, by `terms` and by the metadata of `tensors`: its two or three operands, `out` unless that is
+    None, and others.
+
+    Terms are hashable, hold all else that a plan depends on, and say which tensors there are; None where there are
+    none to be had.
+    """
+
+    def __init__(self, operands: int = 2):
+        self.operands, self.three = operands, operands == 3
+        self.plans: dict[tuple, CallPlan] = {}
+        self.recent: dict[tuple, list] = {}  # terms -> (test of tensors, whether one requires a gradient, plan), a few
+
+    def known(self, terms: tuple | None, tensors: tuple, out) -> CallPlan | None:
+        """The plan of an earlier call that differs in nothing that is checked; None where there may be none.
+
+        Then out meets no operand: it would if it began before the other's end, but not so far before it that out ended
+        where the other begins.
+        """
+        try:
+            a, b = tensors[0].data_ptr(), tensors[1].data_ptr()
+            c = tensors[2].data_ptr() if self.three else b
+            d = 0 if out is None else out.data_ptr()
+            if (a | b | c | d) & 15:
+                terms = terms, a & 15, b & 15, c & 15, d & 15
+            for test, differentiable, plan in self.recent.get(terms, ()):
+                if test(*tensors):
+                    if out is not None:
+                        end_a, end_b, end_c, before = plan.spans
+                        if before < d - a < end_a or before < d - b < end_b or before < d - c < end_c:
+                            break
+                    if differentiable and torch.is_grad_enabled():
+                        break
+                    return plan
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # terms without a hash, no tensor, a sparse one
+            pass
+        return None
+
+    def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable) -> CallPlan:
+        """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap."""
+        operands = tensors[: self.operands]
+        try:
+            at = [0 if t is None else t.data_ptr() & 15 for t in (*(*operands, operands[-1])[:3], out)]
+            terms = (terms, *at) if terms and any(at) else terms
+            key = terms and (terms, *(_metadata(t) for t in tensors))
+            plan = self.plans.get(key)
+        except (AttributeError, IndexError, TypeError, RuntimeError):
+            key = plan = None  # `make` will say what is wrong
+        if plan is None:
+            plan = make()
+        checks.check_no_grad(op, *(t for t in tensors if t is not out))
+        if out is not None:
+            checks.check_out(op, out, *operands)
+            plan.spans = spans_of(out, *operands)
+        if key is not None:
+            if max(len(self.plans), len(self.recent)) >= MOST_PLANS:
+                self.plans.clear()
+                self.recent.clear()
+            self.plans[key] = plan
+            recent = self.recent.setdefault(terms, [])
+            if not any(test(*tensors) for test, *_ in recent):
+                recent.insert(0, (test_of(tensors), any(t.requires_grad for t in tensors), plan))
+                del recent[MOST_RECENT:]
+        return plan
+
+
+def _metadata(t: torch.Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def test_of(tensors: tuple) -> Callable:
+    """A function of as many tensors: whether they have the metadata of these, and the same ones require gradients.
+
+    torch's own is one call in C++ for what takes twenty attributes in Python. It wants no tensor twice.
+    """
+    if TensorGuards is None:
+        known = [(*_metadata(t), t.requires_grad) for t in tensors]
+        return lambda *others: [(*_metadata(t), t.requires_grad) for t in others] == known
+    first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    places = sorted(first.values())
+    test = TensorGuards(*(tensors[i] for i in places), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if len(places) == len(tensors):
+        return test
+    twice = [(i, first[id(t)]) for i, t in enumerate(tensors)]
+    return lambda *others: all(others[i] is others[j] for i, j in twice) and test(*[others[i] for i in places])
+
+
+def spans_of(out: torch.Tensor, *operands: torch.Tensor) -> tuple:
+    """CallPlan.spans of tensors; of two operands the second counts twice."""
+    sizes = [max(checks.dense_bytes(t), 1) for t in (*operands, operands[-1])[:3]]
+    return *sizes, -max(checks.dense_bytes(out), 1)

@@ -3,6 +3,13 @@
 from ..dtypes import cutlass_dtype
 
 
+def fake_stream():
+    """The stream that torch has current at the call."""
+    from cutlass.cute.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
 def fake_tensor(dtype: str, rank: int, contiguous: int | None, align: int, shape: tuple | None = None):
     """A tensor of unknown extents and strides.
 

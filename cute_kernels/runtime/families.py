@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..tile import barriers
 from . import keys
 from .cache import Built, default_cache
 from .compile import compile_for
@@ -72,6 +73,14 @@ class Family:
         """Whether setmaxnreg moves registers from a producer to consumers."""
         return False
 
+    def named_barriers(self, facts: Any) -> tuple[str, dict[int, int]] | None:
+        """Its kernel's name in tile.barriers and, by first number, how many it uses; None for one without."""
+        return None
+
+    def threads(self, entry: Any) -> int:
+        """Of a CTA of a kernel that has named barriers."""
+        return entry.threads
+
     def dynamic_smem(self, entry: Any) -> int:
         """Bytes of shared memory that the launch asks for, once compiled."""
         return getattr(entry, "smem_bytes", 0) or 0
@@ -97,6 +106,9 @@ class Family:
     def compile(self, facts: Any, *, keep_cubin: bool = False) -> Built:
         """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
         entry = self.entry(facts)
+        if used := self.named_barriers(facts):
+            kernel, counts = used
+            barriers.check(kernel, self.threads(entry), counts)
         compiled = compile_for(facts.arch, entry, *self.arguments(facts), keep_cubin=keep_cubin)
         return Built(compiled, {"smem": self.dynamic_smem(entry), **self.describe(facts)})
 

@@ -13,6 +13,9 @@ from cute_kernels.runtime.families import register
 
 from .. import catalogue
 from ..family import BsrFamily, in_step, slowed_by_dram
+from ..tile_order.family import order_of
+from .tables import starts_of
+from .tables_family import tables_of
 
 LONE_COLUMN = 1.3  # of a column that one row has: its time over that of its bytes, with zeros for the other
 
@@ -51,7 +54,7 @@ class RowPairs(BsrFamily):
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """Columns that both rows have, and those of one."""
-        mma, load = cost.k_tile_clocks(config, l2_bytes_per_clock)
+        mma, load = cost.k_tile_clocks(config, problem.width, l2_bytes_per_clock)
         density, paired = problem.density, problem.stats.paired
         paired = 1 - (1 - density) ** 2 if paired is None else paired
         paired = min(1.0, 2 * density, max(density, paired))
@@ -104,14 +107,11 @@ class RowPairs(BsrFamily):
         order = fake_tensor("int32", 2, 1, 2) if facts.ordered else None
         return *(fake_tensor("int32", 2, 1, 1) for _ in range(2)), order
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        return W.pair_plan()
+    def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
+        return *tables_of(W), order
 
     def work_order(self, W, tiles):
-        return W.work_order(tiles, True)
-
-    def with_order(self, pattern: tuple, order) -> tuple:
-        return *pattern, order
+        return order_of(W, tiles, lambda: starts_of(tables_of(W)))
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.row_pairs_kernels(self, arch)

@@ -32,11 +32,12 @@ class PairedKTiles:
     steps: cutlass.Constexpr[int]  # K-tiles a block
     blocks: Int32 | None = None  # of an item, of a batch: block p of item l is matrix p + l * blocks of values
     items: Int32 | None = None
+    kinds: cutlass.Constexpr[tuple] = ((0, 1), (0,), (1,))  # halves of the tile that multiply
+
+    def out(self, n) -> tuple:
+        return self.m, n, Int32(0)
 
     @property
-    def out(self) -> tuple:
-        return self.m, Int32(0)
-
     def ends(self) -> tuple:
         """Where the K-tiles of both rows, of the upper row alone, and all end. Consumers ask, so it is no part of
         `bounds`, which take registers while a tile is stored."""

@@ -21,7 +21,6 @@ from cute_kernels.matmul.mainloop_sm90 import TURN_THREADS, MainloopSm90
 from cute_kernels.tile.barriers import PRODUCT_ORDER
 
 HALVES = 2  # of a tile: block rows
-LOOPS = ((0, 1), (0,), (1,))  # halves that each loop multiplies
 
 
 def one_slab(tensor: cute.Tensor) -> cute.Tensor:
@@ -32,7 +31,7 @@ def one_slab(tensor: cute.Tensor) -> cute.Tensor:
 
 
 class RowPairsMainloopSm90(MainloopSm90):
-    """Takes K-tiles whose `a` is (upper, lower), and whose `ends()` tell where those of each loop end."""
+    """Takes K-tiles whose `a` is (upper, lower), in segments whose kind is which halves of the tile multiply."""
 
     boxes_a = HALVES
 
@@ -81,16 +80,16 @@ class RowPairsMainloopSm90(MainloopSm90):
         team: Int32,
     ):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
-        ends = k_tiles.ends()
+        ends = k_tiles.ends
         acc.fill(0.0)  # a row's first K-tile may lie in any of the loops; the other team multiplies meanwhile
         if const_expr(self.teams > 1):
             cute.arch.barrier(barrier_id=PRODUCT_ORDER + team, number_of_threads=TURN_THREADS)
         begin = Int32(0)
-        for part in range_constexpr(len(LOOPS)):
+        for part in range_constexpr(len(k_tiles.kinds)):
             end = ends[part]
             for i in cutlass.range(begin, end, unroll=1):
                 pipeline.consumer_wait(read)
-                self.issue_rows(tiled_mma, acc, tCrA, tCrB, read.index, LOOPS[part])
+                self.issue_rows(tiled_mma, acc, tCrA, tCrB, read.index, k_tiles.kinds[part])
                 warpgroup.wait_group(1)
                 if i > 0:
                     pipeline.consumer_release(release)

@@ -1,5 +1,5 @@
-"""What the kernel over pairs of block rows (mainloop_pairs_sm90) must know of a pattern: which columns a pair needs,
-and which stored blocks each of its rows has there. Made once per pattern, on its device, without waiting for it.
+"""What the kernel over pairs of block rows must know of a pattern: which columns a pair needs, and which stored blocks
+each of its rows has there. Made once per pattern, on its device, without waiting for it.
 
 Pair g is the block rows 2g and 2g + 1; of an odd number of rows the last pair has one. A column that both have is one
 entry of two blocks, so a pair has at most as many entries as blocks, and they lie where its blocks lie.
@@ -11,34 +11,34 @@ from typing import ClassVar, NamedTuple
 import torch
 
 
-class PairPlan(NamedTuple):
+class PairTables(NamedTuple):
     """The pattern as the kernel reads it; all int32, on the pattern's device.
 
     ends (pairs, 3): where, counted from the pair's first entry, those of both rows end, those of the upper row alone,
         and those of the lower row alone, which is how many there are.
     entries (3, max(nnz, 1)): column, number of the upper row's block, number of the lower's, from crow_indices[2g] on;
-        columns ascend in each of the three parts. The number of a block that is absent is nnz. Past a pair's last entry
-        stands anything.
+        columns ascend in each of the three parts. The number of a block that is absent is nnz. Places past a
+        pair's last entry may hold anything.
     """
 
     ends: torch.Tensor
     entries: torch.Tensor
 
 
-def starts_of(plan: PairPlan) -> torch.Tensor:
-    """(pairs + 1,) int32, the pairs' numbers of entries summed up: what balance.work_order takes for crow_indices."""
+def starts_of(plan: PairTables) -> torch.Tensor:
+    """(pairs + 1,) int32, the pairs' numbers of entries summed up: what tile_order takes for crow_indices."""
     starts = plan.ends.new_zeros(len(plan.ends) + 1)
     torch.cumsum(plan.ends[:, 2], 0, dtype=torch.int32, out=starts[1:])
     return starts
 
 
-def pair_plan(crow: torch.Tensor, col: torch.Tensor, columns: int) -> PairPlan:
+def pair_tables(crow: torch.Tensor, col: torch.Tensor, columns: int) -> PairTables:
     """The plan of a checked pattern: crow (M / bm + 1,), col (nnz,), `columns` of blocks; plain torch."""
     nnz, device, rows = col.numel(), col.device, len(crow) - 1
     pairs = -(-rows // 2)
     if nnz == 0:
         entries = torch.zeros(3, 1, dtype=torch.int32, device=device)
-        return PairPlan(torch.zeros(pairs, 3, dtype=torch.int32, device=device), entries)
+        return PairTables(torch.zeros(pairs, 3, dtype=torch.int32, device=device), entries)
     numbers = torch.arange(nnz, dtype=crow.dtype, device=device)
     row = torch.searchsorted(crow, numbers, right=True) - 1
     # By pair and column; of two equal keys the upper row's block comes first.
@@ -59,11 +59,11 @@ def pair_plan(crow: torch.Tensor, col: torch.Tensor, columns: int) -> PairPlan:
     firsts = torch.arange(pairs, device=device)[:, None] * 4 + torch.arange(4, device=device)
     bounds = torch.searchsorted(order, firsts * columns)  # (pairs, 4)
     ends = (bounds[:, 1:] - bounds[:, :1]).int()
-    return PairPlan(ends, entry[:, place].int().contiguous())
+    return PairTables(ends, entry[:, place].int().contiguous())
 
 
 @dataclass(frozen=True)
-class PairPlanFacts:
+class PairTablesFacts:
     """What a plan kernel is compiled from."""
 
     family: ClassVar[str] = "row pair tables"

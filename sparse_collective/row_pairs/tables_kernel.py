@@ -1,4 +1,4 @@
-"""The plan of pairs of block rows, made on the GPU by one kernel: what pairs.pair_plan makes with thirty.
+"""The plan of pairs of block rows, made on the GPU by one kernel: what tables.pair_tables makes with thirty.
 
 One CTA a pair. Each row of it is a bitmap over the block columns, in shared memory:
 
@@ -19,7 +19,7 @@ from cute_kernels.dtypes import NAMES_OF_INDEX
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .tables import PairPlan, PairPlanFacts
+from .tables import PairTables, PairTablesFacts
 
 THREADS = 256
 WARP = 32
@@ -27,8 +27,8 @@ MOST_WORDS = 2048  # 40 KB of shared memory
 MOST_COLUMNS = 32 * MOST_WORDS
 
 
-class PairPlanner:
-    """Compiles to one kernel per `PairPlanFacts`."""
+class PairTablesKernel:
+    """Compiles to one kernel per `PairTablesFacts`."""
 
     @cute.jit
     def __call__(
@@ -137,11 +137,11 @@ class PairPlanner:
         entries[2, place] = lower
 
 
-def pair_plan_on_gpu(crow: torch.Tensor, col: torch.Tensor, columns: int) -> PairPlan:
-    """pairs.pair_plan of a checked pattern on a GPU, for at most MOST_COLUMNS columns."""
+def pair_tables_on_gpu(crow: torch.Tensor, col: torch.Tensor, columns: int) -> PairTables:
+    """tables.pair_tables of a checked pattern on a GPU, for at most MOST_COLUMNS columns."""
     pairs, nnz = len(crow) // 2, len(col)
     ends, entries = (torch.empty(size, dtype=torch.int32, device=col.device) for size in ((pairs, 3), (3, max(1, nnz))))
-    facts = PairPlanFacts(device_arch(col.get_device())[0].target, NAMES_OF_INDEX[col.dtype])
+    facts = PairTablesFacts(device_arch(col.get_device())[0].target, NAMES_OF_INDEX[col.dtype])
     planner = function_for(facts)
     planner(crow, col if nnz else col.new_zeros(1), ends, entries, columns, nnz)
-    return PairPlan(ends, entries)
+    return PairTables(ends, entries)

@@ -18,6 +18,7 @@ class SkinnyConfig:
 
     family: ClassVar[str] = "skinny"
     warp_specialised: ClassVar[bool] = False
+    panels: ClassVar[bool] = False
     tile_k: ClassVar[int] = VECTOR
     cluster_m: ClassVar[int] = 1
     cluster_n: ClassVar[int] = 1

@@ -80,10 +80,6 @@ class Skinny(BsrFamily):
 
         return SkinnyGemm(facts)
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        columns, groups = super().pattern(facts, W, groups)
-        return columns, None, groups  # its entry has a place for an order of work tiles, as BsrGemm's
-
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.skinny_kernels(self, arch)
 

@@ -92,8 +92,8 @@ class SkinnyKernel:
         source,
         args: EpilogueArgs,
         tiles_m: Int32,  # strips of the whole product
-        group: Int32,
-        max_ctas: Int32,
+        group: None,
+        max_ctas: None,
         stream: cuda.CUstream,
     ):
         """Column tiles and items of one strip are neighbours, so that its values are in L2 for all but the first."""
@@ -166,7 +166,7 @@ class SkinnyKernel:
         if warp < pieces:
             lane = cute.arch.lane_idx()
             g, t = lane >> 2, lane & 3
-            rest_m, _ = k_tiles.out
+            rest_m, _, _ = k_tiles.out(n)
             a_lane = mA.iterator.toint() + (rest_m * cfg.tile_m + g) * (mA.stride[0] * ELEMENT)
             # Columns past the last one load it again; what comes of them is not stored.
             columns = [cutlass.min(n * cfg.tile_n + j * 8 + g, mB.shape[0] - 1) for j in range(self.mmas_n)]
@@ -275,8 +275,8 @@ class SkinnyKernel:
     def store(self, sSum: cute.Tensor, args: EpilogueArgs, mD: cute.Tensor, tile: tuple, k_tiles):
         """Add up the sums of all warps, and store them through the epilogue: neighbours along D's contiguous mode."""
         cfg = self.cfg
-        rest_m, row = k_tiles.out
         n, l = tile
+        rest_m, n, row = k_tiles.out(n)
         size = const_expr(cfg.tile_m * cfg.tile_n)
         extent = (mD.shape[0], mD.shape[1])
         for v in range_constexpr(-(-size // self.threads)):

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_kernels.tile.element import ELEMENT
-
 from .tile import CHUNK, CONSUMERS, ROWS
 
 
@@ -16,6 +14,7 @@ class SmallBlocksConfig:
 
     family: ClassVar[str] = "small blocks"
     warp_specialised: ClassVar[bool] = True
+    panels: ClassVar[bool] = True
     tile_m: ClassVar[int] = ROWS * CONSUMERS
     tile_k: ClassVar[int] = CHUNK
     warps_m: ClassVar[int] = CONSUMERS
@@ -37,18 +36,18 @@ class SmallBlocksConfig:
         return self.cluster_m
 
     @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage of B."""
-        return self.tile_n * self.tile_k * ELEMENT
+    def stage_elements(self) -> int:
+        """In shared memory: one stage of B."""
+        return self.tile_n * self.tile_k
 
     @property
-    def chunk_bytes(self) -> int:
-        """Shared memory of A's rings."""
-        return self.chunks * self.tile_m * self.tile_k * ELEMENT
+    def chunk_elements(self) -> int:
+        """In shared memory: A's rings."""
+        return self.chunks * self.tile_m * self.tile_k
 
     @property
-    def operand_bytes(self) -> int:
-        return self.stage_bytes * self.stages + self.chunk_bytes
+    def operand_elements(self) -> int:
+        return self.stage_elements * self.stages + self.chunk_elements
 
     @property
     def short(self) -> str:

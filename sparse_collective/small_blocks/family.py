@@ -15,6 +15,7 @@ from cute_kernels.tile.element import ELEMENT
 from .. import catalogue
 from ..family import BsrFamily, held_by_dram
 from .config import SmallBlocksConfig
+from .tables_family import tables_of
 from .tile import CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
 
 # Fitted to 90 times, as `cost` says, at the clock of a loaded card, which these do not load as much: so shared memory's
@@ -43,7 +44,7 @@ class SmallBlocks(BsrFamily):
         deep = replace(cfg, store_row=128, chunks=4)
         narrow = replace(deep, tile_n=128)
         shapes = [replace(cfg, cluster_m=2), cfg, narrow, replace(narrow, cluster_m=2), deep]
-        return [with_stages(s, spec, CONSUMERS * 64 * s.store_row + s.chunk_bytes) for s in shapes]
+        return [with_stages(s, spec, CONSUMERS * 64 * s.store_row + s.chunk_elements * ELEMENT) for s in shapes]
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again
@@ -68,8 +69,8 @@ class SmallBlocks(BsrFamily):
         listed = 1 - (1 - listed) ** geometry.gather
         slabs, k_steps = config.tile_n / 64, min(block.bk, config.tile_k) / 16
         mma = blocks * slabs * k_steps * 16 * block.bm * 64 / cost.MACS_PER_CLOCK
-        arriving = (listed * config.tile_n + density * config.tile_m) * config.tile_k * ELEMENT
-        smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * ELEMENT) / SMEM_BYTES_PER_CLOCK
+        arriving = (listed * config.tile_n + density * config.tile_m) * config.tile_k * problem.width
+        smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * problem.width) / SMEM_BYTES_PER_CLOCK
         issue = listed * CHUNK_CLOCKS + blocks / CONSUMERS * BLOCK_CLOCKS
         feed = l2_bytes_per_clock * (1 if config.cluster_m > 1 else 0.914) * FEED.get(config.stages, 1.0)
         _, second, first = sorted((max(mma, smem), arriving / feed, issue))
@@ -130,8 +131,8 @@ class SmallBlocks(BsrFamily):
         counts, order = (fake_tensor("int32", 1, 0, 1) for _ in range(2))
         return counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
 
-    def pattern(self, facts: GemmFacts, W, groups) -> tuple:
-        return W.sweep_plan(facts.config.cluster_m, facts.majors[1] == "k")
+    def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
+        return tables_of(W, facts.config.cluster_m, facts.majors[1] == "k")
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.small_blocks_kernels(self, arch)

@@ -1,4 +1,4 @@
-"""What the sweep kernel (sweep_sm90.py) must know of a pattern: which columns of W a group of rows needs, and in which
+"""What the kernel for small blocks must know of a pattern: which columns of W a group of rows needs, and in which
 order it meets their blocks. Made once per pattern, on its device, without waiting for it; plain torch.
 
     segment   the rows of one consumer warpgroup: 64 rows of W, 64 / bm block rows
@@ -19,7 +19,7 @@ from .tile import CONSUMERS, MOST_TABLE_BYTES, ROWS, Geometry, table_bytes
 BATCH = 32  # entries that a warp fetches at once, one a lane
 
 
-class SweepPlan(NamedTuple):
+class BlockTables(NamedTuple):
     """The pattern as the kernel reads it; all int32, on the pattern's device.
 
     counts (groups,): how many slices a group needs.
@@ -42,14 +42,14 @@ def table_shapes(shape: tuple[int, int], g: Geometry, cluster: int) -> tuple[tup
     groups, slices = -(-shape[0] // (ROWS * CONSUMERS * cluster)), -(-shape[1] // (g.width * g.gather))
     if (size := table_bytes(*shape, cluster)) > MOST_TABLE_BYTES:
         raise ValueError(
-            f"a sweep over {shape[0]}x{shape[1]} needs a table of {size} bytes, more than {MOST_TABLE_BYTES}"
+            f"small blocks of {shape[0]}x{shape[1]} need a table of {size} bytes, more than {MOST_TABLE_BYTES}"
         )
     return (groups, slices), (groups, -(-slices // g.slices), 4 if cluster == 1 else 8)
 
 
-def sweep_plan(
+def block_tables(
     crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int, b_k_major: bool
-) -> SweepPlan:
+) -> BlockTables:
     """The plan of a checked pattern: crow (M / bm + 1,), col (nnz,), W of `shape` (M, K) in blocks (bm, bk).
 
     `cluster`: CTAs of a cluster, 1 or 2; `b_k_major`: whether the dense operand is contiguous along K. Raises as
@@ -61,7 +61,7 @@ def sweep_plan(
     words = torch.zeros(words_shape, dtype=torch.int32, device=device)
     if nnz == 0:
         counts, order = (torch.zeros(n, dtype=torch.int32, device=device) for n in (groups, 1))
-        return SweepPlan(counts, torch.zeros(groups, slices, dtype=torch.int32, device=device), words, order)
+        return BlockTables(counts, torch.zeros(groups, slices, dtype=torch.int32, device=device), words, order)
     numbers = torch.arange(nnz, dtype=crow.dtype, device=device)
     row = torch.searchsorted(crow, numbers, right=True) - 1
     segment, first = row // g.rows, col.long() * g.parts // g.gather
@@ -82,11 +82,11 @@ def sweep_plan(
     table = torch.zeros(groups, slices + 1, dtype=torch.int32, device=device)
     table.scatter_(1, to, everything.int())  # what is not needed goes to the last place, which nobody reads
     order = torch.argsort((segment * words.shape[1] + chunk) * ROWS + bit)
-    return SweepPlan(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
+    return BlockTables(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
 
 
 @dataclass(frozen=True)
-class PlanFacts:
+class BlockTablesFacts:
     """What a plan kernel is compiled from."""
 
     family: ClassVar[str] = "small block tables"

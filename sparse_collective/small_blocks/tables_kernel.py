@@ -1,4 +1,4 @@
-"""The sweep kernel's plan, made on the GPU by one kernel: what sweep.sweep_plan makes with forty.
+"""The tables of small blocks, made on the GPU by one kernel: what tables.block_tables makes with forty.
 
 One CTA a group of rows. Its tables lie in shared memory, so all that is read are the indices, three times:
 
@@ -22,7 +22,7 @@ from cute_kernels.dtypes import NAMES_OF_INDEX
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .tables import PlanFacts, SweepPlan, table_shapes
+from .tables import BlockTables, BlockTablesFacts, table_shapes
 from .tile import CONSUMERS, Geometry
 
 THREADS = 512
@@ -31,10 +31,10 @@ MOST_SLICES = 4 * MOST_CHUNKS  # of blocks 16 wide
 WARP = 32
 
 
-class SweepPlanner:
-    """Compiles to one kernel per `PlanFacts`."""
+class BlockTablesKernel:
+    """Compiles to one kernel per `BlockTablesFacts`."""
 
-    def __init__(self, facts: PlanFacts):
+    def __init__(self, facts: BlockTablesFacts):
         self.g = Geometry.of_block(facts.bm, facts.bk, facts.b_k_major)
         self.segments = CONSUMERS * facts.cluster
         self.rows = self.segments * self.g.rows  # block rows of a group
@@ -180,17 +180,19 @@ class SweepPlanner:
         return row // g.rows, rank // g.slices, bit
 
 
-def sweep_plan_on_gpu(
+def block_tables_on_gpu(
     crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], cluster: int, b_k_major: bool
-) -> SweepPlan:
-    """sweep.sweep_plan of a checked pattern on a GPU, for matrices of at most MOST_CHUNKS chunks; raises as it does.
+) -> BlockTables:
+    """tables.block_tables of a checked pattern on a GPU, for matrices of at most MOST_CHUNKS chunks; raises as it does.
 
     Places of `slices` and `words` past a group's count hold anything.
     """
     slices_shape, words_shape = table_shapes(shape, Geometry.of_block(*block, b_k_major), cluster)
     sizes = slices_shape[0], slices_shape, words_shape, max(1, len(col))
     counts, slices, words, order = (torch.empty(size, dtype=torch.int32, device=col.device) for size in sizes)
-    facts = PlanFacts(device_arch(col.get_device())[0].target, *block, NAMES_OF_INDEX[col.dtype], cluster, b_k_major)
+    facts = BlockTablesFacts(
+        device_arch(col.get_device())[0].target, *block, NAMES_OF_INDEX[col.dtype], cluster, b_k_major
+    )
     planner = function_for(facts)
     planner(crow, col if len(col) else col.new_zeros(1), counts, slices, words, order)
-    return SweepPlan(counts, slices, words, order)
+    return BlockTables(counts, slices, words, order)

@@ -1,4 +1,4 @@
-"""The tile of the sweep kernel (sparse_collective.sweep_sm90), and how blocks of one shape lie in it."""
+"""The tile of the kernel for small blocks, and how blocks of one shape lie in it."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ MOST_TABLE_BYTES = 256 << 20  # of a plan's table: groups x chunks
 
 
 def table_bytes(M: int, K: int, cluster: int) -> int:
-    """Size of the words of a plan (sparse_collective.sweep) for W (M, K), for clusters of so many CTAs."""
+    """Size of the words of a pattern's tables for W (M, K), for clusters of so many CTAs."""
     groups, chunks = -(-M // (ROWS * CONSUMERS * cluster)), -(-K // CHUNK)
     return groups * chunks * (4 if cluster == 1 else 8) * 4
 
@@ -45,11 +45,11 @@ class Geometry:
 
     @staticmethod
     def refuse(bm: int, bk: int) -> str:
-        """Why blocks of this shape cannot be swept; "" if they can."""
+        """Why blocks of this shape have no such kernel; "" if they have one."""
         if bm not in (16, 32, 64):
-            return f"blocks {bm} high: a sweep takes heights of 16, 32 and 64"
+            return f"blocks {bm} high: the kernel for small blocks takes heights of 16, 32 and 64"
         if bk not in (16, 32) and bk % CHUNK:
-            return f"blocks {bk} wide: a sweep takes widths of 16, 32 and multiples of {CHUNK}"
+            return f"blocks {bk} wide: the kernel for small blocks takes widths of 16, 32 and multiples of {CHUNK}"
         return ""
 
     @staticmethod

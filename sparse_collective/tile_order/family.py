@@ -1,10 +1,15 @@
 """The kernel that orders work tiles, as a family."""
 
+from collections.abc import Callable
+
+import torch
+
 from cute_kernels.arch import arch_named
-from cute_kernels.runtime.fake import fake_tensor
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
 from .config import OrderFacts
+from .reference import Tiles, work_order
 
 
 class TileOrder(Family):
@@ -20,10 +25,9 @@ class TileOrder(Family):
 
     def arguments(self, facts: OrderFacts) -> tuple:
         from cutlass import Int32
-        from cutlass.cute.runtime import make_fake_stream
 
         tensors = fake_tensor(facts.index_dtype, 1, 0, 1), fake_tensor("int32", 2, 1, 2)
-        return *tensors, *[Int32(1)] * 7, make_fake_stream(use_tvm_ffi_env_stream=True)
+        return *tensors, *[Int32(1)] * 7, fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[OrderFacts]:
         target, indices = arch_named(arch).target, ("int32",) if quick else ("int32", "int64")
@@ -35,6 +39,25 @@ class TileOrder(Family):
             "problem": "to workers" if facts.dealt else "",
             "operands": facts.index_dtype,
         }
+
+
+def order_of(W, tiles: Tiles, starts: Callable | None = None) -> torch.Tensor:
+    """The order of work tiles of a BsrMatrix, made once; see work_order.
+
+    starts: makes what stands for crow_indices where rows of tiles are not block rows. On a GPU one kernel makes the
+    table, and torch that of problems beyond its limits (kernel.fits).
+    """
+
+    def make() -> tuple[torch.Tensor]:
+        crow = W.crow_indices if starts is None else starts()
+        if W.device.type == "cuda":
+            from .kernel import fits, work_order_on_gpu
+
+            if fits(len(crow) - 1, **tiles._asdict()):
+                return (work_order_on_gpu(crow, **tiles._asdict()),)
+        return (work_order(crow, **tiles._asdict()),)
+
+    return W.derived((*tiles, starts is not None), make)[0]
 
 
 TILE_ORDER = register(TileOrder())

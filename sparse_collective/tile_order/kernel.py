@@ -1,4 +1,4 @@
-"""The order of work tiles, made on the GPU by one kernel: the very table that balance.work_order makes with hundreds.
+"""The order of work tiles, made on the GPU by one kernel: the very table that reference.work_order makes with hundreds.
 
     every row           gets its rank, the longest first: a bitonic sort in shared memory
     every item          finds its card by arithmetic (`Deal`), and adds its cost to it
@@ -330,7 +330,7 @@ class TileDealer:
 
 
 def fits(rows: int, *, row_tiles: int, tiles_n: int, batch: int, workers: int | None, **_) -> bool:
-    """Whether the kernel serves a problem; arguments are work_order_on_gpu's. The others are for balance.work_order."""
+    """Whether the kernel serves a problem, of which the arguments are work_order_on_gpu's."""
     items = rows * row_tiles * tiles_n * batch
     return rows <= MOST_ROWS and 1 <= items <= MOST_ITEMS and (workers or 1) <= MOST_WORKERS
 
@@ -338,7 +338,7 @@ def fits(rows: int, *, row_tiles: int, tiles_n: int, batch: int, workers: int | 
 def work_order_on_gpu(
     crow: torch.Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
 ) -> torch.Tensor:
-    """balance.work_order of a checked pattern on a GPU, for problems that `fits`."""
+    """reference.work_order of a checked pattern on a GPU, for problems that `fits`."""
     rows, dealt = len(crow) - 1, workers is not None
     workers = workers or 1
     slots = -(-rows * row_tiles * tiles_n * batch // workers) * workers

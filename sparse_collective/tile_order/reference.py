@@ -11,7 +11,7 @@ Anomalies, 1969) with as much order as a panel leaves free. The sm_80 kernels ha
 scheduler, so there the order alone is what counts.
 
 Here with torch, a few hundred small operations that wait for no device. On a GPU one kernel makes the same table
-(order_kernel.py); this is what it is held to, and what makes the order of problems beyond its limits.
+(kernel.py); this is what it is held to, and what makes the order of problems beyond its limits.
 """
 
 from typing import NamedTuple

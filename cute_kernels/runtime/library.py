@@ -1,0 +1,62 @@
+"""Ops registered with torch.library, for torch.compile, export, opcheck and autograd; eager calls go around them."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def register(
+    name: str, inputs: str, terms: str, run: Callable, fake: Callable, *, more: str = "", gradient: tuple | None = None
+) -> None:
+    """The op "namespace::name", (inputs, terms) -> its outputs, and its variant `.._out`, (inputs, out, terms) -> the
+    outputs after the first, which it writes to `out`.
+
+    Args:
+        inputs, terms: arguments as a schema has them; terms have defaults.
+        run: a function of the inputs and, by keyword, of the terms and of out, a tensor or None: the outputs.
+        fake: the same without out, of tensors without contents.
+        more: the output after the first as a schema has it, such as "Tensor"; "" for a single output.
+        gradient: (setup_context, backward) of torch.library.register_autograd, for the op that allocates its output.
+    """
+    arguments = torch._C.parse_schema(f"op({inputs}, {terms}) -> ()").arguments
+    at = len(inputs.split(","))
+    names, defaults = [a.name for a in arguments[at:]], [a.default_value for a in arguments[at:]]
+
+    def named(given: tuple) -> dict:
+        """Terms by name; the dispatcher leaves out the last ones if they are their defaults."""
+        return dict(zip(names, (*given, *defaults[len(given) :]), strict=True))
+
+    def after_first(result):
+        return result[1] if more else None
+
+    def allocate(*given):
+        return run(*given[:at], out=None, **named(given[at:]))
+
+    def write(*given):
+        return after_first(run(*given[:at], out=given[at], **named(given[at + 1 :])))
+
+    def fake_allocate(*given):
+        return fake(*given[:at], **named(given[at:]))
+
+    def fake_write(*given):
+        return after_first(fake(*given[:at], **named(given[at + 1 :])))
+
+    outputs, rest = (f"(Tensor, {more})", more) if more else ("Tensor", "()")
+    op = torch.library.custom_op(name, allocate, mutates_args=(), schema=f"({inputs}, {terms}) -> {outputs}")
+    op.register_fake(fake_allocate)
+    if gradient is not None:
+        setup_context, backward = gradient
+        op.register_autograd(backward, setup_context=setup_context)
+    schema = f"({inputs}, Tensor(a{at}!) out, {terms}) -> {rest}"
+    op = torch.library.custom_op(f"{name}_out", write, mutates_args=("out",), schema=schema)
+    op.register_fake(fake_write)
+
+
+def call(name: str, inputs: tuple, out, terms: tuple):
+    """All outputs of the op "namespace::name" or, with out, of its variant, inside a torch.compile trace."""
+    namespace, name = name.split("::")
+    ops = getattr(torch.ops, namespace)
+    if out is None:
+        return getattr(ops, name)(*inputs, *terms)
+    rest = getattr(ops, f"{name}_out")(*inputs, out, *terms)
+    return out if rest is None else (out, rest)
