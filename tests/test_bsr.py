@@ -102,7 +102,7 @@ REFUSED = {
     "crow no tensor": ("crow_indices", lambda t: t.tolist(), TypeError, "crow_indices must be a strided .* got list"),
     "values no tensor": ("values", lambda t: t.numpy(), TypeError, "values must be a strided tensor, got ndarray"),
     "values sparse": ("values", lambda t: t.to_sparse(), TypeError, "values .* got a torch.sparse_coo"),
-    "values dtype": ("values", lambda t: t.double(), TypeError, "cannot be torch.float64; use .*bfloat16"),
+    "values dtype": ("values", lambda t: t.int(), TypeError, "cannot be torch.int32; use .*bfloat16"),
     "crow dtype": ("crow_indices", lambda t: t.short(), TypeError, "cannot be torch.int16; use .*int32"),
     "mixed indices": ("col_indices", lambda t: t.long(), TypeError, "same dtype, got torch.int32 and torch.int64"),
     "crow 2-D": (
