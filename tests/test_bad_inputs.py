@@ -98,7 +98,6 @@ def a_and_b(c, change):
 GEMM = [
     ("a no tensor", lambda c: {"a": [[1.0]]}, TypeError, "a must be a torch.Tensor, got list"),
     ("a sparse", lambda c: {"a": c["a"].to_sparse()}, TypeError, r"a must be a dense \(strided\) tensor, got .*coo"),
-    ("fp32", lambda c: a_and_b(c, torch.Tensor.float), TypeError, r"torch.bfloat16 and torch.float16 \(cast"),
     ("int8", lambda c: {"a": c["a"].to(torch.int8)}, TypeError, "a is torch.int8; the kernels multiply"),
     ("a elsewhere", lambda c: {"a": c["a"].to("meta")}, ValueError, "tensors on meta; CUDA and CPU tensors"),
     ("all elsewhere", lambda c: a_and_b(c, lambda t: t.to("meta")) | {"out": None}, ValueError, "meta"),
@@ -155,7 +154,7 @@ WEIGHTS = [
         "W fp32",
         lambda c: {"W": c["W"].to(torch.float32)},
         TypeError,
-        "W is torch.float32; the kernels multiply torch.bf",
+        "W is torch.float32; the kernels multiply torch.bf|[bx] is torch.bfloat16 but W is torch.float32",
     ),
     ("grad of W", lambda c: {"W": learnt(c["W"])}, RuntimeError, r"no_grad\(\) or detach\(\)"),
 ]

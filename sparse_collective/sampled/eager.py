@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from cute_kernels import checks
-from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
+from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX, accumulator
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
 from cute_kernels.matmul.plan import Plan
@@ -14,13 +14,13 @@ from cute_kernels.operand import Layout, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 
-from .. import families  # noqa: F401 (importing it registers them)
+from .. import alignment, families  # noqa: F401 (importing families registers them)
 from ..bsr import BsrMatrix
 from .config import parts_of
 from .tables import box_groups
 
 _PLANS = PlanCache()
-CPU_BYTES = 64 << 20  # of the operands' blocks that a product on the CPU gathers at a time
+CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time
 
 
 def sddmm(a, b, pattern, out, accumulate: bool, out_dtype):
@@ -62,7 +62,7 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None) -> 
         raise ValueError(f"{op}: pattern is a batch of shape {pattern.shape}; call it for each matrix of unbind()")
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{op}: a and b must be matrices, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    checks.check_operands(op, a=a, b=b)
+    checks.check_operands(op, kernel=plans_kernel(a.device), a=a, b=b)
     (M, N), (bm, bk) = pattern.shape, pattern.blocksize
     if a.shape[0] != M or b.shape[1] != N or a.shape[1] != b.shape[0]:
         raise ValueError(
@@ -113,11 +113,12 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
 
 
 def _on_cpu(a, b, pattern, out, accumulate: bool):
-    """The same in fp32 by torch, stored blocks alone, some at a time."""
-    (bm, bk), K = pattern.blocksize, a.shape[1]
+    """The same by torch, stored blocks alone, some at a time; sums are in fp32, of fp64 in fp64."""
+    (bm, bk), K, wide = pattern.blocksize, a.shape[1], accumulator(a.dtype)
     rows, columns = pattern.row_of_block().long(), pattern.col_indices.long()
-    a, b = a.unflatten(0, (-1, bm)), b.t().unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
-    for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (4 * (bm + bk) * max(K, 1)))):
-        found = a[rows[part]].float() @ b[columns[part]].float().mT
-        out[part] = (found + out[part].float() if accumulate else found).to(out.dtype)
+    a, b = (t.to(wide).contiguous() for t in (a, b.t()))
+    a, b = a.unflatten(0, (-1, bm)), b.unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
+    for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (a.element_size() * (bm + bk) * K))):
+        found = a[rows[part]] @ b[columns[part]].mT
+        out[part] = (found + out[part].to(wide) if accumulate else found).to(out.dtype)
     return out
