@@ -9,7 +9,6 @@ from torch import Tensor
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
-ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 
 
 def is_strided(x: object) -> bool:
@@ -89,9 +88,6 @@ def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> 
             raise ValueError(f"{name} is on {t.device}, values on {values.device}; move them to one device")
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
-    # Inside a trace tensors have no address; the op that the graph calls looks again.
-    if not torch.compiler.is_compiling() and (offset := values.data_ptr() % ALIGNMENT):
-        raise ValueError(f"values is {offset} bytes off {ALIGNMENT}-byte alignment; pass values.clone()")
     if crow_indices.dim() == 2 and values.dim() == 4:
         raise ValueError(
             "crow_indices (L, rows + 1) and values (L, nnz, bm, bk) are two ways to store a batch: give one pattern "

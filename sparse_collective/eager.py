@@ -95,6 +95,8 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
         b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
+    if values.data_ptr() & 15:
+        values = alignment.aligned(values)
     _launch(plan, W, values, b, d, bias, residual, groups)
     return out.copy_(result) if plan.staged else out
 
@@ -138,7 +140,7 @@ def _ordered(plan: Plan) -> tuple:
 
 
 def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
-    """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
+    """CPU tensors multiply the stored blocks by torch; an empty result needs nothing at all."""
     if plan.empty:
         return plan.new_out() if out is None else out
     bias = terms.bias
@@ -259,6 +261,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     from cute_kernels.runtime.families import function_for
 
     linear, fold = plan.op != "bsr_matmul", W.batch is None
+    plan.notes += alignment.note("W.values", W.stored, "copied to an aligned buffer, once for each version of them")
     bias, residual = terms.bias, terms.residual
     if fold and out is not None and out.dim() > 2:
         stage(plan, out, not folds_into_rows(out) if linear else flatten_batch(out, 3)[1])

@@ -94,10 +94,6 @@ def replace(name, change):
     return arguments
 
 
-def misaligned(values):
-    return torch.empty(values.numel() + 1)[1:].view_as(values)
-
-
 REFUSED = {
     "crow no tensor": ("crow_indices", lambda t: t.tolist(), TypeError, "crow_indices must be a strided .* got list"),
     "values no tensor": ("values", lambda t: t.numpy(), TypeError, "values must be a strided tensor, got ndarray"),
@@ -117,7 +113,6 @@ REFUSED = {
     "strided crow": ("crow_indices", lambda t: t.repeat_interleave(2)[::2], ValueError, "crow_indices.contiguous"),
     "strided col": ("col_indices", lambda t: t.repeat_interleave(2)[::2], ValueError, "col_indices.contiguous"),
     "strided values": ("values", lambda t: t.mT.contiguous().mT, ValueError, "got strides .*values.contiguous"),
-    "misaligned": ("values", misaligned, ValueError, "4 bytes off 16-byte alignment; pass values.clone"),
     "short crow": ("crow_indices", lambda t: t[:-1], ValueError, "crow_indices has 4 entries; 4 rows need 5"),
     "short col": ("col_indices", lambda t: t[:-1], ValueError, "col_indices has \\d+ entries; the \\d+ blocks"),
     "M": ("shape", lambda s: (s[0] + 1, s[1]), ValueError, "M is 65, no multiple of 16; pad it to 80"),

@@ -46,9 +46,10 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype):
     groups = pattern.derived(
         ("boxes", parts, boxes), lambda: (box_groups(pattern.crow_indices, pattern.nnz, parts, boxes),)
     )[0]
-    residual = out if accumulate else None
-    plan.function(groups, pattern.col_indices, a, b, out, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
-    return out
+    d = alignment.aligned_copy(out, accumulate) if plan.staged else out
+    residual = d if accumulate else None
+    plan.function(groups, pattern.col_indices, a, b, d, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    return out.copy_(d) if plan.staged else out
 
 
 def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None) -> Plan:
@@ -91,8 +92,9 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
     (M, N), (bm, bk) = pattern.shape, pattern.blocksize
     la, lb = layout_of_tensor(a), layout_of_tensor(b)
     granule = 16 // (4 if plan.out_dtype is torch.float32 else 2)
-    aligned = out is None or out.data_ptr() % 16 == 0
-    ld = Layout("row", granule if aligned else 1, granule if aligned else 1)
+    ld = Layout("row", granule, granule)
+    off = [] if out is None else alignment.note("out", out, "written through an aligned buffer")
+    plan.staged, plan.notes = bool(off), plan.notes + off
     block = BlockFacts(bm, bk, NAMES_OF_INDEX[pattern.crow_indices.dtype], operand="d")
     problem = Problem(
         Extents(M, N, a.shape[1]),
