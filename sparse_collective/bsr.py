@@ -365,7 +365,10 @@ class BsrMatrix(LikeTensor):
         """
         if self.base is not None:
             return self.base
-        crow, col, numbers, plans = self.derived(("transposed",), self._transposed_index, lambda made: made[:3])
+        if torch.compiler.is_compiling():  # the graph's ops ask the base for what is kept; of this nothing is used
+            crow, col, numbers, plans = self._transposed_index()
+        else:
+            crow, col, numbers, plans = self.derived(("transposed",), self._transposed_index, lambda made: made[:3])
         view = object.__new__(BsrMatrix)
         shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
         view._set(crow_indices=crow, col_indices=col, stored=self.stored, base=self, numbers=numbers, shape=shape)
@@ -421,10 +424,9 @@ class BsrMatrix(LikeTensor):
     def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple):
         """`make()`, made of the indices alone, on their device, and `tensors_of` it its tensors; kept under `key`.
 
-        Made again if an index tensor has been changed in place; see Derived for streams and CUDA graphs. Inside a
-        torch.compile trace nothing is found or kept: what of it is used becomes part of the graph.
+        Made again if an index tensor has been changed in place; see Derived for streams and CUDA graphs.
         """
-        if self.plans is None or torch.compiler.is_compiling():
+        if self.plans is None:
             return make()
         state = state_of(self.crow_indices, self.col_indices)
         return self.plans.get(key, self.crow_indices, make, tensors_of, state)

@@ -47,9 +47,9 @@ class Emulated:
             self.insist("a", a, 0)
             acc = a.float() @ b.float()
         elif self.facts.block.operand == "d":
-            groups, columns, a, b, d = operands
+            groups, columns, runs, starts, a, b, d = operands
             self.insist("a", a, 0)
-            acc = self.sampled(groups, columns, a, b, len(d))
+            acc = self.sampled(groups, columns, runs, starts, a, b, d)
         else:
             *parts, b, d = operands
             kind = {"small blocks": self.swept, "row pairs": self.paired}.get(self.facts.family, self.sparse)
@@ -195,19 +195,25 @@ class Emulated:
         out = wholes[0][..., :rows, :]
         return out.mT if facts.transposed else out
 
-    def sampled(self, groups, columns, a, b, nnz):
-        """The stored blocks of a @ b, in the order of the groups of boxes."""
+    def sampled(self, groups, columns, runs, starts, a, b, d):
+        """The stored blocks of a @ b, in the order of the groups of boxes; of a batch, over each item's runs of K."""
         block, cfg = self.facts.block, self.facts.config
         assert groups.dtype == torch.int32 and columns.dtype == getattr(torch, block.index_dtype)
         a, b = a.float().unflatten(0, (-1, block.bm)), b.float().mT.unflatten(0, (-1, block.bk))
-        out = a.new_full((nnz, block.bm, block.bk), float("nan"))
+        out = torch.full(d.shape, float("nan"))
         parts = -(-block.bk // cfg.box_n)
-        for row, first, boxes in groups.tolist():
+        of_items = out if block.batch == "values" else out[None]
+        for (l, values), (row, first, boxes) in itertools.product(enumerate(of_items), groups.tolist()):
+            k = slice(None)
+            if block.run:
+                item, row = (l, row) if block.batch == "values" else divmod(row, len(a))
+                mine = runs[starts[item] : starts[item + 1]]
+                k = (mine[:, None] * block.run + torch.arange(block.run)).flatten()
             assert 0 <= boxes <= cfg.boxes and 0 <= row < len(a)
             for box in range(first, first + boxes):
                 p, part = box // parts, slice(box % parts * cfg.box_n, (box % parts + 1) * cfg.box_n)
-                assert out[p, :, part].isnan().all(), "every box comes once"
-                out[p, :, part] = a[row] @ b[columns[p]][part].mT
+                assert values[p, :, part].isnan().all(), "every box comes once"
+                values[p, :, part] = a[row][:, k] @ b[columns[p]][part][:, k].mT
         return out
 
     def swept(self, crow, counts, slices, words, order, values, b):

@@ -662,15 +662,17 @@ def test_gradcheck_of_batches(view):
     assert torch.autograd.gradcheck(lambda b: W @ b, doubles((2, 48, 2)))
 
 
-def test_gradcheck_of_grouped_products():
-    """In x and the bias: a gradient of W's values there is not yet, and the error says so."""
-    one = matrix(dtype=FP64, shape=(16, 32), block=(16, 16))
-    W, groups = BsrMatrix.stack([one, one]), torch.tensor([1, 5], dtype=torch.int32)
+@pytest.mark.parametrize("form", ["one pattern", "patterns"])
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_gradcheck_of_grouped_products(form, view):
+    W, groups = of_form(form, FP64), torch.tensor([2, 5, 2, 0], dtype=torch.int32)
+    M, K = W.shape[:-3:-1] if view else W.shape[1:]
 
-    def call(x, bias):
-        return bsr_grouped_linear(x, W, groups, bias, "silu")
+    def call(values, x, bias):
+        V = W.with_values(values)
+        return bsr_grouped_linear(x, V.t() if view else V, groups, bias, "silu")
 
-    assert torch.autograd.gradcheck(call, doubles((128, 32), (2, 16)), fast_mode=True)
+    assert torch.autograd.gradcheck(call, (leaf(W.values), *doubles((256, K), (3, M))), fast_mode=True)
 
 
 def test_gradcheck_of_conversions():
