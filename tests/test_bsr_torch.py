@@ -58,6 +58,11 @@ def leaf(t):
     return t.detach().clone().requires_grad_()
 
 
+def near(found, expected):
+    """Within two bf16 roundings of the tensor's size."""
+    assert (found.double() - expected.double()).abs().max() <= 2**-7 * expected.double().abs().max()
+
+
 # Operators
 
 PRODUCTS = {  # of W (M, K), b (K, N), x (N, K), y (N, M): what is computed, and the same of a dense W
@@ -248,30 +253,24 @@ def test_save_load_copy_and_pickle(device, view):
         torch.save({"weight": W, "step": 3}, stream)
         stream.seek(0)
         loaded = [torch.load(stream, weights_only=True)["weight"], pickle.loads(pickle.dumps(W)), copy.deepcopy(W)]
+        if not view:
+            assert [V.checked for V in loaded] == [False, False, W.checked]
         for V in loaded:
             assert_same(V, W)
             assert (V.requires_grad, V.base is None) == (W.requires_grad, W.base is None)
             assert V.stored.data_ptr() != W.stored.data_ptr() and V.crow_indices.data_ptr() != W.crow_indices.data_ptr()
             x = normal(4, W.shape[-1], device=device)
-            assert torch.equal(bsr_linear(x, V), bsr_linear(x, W))
-        if not view:
-            assert [V.checked for V in loaded] == [False, False, True] or loaded[0].checked
+            near(bsr_linear(x, V), bsr_linear(x, W))  # what a check learns of a pattern may choose another kernel
     elsewhere = io.BytesIO()
     torch.save(matrix(device), elsewhere)
     elsewhere.seek(0)
     assert torch.load(elsewhere, weights_only=True, map_location="cpu").device.type == "cpu"
 
 
-def stored(crow, col, values, shape, *rest) -> io.BytesIO:
+def stored(crow, col, values, shape, check) -> io.BytesIO:
     """A file with this state, whether it is right or not."""
-
-    class Stored:
-        def __reduce__(self):
-            return BsrMatrix.__new__, (BsrMatrix,), (crow, col, values, shape, *rest)
-
-    stream = io.BytesIO()
-    W = matrix()
-    W._set(crow_indices=crow, col_indices=col, stored=values, shape=shape, check=rest[0])
+    stream, W = io.BytesIO(), matrix()
+    W._set(crow_indices=crow, col_indices=col, stored=values, shape=shape, check=check)
     torch.save(W, stream)
     stream.seek(0)
     return stream
@@ -380,7 +379,8 @@ def test_values_of_a_file(place, tmp_path):
     module.load_state_dict({"0": off(loaded["values"], 3)}, assign=True)
     for values in (loaded["values"], module[0].detach()):
         V = BsrMatrix(loaded["crow"], loaded["col"], values, W.shape)
-        assert V.values is values and torch.equal(bsr_linear(x, V), bsr_linear(x, W))
+        assert V.values is values
+        near(bsr_linear(x, V), bsr_linear(x, W))
 
 
 @pytest.mark.gpu
