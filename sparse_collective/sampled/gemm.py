@@ -48,6 +48,7 @@ class SampledKTiles:
     l: Int32
     runs: cute.Tensor | None = None  # (runs of K,) in the order of their items
     start: Int32 | None = None  # of this item's
+    past: Int32 | None = None  # of an item that has none, so many K-tiles that its only one lies past K: zeros
     tiles_run: cutlass.Constexpr[int] = 1  # K-tiles in a run
 
     def out(self, n) -> tuple:
@@ -58,7 +59,8 @@ class SampledKTiles:
 
     def at(self, i) -> KTile:
         if self.runs is not None:
-            i = Int32(self.runs[self.start + i // self.tiles_run]) * self.tiles_run + i % self.tiles_run
+            run = Int32(self.runs[cutlass.min(self.start + i // self.tiles_run, self.runs.shape[0] - 1)])
+            i = run * self.tiles_run + i % self.tiles_run + self.past
         a = (self.rest_m, i, self.row)
         if len(self.columns) == 1:
             return KTile(a=a, b=(i, self.columns[0]))
@@ -117,7 +119,8 @@ class SampledSource:
         if self.runs is None:
             return SampledKTiles(self.count * there, *place)
         start, end = runs
-        return SampledKTiles((end - start) * self.tiles_run * there, *place, self.runs, start, self.tiles_run)
+        count, past = cutlass.max((end - start) * self.tiles_run, 1) * there, self.count * Int32(start == end)
+        return SampledKTiles(count, *place, self.runs, start, past, self.tiles_run)
 
 
 class SampledMainloopSm90(MainloopSm90):
@@ -167,11 +170,7 @@ class SampledMainloopSm90(MainloopSm90):
         if const_expr(cfg.warps_n > 1):
             group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
             present = present - group % cfg.warps_n * boxes
-        if k_tiles.count == 0:
-            acc.fill(0.0)
-        else:
-            read, release = self.multiply_boxes(boxes, present, k_tiles.count, acc, tCrA, tCrB, pipeline, read, release)
-        return read, release
+        return self.multiply_boxes(boxes, present, k_tiles.count, acc, tCrA, tCrB, pipeline, read, release)
 
     @cute.jit
     def multiply_boxes(
