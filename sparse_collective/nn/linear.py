@@ -32,8 +32,11 @@ class BsrLinear(BsrModule):
     Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's.
 
     Values are drawn as nn.Linear draws them, by a bound that is larger by 1 / sqrt(density), so that outputs have the
-    variance that those of nn.Linear have. Under DistributedDataParallel pass broadcast_buffers=False: otherwise the
-    indices are written in each forward, and what kernels know of the pattern is made again.
+    variance that those of nn.Linear have.
+
+    DistributedDataParallel broadcasts buffers in each forward, which writes the indices, so that what kernels know of
+    the pattern is made again; pass forward_sync_buffers=False. In a torch without it pass broadcast_buffers=False, but
+    then see to it that all processes start with the same pattern: seed them alike, or load one state.
 
     Raises:
         TypeError: a dtype is not supported.
