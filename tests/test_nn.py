@@ -87,6 +87,8 @@ def test_no_blocks_and_all_of_them(place, density):
     x = normal(5, layer.in_features, device=place)
     near(layer(x), dense(x.double()))
     assert layer.density == density and (density or layer(x).eq(layer.bias).all())
+    layer(x.requires_grad_()).sum().backward()
+    assert layer.values.grad.shape == layer.values.shape and x.grad.shape == x.shape
 
 
 def test_without_bias(place):
@@ -388,6 +390,20 @@ def test_compile_with_any_number_of_tokens(place):
     assert counters["stats"]["unique_graphs"] == graphs, "compiled again for another number of tokens"
 
 
+def test_a_compiled_layer_finds_what_is_known_of_its_pattern(emulated):
+    """A graph makes its matrix anew in each call; tables are made once all the same."""
+    torch._dynamo.reset()
+    layer = layer_of()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    kept = layer.weight.plans.kept
+    assert not kept
+    compiled(normal(8, 128).requires_grad_()).sum().backward()
+    tables = dict(kept)
+    assert ("transposed",) in tables
+    compiled(normal(8, 128).requires_grad_()).sum().backward()
+    assert kept.keys() == tables.keys() and all(kept[k][0] is tables[k][0] for k in tables)
+
+
 def test_compile_under_autocast(place):
     torch._dynamo.reset()
     layer = layer_of(place, dtype=torch.float32)
@@ -460,70 +476,87 @@ def test_training_goes_as_with_the_masked_dense_layer(optimizer):
 # Several processes
 
 WORKER = """
-import sys, torch, torch.distributed as dist
+import copy, inspect, sys, torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from sparse_collective.nn import BsrLinear
-kind, rank, world, port, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-torch.manual_seed(0 if kind != "ddp" else rank)  # DDP gives all processes the first one's pattern
+DDP = nn.parallel.DistributedDataParallel
+
 def make():
     first = BsrLinear(128, 96, True, (32, 32), density=0.42, activation="silu", dtype=torch.bfloat16)
     return nn.Sequential(first, BsrLinear(96, 64, True, (32, 32), density=0.5, dtype=torch.bfloat16))
-model = make()
-if kind == "ddp":
-    import inspect
-    DDP = nn.parallel.DistributedDataParallel
-    options = {} if sys.argv[6] == "each forward" else {"forward_sync_buffers": False}
+
+def ddp(**options):
+    torch.manual_seed(rank)  # DDP gives all processes the first one's pattern
     if options and "forward_sync_buffers" not in inspect.signature(DDP).parameters:  # an older torch
         torch.manual_seed(0)
-        model, options = make(), {"broadcast_buffers": False}
-    wrapped = DDP(model, **options)
-    plans = [m.weight.plans for m in model]
-    alone = make()
+        options = {"broadcast_buffers": False}
+    model = make()
+    wrapped, alone = DDP(model, **options), make()
     alone.load_state_dict(model.state_dict())
-else:
-    import copy
-    from torch.distributed.fsdp import fully_shard
+    return model, wrapped, alone
+
+def fsdp():
+    torch.manual_seed(0)
+    model = make()
     alone = copy.deepcopy(model)
     for layer in model:
         fully_shard(layer)
-    wrapped = fully_shard(model)
-x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
-for step in range(3):
-    out = []
-    for m, part, optimizer in ((wrapped, x.chunk(world)[rank], optimizers[0]), (alone, x, optimizers[1])):
-        y = m(part)
-        loss = y.float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        out.append(y.detach().float())
-    torch.testing.assert_close(out[0], out[1].chunk(world)[rank], rtol=0.02, atol=0.02)
-if kind == "ddp":
-    assert [m.weight.plans for m in model] == plans, "the pattern was taken for a new one"
+    return model, fully_shard(model), alone
+
 def whole(t):
     return t.full_tensor() if hasattr(t, "full_tensor") else t
-for a, b in zip(model.state_dict().items(), alone.state_dict().items()):
-    assert a[0] == b[0]
-    torch.testing.assert_close(whole(a[1]).float(), b[1].float(), rtol=0.03, atol=0.03)
-import torch.distributed.checkpoint as dcp
-state = model.state_dict()
-dcp.save(state, checkpoint_id=folder)
-saved = {k: whole(v).clone() for k, v in state.items()}
-with torch.no_grad():
-    for p in model.parameters():
-        p.zero_()
-state = model.state_dict()
-dcp.load(state, checkpoint_id=folder)
-model.load_state_dict(state)
-for k, v in model.state_dict().items():
-    assert torch.equal(whole(v), saved[k]), k
-if kind == "fsdp":
+
+def check(model, wrapped, alone):
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plans = [m.weight.plans for m in alone]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
+    for step in range(3):
+        out = []
+        for m, part, optimizer in ((wrapped, x.chunk(world)[rank], optimizers[0]), (alone, x, optimizers[1])):
+            y = m(part)
+            if m is wrapped and step == 0:
+                plans = [layer._weight.plans for layer in model]
+            loss = y.float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            out.append(y.detach().float())
+        torch.testing.assert_close(out[0], out[1].chunk(world)[rank], rtol=0.02, atol=0.02)
+    assert all(a._weight.plans is b for a, b in zip(model, plans)), "the pattern was taken for a new one"
+    for a, b in zip(model.state_dict().items(), alone.state_dict().items()):
+        assert a[0] == b[0]
+        torch.testing.assert_close(whole(a[1]).float(), b[1].float(), rtol=0.03, atol=0.03)
+
+def save_and_load(model):
+    state = model.state_dict()
+    dcp.save(state, checkpoint_id=folder)
+    saved = {k: whole(v).clone() for k, v in state.items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    for k, v in model.state_dict().items():
+        assert torch.equal(whole(v), saved[k]), k
+
+if sys.argv[5] == "ddp":
+    check(*ddp())
+    parts = ddp(forward_sync_buffers=False)
+    check(*parts)
+    save_and_load(parts[0])
+else:
+    parts = fsdp()
+    check(*parts)
+    save_and_load(parts[0])
+    other = BsrLinear(128, 96, True, (32, 32), density=1.0, dtype=torch.bfloat16).state_dict()
     try:
-        other = BsrLinear(128, 96, True, (32, 32), density=1.0, dtype=torch.bfloat16).state_dict()
-        model[0].load_state_dict(other)
+        parts[0][0].load_state_dict(other)
         raise SystemExit("loaded another number of blocks into shards")
     except RuntimeError as error:
         assert "cannot be resized; load before it is sharded" in str(error), error
@@ -532,7 +565,7 @@ dist.destroy_process_group()
 """
 
 
-def in_processes(tmp_path, *arguments):
+def in_processes(tmp_path, kind):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -540,8 +573,7 @@ def in_processes(tmp_path, *arguments):
     script.write_text(WORKER)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    kind, *more = arguments
-    commands = [[sys.executable, str(script), kind, r, "2", port, str(tmp_path / "state"), *more] for r in "01"]
+    commands = [[sys.executable, str(script), r, "2", port, str(tmp_path / "state"), kind] for r in "01"]
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(c, env=environment, **outputs) for c in commands]
     try:
@@ -554,15 +586,10 @@ def in_processes(tmp_path, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffers", ["each forward", "at the start"])
-def test_ddp(tmp_path, buffers):
-    """Buffers are broadcast at the start, or in each forward, which writes the indices in place."""
-    in_processes(tmp_path, "ddp", buffers)
-
-
-@pytest.mark.slow
-def test_fsdp2(tmp_path):
-    in_processes(tmp_path, "fsdp")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes(tmp_path, kind):
+    """DDP, whose buffers are broadcast in each forward or at the start alone, and FSDP2: as one process alone."""
+    in_processes(tmp_path, kind)
 
 
 # Feed-forward layers

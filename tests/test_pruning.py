@@ -249,9 +249,9 @@ def test_prune_by_a_schedule():
 # Regrowth
 
 
-@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("even_rows", [False, True])
 @pytest.mark.parametrize("grow", ["random", "gradient"])
-def test_change_the_pattern(place, grow, per_row):  # noqa: F811
+def test_change_the_pattern(place, grow, even_rows):  # noqa: F811
     layer = layer_of(place, density=0.5, grid=(6, 8), block=(16, 32))
     optimizer = torch.optim.AdamW(layer.parameters())
     x = normal(9, 256, device=place)
@@ -271,7 +271,7 @@ def test_change_the_pattern(place, grow, per_row):  # noqa: F811
     moments = W.with_values(optimizer.state[layer.values]["exp_avg"].clone()).to_dense()
     wanted = gradients.block_norms(layer) if grow == "gradient" else "random"
     with NoReads():
-        change_pattern_(layer, 0.25, grow=wanted, per_row=per_row, optimizer=optimizer)
+        change_pattern_(layer, 0.25, grow=wanted, even_rows=even_rows, optimizer=optimizer)
     after = (
         layer.values,
         layer.crow_indices,
@@ -281,9 +281,9 @@ def test_change_the_pattern(place, grow, per_row):  # noqa: F811
     )
     assert [t.data_ptr() for t in after] == addresses and all(a is b for a, b in zip(kept, after, strict=True))
     assert layer.weight.plans is plans and layer.pattern.error() == "" and layer.weight.checked
-    assert layer.weight.even == per_row
+    assert layer.weight.even == even_rows
     was, now = old.mask(), layer.pattern.mask()
-    if per_row:
+    if even_rows:
         assert (now.sum(1) == 4).all() and ((now & was).sum(1) >= 3).all()
     else:
         assert now.sum() == 24 and (now & was).sum() >= 18
@@ -351,18 +351,17 @@ def test_edges_of_change():
         ({"fraction": 0.5, "grow": 3}, TypeError, "must be a tensor or"),
         ({"fraction": 0.5, "grow": torch.ones(2, 2)}, ValueError, r"grow has shape \(2, 2\); the blocks are \(3, 4\)"),
         ({"fraction": 0.5, "grow": torch.ones(3, 4), "generator": torch.Generator()}, ValueError, "alone"),
-        ({"fraction": 0.5, "grow": "random", "per_row": True}, ValueError, "block rows hold equally many"),
+        ({"fraction": 0.5, "grow": "random", "even_rows": True}, ValueError, "block rows hold equally many"),
     ],
 )
 def test_bad_changes(arguments, error, message):
-    layer = BsrLinear.from_linear(nn.Linear(128, 96), (32, 32), mask=torch.eye(3, 4, dtype=torch.bool).fill_(0))
     layer = layer_of(density=5 / 12)
     with pytest.raises(error, match=message):
         change_pattern_(layer, **arguments)
 
 
 def test_optimizer_state_by_hand():
-    layer, optimizer = layer_of(density=0.5), None
+    layer = layer_of(density=0.5)
     optimizer = torch.optim.Adam(layer.parameters(), amsgrad=True)
     carry_optimizer_state(optimizer, layer.values, layer.pattern, layer.pattern)  # no state yet
     layer(normal(9, 128)).float().square().sum().backward()
@@ -459,7 +458,7 @@ def test_sparsify_and_densify(place):  # noqa: F811
 
 def test_densities_by_name_filters_and_rows():
     model = Model()
-    config = SparsityConfig((32, 32), {"blocks.0.*": 0.25, "blocks.*": 0.5}, per_row=True)
+    config = SparsityConfig((32, 32), {"blocks.0.*": 0.25, "blocks.*": 0.5}, even_rows=True)
     report = sparsify_(model, config, lambda name, layer: not name.endswith(".2"))
     assert {c.name: c.density for c in report.changes} == {"blocks.0.0": 0.0, "blocks.1.0": 0.5}
     assert model.blocks[1][0].weight.even and isinstance(model.blocks[1][2], nn.Linear)
@@ -485,14 +484,18 @@ def test_what_is_left_alone():
     model.double = nn.Linear(64, 64, dtype=torch.float64)
     model.own = BsrLinear(64, 64, blocksize=(32, 32), density=0.5)
     model.gated = SwiGLU(64, 64, blocksize=(32, 32), density=0.5)
+    model.twice = nn.Module()
+    model.twice.a = model.twice.b = nn.Linear(64, 64)
     report = sparsify_(model, SparsityConfig((32, 32), 0.5))
-    assert {c.name: c.skipped for c in report.changes} == {
+    assert isinstance(model.twice.a, BsrLinear) and model.twice.a is model.twice.b
+    assert [c.name for c in report.changed] == ["twice.a"]
+    assert {c.name: c.skipped for c in report.skipped} == {
         "attention.out_proj": "is a NonDynamicallyQuantizableLinear",
         "hooked": "has hooks, which would be lost",
         "double": "is torch.float64",
     }
     report = densify_(model)
-    assert [c.name for c in report.changed] == ["own", "gated.up", "gated.down"]
+    assert [c.name for c in report.changed] == ["own", "gated.up", "gated.down", "twice.a"]
     assert [(c.name, c.skipped) for c in report.skipped] == [("gated.gate", "applies silu, which nn.Linear does not")]
     with pytest.raises(ValueError, match="use BsrLinear.from_linear"):
         sparsify_(nn.Linear(64, 64), SparsityConfig())

@@ -81,8 +81,8 @@ def routing_of(choices: Tensor, experts: int, group_rows: int) -> Routing:
     shift = (offsets - runs * group_rows) - (ends - counts)  # from a sorted place to a row, by expert
     sorted_slots = torch.arange(total, device=flat.device) + shift[flat[order]]
     slots = torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots)
-    # No more runs than these: whole ones, and a part of one for each expert.
-    rows = (total // group_rows + experts) * group_rows
+    # No more runs than these: whole ones, and a part of one for each expert that gets a token.
+    rows = (total // group_rows + torch.sym_min(total, experts)) * group_rows
     return Routing(rows, slots, offsets.int())
 
 

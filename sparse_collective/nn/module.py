@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,7 @@ class BsrModule(nn.Module):
         lead = (items,) if items is not None and one_pattern else ()
         self.values = nn.Parameter(torch.empty(*lead, len(col), *self.blocksize, device=device, dtype=dtype))
         self._weight: BsrMatrix | None = None
+        self._dtype: torch.dtype | None = None  # that `values` had then; .to() changes it in place
         self._checked = False
 
     @staticmethod
@@ -113,7 +115,9 @@ class BsrModule(nn.Module):
             col = torch.cat([col for _, col in drawn])
         return crow if patterns is not None else crow[0], col
 
-    def _given(self, mask, indices, patterns: int | None, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    def _given(
+        self, mask: Tensor | None, indices: tuple[Tensor, Tensor] | None, patterns: int | None, rows: int, cols: int
+    ) -> tuple[Tensor, Tensor]:
         """(crow, col) int32 of a mask or indices, checked."""
         name, grid = type(self).__name__, (rows, cols) if patterns is None else (patterns, rows, cols)
         if mask is not None:
@@ -187,14 +191,14 @@ class BsrModule(nn.Module):
             return self._matrix(values, check=not self._checked)
         kept = self._weight
         fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
-        if fits and kept.stored is values:
+        if fits and kept.stored is values and self._dtype is values.dtype:
             return kept
         if not fits or kept.stored.shape != values.shape:
             kept = self._learn(values.detach())
             self._weight = kept
         matrix = kept.with_values(values)
         if type(values) is nn.Parameter:  # and not what a transformation puts in its place for one call
-            self._weight = matrix
+            self._weight, self._dtype = matrix, values.dtype
         return matrix
 
     def _matrix(self, values: Tensor, check: bool) -> BsrMatrix:
@@ -283,9 +287,10 @@ class BsrModule(nn.Module):
         self._adopt()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> BsrModule:
-        before = self.crow_indices, self.col_indices, self.values.device
+        before = self.crow_indices, self.col_indices
         super()._apply(fn, recurse)
-        if any(a is not b for a, b in zip(before, (self.crow_indices, self.col_indices), strict=False)):
+        same = all(a is b for a, b in zip(before, (self.crow_indices, self.col_indices), strict=True))
+        if not same or not self._checked:
             self._adopt()
         return self
 
@@ -299,7 +304,14 @@ class BsrModule(nn.Module):
         self._adopt()
 
     def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         """Also of a pattern with another number of blocks: values and col_indices are resized to it."""
         found = {name: state_dict.get(prefix + name) for name in TENSORS}

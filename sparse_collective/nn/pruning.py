@@ -100,7 +100,7 @@ def prune_(
         new = keys[top_keys(found, nnz)]
     if len(new) == layer.nnz:
         return layer
-    _move(layer, old.clone(), keys, new, optimizer)
+    _move(layer, keys, new, optimizer)
     return layer
 
 
@@ -116,7 +116,7 @@ def change_pattern_(
     *,
     grow: Tensor | str,
     drop: str | Tensor | Scores = "magnitude",
-    per_row: bool = False,
+    even_rows: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     generator: torch.Generator | None = None,
 ) -> BsrLinear:
@@ -131,27 +131,26 @@ def change_pattern_(
         fraction: in [0, 1], of the stored blocks: round(fraction * nnz) are dropped.
         grow: (M / bm, K / bk) numbers, of which the highest grow; or "random".
         drop: how stored blocks are scored, see prune_.
-        per_row: each block row drops and grows equally many, so that it holds as many as before. Of a layer whose
+        even_rows: each block row drops and grows equally many, so that it holds as many as before. Of a layer whose
             block rows hold equally many.
         optimizer: whose state follows the blocks, as carry_optimizer_state has it.
         generator: for grow="random", of the layer's device. In several processes give all the same seed.
 
     Raises:
         TypeError: the layer is no BsrLinear, or its values are sharded.
-        ValueError: fraction or grow is wrong, or per_row is asked of uneven rows.
+        ValueError: fraction or grow is wrong, or even_rows is asked of uneven ones.
     """
     _check_layer("change_pattern_", layer)
     rows, cols = layer.grid
     if not 0 <= fraction <= 1:
         raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
     candidates = _grow_scores(grow, layer, generator)
-    if per_row and not layer.weight.even:
-        raise ValueError("change_pattern_: per_row needs a layer whose block rows hold equally many blocks")
+    if even_rows and not layer.weight.even:
+        raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
     if layer.nnz == 0:
         return layer
-    found, old = Blocks.of(layer).score(drop), layer.pattern
-    keys = old.keys()
-    lanes = rows if per_row else 1
+    found, keys = Blocks.of(layer).score(drop), layer.pattern.keys()
+    lanes = rows if even_rows else 1
     here = layer.nnz // lanes
     count = round(fraction * here)
     order = found.view(lanes, here).argsort(dim=1, descending=True, stable=True)
@@ -161,8 +160,8 @@ def change_pattern_(
     grown = candidates.view(lanes, -1).argsort(dim=1, descending=True, stable=True)[:, :count]
     grown = grown + torch.arange(lanes, device=keys.device)[:, None] * (rows * cols // lanes)
     new = torch.cat([kept, grown], dim=1).flatten().sort().values
-    _move(layer, old.clone(), keys, new, optimizer)
-    layer._pattern_changed(even=per_row)
+    _move(layer, keys, new, optimizer)
+    layer._pattern_changed(even=even_rows)
     return layer
 
 
@@ -190,7 +189,7 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
     plain(layer.values)
 
 
-def _move(layer: BsrLinear, old: Pattern, keys: Tensor, new: Tensor, optimizer) -> None:
+def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     """Store the blocks `new` in place of `keys`, both ascending."""
     values, gradient, pattern = layer.values, layer.values.grad, indices_of(new, *layer.grid)
     origin, known = origins(keys, new)
@@ -240,7 +239,7 @@ def carry_optimizer_state(
         _carry(optimizer, parameter, *origins(keys, new), len(keys))
 
 
-def _carry(optimizer, parameter: Tensor, origin: Tensor, known: Tensor, nnz: int) -> None:
+def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, known: Tensor, nnz: int) -> None:
     state = optimizer.state.get(parameter, {})
     for name, t in state.items():
         if not isinstance(t, Tensor) or t.numel() == 1 and t.dim() < 2:

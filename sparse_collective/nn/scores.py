@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 64 << 20  # of the dense gradient that exists at a time
+Group = Any  # torch.distributed.ProcessGroup | None, which not every build of torch has
 KINDS_16 = (torch.bfloat16, torch.float16)
 
 
@@ -126,8 +127,8 @@ class _Hooks:
             raise ValueError(f"{type(self).__name__}: the model has no nn.Linear and no BsrLinear")
         self._handles: list[Any] = []
 
-    def __enter__(self):
-        self._handles = [module.register_forward_hook(self._see) for module in self.names]
+    def __enter__(self) -> Self:
+        self._handles = [module.register_forward_hook(self._hook, with_kwargs=True) for module in self.names]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,7 +136,10 @@ class _Hooks:
             handle.remove()
         self._handles = []
 
-    def _see(self, module: nn.Module, args: tuple, output: Tensor) -> None:
+    def _hook(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
+        self._see(module, args[0] if args else next(iter(kwargs.values())), output)
+
+    def _see(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -157,8 +161,8 @@ class InputNorms(_Hooks):
         self.squares: dict[nn.Module, Tensor] = {}
 
     @torch.no_grad()
-    def _see(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        squares = args[0].detach().flatten(0, -2).float().square().sum(0) if args[0].dim() > 1 else args[0].float() ** 2
+    def _see(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        squares = x.detach().reshape(-1, x.shape[-1]).float().square().sum(0)
         before = self.squares.get(module)
         self.squares[module] = squares if before is None else before.add_(squares)
 
@@ -192,10 +196,10 @@ class DenseGradients(_Hooks):
         super().__init__(model)
         self.calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
-    def _see(self, module: nn.Module, args: tuple, output: Tensor) -> None:
+    def _see(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         if not output.requires_grad:
             return
-        x, y = args[0].detach(), output.detach() if saves_result(getattr(module, "activation", None), None) else None
+        x, y = x.detach(), output.detach() if saves_result(getattr(module, "activation", None), None) else None
 
         @torch.no_grad()
         def keep(dy: Tensor) -> None:
@@ -222,7 +226,7 @@ class DenseGradients(_Hooks):
         """Forget all calls."""
         self.calls.clear()
 
-    def block_norms(self, module: nn.Module, blocksize: Sequence[int] | None = None, *, group=None) -> Tensor:
+    def block_norms(self, module: nn.Module, blocksize: Sequence[int] | None = None, *, group: Group = None) -> Tensor:
         """(M / bm, K / bk) float32 Frobenius norms of the blocks of the weight's dense gradient, stored or absent.
 
         Args:
@@ -241,7 +245,9 @@ class DenseGradients(_Hooks):
 
 
 @torch.no_grad()
-def gradient_block_norms(calls: Sequence[tuple[Tensor, Tensor]], blocksize: Sequence[int], *, group=None) -> Tensor:
+def gradient_block_norms(
+    calls: Sequence[tuple[Tensor, Tensor]], blocksize: Sequence[int], *, group: Group = None
+) -> Tensor:
     """(M / bm, K / bk) float32 Frobenius norms of the blocks of sum(dz.T @ x), some block rows at a time.
 
     Args:

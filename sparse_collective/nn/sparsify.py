@@ -29,7 +29,7 @@ class SparsityConfig:
     density: in [0, 1], of each layer; or densities by name, of which the first pattern that fits a layer's name counts
         (as in a shell, {"*.mlp.*": 0.25, "*": 0.5}), and layers that none fits are left out.
     scores: by which blocks are kept: "magnitude", "gradient", or a function of Blocks such as InputNorms.
-    per_row: whether each block row keeps equally many, round(density * K / bk).
+    even_rows: whether each block row keeps equally many, round(density * K / bk).
 
     Raises:
         TypeError, ValueError: a block's side or a density is unsupported.
@@ -38,7 +38,7 @@ class SparsityConfig:
     blocksize: tuple[int, int] = (128, 128)
     density: float | Mapping[str, float] = 0.5
     scores: str | Scores = "magnitude"
-    per_row: bool = False
+    even_rows: bool = False
 
     def __post_init__(self) -> None:
         arguments.block_grid((0, 0), arguments.pair(self.blocksize, "blocksize"))
@@ -168,7 +168,7 @@ def densify_(model: nn.Module) -> Report:
 def _replace(model: nn.Module, kind: type, swap: Callable) -> Report:
     """Ask `swap` for a new module in the place of each of a kind; one that has several places gets one new module."""
     report, made = Report(), {}
-    places = [(n, c, parent) for n, parent in model.named_modules() for c, m in parent.named_children()]
+    places = [(n, c, parent) for n, parent in model.named_modules() for c in parent._modules]
     for path, child, parent in places:
         module = parent._modules[child]
         if not isinstance(module, kind):
@@ -245,10 +245,10 @@ def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLin
     rows, cols = block_grid(linear.in_features, linear.out_features, config.blocksize)
     per_row = round(density * cols)
     if linear.weight.is_meta:  # which blocks is in the state that will be loaded; here, how many
-        density = per_row / max(1, cols) if config.per_row else density
+        density = per_row / max(1, cols) if config.even_rows else density
         return BsrLinear.from_linear(linear, config.blocksize, density)
     scores = Blocks.of(linear, config.blocksize).score(config.scores).view(rows, cols)
-    if config.per_row:
+    if config.even_rows:
         keys = top_keys_of_rows(scores, per_row)
     else:
         keys = top_keys(scores, round(density * rows * cols))
