@@ -38,6 +38,11 @@ def block_grid(in_features: int, out_features: int, blocksize: Sequence[int]) ->
     return out_features // bm, in_features // bk
 
 
+def owned(t: Tensor) -> Tensor:
+    """`t`, or a copy of a view: a compiled backward gets another object in a view's place, of which nothing is known."""
+    return t.clone() if t._is_view() else t
+
+
 class BsrModule(nn.Module):
     """A weight of stored blocks as a module: one parameter, two index buffers. For BsrLinear and BsrGroupedLinear.
 
@@ -94,8 +99,8 @@ class BsrModule(nn.Module):
         self._random, self._kept_pattern = density is not None, None
         if device.type == "meta" and not self._random:
             self._kept_pattern = crow.cpu(), col.cpu()  # for reset_parameters, where to_empty has left nothing
-        self.register_buffer("crow_indices", crow.to(device))
-        self.register_buffer("col_indices", col.to(device))
+        self.register_buffer("crow_indices", owned(crow.to(device)))
+        self.register_buffer("col_indices", owned(col.to(device)))
         lead = (items,) if items is not None and one_pattern else ()
         self.values = nn.Parameter(torch.empty(*lead, len(col), *self.blocksize, device=device, dtype=dtype))
         self._weight: BsrMatrix | None = None
@@ -347,7 +352,7 @@ class BsrModule(nn.Module):
         for name, t in (("crow_indices", crow), ("col_indices", col)):
             if t.dtype not in arguments.INDEX_DTYPES:
                 return f"{name} is {t.dtype}, no int32 or int64"
-            found[name] = t.int().contiguous()
+            found[name] = owned(t.int().contiguous())
         if type(crow) is Tensor and not (crow.is_meta or col.is_meta):
             shape = self.pattern.shape
             device = col.device
