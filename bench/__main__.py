@@ -5,6 +5,7 @@
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
                     its kernels' registers, spills and shared memory
+    training        gradients of block-sparse products and layers, forward and backward, beside dense ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     plot, compare   figures of result files; two runs beside each other
@@ -25,9 +26,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import cases, cases_attention, ceilings, compare, findings_attention, record, table
+from . import cases, cases_attention, cases_training, ceilings, compare, findings_attention, record, table
 from .gates import command as gates
-from .rows import Case, Row
+from .rows import Case, Row, reason
 from .timing import host_cost
 from .tune import command as tune
 
@@ -39,11 +40,12 @@ WARM_S = {"quick": 0.5, "full": 1.0}  # once a row; a run begins with the ceilin
 class Suite:
     """Rows that are measured and written together.
 
-    `findings(rows, host, only)` measures what there is beside them, shows it, and returns it for the result file.
+    `host_calls()` are those whose cost to the host is measured: eager, of tiny tensors. `findings(rows, host, only)`
+    measures what there is beside the rows, shows it, and returns it for the result file.
     """
 
     cases: Callable[[str], Iterator[Case]]
-    host_costs: Callable[[], dict[str, float]]
+    host_calls: Callable[[], dict[str, Callable]]
     findings: Callable[[list[Row], dict, str], dict] = lambda rows, host, only: {}
 
 
@@ -53,23 +55,18 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     measure = argparse.ArgumentParser(add_help=False)
     mode = measure.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--quick", dest="mode", action="store_const", const="quick", help="a minute, attention three (the default)"
-    )
-    mode.add_argument("--full", dest="mode", action="store_const", const="full", help="every row and every peer")
-    measure.add_argument(
-        "--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file; host, errors: those"
-    )
+    for name, text in (("quick", "a minute, attention three (the default)"), ("full", "every row and every peer")):
+        mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
+    text = "rows whose name contains this; writes no file; host, errors: those"
+    measure.add_argument("--only", default="", metavar="TEXT", help=text)
     measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
     measure.add_argument("--limit", type=float, metavar="SECONDS", help="begin no row of a suite later than this")
     measure.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
     measure.set_defaults(run=run_suites, mode="quick", suites=PRODUCTS)
     top.set_defaults(run=None)
     for name in SUITES:
-        sub = commands.add_parser(name, parents=[measure], help=f"the {name} rows")
-        sub.set_defaults(suites=(name,))
-    every = commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    every.set_defaults(suites=PRODUCTS)
+        commands.add_parser(name, parents=[measure], help=f"the {name} rows").set_defaults(suites=(name,))
+    commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
     for module in (gates, tune, compare):
         module.add_command(commands)
     return top
@@ -118,7 +115,7 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
     """Measure one suite; what failed, a line each."""
     rows, failed = [], []
     # First: after all rows any call takes longer, torch.add 8.9 us where a fresh process took 5.5 (two runs).
-    host = SUITES[suite].host_costs() if args.only in ("", "host") else {}
+    host = host_costs(SUITES[suite].host_calls()) if args.only in ("", "host") else {}
     wanted = [case for case in SUITES[suite].cases(args.mode) if args.only in case.name]
     wanted.sort(key=lambda case: case.patches_dsl)
     task, began = bar.add_task(suite, total=len(wanted)), time.perf_counter()
@@ -146,29 +143,22 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
     return failed
 
 
-def product_host_costs() -> dict[str, float]:
-    """Microseconds of host time of one eager call on a preallocated output, 64 x 64 operands."""
-    from cute_kernels import gemm
-    from sparse_collective import bsr_linear, random_bsr
-
-    a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
-    W = random_bsr((64, 64), (64, 64), density=1.0, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(a)
-    costs = {
-        "gemm": host_cost(lambda: gemm(a, a, out=out)),
-        "bsr_linear": host_cost(lambda: bsr_linear(a, W, out=out)),
-        "torch.mm": host_cost(lambda: torch.mm(a, a, out=out)),
-        "torch.add": host_cost(lambda: torch.add(a, a, out=out)),
-    }
-    return {name: round(cost, 2) for name, cost in costs.items()}
+def host_costs(calls: dict[str, Callable]) -> dict[str, float]:
+    """Microseconds of host time of each call; what cannot run is left out."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = round(host_cost(call), 2)
+        except Exception as error:
+            print(f"host cost of {name}: {reason(error)}")
+    return found
 
 
 SUITES = {
-    "block-sparse": Suite(cases.sparse_cases, product_host_costs),
-    "gemm": Suite(cases.gemm_cases, product_host_costs),
-    "attention": Suite(
-        cases_attention.attention_cases, findings_attention.host_costs, findings_attention.measure_and_show
-    ),
+    "block-sparse": Suite(cases.sparse_cases, cases.host_calls),
+    "gemm": Suite(cases.gemm_cases, cases.host_calls),
+    "training": Suite(cases_training.training_cases, cases_training.host_calls),
+    "attention": Suite(cases_attention.attention_cases, findings_attention.host_calls, findings_attention.measure),
 }
 # What runs with no command. Attention runs alone: its first peer to be imported changes CuTe DSL for the process.
 PRODUCTS = ("block-sparse", "gemm")

@@ -1,7 +1,7 @@
 """What is measured against what: each case is one product, its peers, and the ratio that is asked of it."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -28,6 +28,18 @@ def randn(*shape: int, dtype=DTYPE) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
+def of_rows(M: int, K: int, block: tuple[int, int], per_row: int) -> BsrMatrix:
+    """Equally many random blocks in every row."""
+    return random_bsr((M, K), block, per_row=per_row, device="cuda", dtype=DTYPE)
+
+
+def product(x: Operands, op: Callable, **terms) -> tuple:
+    """(call, plan) of ours."""
+    if op is bsr_linear:
+        return own_call(x, op, x.b.t(), x.a, out=x.out().t(), **terms)
+    return own_call(x, op, x.a, x.b, out=x.out(), **terms)
+
+
 # -- dense ---------------------------------------------------------------------------------------------------
 
 
@@ -37,30 +49,23 @@ def dense(
 ) -> Case:  # fmt: skip
     """gemm(a, b) beside torch.mm, and quack where asked for."""
     problem = Problem("gemm", M, N, K, layout=layout, dtype=str(dtype).removeprefix("torch."), path=forced)
-    x = Operands(
-        lambda: randn(M, K, dtype=dtype),
-        lambda: randn(K, N, dtype=dtype) if layout == "NN" else randn(N, K, dtype=dtype).t(),
-    )
-    others = [peers.cublas(x, problem.flops)]
-    others += [peers.quack_gemm(x, problem.flops)] if quack else []
+    b = functools.partial(randn, *((K, N) if layout == "NN" else (N, K)), dtype=dtype)
+    x = Operands(lambda: randn(M, K, dtype=dtype), lambda: b() if layout == "NN" else b().t())
+    others = [make(x, problem.flops) for make in (peers.cublas, peers.quack_gemm)[: 1 + quack]]
     name = f"gemm {M}x{N}x{K} {layout}" + ("" if dtype is DTYPE else " fp16") + (f", {forced} path" if forced else "")
-
-    def ours():
-        return own_call(x, gemm, x.a, x.b, out=x.out(), forced=forced)
-
-    return Case("gemm", name, problem, ours, others, CUBLAS, asked, quack)
+    return Case("gemm", name, problem, lambda: product(x, gemm, forced=forced), others, CUBLAS, asked, quack)
 
 
 def epilogue(M: int, N: int, K: int, activation: str | None, asked: float | None = None) -> Case:
     """A linear layer's forward: bias and activation, b the transpose of a contiguous weight, beside cuBLASLt's own."""
     problem = Problem("gemm", M, N, K, layout="NT", epilogue="bias" + (f"+{activation}" if activation else ""))
     x = Operands(lambda: randn(M, K), lambda: randn(N, K).t(), lambda: randn(N), activation)
-    name = f"gemm {M}x{N}x{K} NT, {problem.epilogue}"
+    name, others = f"gemm {M}x{N}x{K} NT, {problem.epilogue}", [peers.cublaslt_epilogue(x, problem.flops)]
 
     def ours():
-        return own_call(x, gemm, x.a, x.b, out=x.out(), bias=x.bias, activation=activation)
+        return product(x, gemm, bias=x.bias, activation=activation)
 
-    return Case("gemm", name, problem, ours, [peers.cublaslt_epilogue(x, problem.flops)], CUBLASLT, asked)
+    return Case("gemm", name, problem, ours, others, CUBLASLT, asked)
 
 
 def gemm_cases(mode: str) -> Iterator[Case]:
@@ -111,35 +116,26 @@ def sparse(
     mask = None if pattern == "uniform" else patterns.PATTERNS[pattern](M // bm, K // bk, density)
     kept = work / K if mask is None else mask.sum().item() / mask.numel()
     problem = Problem(op, M, N, K, (bm, bk), kept, path=forced, pattern=pattern)
-
-    def weight():
-        if mask is not None:
-            return patterns.matrix(mask, (bm, bk), DTYPE)
-        return random_bsr((M, K), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE)
-
     x = Operands(
-        weight,
+        lambda: of_rows(M, K, (bm, bk), per_row) if mask is None else patterns.matrix(mask, (bm, bk), DTYPE),
         lambda: randn(N, K).t() if linear else randn(K, N),
         transposed=linear,
     )
 
-    def ours():
-        if linear:
-            return own_call(x, bsr_linear, x.b.t(), x.a, out=x.out().t(), forced=forced)
-        return own_call(x, bsr_matmul, x.a, x.b, out=x.out(), forced=forced)
+    def with_dense(depth: int, name: str) -> Candidate:
+        return peers.cublas(Operands(lambda: randn(M, depth), lambda: randn(depth, N)), 2.0 * M * N * depth, name)
 
-    equal = Operands(lambda: randn(M, work), lambda: randn(work, N))
-    others = [peers.cublas(equal, 2.0 * M * N * work, name=EQUAL)]
-    if cube:
-        others.append(peers.cublas(Operands(lambda: randn(M, CUBE), lambda: randn(CUBE, N)), 2.0 * CUBE**3, DENSE_CUBE))
+    others = [with_dense(work, EQUAL)] + ([with_dense(CUBE, DENSE_CUBE)] if cube else [])
     if triton:
         others.append(peers.triton_bsr(x, problem.flops, quick=triton == "quick"))
     if shipped:
         others.append(peers.torch_bsr(x, problem.flops))
     if half:
-        others.append(peers.semi_structured(M, N, K))
+        of_half = Operands(lambda: peers.pruned(randn(M, K)), lambda: randn(K, N))
+        others.append(peers.semi_structured(of_half, 1.0 * M * N * K))
     name = f"{op} {bm}x{bk}, {work / K:.3g}" + (f", {forced} path" if forced else "")
     name += "" if mask is None else f", {pattern}"
+    ours = functools.partial(product, x, bsr_linear if linear else bsr_matmul, forced=forced)
     return Case("block-sparse", name, problem, ours, others, against, asked)
 
 
@@ -147,22 +143,16 @@ def skinny(tokens: int, size: int, bm: int, bk: int, density: float, asked: floa
     """bsr_linear of a few tokens, limited by the bytes of the kept blocks, beside a copy that moves as many."""
     per_row = round(density * size / bk)
     problem = Problem("bsr_linear", size, tokens, size, (bm, bk), per_row * bk / size)
-    x = Operands(
-        lambda: random_bsr((size, size), (bm, bk), per_row=per_row, device="cuda", dtype=DTYPE),
-        lambda: randn(tokens, size).t(),
-        transposed=True,
-    )
+    x = Operands(lambda: of_rows(size, size, (bm, bk), per_row), lambda: randn(tokens, size).t(), transposed=True)
 
     def copy():
         half = x.a.values.flatten()[: x.a.values.numel() // 2]  # each byte is read and written
         to = torch.empty_like(half)
         return Call(lambda: to.copy_(half))
 
-    def ours():
-        return own_call(x, bsr_linear, x.b.t(), x.a, out=x.out().t())
-
     name = f"bsr_linear {bm}x{bk}, {density:.3g}, {tokens} tokens, {size} squared"
-    return Case("block-sparse", name, problem, ours, [Candidate(COPY, problem.flops, copy)], COPY, asked)
+    others = [Candidate(COPY, problem.flops, copy)]
+    return Case("block-sparse", name, problem, lambda: product(x, bsr_linear), others, COPY, asked)
 
 
 def grouped(
@@ -175,22 +165,27 @@ def grouped(
 
     @functools.cache
     def operands() -> tuple:
-        """(W of each expert, x, rows of the result to compare, what they must be)"""
+        """(W of each expert, x)"""
         items = [random_bsr((M, K), block, per_row=per_row, device=device, dtype=DTYPE) for _ in range(experts)]
-        x = torch.randn(tokens, K, device=device, dtype=DTYPE)
+        return items, torch.randn(tokens, K, device=device, dtype=DTYPE)
+
+    @functools.cache
+    def sample() -> tuple:
+        """(rows of the result to compare, what they must be)"""
+        items, x = operands()
         rows = torch.linspace(0, tokens - 1, min(tokens, 8 * experts), dtype=torch.float64).long()
         must = [x[row].float() @ items[row // share].to_dense().float().t() for row in rows.tolist()]
-        return items, x, rows.to(device), torch.stack(must)
+        return rows.to(device), torch.stack(must)
 
     def ours():
-        items, x, rows, must = operands()
+        items, x = operands()
         W, out = BsrMatrix.stack(items), x.new_empty(tokens, M)
         groups = torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(share // run)
         call = Call(lambda: bsr_grouped_linear(x, W, groups, out=out))
-        return verified(call, lambda: (rows, must)), explain(bsr_grouped_linear, x, W, groups, out=out)
+        return verified(call, sample), explain(bsr_grouped_linear, x, W, groups, out=out)
 
     def loop():
-        items, x, rows, must = operands()
+        items, x = operands()
         out = x.new_empty(tokens, M)
         parts = list(zip(x.split(share), items, out.split(share), strict=True))
 
@@ -199,13 +194,13 @@ def grouped(
                 bsr_linear(of_expert, W, out=to)
             return out
 
-        return verified(Call(call), lambda: (rows, must))
+        return verified(Call(call), sample)
 
     def dense():
-        items, x, rows, must = operands()
+        items, x = operands()
         weights = torch.stack([W.to_dense() for W in items])
         ends = torch.arange(share, tokens + 1, share, dtype=torch.int32, device=device)
-        return verified(Call(lambda: torch._grouped_mm(x, weights.mT, offs=ends)), lambda: (rows, must))
+        return verified(Call(lambda: torch._grouped_mm(x, weights.mT, offs=ends)), sample)
 
     others = [Candidate(LOOP, problem.flops, loop), Candidate("torch grouped_mm, dense", 2.0 * tokens * K * M, dense)]
     name = f"bsr_grouped_linear {block[0]}x{block[1]}, {problem.density:.3g}, {experts} experts, runs of {run}"
@@ -260,3 +255,15 @@ def gate_cases() -> Iterator[Case]:
     yield sparse(128, 128, 1 / 8, op="bsr_linear", cube=False)
     yield sparse(512, 112, 16 / 74, K=8288, cube=False)
     yield sparse(512, 112, 16 / 74, K=8288, cube=False, forced="sm_80")
+
+
+def host_calls() -> dict[str, Callable]:
+    """Of which the host's cost is measured: on a preallocated output, 64 x 64 operands."""
+    a, W = randn(64, 64), random_bsr((64, 64), (64, 64), density=1.0, device="cuda", dtype=DTYPE)
+    out = torch.empty_like(a)
+    return {
+        "gemm": lambda: gemm(a, a, out=out),
+        "bsr_linear": lambda: bsr_linear(a, W, out=out),
+        "torch.mm": lambda: torch.mm(a, a, out=out),
+        "torch.add": lambda: torch.add(a, a, out=out),
+    }

@@ -6,8 +6,9 @@ get (B, H, S, D) views.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -69,12 +70,9 @@ class AttentionProblem:
         """(query, key) pairs of one head of one item that are seen."""
         if self.block is not None:
             return self.density * self.queries * self.keys
-        left, right = window_bounds(self.window, self.causal)
+        left, right = (self.keys + self.queries if n is None else n for n in window_bounds(self.window, self.causal))
         position = torch.arange(self.keys - self.queries, self.keys, dtype=torch.int64)
-        first = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
-        last = (
-            torch.full_like(position, self.keys - 1) if right is None else (position + right).clamp(max=self.keys - 1)
-        )
+        first, last = (position - left).clamp(min=0), (position + right).clamp(max=self.keys - 1)
         return float((last - first + 1).clamp(min=0).sum())
 
     @property
@@ -95,13 +93,9 @@ class AttentionProblem:
 
 def operands(p: AttentionProblem, blocks: Tensor | None = None, device: str = "cuda") -> Attention:
     """The tensors of a problem, made when first asked for."""
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, dtype=DTYPE)
-
-    q_shape, kv_shape = (p.batch, p.queries, p.heads, p.head_dim), (p.batch, p.keys, p.kv_heads, p.head_dim)
+    shapes = [(p.batch, p.queries, p.heads, p.head_dim)] + 2 * [(p.batch, p.keys, p.kv_heads, p.head_dim)]
+    q, k, v = (partial(torch.randn, *shape, device=device, dtype=DTYPE) for shape in shapes)
     terms = {} if blocks is None else {"blocks": lambda: blocks.to(device), "block_size": p.block}
-    q, k, v = (lambda shape=shape: randn(*shape) for shape in (q_shape, kv_shape, kv_shape))
     return Attention(q, k, v, p.causal, window=p.window, **terms)
 
 
@@ -116,18 +110,17 @@ def named(shape: tuple[int, int, int, int], causal: bool) -> str:
     return f"B{B} S{S} H{H} D{D} {'causal' if causal else 'full'}"
 
 
-def ours_of(x: Attention, op: Callable = attention, forced: str | None = None, args: Callable | None = None) -> tuple:
+def ours_of(x: Attention, forced: str | None = None, mask: Callable | None = None) -> tuple:
     """(call, plan) of ours, whose result has been compared with x's reference.
 
     Args:
-        op: attention or block_sparse_attention.
         forced: "sm_80" to force that path.
-        args: makes what op takes after q, k and v.
+        mask: makes the mask that block_sparse_attention takes; without it the op is attention.
     """
-    q, k, v = x.heads_first
-    more = () if args is None else (args(),)
-    terms = {} if op is block_sparse_attention else {"causal": x.causal, "window": x.window}
-    return own_call(x, op, q, k, v, *more, out=x.out().transpose(1, 2), forced=forced, **terms)
+    op, args, terms = attention, x.heads_first, {"causal": x.causal, "window": x.window}
+    if mask is not None:
+        op, args, terms = block_sparse_attention, (*args, mask(x)), {}
+    return own_call(x, op, *args, out=x.out().transpose(1, 2), forced=forced, **terms)
 
 
 def case(name: str, problem, x: Attention, others: list[Candidate], against: str, asked, ours=None, **options) -> Case:
@@ -157,14 +150,11 @@ def small(shape: tuple[int, int, int, int], causal: bool, graph: bool) -> Case:
     if not graph:
         return case(name, problem, x, others, FASTEST, 1.0, timer=timing.interleaved_bursts)
 
-    def in_graph(other: Candidate) -> Candidate:
-        return Candidate(other.name, other.flops, lambda: Call(timing.graphed(other.setup())))
-
     def ours():
         call, plan = ours_of(x)
         return Call(timing.graphed(call)), plan
 
-    others = [in_graph(other) for other in others]
+    others = [replace(other, setup=lambda other=other: Call(timing.graphed(other.setup()))) for other in others]
     return case(name, problem, x, others, FASTEST, 1.0, ours, timer=timing.interleaved_graphs)
 
 
@@ -189,14 +179,9 @@ def older(shape: tuple[int, int, int, int], causal: bool) -> Case:
 
 
 def sparse(
-    side: int,
-    density: float,
-    against: str,
-    asked: float,
-    settings: int = 1,
-    dense: bool = False,
+    side: int, density: float, against: str, asked: float, settings: int = 1, dense: bool = False,
     held: str | None = None,
-) -> Case:
+) -> Case:  # fmt: skip
     """block_sparse_attention of random full blocks beside FlexAttention, and FA4 where its tiles fit the blocks.
 
     Args:
@@ -213,11 +198,11 @@ def sparse(
     whole = Attention(lambda: x.q, lambda: x.k, lambda: x.v)
     ours_dense = Candidate(OUR_DENSE, dense_problem(SPARSE).flops, lambda: ours_of(whole)[0])
 
-    def ours(of: Callable = kept_mask if held is None else HELD[held]):
+    def ours(mask: Callable = kept_mask if held is None else HELD[held]):
         if dense:
             with contextlib.suppress(Exception):  # compiled before FA4 is imported; its own line will say
                 ours_dense.setup()
-        return ours_of(x, block_sparse_attention, args=lambda: of(x))
+        return ours_of(x, mask=mask)
 
     flex, fa4 = peers.flex_attention(x, problem.flops, settings=settings), peers.fa4(x, problem.flops)
     others = [ours_dense] if dense else []
@@ -263,14 +248,9 @@ def decoding(batch: int, keys: int, asked: float) -> Case:
     problem = AttentionProblem("attention", batch, 1, keys, heads, kv_heads, D)
     x = operands(problem)
 
-    def copy():
-        src = torch.empty(ceilings.COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
-        dst = torch.empty_like(src)
-        return Call(lambda: dst.copy_(src))
-
     # Rates are compared as operations over time: the copy's are those of attention to as many bytes of K and V.
     as_many = problem.flops * 2 * ceilings.COPY_BYTES / problem.kv_bytes
-    others = [Candidate(COPY, as_many, copy), peers.sdpa_flash(x, problem.flops), peers.fa4(x, problem.flops)]
+    others = [Candidate(COPY, as_many, ceilings.copy), peers.sdpa_flash(x, problem.flops), peers.fa4(x, problem.flops)]
     name = f"decoding B{batch}, {keys // 1024}k keys, {heads}/{kv_heads} heads D{D}"
     return case(name, problem, x, others, COPY, asked)
 
@@ -278,19 +258,14 @@ def decoding(batch: int, keys: int, asked: float) -> Case:
 def attention_cases(mode: str) -> Iterator[Case]:
     """All rows have a number asked of them; "full" tries more settings and sets FlexAttention beside every forward."""
     full = mode == "full"
-    for shape in SM_80:
-        for causal in (False, True):
-            yield older(shape, causal)
-    for density in (1 / 8, 1 / 4, 1 / 2):
-        for held in (None, FLEX_MASK):
-            yield sparse(64, density, FLEX, 1.5, settings=len(peers.FLEX_SETTINGS) if full else 1, held=held)
-    for shape in SHAPES:
-        for causal in (False, True):
-            yield forward(shape, causal, flex=full or shape == FIRST)
-    for graph in (True, False):
-        for shape in SMALL:
-            for causal in (False, True):
-                yield small(shape, causal, graph)
+    for shape, causal in product(SM_80, (False, True)):
+        yield older(shape, causal)
+    for density, held in product((1 / 8, 1 / 4, 1 / 2), (None, FLEX_MASK)):
+        yield sparse(64, density, FLEX, 1.5, settings=len(peers.FLEX_SETTINGS) if full else 1, held=held)
+    for shape, causal in product(SHAPES, (False, True)):
+        yield forward(shape, causal, flex=full or shape == FIRST)
+    for graph, shape, causal in product((True, False), SMALL, (False, True)):
+        yield small(shape, causal, graph)
     for density in (1 / 8, 1 / 4, 1 / 2):
         yield sparse(128, density, FA4, 1.10, dense=density == 1 / 8)
         for held in HELD if density == 1 / 8 else (FLEX_MASK,):

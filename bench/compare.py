@@ -14,12 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .record import load
-from .table import make_console
+from .table import grid, make_console
 
 WITHIN = 0.03
 
@@ -29,10 +27,7 @@ class Comparison:
     """What `compare` found of two files A and B."""
 
     rows: dict[str, tuple[float, float]]  # (A's ratio, B's) of each row that has one in both, against the same peer
-    only_a: list[str]
-    only_b: list[str]
-    not_comparable: dict[str, str]  # rows of both without such a pair, and why
-    warnings: list[str]
+    remarks: list[str]  # why the runs are different experiments, and which rows cannot be compared
 
     @property
     def changes(self) -> dict[str, float]:
@@ -47,61 +42,45 @@ class Comparison:
 
 def compare(a: Path, b: Path) -> Comparison:
     """Match the rows of two result files by name."""
-    data_a, data_b = load(a), load(b)
-    rows_a, rows_b = ({row["name"]: row for row in data["rows"]} for data in (data_a, data_b))
-    pairs, refused = {}, {}
+    data = load(a), load(b)
+    (here, there), (rows_a, rows_b) = zip(*((d["environment"], {r["name"]: r for r in d["rows"]}) for d in data))
+    pairs, remarks = {}, []
+    if here.get("card") != there.get("card"):
+        remarks.append(f"warning: the cards differ: {here.get('card')} in A, {there.get('card')} in B")
+    if here.get("sources") != there.get("sources"):
+        commits = f"commit {here.get('commit') or 'unknown'} in A, {there.get('commit') or 'unknown'} in B"
+        remarks.append(f"warning: the kernels' sources differ: {commits}")
+    for title, rows, others in (("only in A", rows_a, rows_b), ("only in B", rows_b, rows_a)):
+        if names := [name for name in rows if name not in others]:
+            remarks.append(f"{title}: {'; '.join(names)}")
     for name in (name for name in rows_a if name in rows_b):
         one, other = rows_a[name], rows_b[name]
         if one["against"] != other["against"]:
-            refused[name] = f"against {one['against']} in A, {other['against']} in B"
+            remarks.append(f"not compared: {name}: against {one['against']} in A, {other['against']} in B")
         elif missing := [side for side, row in (("A", one), ("B", other)) if not row["ratio"]]:
-            refused[name] = f"no ratio in {' and '.join(missing)}"
+            remarks.append(f"not compared: {name}: no ratio in {' and '.join(missing)}")
         else:
             pairs[name] = one["ratio"], other["ratio"]
-    only_a = [name for name in rows_a if name not in rows_b]
-    only_b = [name for name in rows_b if name not in rows_a]
-    return Comparison(pairs, only_a, only_b, refused, differences(data_a["environment"], data_b["environment"]))
+    return Comparison(pairs, remarks)
 
 
-def differences(a: dict, b: dict) -> list[str]:
-    """What makes two runs different experiments: the card, or the kernels' sources."""
-    found = []
-    if a.get("card") != b.get("card"):
-        found.append(f"the cards differ: {a.get('card')} in A, {b.get('card')} in B")
-    if a.get("sources") != b.get("sources"):
-        commits = f"commit {a.get('commit') or 'unknown'} in A, {b.get('commit') or 'unknown'} in B"
-        found.append(f"the kernels' sources differ: {commits}")
-    return found
-
-
-def show(found: Comparison, within: float, console: Console | None = None) -> None:
+def show(found: Comparison, within: float) -> None:
     """Print a comparison: every pair, what has none, and the verdict."""
-    console = console or make_console()
-    for warning in found.warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
-    if found.rows:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        table.add_column("product")
-        for name in ("A", "B", "B over A"):
-            table.add_column(name, justify="right")
-        for name, (a, b) in found.rows.items():
-            change = Text(f"{b / a:.3f}", style="bold yellow" if abs(b / a - 1) > within else "")
-            table.add_row(Text(name), f"{a:.3f}", f"{b:.3f}", change)
-        console.print(table)
-    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
-        if names:
-            console.print(Text(f"{title}: {'; '.join(names)}"))
-    for name, why in found.not_comparable.items():
-        console.print(Text(f"not compared: {name}: {why}"))
-    if found.rows:
-        name, change = max(found.changes.items(), key=lambda item: abs(item[1] - 1))
-        verdict = "within" if found.median <= within else "MORE THAN"
-        console.print(
-            f"median change of {len(found.rows)} rows {found.median:.2%}, {verdict} {within:.2%}", style="bold"
-        )
-        console.print(Text(f"largest {change - 1:+.2%}: {name}"))
-    else:
+    console = make_console()
+    for remark in found.remarks:
+        console.print(Text(remark, style="yellow" if remark.startswith("warning") else ""))
+    if not found.rows:
         console.print(Text("no row can be compared", style="bold red"))
+        return
+    table = grid(["product"], ["A", "B", "B over A"])
+    for name, (a, b) in found.rows.items():
+        change = Text(f"{b / a:.3f}", style="bold yellow" if abs(b / a - 1) > within else "")
+        table.add_row(Text(name), f"{a:.3f}", f"{b:.3f}", change)
+    console.print(table)
+    name, change = max(found.changes.items(), key=lambda item: abs(item[1] - 1))
+    verdict = "within" if found.median <= within else "MORE THAN"
+    console.print(f"median change of {len(found.rows)} rows {found.median:.2%}, {verdict} {within:.2%}", style="bold")
+    console.print(Text(f"largest {change - 1:+.2%}: {name}"))
 
 
 def add_command(subparsers) -> None:

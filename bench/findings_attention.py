@@ -2,22 +2,18 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as nnf
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from . import peers_attention as peers
 from .cases_attention import EIGHTH, FORWARD, HELD, OUR_DENSE, OUR_KEPT, dense_problem, named, operands, ours_of
 from .peers_attention import FA4, FLASH
 from .rows import OURS, Row, reason
-from .table import make_console
-from .timing import host_cost
+from .table import grid, make_console
 
 HELD_SHARE = 0.97  # asked of a mask that users hold: it was converted by the first call
 HOST_US = 8.0  # asked of an eager call into a given output
@@ -43,9 +39,6 @@ class Check:
             return False
         return self.value <= self.asked if self.at_most else self.value >= self.asked
 
-    def as_dict(self) -> dict:
-        return asdict(self) | {"ok": self.ok}
-
     def __str__(self) -> str:
         shown = "not measured" if self.value is None else f"{self.value:.3f}"
         return f"{self.name}: {shown}, asked {'at most' if self.at_most else 'at least'} {self.asked:g}"
@@ -55,24 +48,23 @@ def checks(rows: Sequence[Row], host: dict[str, float], errors: Sequence[dict]) 
     """What is asked of the rows together, of the host's cost and of the errors; of what was measured."""
     found = []
     if forward := [row.ratio for row in rows if row.name.startswith(FORWARD)]:
-        worst = None if None in forward else min(forward)
-        mean = None if None in forward else statistics.geometric_mean(forward)
+        mean, worst = (None, None) if None in forward else (statistics.geometric_mean(forward), min(forward))
         found += [Check(f"forward, geometric mean of {len(forward)}", mean, 1.0), Check("forward, worst", worst, 0.93)]
     for row in rows:
-        if row.name == EIGHTH:
-            dense = row.peer(OUR_DENSE)
-            share = None if dense is None or row.ours.error else row.ours.tflops / dense.tflops
-            found.append(Check(f"{row.name}: useful rate over our own dense one", share, 0.92))
-        if row.name.endswith(tuple(HELD)):
-            kept = row.peer(OUR_KEPT)
-            share = None if kept is None or row.ours.error else row.ours.tflops / kept.tflops
-            found.append(Check(f"{row.name}: rate over that of a kept BlockMask", share, HELD_SHARE))
+        for of_row, name, what, asked in (
+            (row.name == EIGHTH, OUR_DENSE, "useful rate over our own dense one", 0.92),
+            (row.name.endswith(tuple(HELD)), OUR_KEPT, "rate over that of a kept BlockMask", HELD_SHARE),
+        ):
+            if of_row:
+                other = row.peer(name)
+                share = None if other is None or row.ours.error else row.ours.tflops / other.tflops
+                found.append(Check(f"{row.name}: {what}", share, asked))
     if host:
         found.append(Check("host cost of a call, µs", host.get("attention"), HOST_US, at_most=True))
     for entry in errors:
-        ours, *theirs = (entry["errors"].get(name) for name in (OURS, FLASH, FA4))
-        theirs = [e for e in theirs if e and "rms" in e]
-        known = ours is not None and "rms" in ours and theirs
+        ours, *theirs = (entry["errors"].get(name, {}) for name in (OURS, FLASH, FA4))
+        theirs = [e for e in theirs if "rms" in e]
+        known = "rms" in ours and theirs
         rms = ours["rms"] / min(e["rms"] for e in theirs) if known else None
         largest = ours["max"] / max(e["max"] for e in theirs) if known else None
         found.append(Check(f"rms error over the least of theirs, {entry['shape']}", rms, RMS, at_most=True))
@@ -80,27 +72,20 @@ def checks(rows: Sequence[Row], host: dict[str, float], errors: Sequence[dict]) 
     return found
 
 
-def host_costs() -> dict[str, float]:
-    """Microseconds of host time of one eager call on tiny tensors; what cannot run is left out."""
+def host_calls() -> dict[str, Callable]:
+    """Of which the host's cost is measured."""
     from attention import attention
 
     x = operands(dense_problem(TINY))
     q, k, v = x.heads_first
     out, one = x.out().transpose(1, 2), q.new_zeros(64, 64)
     sum_ = torch.empty_like(one)
-    calls = {
+    return {
         "attention": lambda: attention(q, k, v, out=out),
         "attention, output allocated": lambda: attention(q, k, v),
         "torch SDPA": lambda: nnf.scaled_dot_product_attention(q, k, v),
         "torch.add": lambda: torch.add(one, one, out=sum_),
     }
-    found = {}
-    for name, call in calls.items():
-        try:
-            found[name] = round(host_cost(call), 2)
-        except Exception as error:
-            print(f"host cost of {name}: {reason(error)}")
-    return found
 
 
 def errors(cases: Sequence, device: str = "cuda") -> list[dict]:
@@ -127,26 +112,16 @@ def errors(cases: Sequence, device: str = "cuda") -> list[dict]:
     return found
 
 
-def measure_and_show(rows: Sequence[Row], host: dict[str, float], only: str = "") -> dict:
+def measure(rows: Sequence[Row], host: dict[str, float], only: str = "") -> dict:
     """The errors, and the checks of what was measured, both printed; as the result file has them."""
     wrong = errors(ERRORS) if only in ("", "errors") else []
-    found = checks(rows, host, wrong)
-    show(found, wrong)
-    return {"errors": wrong, "checks": [check.as_dict() for check in found]}
-
-
-def show(found: Sequence[Check], errors: Sequence[dict], console: Console | None = None) -> None:
-    """Print the table of errors and a line for each check."""
-    console = console or make_console()
-    if errors:
-        table = Table(title="Error against fp64: largest, root mean square", title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("shape")
-        names = list(errors[0]["errors"])
-        for name in names:
-            table.add_column(name)
-        for entry in errors:
-            cells = (entry["errors"][name] for name in names)
-            table.add_row(entry["shape"], *(e.get("error") or f"{e['max']:.2e}, {e['rms']:.3e}" for e in cells))
+    found, console = checks(rows, host, wrong), make_console()
+    if wrong:
+        table = grid(["shape", *wrong[0]["errors"]], title="Error against fp64: largest, root mean square")
+        for entry in wrong:
+            cells = (e.get("error") or f"{e['max']:.2e}, {e['rms']:.3e}" for e in entry["errors"].values())
+            table.add_row(entry["shape"], *cells)
         console.print(table)
     for check in found:
         console.print(Text(f"{check}{'' if check.ok else ' MISSED'}", style="green" if check.ok else "bold red"))
+    return {"errors": wrong, "checks": [asdict(check) | {"ok": check.ok} for check in found]}

@@ -18,8 +18,7 @@ def scattered(rows: int, cols: int, density: float, seed: int = 0) -> Tensor:
 def skewed(rows: int, cols: int, density: float, seed: int = 0) -> Tensor:
     """A tenth of the rows, drawn at random, hold half of the blocks, at random columns."""
     generator = torch.Generator().manual_seed(seed)
-    long = max(1, rows // 10)
-    half = density * rows * cols / 2
+    long, half = max(1, rows // 10), density * rows * cols / 2
     lengths = torch.full((rows,), round(half / max(1, rows - long)))
     lengths[torch.randperm(rows, generator=generator)[:long]] = min(cols, round(half / long))
     rank = torch.rand(rows, cols, generator=generator).argsort(1).argsort(1)
@@ -47,8 +46,8 @@ PATTERNS = {"scattered": scattered, "skewed": skewed, "banded": banded, "local a
 
 def matrix(mask: Tensor, block: tuple[int, int], dtype=torch.bfloat16, device="cuda") -> BsrMatrix:
     """Normal random values in the blocks of a mask; the indices are checked."""
-    crow, col = mask_to_indices(mask)
+    crow, col = mask_to_indices(mask.to(device))
     values = torch.randn(len(col), *block, dtype=dtype, device=device)
-    W = BsrMatrix(crow.to(device), col.to(device), values, (mask.shape[0] * block[0], mask.shape[1] * block[1]))
+    W = BsrMatrix(crow, col, values, (mask.shape[0] * block[0], mask.shape[1] * block[1]))
     W.check_indices()
     return W

@@ -9,6 +9,7 @@ set-up that needs them and never here.
 """
 
 import contextlib
+import functools
 import importlib
 import math
 from collections.abc import Callable, Collection
@@ -22,7 +23,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from cute_kernels import explain, path
-from tests.reference import ACTIVATIONS
+from tests.reference import truth
 
 from . import timing
 from .rows import Candidate
@@ -48,21 +49,18 @@ class WrongResult(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """A candidate's call, with what a result file should say of it: the setting chosen, the backend found."""
+    """A candidate's call, and a `note` for the result file: the setting chosen, the backend found.
+
+    Who wants nothing but speed repeats `bare()`, many times within one `within()`.
+    """
 
     run: Callable[[], Tensor]
     note: str = ""
+    bare: Callable[[], object] | None = None
+    within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def __call__(self) -> Tensor:
         return self.run()
-
-
-@dataclass(frozen=True)
-class Burst(Call):
-    """A call with what a caller repeats who wants nothing but speed: `bare()`, many times within one `within()`."""
-
-    bare: Callable[[], object] | None = None
-    within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 class Operands:
@@ -72,13 +70,17 @@ class Operands:
         a: (M, K), a tensor or a BsrMatrix. This, b and bias are each the value or a function that makes it.
         b: (K, N), of any strides.
         bias: (N,) or None.
-        activation: a key of ACTIVATIONS.
+        activation: as tests.reference knows it.
         transposed: whether the (M, N) output is stored as (N, M), as a linear layer with A as its weight does.
     """
 
     def __init__(self, a, b, bias=None, activation: str | None = None, *, transposed: bool = False) -> None:
         self._a, self._b, self._bias = a, b, bias
         self.activation, self.transposed = activation, transposed
+
+    a = cached_property(lambda self: made(self._a))
+    b = cached_property(lambda self: made(self._b))
+    bias = cached_property(lambda self: made(self._bias))
 
     def verified(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return verified(call, lambda: self.sample)
@@ -87,20 +89,13 @@ class Operands:
         """(M, N) of an output as an op of ours writes it."""
         return out.t() if self.transposed else out
 
-    a = cached_property(lambda self: made(self._a))
-    b = cached_property(lambda self: made(self._b))
-    bias = cached_property(lambda self: made(self._bias))
-
     @cached_property
     def sample(self) -> tuple[Tensor, Tensor]:
         """(rows, reference): some rows of the output, evenly spread, and what they must be, in fp32."""
         count = self.a.shape[0]
         rows = torch.linspace(0, count - 1, min(count, SAMPLE), dtype=torch.float64).long().to(self.b.device)
         a = self.a if isinstance(self.a, Tensor) else self.a.to_dense()
-        x = a[rows].float() @ self.b.float()
-        if self.bias is not None:
-            x += self.bias.float()
-        return rows, ACTIVATIONS[self.activation](x)
+        return rows, truth(a[rows], self.b, self.bias, self.activation, dtype=torch.float32)
 
     def out(self) -> Tensor:
         """A new output for one candidate."""
@@ -113,37 +108,26 @@ def made(value):
     return value() if callable(value) else value
 
 
-def errors(out: Tensor, reference: Tensor) -> tuple[float, float]:
-    """How far `out` is from the fp32 `reference` in the Frobenius norm and in the maximum, over the reference's own."""
-    if out.shape != reference.shape:
-        return math.inf, math.inf
-    difference = out.float() - reference
-    norms = (difference.norm(), reference.norm()), (difference.abs().max(), reference.abs().max())
-    return tuple(wrong.item() / (right.item() or 1.0) for wrong, right in norms)
+def compare(out: Tensor, reference: Tensor, tolerance: float = TOLERANCE, where: str = "") -> None:
+    """Raise WrongResult unless `out` has the shape of the fp32 `reference`, and errs by no more than the tolerance.
 
-
-def agrees(out: Tensor, reference: Tensor, tolerance: float = TOLERANCE) -> bool:
-    """Whether both `errors` are within the tolerance; never with another shape or with a NaN in `out`."""
-    return all(error <= tolerance for error in errors(out, reference))
-
-
-def verified(call: Callable[[], Tensor], expected: Callable[[], tuple], tolerance: float = TOLERANCE):
-    """`call`, once its output has agreed with the reference.
-
-    Args:
-        call: returns its output, the same tensor each time or a new one.
-        expected: gives (index, reference): `output[index]` must be that fp32 tensor.
-
-    Raises:
-        WrongResult: it did not agree.
+    The Frobenius norm and the maximum of the difference count, both over the reference's own.
     """
+    norm = largest = math.inf
+    if out.shape == reference.shape:
+        sizes = torch.norm, lambda t: t.abs().max()
+        norm, largest = (size(out.float() - reference).item() / (size(reference).item() or 1.0) for size in sizes)
+    if not (norm <= tolerance and largest <= tolerance):  # a NaN is not
+        off = f"off by {norm:.2g} in norm, {largest:.2g} at most; allowed {tolerance}"
+        raise WrongResult(f"wrong result{where}: {off}")
+
+
+def verified(call: Callable[[], Tensor], expected: Callable[[], tuple]) -> Callable[[], Tensor]:
+    """`call`, once the `output[index]` that it returns has agreed with (index, reference) of `expected`."""
     # Memory that another candidate freed may hold the right result: what this call leaves unwritten is to be NaN.
     call().fill_(float("nan"))
     index, reference = expected()
-    out = call()[index]
-    if not agrees(out, reference, tolerance):
-        norm, largest = errors(out, reference)
-        raise WrongResult(f"wrong result: off by {norm:.2g} in norm, {largest:.2g} at most; allowed {tolerance}")
+    compare(call()[index], reference)
     return call
 
 
@@ -158,7 +142,7 @@ def own_call(x, op: Callable, *args, out: Tensor, forced: str | None = None, **t
             op(*args, out=out, **terms)
         return x.shown(out)
 
-    call, plan = x.verified(Burst(run, bare=lambda: op(*args, **terms))), None
+    call, plan = x.verified(Call(run, bare=lambda: op(*args, **terms))), None
     with on(), contextlib.suppress(ValueError):
         plan = explain(op, *args, out=out, **terms)
     return call, plan
@@ -173,14 +157,13 @@ def needs(module: str, package: str) -> ModuleType:
 
 
 def peer(default: str, *, fused: Collection = ()):
-    """Makes a `Candidate` of a function from Operands, or Attention, to a call whose first result is then verified.
+    """Makes a `Candidate` of that name of a function from Operands, or Attention, to a call, which is then verified.
 
-    Args:
-        default: the candidate's name, if none is given.
-        fused: the activations that the function computes, None for a bias alone; operands with others are refused.
+    Operands whose activation, None for a bias alone, is not in `fused` are refused.
     """
 
     def decorate(make: Callable[..., Call]) -> Callable[..., Candidate]:
+        @functools.wraps(make)
         def candidate(x, flops: float, name: str = default, **options) -> Candidate:
             def setup() -> Call:
                 if (x.bias is not None or x.activation) and x.activation not in fused:
@@ -189,7 +172,6 @@ def peer(default: str, *, fused: Collection = ()):
 
             return Candidate(name, flops, setup)
 
-        candidate.__name__, candidate.__doc__ = make.__name__, make.__doc__
         return candidate
 
     return decorate
@@ -246,14 +228,11 @@ class Setting(NamedTuple):
 
 # Quick mode takes the first three that fit. Tall blocks need many warps for their accumulators; small ones need many
 # stages, since a stage is one block deep.
-SETTINGS = [
-    Setting(*numbers)
-    for numbers in (
-        (128, 8, 3, 4), (256, 8, 3, 4), (128, 4, 4, 4), (64, 4, 3, 4), (64, 4, 5, 4), (64, 8, 3, 4), (64, 8, 4, 4),
-        (128, 2, 4, 4), (128, 4, 2, 4), (128, 4, 3, 4), (128, 4, 5, 4), (128, 8, 2, 4), (128, 8, 4, 4), (128, 8, 4, 8),
-        (256, 4, 3, 4), (256, 4, 5, 4), (256, 8, 2, 4), (256, 8, 4, 4),
-    )
-]  # fmt: skip
+SETTINGS = (
+    (128, 8, 3, 4), (256, 8, 3, 4), (128, 4, 4, 4), (64, 4, 3, 4), (64, 4, 5, 4), (64, 8, 3, 4), (64, 8, 4, 4),
+    (128, 2, 4, 4), (128, 4, 2, 4), (128, 4, 3, 4), (128, 4, 5, 4), (128, 8, 2, 4), (128, 8, 4, 4), (128, 8, 4, 8),
+    (256, 4, 3, 4), (256, 4, 5, 4), (256, 8, 2, 4), (256, 8, 4, 4),
+)  # fmt: skip
 QUICK = 3
 ACCUMULATORS = 128  # fp32 of the output tile in a thread; with twice as many it spills, and takes minutes to compile
 
@@ -264,7 +243,7 @@ def settings_for(bm: int, n: int) -> list[Setting]:
     The kernel has no edge, so a tile's width must divide n, and be a power of two, at least 16.
     """
     widest = n & -n
-    cut = dict.fromkeys(setting._replace(columns=min(setting.columns, widest)) for setting in SETTINGS)
+    cut = dict.fromkeys(Setting(min(columns, widest), *rest) for columns, *rest in SETTINGS)
     return [s for s in cut if s.columns >= 16 and bm * s.columns <= ACCUMULATORS * 32 * s.warps]
 
 
@@ -316,13 +295,7 @@ def pruned(a: Tensor) -> Tensor:
 
 
 @peer(SEMI_STRUCTURED)
-def _semi_structured(x: Operands) -> Call:
+def semi_structured(x: Operands) -> Call:
+    """2:4 sparsity of a `pruned` A, a fixed point to compare 50 % with: half of the operations are useful."""
     a, b = torch.sparse.to_sparse_semi_structured(x.a), x.b
     return Call(lambda: torch.mm(a, b), note=a.BACKEND)
-
-
-def semi_structured(M: int, N: int, K: int, *, dtype=torch.bfloat16, device: str = "cuda") -> Candidate:
-    """2:4 sparsity on random operands of its own, a fixed point to compare 50 % with: half of 2MNK is useful."""
-    options = {"dtype": dtype, "device": device}
-    x = Operands(lambda: pruned(torch.randn(M, K, **options)), lambda: torch.randn(K, N, **options))
-    return _semi_structured(x, 1.0 * M * N * K)

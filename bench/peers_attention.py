@@ -5,9 +5,8 @@ As in peers.py: one `Attention` makes the tensors of a row, which all candidates
 they take as they are.
 """
 
-import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 import torch.nn.functional as nnf
@@ -15,8 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.masks.mask_mods import window_bounds
+from tests.reference import attention_plainly
 
-from .peers import Burst, Call, WrongResult, agrees, fastest, made, needs, peer, verified
+from .peers import Call, compare, fastest, made, needs, peer, verified
 
 FLASH = "SDPA flash"
 CUDNN = "SDPA cuDNN"
@@ -26,7 +26,6 @@ FA4 = "FA4"
 SAMPLE = 24  # queries compared, each with a head of its own
 # Of FlexAttention's kernel for blocks smaller than the 128 x 128 that it takes by itself: warps, pipeline stages.
 FLEX_SETTINGS = ((4, 3), (4, 2), (4, 4))
-_COMPILED: dict[tuple, Callable] = {}
 
 
 class Attention:
@@ -47,30 +46,28 @@ class Attention:
         self, q, k, v, causal: bool = False, blocks=None, block_size: tuple[int, int] = (128, 128), window=None
     ) -> None:
         if (causal or window is not None) and blocks is not None:
-            given = "causal" if causal else "window"
-            raise ValueError(f"{given} and blocks are both given; a block mask says by itself what is kept")
+            raise ValueError("causal or window and blocks are both given; a block mask says by itself what is kept")
         self._q, self._k, self._v, self._blocks = q, k, v, blocks
         self.causal, self.block_size, self.window = causal, block_size, window
 
     bias = activation = None  # which a peer would have to fuse
+
+    q = cached_property(lambda self: made(self._q))
+    k = cached_property(lambda self: made(self._k))
+    v = cached_property(lambda self: made(self._v))
+    blocks = cached_property(lambda self: made(self._blocks))
 
     def verified(self, call: Call) -> Call:
         """As peers.verified, and each query by itself: one that sees few keys has a much larger output than others."""
         verified(call, lambda: self.sample)
         index, reference = self.sample
         size = reference.norm(dim=1, keepdim=True).clamp(min=1e-6)
-        if not agrees(call()[index].float() / size, reference / size):
-            raise WrongResult("wrong result: right where queries see few keys, not where they see many")
+        compare(call()[index].float() / size, reference / size, where=", but not where queries see few keys")
         return call
 
     def shown(self, out: Tensor) -> Tensor:
         """(B, S, H, D) of an output as an op of ours writes it."""
         return out.transpose(1, 2)
-
-    q = cached_property(lambda self: made(self._q))
-    k = cached_property(lambda self: made(self._k))
-    v = cached_property(lambda self: made(self._v))
-    blocks = cached_property(lambda self: made(self._blocks))
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,42 +92,34 @@ class Attention:
     @cached_property
     def sample(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """((batch, query, head), reference): some queries, each in another place, and their output in fp32."""
-        batch, queries, heads, depth = self.q.shape
+        batch, queries, heads, _ = self.q.shape
         pick = torch.arange(SAMPLE, device=self.q.device)
         b, h = pick % batch, (pick // batch) % heads
         i = torch.linspace(0, queries - 1, SAMPLE, dtype=torch.float64).long().to(self.q.device)
-        kv = b, slice(None), h // (heads // self.k.shape[2])
-        scores = torch.einsum("nd,nsd->ns", self.q[b, i, h].float(), self.k[kv].float()) / math.sqrt(depth)
-        if (kept := self.kept(i)) is not None:
-            scores.masked_fill_(~kept, -math.inf)
-        # A query that sees no key has the output 0.
-        return (b, i, h), torch.einsum("ns,nsd->nd", scores.softmax(-1).nan_to_num(0.0), self.v[kv].float())
+        rows = (self.head(b[n], h[n], i[n : n + 1], torch.float32) for n in range(SAMPLE))
+        return (b, i, h), torch.cat(list(rows))
 
     def exact(self) -> Tensor:
-        """(B, S, H, D): all of the output in fp64, head by head."""
-        (batch, queries, heads, depth), group = self.q.shape, self.q.shape[2] // self.k.shape[2]
-        kept = self.kept(torch.arange(queries, device=self.q.device))
-        out = self.q.new_empty(self.q.shape, dtype=torch.float64)
-        for b in range(batch):
-            for h in range(heads):
-                k, v = self.k[b, :, h // group].double(), self.v[b, :, h // group].double()
-                scores = self.q[b, :, h].double() @ k.t() / math.sqrt(depth)
-                if kept is not None:
-                    scores.masked_fill_(~kept, -math.inf)
-                out[b, :, h] = scores.softmax(-1).nan_to_num(0.0) @ v
-        return out
+        """(B, S, H, D): all of the output in fp64."""
+        batch, queries, heads, _ = self.q.shape
+        i = torch.arange(queries, device=self.q.device)
+        items = ([self.head(b, h, i, torch.float64) for h in range(heads)] for b in range(batch))
+        return torch.stack([torch.stack(of_item, 1) for of_item in items])
 
-    def kept(self, queries: Tensor) -> Tensor | None:
-        """(len(queries), S_kv) bool: the keys that each sees; None where it sees all."""
+    def head(self, b, h, queries: Tensor, dtype: torch.dtype) -> Tensor:
+        """(len(queries), D): what these queries of a head get, computed in `dtype`; 0 where a query sees no key."""
+        of_kv = h // (self.q.shape[2] // self.k.shape[2])
+        q, k, v = (t.to(dtype)[None, None] for t in (self.q[b, queries, h], self.k[b, :, of_kv], self.v[b, :, of_kv]))
+        return attention_plainly(q, k, v, self.kept(queries))[0][0, 0]
+
+    def kept(self, queries: Tensor) -> Tensor:
+        """(len(queries), S_kv) bool: the keys that each sees."""
         keys = torch.arange(self.k.shape[1], device=queries.device)
         if self.blocks is not None:
             return self.blocks[queries // self.block_size[0]][:, keys // self.block_size[1]]
-        left, right = self.bounds
-        if left is None and right is None:
-            return None
-        position = queries[:, None] + self.offset
-        seen = keys >= position - left if left is not None else torch.ones_like(keys, dtype=torch.bool)
-        return seen if right is None else seen & (keys <= position + right)
+        away = keys - (queries[:, None] + self.offset)
+        left, right = (self.q.shape[1] + self.k.shape[1] if n is None else n for n in self.bounds)
+        return (away >= -left) & (away <= right)
 
     def out(self) -> Tensor:
         """A new output for one candidate, (B, S, H, D)."""
@@ -145,10 +134,9 @@ class Attention:
 
 def sdpa(x: Attention, backend: SDPBackend) -> Call:
     """torch's scaled_dot_product_attention, of which only one backend may run; torch raises if it cannot."""
-    if x.blocks is not None:
-        raise NotImplementedError("SDPA has no block masks; a dense mask would skip no work")
-    if x.window is not None:
-        raise NotImplementedError("SDPA has no window; a dense mask would skip no work")
+    for given, what in ((x.blocks, "block masks"), (x.window, "window")):
+        if given is not None:
+            raise NotImplementedError(f"SDPA has no {what}; a dense mask would skip no work")
     queries, keys = x.q.shape[1], x.k.shape[1]
     if x.causal and queries not in (1, keys):
         raise NotImplementedError(f"SDPA aligns {queries} queries with the first of {keys} keys, not with the last")
@@ -162,19 +150,11 @@ def sdpa(x: Attention, backend: SDPBackend) -> Call:
         with sdpa_kernel(backend):
             return bare().transpose(1, 2)
 
-    return Burst(run, bare=bare, within=lambda: sdpa_kernel(backend))
+    return Call(run, bare=bare, within=lambda: sdpa_kernel(backend))
 
 
-@peer(FLASH)
-def sdpa_flash(x: Attention) -> Call:
-    """FlashAttention 2, as torch ships it."""
-    return sdpa(x, SDPBackend.FLASH_ATTENTION)
-
-
-@peer(CUDNN)
-def sdpa_cudnn(x: Attention) -> Call:
-    """cuDNN's attention through torch."""
-    return sdpa(x, SDPBackend.CUDNN_ATTENTION)
+sdpa_flash = peer(FLASH)(partial(sdpa, backend=SDPBackend.FLASH_ATTENTION))  # FlashAttention 2, as torch ships it
+sdpa_cudnn = peer(CUDNN)(partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION))
 
 
 @peer(FLEX)
@@ -195,23 +175,21 @@ def flex_attention(x: Attention, settings: int = 1, measure: Callable | None = N
         return Call(make(()))
     tile = (("BLOCK_M", x.block_size[0]), ("BLOCK_N", x.block_size[1]))
     tried = [(*tile, ("num_warps", warps), ("num_stages", stages)) for warps, stages in FLEX_SETTINGS[:settings]]
-    if len(tried) == 1:
-        best, call = tried[0], make(tried[0])
-    else:
+    best, call = tried[0], make(tried[0])
+    if len(tried) > 1:
         best, call = fastest(make, tried, lambda: x.sample, *([measure] if measure else []))
     return Call(call, note=", ".join(f"{name} {value}" for name, value in best))
 
 
+@cache
 def compiled(key: tuple) -> Callable:
     """torch.compile'd flex_attention, one for all masks of one kind, which differ in what their tensors hold."""
-    if key not in _COMPILED:
-        from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-        # Past eight recompilations torch runs the function uncompiled, which keeps all scores: start anew, and let
-        # fullgraph make it an error.
-        torch._dynamo.reset()
-        _COMPILED[key] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return _COMPILED[key]
+    # Past eight recompilations torch runs the function uncompiled, which keeps all scores: start anew, and let
+    # fullgraph make it an error.
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex_mask(x: Attention):
@@ -250,12 +228,8 @@ def fa4(x: Attention) -> Call:
     if x.blocks is not None:
         sparsity = needs("flash_attn.cute.block_sparsity", "flash-attn-4")
         counts, indices = x.kept_blocks()
-        options["block_sparse_tensors"] = sparsity.BlockSparseTensorsTorch(
-            mask_block_cnt=torch.zeros_like(counts),
-            mask_block_idx=indices,
-            full_block_cnt=counts,
-            full_block_idx=indices,
-            block_size=tuple(x.block_size),
-        )
+        lists = {"mask_block_cnt": torch.zeros_like(counts), "mask_block_idx": indices}
+        lists |= {"full_block_cnt": counts, "full_block_idx": indices, "block_size": tuple(x.block_size)}
+        options["block_sparse_tensors"] = sparsity.BlockSparseTensorsTorch(**lists)
     q, k, v = x.q, x.k, x.v
     return Call(lambda: attend(q, k, v, **options)[0])

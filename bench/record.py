@@ -20,7 +20,7 @@ from cute_kernels.tuned import card_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "quack-kernels", "flash-attn-4")
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "triton", "quack-kernels", "flash-attn-4")
 
 
 def query(fields: str) -> dict[str, str]:

@@ -15,10 +15,20 @@ REASON = 110  # characters of a peer's reason that are shown: two lines of its c
 CEILINGS = (("copy_tbs", "copy", "TB/s"), ("l2_tbs", "L2 feed", "TB/s"), ("tensor_tflops", "tensor cores", "TFLOP/s"))
 
 
-def make_console() -> Console:
+def make_console(width: int = WIDTH) -> Console:
     """A console that does not fold a table which goes to a file."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
+def grid(texts: Sequence[str], numbers: Sequence[str] = (), **options) -> Table:
+    """A table with columns of text and then of numbers, which are never folded."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", **options)
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def show(rows: Sequence[Row], ceilings: dict, host: dict, console: Console | None = None) -> None:
@@ -33,8 +43,7 @@ def show(rows: Sequence[Row], ceilings: dict, host: dict, console: Console | Non
         console.print(rows_table(rows))
     if missed := [row.name for row in rows if is_missed(row)]:
         console.print(Text(f"MISSED ({len(missed)} of {len(rows)}): {'; '.join(missed)}", style="bold red"))
-    found = [f"{name} {ceilings[key]:g} {unit}" for key, name, unit in CEILINGS if key in ceilings]
-    if found:
+    if found := [f"{name} {ceilings[key]:g} {unit}" for key, name, unit in CEILINGS if key in ceilings]:
         console.print(Text("measured ceilings: " + ", ".join(found)))
     if host:
         console.print(Text("host cost of a call: " + ", ".join(f"{name} {us:.2f} µs" for name, us in host.items())))
@@ -51,24 +60,19 @@ def rows_table(rows: Sequence[Row]) -> Table:
     table.add_column("configuration", ratio=26, style="dim")
     width = max((len(peer.name) for row in rows for peer in row.peers if peer.us), default=0)
     for row in rows:
-        table.add_row(
-            Text(row.name), own_time(row.ours), own_rate(row.ours), peers(row, width), asked(row), Text(row.plan)
-        )
+        table.add_row(Text(row.name), *own(row.ours), peers(row, width), asked(row), Text(row.plan))
         if len(row.peers) > 1:  # a gap after a cell of many lines; rows of one line stay together
             table.add_row()
     return table
 
 
-def own_time(ours: Timing) -> Text:
-    """Our median with its spread."""
+def own(ours: Timing) -> tuple[Text, Text]:
+    """Our median with its spread, and our rate."""
     if not ours.us:
-        return Text("no time", style="bold red")
+        return Text("no time", style="bold red"), Text("–")
     spread = timing.spread(ours.us)
-    return Text(f"{spread['median_us']:.1f} ({spread['p10']:.1f}–{spread['p90']:.1f})")
-
-
-def own_rate(ours: Timing) -> Text:
-    return Text(f"{ours.tflops:.0f}", style="bold") if ours.us else Text("–")
+    time = f"{spread['median_us']:.1f} ({spread['p10']:.1f}–{spread['p90']:.1f})"
+    return Text(time), Text(f"{ours.tflops:.0f}", style="bold")
 
 
 def peers(row: Row, width: int) -> Text:
@@ -76,20 +80,16 @@ def peers(row: Row, width: int) -> Text:
     if row.ours.error:
         return Text(f"ours: {row.ours.error}", style="red")
     held = row.against if row.rival is None else row.rival.name
-    ordered = sorted(row.peers, key=lambda peer: peer.name != held)
-    lines = [peer_line(peer, row.ours, width) for peer in ordered]
-    for peer, line in zip(ordered, lines):
-        line.stylize("bold" if peer.name == held else "" if peer.us else "dim")
+    lines = []
+    for peer in sorted(row.peers, key=lambda peer: peer.name != held):
+        if peer.us:
+            ratio = f"({row.ours.tflops / peer.tflops:.3f})" if row.ours.us else "(–)"
+            text = f"{peer.name:<{width}} {peer.median:>8.1f} µs {ratio}"
+        else:
+            reason = peer.error or "not timed"
+            text = f"{peer.name}: {reason if len(reason) <= REASON else reason[: REASON - 1] + '…'}"
+        lines.append(Text(text, style="bold" if peer.name == held else "" if peer.us else "dim"))
     return Text("\n").join(lines)
-
-
-def peer_line(peer: Timing, ours: Timing, width: int) -> Text:
-    """ "name µs (ratio)", or "name: reason" for a peer without a time."""
-    if not peer.us:
-        reason = peer.error or ours.error or "not timed"
-        return Text(f"{peer.name}: {reason if len(reason) <= REASON else reason[: REASON - 1] + '…'}")
-    ratio = f"({ours.tflops / peer.tflops:.3f})" if ours.us else "(–)"
-    return Text(f"{peer.name:<{width}} {peer.median:>8.1f} µs {ratio}")
 
 
 def is_missed(row: Row) -> bool:
@@ -98,7 +98,6 @@ def is_missed(row: Row) -> bool:
 
 
 def asked(row: Row) -> Text:
-    """The ratio that is asked of the row, marked where it is missed."""
     if row.asked is None:
         return Text("–", style="dim")
     return Text(f"{row.asked:g} MISSED", style="bold red") if is_missed(row) else Text(f"{row.asked:g}", style="green")

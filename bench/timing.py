@@ -73,7 +73,7 @@ def interleaved_graphs(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) ->
 def interleaved_bursts(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[str, list[float]]:
     """Wall microseconds of each call among many back to back: what the host needs, or the device if that is more.
 
-    Bursts of the calls take turns. Of a call with `bare` and `within` (peers.Burst) those are timed.
+    Bursts of the calls take turns. Of a call with `bare` and `within` (peers.Call) those are timed.
     """
     bare = {
         name: (getattr(c, "bare", None) or c, getattr(c, "within", contextlib.nullcontext)) for name, c in calls.items()

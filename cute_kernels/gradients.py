@@ -42,7 +42,9 @@ def through_epilogue(dy: Tensor, activation: str | None, epilogue, y: Tensor | N
 
 
 def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a tensor that was broadcast; summed up in fp32."""
+    """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32."""
+    if gradient.shape == like.shape:
+        return gradient.to(like.dtype)
     return gradient.float().sum_to_size(like.shape).to(like.dtype)
 
 

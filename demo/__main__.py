@@ -4,18 +4,19 @@ import argparse
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
+from bench.table import make_console
 from cute_kernels.arch import arch_of
+from sparse_collective import BsrMatrix
 
-from . import accuracy, figure, long_context, long_context_figure, timing
+from . import accuracy, figure, long_context, timing
 from .layer import FeedForward, load_layer
-from .prune import prune
-from .report import accuracy_table, make_console, timing_table
 
 DENSITIES = (0.5, 0.25, 0.125)
 BLOCKS = ((64, 64), (128, 64), (32, 32), (48, 96))  # each divides (1536, 384) and (384, 1536)
@@ -29,12 +30,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--no-large", action="store_true", help="on a GPU, leave out the large model's layers")
     parser.add_argument("--attention", action="store_true", help="the attention part alone")
-    parser.add_argument(
-        "--png",
-        type=Path,
-        default=ROOT / "demo" / "demo.png",
-        help="where the picture goes (default: demo/demo.png); attention.png beside it",
-    )
+    text = "where the picture goes (default: demo/demo.png); attention.png beside it"
+    parser.add_argument("--png", type=Path, default=ROOT / "demo" / "demo.png", help=text)
     return parser.parse_args(argv)
 
 
@@ -57,8 +54,8 @@ def show_accuracy(console: Console, layer: FeedForward) -> list[accuracy.Accurac
         "Both weights keep only their blocks of largest norm: plain magnitude pruning, nothing retrained.\n"
     )
     with console.status("pruning and comparing"):
-        rows = accuracy.study(layer, BLOCKS, DENSITIES)
-    console.print(accuracy_table(rows))
+        rows = [accuracy.measure(layer, *point) for point in product(BLOCKS, DENSITIES)]
+    console.print(accuracy.accuracy_table(rows))
     console.print(
         "[cyan]Cyan[/]: bsr_linear against the same pruned weights in fp32; beside it, the error of torch's "
         "dense fp16 product.\n"
@@ -87,7 +84,7 @@ def show_timings(console: Console, layer: FeedForward, large: bool) -> list[list
             console.print("The GPU's memory does not suffice for the rest of this table.")
         if rows:
             shown.append(rows)
-            table, notes = timing_table(title, rows)
+            table, notes = timing.timing_table(title, rows)
             console.print(table)
             console.print("".join(f"{escape(note)}\n" for note in notes))
     console.print(
@@ -113,7 +110,8 @@ def show_attention(console: Console, device: str, png: Path) -> long_context.Lon
         "the worst of some runs of rows against fp32.\n"
     )
     path = png.with_name("attention.png")
-    long_context_figure.write_png(path, found, device)
+    saving = partial(figure.draw_saving, found=found, device=device)
+    figure.write_png(path, partial(figure.draw_mask, mask=found.mask), saving, 1.3)
     console.print(f"Picture: {path}")
     return found
 
@@ -130,41 +128,31 @@ def inspect_kernels(console: Console) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    console = make_console()
-    no_gpu = why_no_gpu()
+    args, console, no_gpu = parse(argv), make_console(120), why_no_gpu()
     if no_gpu:
         console.print(f"{no_gpu} The products are computed by the reference on the CPU, and nothing is timed.")
-    else:
-        console.print(f"Running on {torch.cuda.get_device_name()}.")
     device = "" if no_gpu else torch.cuda.get_device_name()
-    if args.attention:
-        found = show_attention(console, device, args.png)
-        return report(console, [found])
-    layer = load_layer("cpu" if no_gpu else "cuda")
-
-    rows = show_accuracy(console, layer)
-    results: list = [*rows]
-    if no_gpu:
+    if device:
+        console.print(f"Running on {device}.")
+    results: list = []
+    if not args.attention:
+        layer = load_layer("cuda" if device else "cpu")
+        rows = show_accuracy(console, layer)
+        results += rows
         draw = partial(figure.draw_accuracy, rows=rows)
-    else:
-        timings = show_timings(console, layer, large=not args.no_large)
-        results += [row for table in timings for row in table]
-        draw = partial(figure.draw_timing, rows=timings[-1], device=device)
-    figure.write_png(args.png, prune(layer.w1, *PICTURED), "intermediate.weight", draw)
-    console.print(f"Picture: {args.png}")
-
+        if device:
+            timings = show_timings(console, layer, large=not args.no_large)
+            results += [row for table in timings for row in table]
+            draw = partial(figure.draw_timing, rows=timings[-1], device=device)
+        w = BsrMatrix.from_dense(layer.w1, PICTURED[0], density=PICTURED[1])
+        figure.write_png(args.png, partial(figure.draw_pattern, w=w, name="intermediate.weight"), draw, 2.4)
+        console.print(f"Picture: {args.png}")
     results.append(show_attention(console, device, args.png))
-    compiled = inspect_kernels(console) if no_gpu else True
-    return report(console, results) if compiled else 1
-
-
-def report(console: Console, results: list) -> int:
-    """Say how many results failed or disagree; 1 if one did."""
+    compiled = bool(args.attention or device) or inspect_kernels(console)
     wrong = [result for result in results if not result.agrees]
     if wrong:
         console.print(f"[bold red]{len(wrong)} of {len(results)} results failed or disagree with fp32.[/]")
-    return 1 if wrong else 0
+    return 0 if compiled and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Two questions, kept apart: does the product compute what it should, and what does pruning cost."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rich.table import Table
 from torch import Tensor
 
+from bench.table import grid
 from sparse_collective import BsrMatrix, bsr_linear
 
 from .layer import FeedForward, dense_forward
-from .prune import prune
 
 TIMES_TORCH = 3.0  # torch's dense fp16 product errs too, and is the yardstick where two products follow each other
 
@@ -43,18 +44,18 @@ def relative_error(actual: Tensor, truth: Tensor) -> float:
     return ((actual.float() - truth.float()).norm() / truth.float().norm()).item()
 
 
-def sparse_forward(layer: FeedForward, w1: BsrMatrix, w2: BsrMatrix) -> Tensor:
-    """The pruned layer on this project's products."""
-    hidden = bsr_linear(layer.x, w1, bias=layer.b1, activation="gelu")  # (tokens, 1536)
-    return bsr_linear(hidden, w2, bias=layer.b2)  # (tokens, 384)
+def block_name(blocksize: Sequence[int]) -> str:
+    """(128, 64) as 128x64."""
+    return "x".join(map(str, blocksize))
 
 
 def measure(layer: FeedForward, blocksize: tuple[int, int], density: float) -> Accuracy:
-    """Prune both weights the same way, run the layer, compare."""
-    w1, w2 = prune(layer.w1, blocksize, density), prune(layer.w2, blocksize, density)
+    """Prune both weights by the norm of their blocks, run the layer on this project's products, compare."""
+    w1, w2 = (BsrMatrix.from_dense(w, blocksize, density=density) for w in (layer.w1, layer.w2))
     masked = w1.to_dense(), w2.to_dense()
     truth = dense_forward(layer, *masked, torch.float32)
-    ours = sparse_forward(layer, w1, w2)
+    hidden = bsr_linear(layer.x, w1, bias=layer.b1, activation="gelu")  # (tokens, 1536)
+    ours = bsr_linear(hidden, w2, bias=layer.b2)  # (tokens, 384)
     return Accuracy(
         blocksize=blocksize,
         density=density,
@@ -66,7 +67,17 @@ def measure(layer: FeedForward, blocksize: tuple[int, int], density: float) -> A
     )
 
 
-def study(layer: FeedForward, blocksizes: Iterable[tuple[int, int]], densities: Iterable[float]) -> list[Accuracy]:
-    """Every block shape at every density."""
-    densities = tuple(densities)
-    return [measure(layer, blocksize, density) for blocksize in blocksizes for density in densities]
+def accuracy_table(rows: Sequence[Accuracy]) -> Table:
+    """Left, the product against fp32 on the same pruned weights; right, what pruning changed."""
+    colours = {"max error": "cyan", "rel. error": "cyan", "torch dense fp16": "cyan", "agrees": "cyan"}
+    colours |= {"cosine to unpruned": "yellow", "rel. change": "yellow"}
+    table = grid([], ["blocks", "kept", *colours], title="The pruned layer (both weights, fp16)")
+    for column in table.columns:
+        column.header_style = colours.get(column.header, "")
+    for i, row in enumerate(rows):
+        errors = (f"{error:.1e}" for error in (row.max_error, row.error, row.torch_error))
+        verdict = "yes" if row.agrees else "[bold red]NO[/]"
+        last = i + 1 < len(rows) and rows[i + 1].blocksize != row.blocksize
+        cells = block_name(row.blocksize), f"{row.density:.1%}", *errors, verdict
+        table.add_row(*cells, f"{row.cosine:.4f}", f"{row.change:.3f}", end_section=last)
+    return table

@@ -1,27 +1,21 @@
-"""The picture: which blocks of a real weight survive, next to what was measured."""
+"""The pictures: which blocks are kept or computed, next to what was measured."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 
-matplotlib.use("Agg")
+from attention import BlockMask
+from bench.figure import FAINT, INK, Axes, Figure, density_axis, series, styled
+from sparse_collective import BsrMatrix
 
-import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first)
-from matplotlib.axes import Axes  # noqa: E402
+from . import long_context
+from .accuracy import Accuracy, block_name
+from .long_context import LongContext
+from .timing import DENSE, OURS, TORCH_BSR, Timing
 
-from sparse_collective import BsrMatrix  # noqa: E402
-
-from .accuracy import Accuracy  # noqa: E402
-from .report import block_name  # noqa: E402
-from .timing import DENSE, OURS, TORCH_BSR, Timing  # noqa: E402
-
-PRUNED = "#ececec"
-INK, FAINT = "#222222", "#8a8a8a"
-# Told apart in any kind of colour vision, and by their markers too (Okabe and Ito's palette).
-SERIES = (("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"))
+SKIPPED, PARTIAL, FULL = "#ececec", "#8fc1e3", "#0072b2"
 
 
 def block_norms(w: BsrMatrix) -> np.ndarray:
@@ -33,69 +27,103 @@ def block_norms(w: BsrMatrix) -> np.ndarray:
     return norms.numpy()
 
 
+def block_kinds(mask: BlockMask) -> np.ndarray:
+    """(Mq, Mk) of the first item and head: 0 where a block is not computed, 1 where partial, 2 where full."""
+    partial, full = (table[0, 0].cpu().numpy() for table in mask.tables())
+    return partial + 2 * full.astype(np.int64)
+
+
+def draw_blocks(ax: Axes, blocks: np.ndarray, shape: Sequence[int], title: str, cmap):
+    """A pixel for each block, with the matrix's extents at the axes."""
+    rows, columns = shape
+    ax.set_facecolor(SKIPPED)
+    ax.set_title(title, fontsize=10)
+    ax.grid(False)
+    ax.set_xticks([0, columns])
+    ax.set_yticks([0, rows])
+    return ax.imshow(blocks, cmap=cmap, interpolation="nearest", extent=(0, columns, rows, 0))
+
+
 def draw_pattern(ax: Axes, w: BsrMatrix, name: str) -> None:
     """Kept blocks shaded by their size; pruned ones grey."""
-    m, k = w.shape
-    ax.set_facecolor(PRUNED)
-    image = ax.imshow(block_norms(w), cmap="viridis_r", interpolation="nearest", extent=(0, k, m, 0))
-    ax.set_title(f"{name}\n{block_name(w.blocksize)} blocks, {w.density:.0%} kept", fontsize=10, color=INK)
-    ax.set_xticks([0, k])
-    ax.set_yticks([0, m])
+    title = f"{name}\n{block_name(w.blocksize)} blocks, {w.density:.0%} kept"
+    image = draw_blocks(ax, block_norms(w), w.shape, title, "viridis_r")
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.1, pad=0.08)
     bar.set_label("RMS of a block's elements (grey: pruned)", fontsize=8, color=FAINT)
     bar.ax.tick_params(labelsize=7)
 
 
-def density_axis(ax: Axes, densities: Sequence[float]) -> None:
-    """A logarithmic axis, since each density halves the one before."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(set(densities)), [f"{d:.3g} %" for d in 100 * np.array(sorted(set(densities)))])
-    ax.minorticks_off()
-    ax.set_xlabel("blocks kept", color=INK)
+def draw_chart(ax: Axes, rows: Sequence, lines: dict[str, tuple[str, Callable]], title: str, unit: str) -> None:
+    """By density, for each block shape of the rows: `lines` has a label's beginning -> (style, value of a row)."""
+    shapes = dict.fromkeys(row.blocksize for row in rows)
+    for shape, (colour, marker) in zip(shapes, series(len(shapes))):
+        for name, (style, value) in lines.items():
+            points = [(row.density, value(row)) for row in rows if row.blocksize == shape]
+            if points := [point for point in points if not isinstance(point[1], str)]:
+                label = f"{name}{block_name(shape)} blocks"
+                ax.plot(*zip(*points), color=colour, marker=marker, ls=style, label=label)
+    density_axis(ax, [row.density for row in rows])
     ax.set_ylim(bottom=0)
-    ax.grid(axis="y", color="#dddddd", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_ylabel(unit)
+    ax.set_title(title, fontsize=10)
+    ax.legend(frameon=False, fontsize=8)
 
 
 def draw_accuracy(ax: Axes, rows: Sequence[Accuracy]) -> None:
     """How far the output moves when the layer is pruned and not retrained."""
-    for (colour, marker), blocksize in zip(SERIES, dict.fromkeys(row.blocksize for row in rows)):
-        points = [row for row in rows if row.blocksize == blocksize]
-        xs, ys = [row.density for row in points], [row.change for row in points]
-        ax.plot(xs, ys, color=colour, marker=marker, label=f"{block_name(blocksize)} blocks")
-    density_axis(ax, [row.density for row in rows])
-    ax.set_ylabel("relative change of the output", color=INK)
-    ax.set_title("What pruning costs: magnitude only, nothing retrained", fontsize=10, color=INK)
-    ax.legend(frameon=False, fontsize=9)
+    title = "What pruning costs: magnitude only, nothing retrained"
+    draw_chart(ax, rows, {"": ("-", lambda row: row.change)}, title, "relative change of the output")
 
 
 def draw_timing(ax: Axes, rows: Sequence[Timing], device: str) -> None:
     """Times of the first product in `rows`: ours solid, torch's sparse one dotted, dense a line across."""
     rows = [row for row in rows if row.layer == rows[0].layer]
-    for (colour, marker), blocksize in zip(SERIES, dict.fromkeys(row.blocksize for row in rows)):
-        for name, style in ((OURS, "-"), (TORCH_BSR, ":")):
-            times = {r.density: r.micros[name] for r in rows if r.blocksize == blocksize}
-            points = [(density, t) for density, t in times.items() if not isinstance(t, str)]
-            if points:
-                label = f"{name}, {block_name(blocksize)} blocks"
-                ax.plot(*zip(*points), color=colour, marker=marker, linestyle=style, label=label)
-    dense = [row.micros[DENSE] for row in rows if not isinstance(row.micros[DENSE], str)]
-    if dense:
-        ax.axhline(float(np.median(dense)), color=INK, linestyle="--", linewidth=1, label="torch, dense and unpruned")
-    density_axis(ax, [row.density for row in rows])
-    m, k = rows[0].shape
-    ax.set_ylabel("time of a product, \u00b5s", color=INK)
-    ax.set_title(f"{rows[0].tokens} tokens \u00d7 ({m}, {k}) on {device}", fontsize=10, color=INK)
-    ax.legend(frameon=False, fontsize=8)
+    if dense := [row.micros[DENSE] for row in rows if not isinstance(row.micros[DENSE], str)]:
+        ax.axhline(float(np.median(dense)), color=INK, ls="--", lw=1, label="torch, dense and unpruned")
+    title = f"{rows[0].tokens} tokens × {rows[0].shape} on {device}"
+    lines = {f"{n}, ": (style, lambda row, n=n: row.micros[n]) for n, style in ((OURS, "-"), (TORCH_BSR, ":"))}
+    draw_chart(ax, rows, lines, title, "time of a product, µs")
 
 
-def write_png(path: Path, w: BsrMatrix, name: str, draw_chart: Callable[[Axes], None]) -> None:
-    """The pattern of `w` and, beside it, the chart."""
-    fig, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 5), width_ratios=(1, 2.4), layout="constrained", facecolor="white"
-    )
-    draw_pattern(left, w, name)
-    draw_chart(right)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
+def draw_mask(ax: Axes, mask: BlockMask) -> None:
+    """Full blocks dark, partial ones light, those that are skipped grey."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    title = f"Window, global tokens and documents\n{block_name(mask.blocksize)} blocks"
+    colours = ListedColormap([SKIPPED, PARTIAL, FULL])
+    draw_blocks(ax, block_kinds(mask), mask.lengths, title, colours).set_clim(0, 2)
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
+    names = {"all seen": FULL, "some seen": PARTIAL, "skipped": SKIPPED}
+    patches = [Patch(color=colour, label=name) for name, colour in names.items()]
+    ax.legend(handles=patches, loc="upper right", fontsize=8, framealpha=1.0)
+
+
+def draw_saving(ax: Axes, found: LongContext, device: str) -> None:
+    """Bars of the times; of the blocks that are computed where nothing was timed."""
+    names = long_context.TORCH, long_context.DENSE, long_context.SPARSE
+    timed = {name: found.micros[name] for name in names if isinstance(found.micros.get(name), float)}
+    bars = timed or {"causal": 1.0, "this pattern": found.share}
+    colours = [FULL if name in (long_context.SPARSE, "this pattern") else FAINT for name in bars]
+    drawn = ax.barh(list(bars), list(bars.values()), color=colours, height=0.55)
+    ax.bar_label(drawn, [f"{us:,.0f} µs" if timed else f"{us:.0%}" for us in bars.values()], padding=4, color=INK)
+    ax.invert_yaxis()
+    ax.margins(x=0.15)
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+    title = f"Time on {device}" if timed else "Blocks computed"
+    title += f": {found.mask.lengths[0]} tokens, {found.heads} heads of {found.depth}"
+    if timed and found.speedup() is not None:
+        title += f"\n{found.share:.0%} of the causal blocks, {found.speedup():.1f}× faster than dense"
+    ax.set_title(title, fontsize=10)
+
+
+def write_png(path: Path, left: Callable[[Axes], None], right: Callable[[Axes], None], ratio: float) -> None:
+    """Two charts side by side, the right one `ratio` times as wide."""
+    with styled():
+        figure = Figure(figsize=(10, 4.8), layout="constrained")
+        for ax, draw in zip(figure.subplots(1, 2, width_ratios=(1, ratio)), (left, right)):
+            draw(ax)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data" / "minilm_ffn.safetensors"
+NAMES = {"w1": "intermediate.weight", "b1": "intermediate.bias", "w2": "output.weight", "b2": "output.bias"}
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,8 @@ class FeedForward:
 def load_layer(device: torch.device | str, path: Path = DATA) -> FeedForward:
     """The layer in `path`, on `device`."""
     tensors = load_file(path, device=str(device))
-    return FeedForward(
-        w1=tensors["intermediate.weight"],
-        b1=tensors["intermediate.bias"],
-        w2=tensors["output.weight"],
-        b2=tensors["output.bias"],
-        x=tensors["activations"],
-        expected=tensors["expected"],
-    )
+    weights = {field: tensors[name] for field, name in NAMES.items()}
+    return FeedForward(**weights, x=tensors["activations"], expected=tensors["expected"])
 
 
 def dense_forward(layer: FeedForward, w1: Tensor, w2: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,42 +1,37 @@
 """Timing on a GPU: our sparse product, torch's dense one and torch's own sparse one, called in turn."""
 
-import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
+from rich.table import Table
 from torch import Tensor
 
+from bench import timing
+from bench.rows import reason
+from bench.table import grid
 from sparse_collective import BsrMatrix, bsr_linear
 
-from .accuracy import relative_error, rounding
+from .accuracy import block_name, relative_error, rounding
 from .layer import FeedForward
-from .prune import prune
 
 DENSE, TORCH_BSR, OURS = "dense", "torch BSR", "ours"
-ROUNDS = 30
+ROUNDS, WARM_S = 30, 0.2
 CHECKED_TOKENS = 256  # rows compared with fp32; all of them would take longer than the timing
 LARGE_TOKENS = 8192
-LARGE_LAYERS = {
-    "up": (14336, 4096),
-    "down": (4096, 14336),
-}  # (M, K): the feed-forward of an 8-billion-weight model
+LARGE_LAYERS = {"up": (14336, 4096), "down": (4096, 14336)}  # (M, K): the feed-forward of an 8-billion-weight model
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Medians of one product y = x W^T (+ bias), W of shape (M, K) with a part of its blocks kept."""
+class Compared:
+    """What was computed and timed. `micros` has medians in us, or the errors that calls ended in, by name."""
 
-    layer: str
-    tokens: int
-    shape: tuple[int, int]
-    blocksize: tuple[int, int]
-    density: float
-    error: float  # of ours, relative to fp32 on the same pruned weight; NaN if ours failed
+    error: float  # of ours, relative to fp32; NaN if ours failed
     bound: float  # what rounding the output explains of it
-    micros: dict[str, float | str]  # by DENSE, TORCH_BSR, OURS: the median in us, or the error it ended in
+    micros: dict[str, float | str]
 
     @property
     def agrees(self) -> bool:
@@ -44,57 +39,44 @@ class Timing:
         return self.error <= self.bound
 
     @property
-    def speedup(self) -> float | None:
-        """How many times faster than the dense product of the unpruned weight."""
-        dense, ours = self.micros[DENSE], self.micros[OURS]
-        return None if isinstance(dense, str) or isinstance(ours, str) else dense / ours
+    def shown_error(self) -> str:
+        return f"{self.error:.1e}" if self.agrees else f"[bold red]{self.error:.1e}[/]"
+
+    def speedup(self, dense: str = DENSE, ours: str = OURS) -> float | None:
+        """How many times faster than dense; None where one of them has no time."""
+        times = self.micros.get(dense, ""), self.micros.get(ours, "")
+        return None if any(isinstance(us, str) for us in times) else times[0] / times[1]
+
+
+@dataclass(frozen=True)
+class Timing(Compared):
+    """One product y = x W^T (+ bias), W of shape (M, K) with a part of its blocks kept."""
+
+    layer: str
+    tokens: int
+    shape: tuple[int, int]
+    blocksize: tuple[int, int]
+    density: float
 
     @property
     def useful_tflops(self) -> float | None:
         """Arithmetic on kept blocks alone, over the time."""
-        ours = self.micros[OURS]
-        if isinstance(ours, str):
-            return None
-        return 2 * self.tokens * self.shape[0] * self.shape[1] * self.density / ours * 1e-6
+        ours, flops = self.micros[OURS], 2 * self.tokens * self.shape[0] * self.shape[1] * self.density
+        return None if isinstance(ours, str) else flops / ours * 1e-6
 
 
-def explain(error: Exception) -> str:
-    """The first line of an error, short enough for a note under a table."""
-    line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {line[:150]}"
-
-
-def interleaved(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float | str]:
-    """Median device time of each call in us, or its error. They run in turn: a warming card is fair to all.
-
-    The cache is overwritten before each call. That also gives the host time to enqueue the call, so that the
-    device's work is timed and not the launch.
-    """
-    result: dict[str, float | str] = {}
+def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float | str]:
+    """Median device time of each call in us, all of them timed in turns; or its error."""
+    working, found = {}, {}
     for name, call in calls.items():
         try:  # the first call compiles, and shows whether the call works at all
-            for _ in range(3):
-                call()
-            torch.cuda.synchronize()
-        except Exception as error:
-            result[name] = explain(error)
-    working = {name: call for name, call in calls.items() if name not in result}
-
-    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    flush = torch.empty(max(4 * cache_bytes, 64 << 20), dtype=torch.uint8, device="cuda")
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in working}
-    for _ in range(rounds):
-        for name, call in working.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            begin.record()
             call()
-            end.record()
-            spans[name].append((begin, end))
-    torch.cuda.synchronize()
-    for name, pairs in spans.items():
-        result[name] = 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-    return result
+            torch.cuda.synchronize()
+            working[name] = call
+        except Exception as error:
+            found[name] = reason(error)
+    times = timing.interleaved(working, warm_s=WARM_S, rounds=ROUNDS)
+    return found | {name: timing.median(us) for name, us in times.items()}
 
 
 def check(x: Tensor, w: BsrMatrix, bias: Tensor | None) -> float:
@@ -107,55 +89,58 @@ def check(x: Tensor, w: BsrMatrix, bias: Tensor | None) -> float:
     return relative_error(ours, truth)
 
 
-def time_product(
-    layer: str, x: Tensor, weight: Tensor, bias: Tensor | None, blocksize: tuple[int, int], density: float
-) -> Timing:
+def time_product(layer: str, x: Tensor, weight: Tensor, bias: Tensor | None, blocksize, density: float) -> Timing:
     """One row: x (tokens, K), weight (M, K) pruned here. torch's sparse product is timed without the bias."""
-    w = prune(weight, blocksize, density)
+    w = BsrMatrix.from_dense(weight, blocksize, density=density)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
         w_torch = w.to_torch()
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         DENSE: lambda: F.linear(x, weight, bias),
         TORCH_BSR: lambda: F.linear(x, w_torch),
         OURS: lambda: bsr_linear(x, w, bias=bias),
     }
-    return Timing(
-        layer=layer,
-        tokens=len(x),
-        shape=(weight.shape[0], weight.shape[1]),
-        blocksize=blocksize,
-        density=w.density,
-        error=check(x, w, bias),
-        bound=rounding(x.dtype),
-        micros=interleaved(calls),
-    )
+    found = check(x, w, bias), rounding(x.dtype), medians(calls)
+    return Timing(*found, layer, len(x), tuple(weight.shape), blocksize, w.density)
 
 
-def time_layer(
-    layer: FeedForward, blocksizes: Iterable[tuple[int, int]], densities: Iterable[float]
-) -> Iterator[Timing]:
+def time_layer(layer: FeedForward, blocksizes: Sequence, densities: Sequence[float]) -> Iterator[Timing]:
     """Both products of the real layer."""
     hidden = F.gelu(F.linear(layer.x, layer.w1, layer.b1))  # (tokens, 1536)
-    products = {
-        "intermediate": (layer.x, layer.w1, layer.b1),
-        "output": (hidden, layer.w2, layer.b2),
-    }
-    densities = tuple(densities)
-    for blocksize in blocksizes:
-        for name, (x, weight, bias) in products.items():
-            for density in densities:
-                yield time_product(name, x, weight, bias, blocksize, density)
+    first, second = ("intermediate", layer.x, layer.w1, layer.b1), ("output", hidden, layer.w2, layer.b2)
+    for blocksize, operands, density in product(blocksizes, (first, second), densities):
+        yield time_product(*operands, blocksize, density)
 
 
-def time_large(blocksizes: Iterable[tuple[int, int]], densities: Iterable[float]) -> Iterator[Timing]:
+def time_large(blocksizes: Sequence, densities: Sequence[float]) -> Iterator[Timing]:
     """Products of a large model's size, random normal weights and inputs, bf16, no bias."""
-    blocksizes, densities = tuple(blocksizes), tuple(densities)
     generator = torch.Generator("cuda").manual_seed(0)
     facts = {"dtype": torch.bfloat16, "device": "cuda", "generator": generator}
     for name, (m, k) in LARGE_LAYERS.items():
         x = torch.randn(LARGE_TOKENS, k, **facts)
         weight = torch.randn(m, k, **facts).mul_(k**-0.5)
-        for blocksize in blocksizes:
-            for density in densities:
-                yield time_product(name, x, weight, None, blocksize, density)
+        for blocksize, density in product(blocksizes, densities):
+            yield time_product(name, x, weight, None, blocksize, density)
+
+
+def timing_table(title: str, rows: Sequence[Timing]) -> tuple[Table, list[str]]:
+    """The table, and the notes that its failures refer to."""
+    columns = ["M x K", "blocks", "kept", "dense us", "torch BSR us", "ours us", "x dense", "useful TFLOP/s"]
+    table = grid(["product"], [*columns, "rel. error"], title=title)
+    notes: list[str] = []
+
+    def micros(value: float | str) -> str:
+        if not isinstance(value, str):
+            return f"{value:.1f}"
+        if value not in notes:
+            notes.append(value)
+        return f"failed ({notes.index(value) + 1})"
+
+    for i, row in enumerate(rows):
+        last = i + 1 == len(rows) or (rows[i + 1].layer, rows[i + 1].blocksize) != (row.layer, row.blocksize)
+        speedup, rate = row.speedup(), row.useful_tflops
+        cells = [row.layer, f"{row.shape[0]} x {row.shape[1]}", block_name(row.blocksize), f"{row.density:.1%}"]
+        cells += [micros(row.micros[name]) for name in (DENSE, TORCH_BSR, OURS)]
+        cells += ["" if speedup is None else f"{speedup:.2f}", "" if rate is None else f"{rate:.1f}", row.shown_error]
+        table.add_row(*cells, end_section=last)
+    return table, [f"({i + 1}) {note}" for i, note in enumerate(notes)]

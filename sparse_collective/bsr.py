@@ -349,7 +349,10 @@ class BsrMatrix:
         """
         if self.base is not None:
             return self.base
-        crow, col, numbers, plans = self.derived(("transposed",), self._transposed_index, lambda made: made[:3])
+        if torch.compiler.is_compiling():  # the graph's ops ask the base for what is kept; of this nothing is used
+            crow, col, numbers, plans = self._transposed_index()
+        else:
+            crow, col, numbers, plans = self.derived(("transposed",), self._transposed_index, lambda made: made[:3])
         view = object.__new__(BsrMatrix)
         shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
         view._set(crow_indices=crow, col_indices=col, stored=self.stored, base=self, numbers=numbers, shape=shape)

@@ -52,10 +52,9 @@ def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tenso
 
 def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
     """Of W's stored values: dz b' where there are blocks; of W's shape and dtype."""
-    if groups is not None:
-        raise NotImplementedError(
-            f"{op}: the gradient of W's values is not written yet; detach W's values, or use bsr_linear for each expert"
-        )
+    if groups is not None:  # (T, M) and (T, K), of which runs of rows are an item's
+        left, right = (dz.to(W.dtype), b) if W.base is None else (b, dz.to(W.dtype))
+        return sddmm(left.t(), right, W if W.base is None else W.base, None, False, None, groups)
     if op == "bsr_linear":  # as bsr_matmul has them
         b, dz = b.mT if b.dim() > 1 else b[:, None], dz.mT if dz.dim() > 1 else dz[:, None]
     dz = dz.to(W.dtype)

@@ -123,30 +123,33 @@ def sddmm(
     *,
     accumulate: bool = False,
     out_dtype: torch.dtype | None = None,
+    groups: Tensor | None = None,
 ) -> Tensor:
     """The stored blocks of a pattern, of the dense product a @ b: a sampled product, the gradient of a sparse weight.
 
     Args:
         a: (M, K) bfloat16 or float16, of any strides.
         b: (K, N) of a's dtype, of any strides.
-        pattern: (M, N) BsrMatrix with (bm, bk) blocks; its values are not read.
+        pattern: (M, N) BsrMatrix with (bm, bk) blocks, or with groups a batch (L, M, N); its values are not read.
         out: (nnz, bm, bk), contiguous: where to write the result; its dtype (bfloat16, float16, float32) is the
             result's.
         accumulate: add to what `out` holds, in fp32, rounding once.
         out_dtype: of a result that is made here; a's unless told.
+        groups: (K / run,) int32 on a's device, contiguous, for a batch: which item each run of K belongs to. Each item
+            sums over its own; a number out of range is nobody's. run is a multiple of 64.
 
     Returns:
-        (nnz, bm, bk): values for `pattern.with_values`; `out` if it was given.
+        (nnz, bm, bk), of a batch as its values: values for `pattern.with_values`; `out` if it was given.
 
     Of y = bsr_linear(x, W) with x (tokens, K), the gradient of W's values is sddmm(dy.t(), x, W). Sums are in fp32 and
-    in one order: the bits are the same on every run. CPU tensors run a torch reference of the stored blocks. Not yet:
-    batches, gradients, torch.compile.
+    in one order: the bits are the same on every run. CPU tensors run a torch reference of the stored blocks. Not
+    differentiable itself.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device or layout is not supported; the message says
             what is.
     """
-    return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype)
+    return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype, groups)
 
 
 def _call(op: str, *terms) -> Tensor:

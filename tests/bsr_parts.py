@@ -1,14 +1,9 @@
-"""What the tests of BsrMatrix and of its products share.
-
-Of matrices: their parts, comparison, and a record of the operations that ran. Of products: matrices of a pattern, one
-product against the truth, and what holds for every kernel: where it writes, what it must not read, the same bits.
-"""
+"""What the tests of BsrMatrix and of its products share: matrices of a pattern, comparisons, operands, choices."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels import explain
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
@@ -18,7 +13,7 @@ from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective.bsr import BsrMatrix
 
 from .cases import PATTERNS, mask_to_indices
-from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned
+from .reference import normal, poisoned
 
 BF16 = torch.bfloat16
 BLOCKSIZES = [(16, 16), (32, 64), (128, 64), (64, 256), (48, 112), (512, 112)]
@@ -26,13 +21,47 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INDEX_DTYPES = [torch.int32, torch.int64]
 NEEDS_GPU = [pytest.mark.gpu]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+FORMS = ("values", "patterns")  # of a batch
+BOTH_OPS = pytest.mark.parametrize("op", [bsr_matmul, bsr_linear], ids=["matmul", "linear"])
 
 
-def parts(rows=4, cols=6, pattern="bernoulli", blocksize=(16, 32), dtype=torch.float32, index_dtype=torch.int32):
-    """The constructor's arguments for one pattern, on the CPU; shape (rows * bm, cols * bk)."""
-    crow, col = mask_to_indices(PATTERNS[pattern](rows, cols), index_dtype)
-    values = torch.randn(len(col), *blocksize, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return crow, col, values, (rows * blocksize[0], cols * blocksize[1])
+def bsr(
+    pattern, block, device="cpu", *, grid=(3, 5), dtype=BF16, index_dtype=torch.int32, inside_nan=False
+) -> BsrMatrix:
+    """A matrix of a pattern of grid[0] x grid[1] blocks, or of a mask; `inside_nan`: NaN lies around its values."""
+    mask = pattern if isinstance(pattern, torch.Tensor) else PATTERNS[pattern](*grid)
+    crow, col = (t.to(device) for t in mask_to_indices(mask, index_dtype))
+    kept = max(1.0, len(col) / len(mask)) * block[1]  # products that an element of a typical row sums
+    values = normal(len(col), *block, dtype=dtype, device=device, k=round(kept))
+    if inside_nan:
+        buffer = poisoned(len(col) + 2, *block, dtype=dtype, device=device)
+        buffer[1:-1] = values
+        values = buffer[1:-1]
+    return BsrMatrix(crow, col, values, (len(mask) * block[0], mask.shape[1] * block[1]))
+
+
+def batch(
+    form, block=(64, 64), device="cpu", *, names=("power_law", "no_blocks", "empty_rows", "all_blocks"), **more
+) -> tuple[BsrMatrix, list[BsrMatrix]]:
+    """A batch of either form, and its items: those of "values" all have the first one's pattern."""
+    items = [bsr(names[l if form == "patterns" else 0], block, device, **more) for l in range(len(names))]
+    if form == "patterns":
+        return BsrMatrix.stack(items), items
+    values = torch.stack([item.values for item in items])
+    return BsrMatrix(items[0].crow_indices, items[0].col_indices, values, (len(items), *items[0].shape)), items
+
+
+def parts(W: BsrMatrix, **changed) -> dict:
+    """The constructor's arguments for a matrix, with some of them changed."""
+    return {name: getattr(W, name) for name in ("crow_indices", "col_indices", "values", "shape")} | changed
+
+
+def some(form: str | None = None, pattern="bernoulli", *, items=False, **more):
+    """An fp32 matrix, or a batch of four, of which nothing is known yet; with `items`, and what it is made of."""
+    more = {"block": (16, 32), "grid": (4, 6), "dtype": torch.float32} | more
+    W, made_of = batch(form, **more) if form else (bsr(pattern, **more), None)
+    W = BsrMatrix(**parts(W))
+    return (W, made_of) if items else W
 
 
 def assert_same(a: BsrMatrix, b: BsrMatrix):
@@ -56,49 +85,16 @@ class Operations(TorchDispatchMode):
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
-
-# Products
-
-LINEAR = pytest.mark.parametrize("linear", [False, True], ids=["matmul", "linear"])
-SCATTERED = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 1]], dtype=torch.bool)
+    def asked(self) -> bool:
+        """Whether one of them would wait for a GPU."""
+        return bool({"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"} & set(self.names))
 
 
-def bsr(pattern, block, device, *, grid=(3, 5), dtype=BF16, index_dtype=torch.int32, inside_nan=False) -> BsrMatrix:
-    """A matrix of one pattern of grid[0] x grid[1] blocks; `inside_nan` puts NaN before and after its values."""
-    mask = pattern if isinstance(pattern, torch.Tensor) else PATTERNS[pattern](*grid)
-    (rows, cols), (bm, bk) = mask.shape, block
-    crow, col = (t.to(device) for t in mask_to_indices(mask, index_dtype))
-    kept = max(1.0, len(col) / rows) * bk  # products that an element of a typical row sums
-    values = normal(len(col), bm, bk, dtype=dtype, device=device, k=round(kept))
-    if inside_nan:
-        buffer = poisoned(len(col) + 2, bm, bk, dtype=dtype, device=device)
-        buffer[1:-1] = values
-        values = buffer[1:-1]
-    return BsrMatrix(crow, col, values, (rows * bm, cols * bk))
-
-
-def dense(W: BsrMatrix) -> torch.Tensor:
-    return dense_of(W.crow_indices, W.col_indices, W.values, W.shape)
-
-
-def check(W, b, *, linear=False, out=None, out_dtype=None, matrix=None, **terms):
-    """One product into poisoned memory against the truth; returns its plan. W may be given as `matrix` to the op."""
-    dtype = out.dtype if out is not None else out_dtype or W.dtype
-    rows = dense(W)
-    a, b2 = (b, rows.t()) if linear else (rows, b)
-    if linear and b.dim() == 1:
-        a = b[None]
-    exact, by_torch = exact_and_torch(a, b2, dtype, **terms)
-    if linear and b.dim() == 1:
-        exact, by_torch = exact[0], by_torch[0]
-    if out is None:
-        out = poisoned(*exact.shape, dtype=dtype, device=b.device)
-    matrix = W if matrix is None else matrix
-    op, args = (bsr_linear, (b, matrix)) if linear else (bsr_matmul, (matrix, b))
-    plan = explain(op, *args, out=out, **terms)
-    assert op(*args, out=out, **terms) is out
-    assert_as_good_as_torch(out, exact, by_torch, k=W.shape[1], plan=plan)
-    return plan
+def operands(op, W, n: int, *, k_major: bool = False) -> tuple:
+    """The op's arguments: W (M, K) and b (K, n), or n tokens and W."""
+    x = normal(n, W.shape[-1], device=W.device)
+    b = x.t() if k_major else normal(W.shape[-1], n, device=W.device)
+    return (x, W) if op is bsr_linear else (W, b)
 
 
 def picked(block, extents, density, *, path="sm_90", b_k_major=False, **stats):
@@ -110,32 +106,3 @@ def picked(block, extents, density, *, path="sm_90", b_k_major=False, **stats):
         PatternStats(**stats),
     )  # fmt: skip
     return choose(problem, ARCHS["sm_90"], 132, path)[0]
-
-
-def width(W, n, device, linear=False, dtype=BF16):
-    """b (K, n), or x (n, K)."""
-    return normal(*((n, W.shape[1]) if linear else (W.shape[1], n)), dtype=dtype, device=device)
-
-
-def multiply(W, b, linear, **terms):
-    """W (M, K) @ b (K, n), or b (n, K) @ W.T."""
-    return bsr_linear(b, W, **terms) if linear else bsr_matmul(W, b, **terms)
-
-
-def check_absent_blocks(W, b, junk, linear):
-    """W, of SCATTERED blocks, by b with junk in one block column at a time: its rows are spoilt, all others exact."""
-    bm, bk = W.blocksize
-    for column in range(SCATTERED.shape[1]):
-        spoilt, clean = b.clone(), b.clone()
-        for t, value in ((spoilt, junk), (clean, 0.0)):
-            t.narrow(1 if linear else 0, column * bk, bk).fill_(value)
-        args = (clean, dense(W).t()) if linear else (dense(W), clean)
-        exact, by_torch = exact_and_torch(*args, W.dtype)
-        out = multiply(W, spoilt, linear, out=poisoned(*exact.shape, device=b.device))
-        for row, present in enumerate(SCATTERED[:, column]):
-            part = slice(row * bm, (row + 1) * bm)
-            mine, right, theirs = ((t.t() if linear else t)[part] for t in (out, exact, by_torch))
-            if present:
-                assert not mine.isfinite().any()
-            else:
-                assert_as_good_as_torch(mine, right, theirs, k=W.shape[1])

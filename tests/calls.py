@@ -1,85 +1,26 @@
-"""Calls of ops that tests and gates repeat: operands, one run into NaN, and what is wrong with a result.
+"""Calls of ops that gates and sanitizers repeat: products and attention of a few numbers each.
 
-A `Case` is plain data: one of the makers below with its arguments, and a path. Called with a device it gives a `Call`,
-whose operands are drawn on the CPU from the case's name, so that one case is one set of numbers on every machine.
+A `Case` is one of the makers below with its arguments, and a path. Called with a device it gives a `Call`, whose
+operands are drawn on the CPU from the case's name, so that one case is one set of numbers on every machine.
 """
 
-import contextlib
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
-from attention.decode.choose import splits as forced_splits
 from attention.masks.mask_mods import SameDocument, window_bounds
-from cute_kernels import explain, gemm
-from cute_kernels.matmul.catalogue import squared_relu
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 
-from . import reference
-from .cases import PATTERNS, mask_to_indices
-from .reference import assert_as_good_as_torch, normal, operand, poisoned
+from . import products, reference
+from .products import DTYPES, Call, Signature
+from .reference import assert_as_good_as_torch, normal, poisoned
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPARE = 3  # pages that no item has
-
-
-@dataclass
-class Call:
-    """`op(*args, out=..., **terms)`. `moving` is the operand that `renew` changes; `judge(plan, *results)` raises
-    AssertionError for a wrong result of the operands as they are."""
-
-    op: Callable
-    args: tuple
-    terms: dict
-    out: Tensor  # full of NaN, of the result's shape, dtype and strides
-    moving: Tensor
-    judge: Callable[..., None]
-    name: str = ""
-    path: str | None = None
-    splits: int = 0  # among how many CTAs decoding is split; 0: as the op thinks best
-
-    @contextlib.contextmanager
-    def forced(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.path:
-                stack.enter_context(cute_kernels.path(self.path))
-            if self.splits:
-                stack.enter_context(forced_splits(self.splits))
-            yield
-
-    def run(self) -> tuple[Tensor, ...]:
-        """The results, each in memory of its own."""
-        with self.forced():
-            found = self.op(*self.args, out=self.out.clone(), **self.terms)
-        return found if isinstance(found, tuple) else (found,)
-
-    def plan(self):
-        """What cute_kernels.explain says of the call: it compiles the kernel."""
-        with self.forced():
-            return explain(inspect.unwrap(self.op), *self.args, out=self.out, **self.terms)
-
-    def renew(self, turn: int) -> None:
-        """Other numbers of the same scale in one operand, in place."""
-        self.moving.copy_(-self.moving.roll(1 + turn, 0))
-
-    def complaint(self, results: Iterable[Tensor] | None = None) -> str:
-        """What is wrong with the results, by default those of a run; "" if nothing is."""
-        results = self.run() if results is None else results
-        try:
-            self.judge(None, *results)
-        except AssertionError:
-            try:
-                self.judge(self.plan(), *results)  # which names the tiles at fault
-            except AssertionError as error:
-                return str(error)
-        return ""
 
 
 @dataclass(frozen=True)
@@ -116,101 +57,83 @@ def bits(results: Iterable[Tensor]) -> Tensor:
 
 # -- products -------------------------------------------------------------------------------------------------
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TERMS = {
+    "bias": {"bias": "col"},
+    "row bias": {"bias": "row"},
+    "residual": {"residual": True},
+    "alpha": {"scaled": True},
+    "beta": {"scaled": True},
+    "squared_relu": {"function": True},
+}
 
-def product(op, args, dense, *, out_dtype, terms: str, device, out=None, expected=None) -> Call:
-    """A call whose result is `dense[0] @ dense[1]` with some fused terms, named and joined by +: bias, row bias,
-    residual, alpha, beta, squared_relu (a user's function) or an activation. `expected` replaces terms for the truth.
 
-    Dense operands are the same tensors in `args` and in `dense`: renewing one changes the truth with it.
-    """
-    shape = (*torch.broadcast_shapes(*(t.shape[:-2] for t in dense)), dense[0].shape[-2], dense[1].shape[-1])
-    dtype, k = dense[0].dtype, dense[0].shape[-1]
-    out = poisoned(*shape, dtype=out_dtype, device=device) if out is None else out
-    named = {
-        "bias": lambda: {"bias": normal(shape[-1], dtype=dtype)},
-        "row bias": lambda: {"bias": normal(shape[-2], 1, dtype=dtype)},
-        "residual": lambda: {"residual": normal(*shape, dtype=out_dtype)},
-        "alpha": lambda: {"alpha": 0.5},
-        "beta": lambda: {"beta": -0.25},
-        "squared_relu": lambda: {"epilogue": squared_relu},
-    }
-    found = {}
+def made(op, m, n, k, *, dtype=BF16, out_dtype=None, terms="", device="cpu", items=1, pattern=None, **more) -> Call:
+    """The call of one case; `terms` are names joined by +, of TERMS or an activation."""
     for term in filter(None, terms.split("+")):
-        found |= named.get(term, lambda term=term: {"activation": term})()
-    found = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in found.items()} | (expected or {})
+        more |= TERMS.get(term, {"activation": term})
+    signature = Signature(op, None, NAMES[dtype], NAMES[out_dtype or dtype], **more)
+    return strict(products.make(products.Case(signature, m, n, k, items, pattern=pattern), device))
+
+
+def strict(call: Call) -> Call:
+    """A call that also judges each element by itself."""
 
     def judge(plan, result):
-        exact, by_torch = reference.exact_and_torch(*dense, out_dtype, **found)
-        exact, by_torch = exact.view(out.shape), by_torch.view(out.shape)
-        assert_as_good_as_torch(result, exact, by_torch, k=k, plan=plan)
-        floor = (8 + k / 16) * reference.ULP32 * max(1.0, exact.abs().max().item())
+        call.judge(plan, result)
+        exact, _ = call.truth()
+        floor = (8 + call.args[0].shape[-1] / 16) * reference.ULP32 * max(1.0, exact.abs().max().item())
         near_each(result, exact, torch.finfo(result.dtype).eps * exact.abs() + 4 * floor)
-        if dtype is FP16:
+        if call.moving.dtype is FP16:
             within_a_thousandth(result, exact)
 
-    moving = next(arg for arg in args[::-1] if isinstance(arg, Tensor) and arg.is_floating_point())
-    return Call(op, args, found, out, moving, judge)
+    return replace(call, judge=judge)
 
 
-def dense(
-    m, n, k, layouts="nn", *, batch=(), dtype=BF16, out_dtype=None, terms="", m_major=False, device="cpu"
-) -> Call:  # fmt: skip
+def product(op, args, dense, *, out_dtype, terms: str, device) -> Call:
+    """A call whose result is `dense[0] @ dense[1]`, of given operands, with a bias, a residual or an activation."""
+    shape, dtype = (dense[0].shape[-2], dense[1].shape[-1]), dense[0].dtype
+    named = {"bias": (shape[-1:], dtype), "residual": (shape, out_dtype)}
+    found = {}
+    for term in filter(None, terms.split("+")):
+        found |= (
+            {term: normal(*named[term][0], dtype=named[term][1]).to(device)} if term in named else {"activation": term}
+        )
+    out = poisoned(*shape, dtype=out_dtype, device=device)
+    return strict(products.product(op, args, found, out))
+
+
+def dense(m, n, k, layouts="nn", *, batch=(), m_major=False, **more) -> Call:
     """gemm; `layouts` says of a and b whether they are row-major, "n", or the transpose of a row-major matrix, "t"."""
-    a = operand(m, k, layouts[0], batch=batch, dtype=dtype).to(device)
-    b = operand(k, n, layouts[1], batch=batch, dtype=dtype, k=k).to(device)
-    out_dtype = out_dtype or dtype
-    out = poisoned(n, m, dtype=out_dtype, device=device).t() if m_major else None
-    return product(gemm, (a, b), (a, b), out_dtype=out_dtype, terms=terms, device=device, out=out)
+    majors = layouts[0] == "t", layouts[1] == "t", m_major
+    items = {"batch": "both", "items": batch[0]} if batch else {}
+    return made("gemm", m, n, k, majors=majors, **items, **more)
 
 
-def matmul(block, pattern, rows, cols, n, *, layout="n", dtype=BF16, out_dtype=None, terms="", device="cpu") -> Call:
+def matmul(block, pattern, rows, cols, n, **more) -> Call:
     """bsr_matmul of a W with `rows` x `cols` blocks, of which a pattern of tests.cases.PATTERNS is stored."""
-    W = weight(block, pattern, rows, cols, dtype).to(device)
-    b = operand(W.shape[1], n, layout, dtype=dtype).to(device)
-    dense = W.to_dense(), b
-    return product(bsr_matmul, (W, b), dense, out_dtype=out_dtype or dtype, terms=terms, device=device)
+    return made("bsr_matmul", rows, n, cols, block=block, pattern=pattern, **more)
 
 
-def linear(block, pattern, rows, cols, n, *, layout="n", dtype=BF16, out_dtype=None, terms="", device="cpu") -> Call:
+def linear(block, pattern, rows, cols, n, **more) -> Call:
     """bsr_linear of n tokens."""
-    W = weight(block, pattern, rows, cols, dtype).to(device)
-    x = operand(n, W.shape[1], layout, dtype=dtype).to(device)
-    dense = x, W.to_dense().t()
-    return product(bsr_linear, (x, W), dense, out_dtype=out_dtype or dtype, terms=terms, device=device)
+    return made("bsr_linear", rows, n, cols, block=block, pattern=pattern, **more)
 
 
-def batched(one_pattern: bool, n: int, *, device="cpu") -> Call:
+def batch_of(op, one_pattern: bool, n: int, **more) -> Call:
+    """Of three items; the second is empty if each has its own pattern."""
+    batch = "values" if one_pattern else "patterns"
+    return made(op, 4, n, 3, block=(64, 64), pattern="power_law", batch=batch, items=3, **more)
+
+
+def batched(one_pattern: bool, n: int, **more) -> Call:
     """bsr_matmul of a batch, with a bias for each row of each item."""
-    W = batch_of(one_pattern).to(device)
-    b, bias = normal(3, W.shape[2], n).to(device), normal(3, W.shape[1], 1).to(device)
-    dense, expected = (W.to_dense(), b), {"bias": bias}
-    return product(bsr_matmul, (W, b), dense, out_dtype=BF16, terms="", device=device, expected=expected)
+    return batch_of("bsr_matmul", one_pattern, n, bias="items", **more)
 
 
-def grouped(one_pattern: bool, *, device="cpu") -> Call:
-    """bsr_grouped_linear; two of five runs of tokens have no item."""
-    W, groups = batch_of(one_pattern).to(device), torch.tensor([2, 0, 3, 1, -1], dtype=torch.int32)
-    x = normal(64 * len(groups), W.shape[2]).to(device)
-    weights = torch.cat([W.to_dense(), torch.zeros_like(W.to_dense()[:1])])[groups.clamp(-1, 3).long()]
-    dense, out = (x.unflatten(0, (len(groups), -1)), weights.mT), poisoned(len(x), W.shape[1], device=device)
-    args = x, W, groups.to(device)
-    return product(bsr_grouped_linear, args, dense, out_dtype=BF16, terms="", device=device, out=out)
-
-
-def weight(block, pattern, rows, cols, dtype=BF16) -> BsrMatrix:
-    """W of unit variance over K, as if it were dense: rows with fewer blocks have smaller sums."""
-    crow, col = mask_to_indices(PATTERNS[pattern](rows, cols))
-    shape = rows * block[0], cols * block[1]
-    return BsrMatrix(crow, col, normal(len(col), *block, dtype=dtype, k=shape[1]), shape)
-
-
-def batch_of(one_pattern: bool, block=(64, 64)) -> BsrMatrix:
-    """Three items, the second empty if each has its own pattern."""
-    if not one_pattern:
-        return BsrMatrix.stack([weight(block, name, 4, 3) for name in ("power_law", "no_blocks", "empty_rows")])
-    items = [weight(block, "power_law", 4, 3) for _ in range(3)]
-    values = torch.stack([item.values for item in items])
-    return BsrMatrix(items[0].crow_indices, items[0].col_indices, values, (3, *items[0].shape))
+def grouped(one_pattern: bool, **more) -> Call:
+    """bsr_grouped_linear of five runs of tokens, each of any item or of none."""
+    return batch_of("bsr_grouped_linear", one_pattern, 5, run=64, **more)
 
 
 def near_each(out: Tensor, exact: Tensor, allowed: Tensor) -> None:

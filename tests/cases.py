@@ -1,8 +1,4 @@
-"""Sparsity patterns the tests share.
-
-Each pattern is a bool mask (rows, cols) on the CPU, True where a block is stored. Random ones take a seed.
-`mask_to_indices` gives the indices of a mask, and `PATTERNS` has one of each by name.
-"""
+"""Sparsity patterns the tests share: bool masks (rows, cols) on the CPU, True where a block is stored, by name."""
 
 from collections.abc import Callable
 
@@ -38,8 +34,7 @@ def power_law(rows: int, cols: int, exponent: float = 1.0, seed: int = 0) -> Ten
     """Row lengths cols / rank^exponent in shuffled order: one full row and a long tail of short ones."""
     generator = torch.Generator().manual_seed(seed)
     rank = torch.randperm(rows, generator=generator) + 1
-    lengths = (cols / rank.double() ** exponent).round().long()
-    return _random_columns(lengths, cols, generator)
+    return _random_columns((cols / rank.double() ** exponent).round().long(), cols, generator)
 
 
 def banded(rows: int, cols: int, half_width: int = 1) -> Tensor:
@@ -50,34 +45,20 @@ def banded(rows: int, cols: int, half_width: int = 1) -> Tensor:
 
 def block_diagonal(rows: int, cols: int, groups: int = 2) -> Tensor:
     """Groups of rows that share a group of columns and nothing else, as the experts of a mixture do."""
-    group_of_row = torch.arange(rows) * groups // max(rows, 1)
-    group_of_col = torch.arange(cols) * groups // max(cols, 1)
-    return group_of_row[:, None] == group_of_col
+    row, col = (torch.arange(n) * groups // max(n, 1) for n in (rows, cols))
+    return row[:, None] == col
 
 
 def empty_rows(rows: int, cols: int, density: float = 0.5, seed: int = 0) -> Tensor:
     """Bernoulli, with every other row empty, the first and the last among them."""
     mask = bernoulli(rows, cols, density, seed)
-    mask[::2] = False
-    mask[-1:] = False
+    mask[::2] = mask[-1:] = False
     return mask
 
 
-def one_full_row(rows: int, cols: int, row: int | None = None) -> Tensor:
-    """One full row, the middle one unless told, and the rest empty: the worst imbalance."""
-    mask = no_blocks(rows, cols)
-    mask[rows // 2 if row is None else row] = True
-    return mask
-
-
-def no_blocks(rows: int, cols: int) -> Tensor:
-    """nnz = 0."""
-    return torch.zeros(rows, cols, dtype=torch.bool)
-
-
-def all_blocks(rows: int, cols: int) -> Tensor:
-    """A dense matrix in sparse clothes."""
-    return torch.ones(rows, cols, dtype=torch.bool)
+def one_full_row(rows: int, cols: int) -> Tensor:
+    """The middle one, and the rest empty: the worst imbalance."""
+    return (torch.arange(rows)[:, None] == rows // 2).expand(rows, cols).clone()
 
 
 PATTERNS: dict[str, Callable[[int, int], Tensor]] = {
@@ -88,6 +69,6 @@ PATTERNS: dict[str, Callable[[int, int], Tensor]] = {
     "block_diagonal": block_diagonal,
     "empty_rows": empty_rows,
     "one_full_row": one_full_row,
-    "no_blocks": no_blocks,
-    "all_blocks": all_blocks,
+    "no_blocks": lambda rows, cols: torch.zeros(rows, cols, dtype=torch.bool),
+    "all_blocks": lambda rows, cols: torch.ones(rows, cols, dtype=torch.bool),
 }

@@ -1,8 +1,4 @@
-"""What every kernel must do: calls as plain data, their truth in fp64, the checks, and the families to run them with.
-
-A `Signature` holds what kernels are compiled from; a `Case` what may change from call to call: extents, strides,
-patterns and numbers. `run` makes the call of a case in guarded memory. `cases_of` lists a family's cases.
-"""
+"""Every family of products, and the cases that show what its kernels must do: see products.py for a case."""
 
 import random
 from collections.abc import Callable
@@ -11,12 +7,7 @@ from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
-import torch
-
-import cute_kernels
 from cute_kernels import eager as dense_ops
-from cute_kernels import explain, gemm
-from cute_kernels import functions as F
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import NAMES
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
@@ -24,231 +15,22 @@ from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import families, load_all
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 from sparse_collective import eager as sparse_ops
 
-from .cases import PATTERNS, mask_to_indices
-from .guard_zones import Placement, Wrong, Zones
-from .reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned_empty
+from .guard_zones import Placement
+from .products import DTYPES, LINEAR, OPS, Case, Signature, in_memory, leaky, make, run
 
-OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear)}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ITEM_PATTERNS = ("power_law", "no_blocks", "empty_rows", "bernoulli", "all_blocks")  # of a batch, one after the other
-
-
-@dataclass(frozen=True)
-class Signature:
-    """`align`: of operands' strides, addresses and, on the sm_80 path, contiguous extents, in elements; `align_out` the
-    same of out's strides and address. `majors`: whether the two dense operands and out are transposed in memory."""
-
-    op: str
-    path: str
-    dtype: str
-    out_dtype: str
-    align: int
-    align_out: int
-    majors: tuple[bool, bool, bool]
-    bias: str | None  # "col", "row" or, of a batch, "items"
-    activation: str | None
-    residual: bool
-    block: tuple[int, int] | None = None
-    batch: str | None = None  # of gemm "both", of W "values" or "patterns"
-    run: int = 0
-    index: str = "int32"
-    bias_dtype: str | None = None  # the operands', unless told
-    scaled: bool = False  # gemm's alpha and beta
-    function: bool = False  # a user's own epilogue
-
-    @property
-    def name(self) -> str:
-        return f"{self.op} {self.path}"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. gemm: a (m, k) @ b (k, n). Others: W of m x k blocks, and n tokens, or runs of tokens."""
-
-    signature: Signature
-    m: int
-    n: int
-    k: int
-    items: int
-    density: float
-    leading: tuple[int, ...] | None  # bsr_linear: x is (*leading, K), () for one dimension; None: (n, K)
-    places: tuple[Placement, Placement, Placement, Placement]  # of a, b, out, residual; W has no place in it
-    give_out: bool
-    seed: int
-    pattern: str | None = None  # in place of blocks at random
-
-
-@dataclass
-class Call:
-    """A call that is ready to be made, and what it should give."""
-
-    op: Callable
-    args: tuple
-    terms: dict
-    exact: torch.Tensor
-    by_torch: torch.Tensor
-    zones: Zones
-    k: int
-
-    def __call__(self) -> torch.Tensor:
-        if "out" in self.terms:
-            self.terms["out"].fill_(float("nan"))
-            return self.op(*self.args, **self.terms)
-        with poisoned_empty():
-            return self.op(*self.args, **self.terms)
-
-    def judge(self, result: torch.Tensor) -> None:
-        """As reference.assert_as_good_as_torch and Zones.check, with one wait for the GPU."""
-        exact, by_torch, zones = self.exact, self.by_torch, self.zones
-        if result.shape != exact.shape or result.dtype != by_torch.dtype:
-            raise Wrong("result", f"{tuple(result.shape)} {result.dtype}, not {tuple(exact.shape)} {by_torch.dtype}")
-        numbers = zones.counts()
-        if exact.numel():
-            ours, theirs = (t.double() - exact for t in (result, by_torch))
-            numbers += [ours.abs().max(), theirs.abs().max(), ours.norm(), theirs.norm()]
-        numbers = torch.stack([n.double() for n in numbers]).tolist()
-        zones.complain([int(n) for n in numbers[: len(zones.inputs) + len(zones.outputs)]])
-        if exact.numel():
-            largest, their_largest, norm, their_norm = numbers[-4:]
-            if not (largest <= 2 * their_largest and norm <= 2 * their_norm):  # NaN is never <=
-                try:
-                    assert_as_good_as_torch(result, exact, by_torch, k=self.k)
-                except AssertionError as error:
-                    raise Wrong("result", str(error)) from None
-
-
-def leaky(x):
-    return F.where(x > 0.0, x, 0.1 * x)
-
-
-@cache
-def program_of_leaky():
-    return epilogue_program("gemm", leaky)
-
-
-def matrix(case: Case, zones: Zones, device) -> tuple[BsrMatrix, torch.Tensor]:
-    """W in guarded memory, and the dense matrix (.., M, K) that it is."""
-    f, (bm, bk) = case.signature, case.signature.block
-    L = case.items if f.batch == "patterns" else 1
-    if case.pattern:
-        first = ITEM_PATTERNS.index(case.pattern) if L > 1 and case.pattern in ITEM_PATTERNS else 0
-        names = [case.pattern, *(ITEM_PATTERNS[(first + l) % len(ITEM_PATTERNS)] for l in range(1, L))]
-        mask = torch.stack([PATTERNS[name](case.m, case.k) for name in names]).to(device)
-    else:
-        mask = torch.rand(L, case.m, case.k, device=device) < case.density
-    L_values = case.items if f.batch == "values" else 1
-    blocks = torch.zeros(L, L_values, case.m, case.k, bm, bk, dtype=DTYPES[f.dtype], device=device)
-    terms = max(1, round(int(mask.sum()) / max(1, L * case.m) * bk))  # that an element of a typical row sums
-    l, r, c = mask.nonzero(as_tuple=True)
-    values = normal(L_values, len(l), bm, bk, dtype=DTYPES[f.dtype], device=device, k=terms)
-    blocks[l, :, r, c] = values.transpose(0, 1)
-    dense = blocks.transpose(3, 4).reshape(L * L_values, case.m * bm, case.k * bk)
-    index = getattr(torch, f.index)
-    crow, col = zip(*(mask_to_indices(each, index) for each in mask), strict=True)
-    crow, col = torch.stack(crow), torch.cat(col)
-    if f.batch == "patterns":
-        offsets = mask.flatten(1).sum(1).cumsum(0).roll(1).to(index)
-        offsets[0] = 0
-        crow = crow + offsets[:, None]
-        shape = dense.shape
-    else:
-        crow, shape = crow[0], dense.shape if f.batch else dense.shape[1:]
-    values = values if f.batch == "values" else values[0]
-    parts = (zones.input(t, name=name) for name, t in (("crow", crow), ("col", col), ("values", values)))
-    W = BsrMatrix(*parts, tuple(shape))
-    return W, dense if f.batch else dense[0]
-
-
-def make(case: Case, device: str = "cpu") -> Call:
-    """The call of a case: operands in guarded memory, and the truth."""
-    f = case.signature
-    torch.manual_seed(case.seed)
-    zones, dtype, out_dtype = Zones(device), DTYPES[f.dtype], DTYPES[f.out_dtype]
-    terms, linear = {"activation": f.activation}, f.op in ("bsr_linear", "bsr_grouped_linear")
-    place_a, place_b, place_out, place_residual = case.places
-    if f.op == "gemm":
-        lead = (case.items,) if f.batch else ()
-        a = zones.input(normal(*lead, case.m, case.k, dtype=dtype, device=device), place_a, "a")
-        b = zones.input(normal(*lead, case.k, case.n, dtype=dtype, device=device, k=case.k), place_b, "b")
-        args, left, right, rows, cols = (a, b), a, b, case.m, case.n
-    else:
-        W, dense = matrix(case, zones, device)
-        M, K = W.shape[-2:]
-        lead = (case.items,) if f.batch and not f.run else ()
-        tokens = case.n * max(f.run, 1)
-        if linear:
-            shape = (*lead, tokens) if case.leading is None else case.leading
-            b = zones.input(normal(*shape, K, dtype=dtype, device=device), place_b, "x")
-            args, left, right, rows, cols = (b, W), b, dense.mT, tokens, M
-        else:
-            b = zones.input(normal(*lead, K, tokens, dtype=dtype, device=device), place_b, "b")
-            args, left, right, rows, cols = (W, b), dense, b, M, tokens
-    if f.bias:
-        items = (case.items,) if f.bias == "items" else ()
-        shape = (*items, cols) if linear or f.bias == "col" else (*items, rows, 1)
-        bias = normal(*shape, dtype=DTYPES[f.bias_dtype or f.dtype], device=device)
-        terms["bias"] = zones.input(bias, name="bias")
-    if f.scaled:
-        terms |= {"alpha": 0.5, "beta": -1.5}
-    if f.function:
-        terms["epilogue"] = leaky
-    if f.residual:
-        residual = normal(*lead, rows, cols, dtype=out_dtype, device=device)
-        terms["residual"] = zones.input(residual, place_residual, "residual")
-    expected = dict(terms)
-    if f.bias == "items" and linear:
-        expected["bias"] = expected["bias"][:, None]
-    if f.run:
-        groups = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=device)
-        groups = zones.input(groups, name="groups")
-        args += (groups,)
-        left, right, expected["bias"] = of_runs(b, dense, groups, expected.get("bias"))
-    exact, by_torch = exact_and_torch(left, right, out_dtype, **expected)
-    if f.run:
-        exact, by_torch = exact.flatten(0, 1), by_torch.flatten(0, 1)
-    if case.give_out or out_dtype is not dtype:
-        terms["out"] = zones.output(exact.shape, out_dtype, place_out)
-    return Call(OPS[f.op], args, terms, exact, by_torch, zones, left.shape[-1])
-
-
-def of_runs(x, dense, groups, bias) -> tuple:
-    """bsr_grouped_linear as a batch of products: an item of W for each run of rows, zeros for a run that has none."""
-    items = len(dense)
-    there = ((groups >= 0) & (groups < items))[:, None, None]
-    number = groups.clamp(0, items - 1).long()
-    runs = x.unflatten(0, (len(groups), -1)) if len(groups) else x.new_zeros(0, 1, x.shape[-1])
-    weights = torch.where(there, dense[number], 0.0).mT
-    return runs, weights, bias[number] if bias is not None and bias.dim() == 3 else bias
-
-
-def run(case: Case, device: str = "cpu", runs: int = 1, expect: Callable = None) -> None:
-    """Make the call; raise Wrong, or what the op raises. With `runs` all others give the bits of the first.
-
-    `expect` is given the plan first.
-    """
-    call = make(case, device)
-    with cute_kernels.path(case.signature.path):
-        if expect is not None:
-            expect(explain(call.op, *call.args, **call.terms))
-        result = call()
-        if "out" in call.terms and result is not call.terms["out"]:
-            raise Wrong("result", "out was given, and something else came back")
-        call.judge(result)
-        first = result.clone() if runs > 1 else None
-        for _ in range(runs - 1):
-            if not torch.equal(call(), first):
-                raise Wrong("other bits", "the same call gave another result")
-
-
-# -- families of kernels ---------------------------------------------------------------------------------------
+__all__ = ["DTYPES", "FAMILIES", "FEW", "OPS", "Case", "Signature", "axes_of", "case_of", "cases_of", "make", "run"]
 
 ALL_BLOCKS = ((128, 128), (64, 64), (16, 16), (32, 64), (64, 256), (256, 64), (48, 112), (512, 112), (16, 48), (80, 16))
 SPARSE = ("bsr_matmul", "bsr_linear", "bsr_grouped_linear")
 FEW = (1, 2, 5, 8, 9, 16, 37)
 SPEC = ARCHS["sm_90"]
+
+
+@cache
+def program_of_leaky():
+    return epilogue_program("gemm", leaky)
 
 
 @dataclass(frozen=True)
@@ -290,7 +72,7 @@ class Kernels:
 
     def takes(self, f: Signature) -> bool:
         """Whether some configuration supports it; out is taken to be stored element by element, which is hardest."""
-        linear, batch = f.op in SPARSE[1:], f.batch if f.block else None
+        linear, batch = f.op in LINEAR, f.batch if f.block else None
         bias = f.bias and ("col" if f.bias == "col" and not linear else "row")
         facts = GemmFacts(
             arch=SPEC.target,
@@ -389,11 +171,10 @@ def signature_of(family: Kernels, op: str, chosen: dict) -> Signature:
     batch = chosen["batch"]
     if op != "gemm":
         terms.pop("scaled", None)
-    if op in ("bsr_linear", "bsr_grouped_linear"):
+    if op in LINEAR:
         terms.pop("residual", None)
     if terms.get("bias") == "row" and op != "gemm":
         terms["bias"] = "items" if batch else "row" if op == "bsr_matmul" else "col"
-    terms = {"bias": None, "activation": None, "residual": False} | terms
     return Signature(
         op, family.path, *chosen["types"], chosen["align"], 1 if chosen["out"] == "unaligned" else 8,
         chosen["transposed"], block=chosen.get("block"), batch=batch, run=chosen.get("run", 0),
@@ -403,12 +184,9 @@ def signature_of(family: Kernels, op: str, chosen: dict) -> Signature:
 
 def place(shape, align: int, transposed: bool, wide: bool) -> Placement:
     """Strides and address are multiples of `align` elements; if `wide`, rows lie further apart than they are long."""
-    order, pads = [*range(len(shape))], [0] * len(shape)
-    if transposed:
-        order[-2:] = order[:-3:-1]
-    fast = max(shape[order[-1]], 1)
-    pads[order[-1]] = -(-fast // align) * align - fast + (align if wide else 0)
-    return Placement(tuple(order), tuple(pads), 3 * align if wide or align < 8 else 0)
+    order, pads = in_memory(len(shape), transposed), [0] * len(shape)
+    pads[order[-1]] = -max(shape[order[-1]], 1) % align + (align if wide else 0)
+    return Placement(order, tuple(pads), 3 * align if wide or align < 8 else 0)
 
 
 def case_of(family: Kernels, op: str, chosen: dict, seed: int) -> Case:

@@ -35,9 +35,8 @@ def diagnose(out: Tensor, exact: Tensor, plan=None, *, floor: float = 2.0**-20) 
     facts = getattr(plan, "facts", None)
     if facts is None:
         return "\n".join(lines)
-    lines.append(
-        f"path {facts.path}, {facts.config}" + (f", blocks {facts.block.bm}x{facts.block.bk}" if facts.block else "")
-    )
+    blocks = f", blocks {facts.block.bm}x{facts.block.bk}" if facts.block else ""
+    lines.append(f"path {facts.path}, {facts.config}{blocks}")
     where = Where(plan, kernel_view(exact, plan).shape)
     tiles, owners, nan_tiles = Counter(), Counter(), Counter()
     for place, count in patches(kernel_view(wrong, plan)):
@@ -50,18 +49,15 @@ def diagnose(out: Tensor, exact: Tensor, plan=None, *, floor: float = 2.0**-20) 
         lines.append(f"{where.name(tile)}: {count} of {where.size(tile)} wrong{poison}")
     if len(tiles) > MOST_TILES:
         lines.append(f"and {len(tiles) - MOST_TILES} more of {where.tiles} tiles")
-    for owner, count in owners.most_common(MOST_OWNERS):
-        lines.append(f"{owner}: {count} wrong")
+    lines += [f"{owner}: {count} wrong" for owner, count in owners.most_common(MOST_OWNERS)]
     return "\n".join(lines)
 
 
 def kernel_view(t: Tensor, plan) -> Tensor:
     """(L, M, N): a tensor of the result's shape as the kernel sees its output."""
-    t = t.contiguous()
-    views = plan.views
     index = 2 if plan.op == "gemm" else 1  # of (a, b, out, ...) and of (b, out, ...)
-    if views and views[index] is not None:
-        t = views[index](t)
+    view = plan.views[index] if plan.views else None
+    t = view(t.contiguous()) if view else t
     t = t if t.dim() == 3 else t[None]
     return t.mT if plan.facts.transposed else t
 
@@ -84,8 +80,8 @@ class Where:
         self.paired = self.facts.family == "row pairs"
         self.block_rows = self.facts.block.bm if self.facts.block and not self.paired else self.rows
         self.tiles_m = -(-self.block_rows // self.tile_m)  # row tiles of a block row, or of all
-        self.tiles_n = -(-self.cols // self.cfg.tile_n)
-        self.tiles = self.tiles_m * (self.rows // self.block_rows) * self.tiles_n * self.batch
+        self.all_m, self.all_n = self.tiles_m * (self.rows // self.block_rows), -(-self.cols // self.cfg.tile_n)
+        self.tiles = self.all_m * self.all_n * self.batch
         self.group, self.ctas = plan.group, plan.max_ctas
 
     def tile(self, place) -> tuple:
@@ -103,11 +99,11 @@ class Where:
 
     def name(self, tile) -> str:
         l, row, col = tile
-        text = f"tile row {row} of {self.tiles_m * (self.rows // self.block_rows)}, column {col} of {self.tiles_n}"
-        if self.facts.block:
-            text += (
-                f" (block rows {2 * row} and {2 * row + 1})" if self.paired else f" (block row {row // self.tiles_m})"
-            )
+        text = f"tile row {row} of {self.all_m}, column {col} of {self.all_n}"
+        if self.paired:
+            text += f" (block rows {2 * row} and {2 * row + 1})"
+        elif self.facts.block:
+            text += f" (block row {row // self.tiles_m})"
         return text + (f", batch {l}" if self.batch > 1 else "")
 
     def owner(self, place) -> str:
@@ -132,8 +128,7 @@ class Where:
         """Which of a ping-pong kernel's teams takes a tile: they alternate along a CTA's work tiles."""
         l, row, col = tile
         m, n = row // self.cfg.cluster_m, col // self.cfg.cluster_n  # in clusters, as the scheduler counts
-        rows = -(-self.tiles_m * (self.rows // self.block_rows) // self.cfg.cluster_m)
-        cols = -(-self.tiles_n // self.cfg.cluster_n)
+        rows, cols = -(-self.all_m // self.cfg.cluster_m), -(-self.all_n // self.cfg.cluster_n)
         panel = n // self.group
         width = min(self.group, cols - panel * self.group)
         index = l * rows * cols + panel * rows * self.group + m * width + n - panel * self.group

@@ -24,6 +24,7 @@ from sparse_collective.row_pairs.gemm import PairedSource
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 
 from . import emulate_attention
+from .emulate_blocks import number
 from .signatures import insist_on_arguments
 
 
@@ -47,9 +48,9 @@ class Emulated:
             self.insist("a", a, 0)
             acc = a.float() @ b.float()
         elif self.facts.block.operand == "d":
-            groups, columns, a, b, d = operands
+            groups, columns, runs, starts, a, b, d = operands
             self.insist("a", a, 0)
-            acc = self.sampled(groups, columns, a, b, len(d))
+            acc = self.sampled(groups, columns, runs, starts, a, b, d)
         else:
             *parts, b, d = operands
             kind = {"small blocks": self.swept, "row pairs": self.paired}.get(self.facts.family, self.sparse)
@@ -110,37 +111,32 @@ class Emulated:
         facts, (bm, bk) = self.facts, values.shape[-2:]
         batch, run = facts.block.batch, facts.block.run
         assert (crow.dim(), values.dim()) == {None: (1, 3), "values": (1, 4), "patterns": (2, 3)}[batch]
-        assert values.dim() == facts.ranks[0]
+        assert values.dim() == facts.ranks[0] and (groups is not None) == (run > 0)
         self.insist_on_order(order)
         assert (bm, bk) == (facts.block.bm, facts.block.bk)
         assert crow.dtype == col.dtype == getattr(torch, facts.block.index_dtype)
         b = (b.mT if facts.transposed else b).float()  # (..., K, N)
-        columns = col.tolist()
 
-        def product(bounds, values, b):
-            out = b.new_zeros(*b.shape[:-2], (len(bounds) - 1) * bm, b.shape[-1])
-            for r in range(len(bounds) - 1):
-                for p in range(bounds[r], bounds[r + 1]):
-                    rows = b[..., columns[p] * bk : (columns[p] + 1) * bk, :]
-                    out[..., r * bm : (r + 1) * bm, :] += values[p].float() @ rows
-            return out
+        def product(crow, values, b):
+            stored = slice(int(crow[0]), int(crow[-1]))
+            rows = torch.arange(len(crow) - 1).repeat_interleave(crow.diff())
+            parts = b.unflatten(-2, (b.shape[-2] // bk, bk))[..., col[stored].long(), :, :]
+            out = b.new_zeros(*b.shape[:-2], len(crow) - 1, bm, b.shape[-1])
+            return out.index_add_(-3, rows, values[stored].float() @ parts).flatten(-3, -2)
 
-        assert (groups is not None) == (run > 0)
+        def item(l, b):
+            return product(crow, values[l], b) if batch == "values" else product(crow[l], values, b)
+
+        items = len(values if batch == "values" else crow)
         if batch is None:
-            out = product(crow.tolist(), values, b)
+            out = product(crow, values, b)
+        elif run:
+            assert groups.dtype == torch.int32 and b.dim() == 2 and b.shape[1] == len(groups) * run
+            taken = groups.clamp(0, items - 1)
+            out = torch.cat([item(l, part) for l, part in zip(taken.tolist(), b.split(run, 1), strict=True)], 1)
+            out.view(-1, len(groups), run)[:, groups != taken] = 0.0
         else:
-            items = len(values if batch == "values" else crow)
-
-            def item(l, b):
-                return product(*((crow.tolist(), values[l]) if batch == "values" else (crow[l].tolist(), values)), b)
-
-            if run:
-                assert groups.dtype == torch.int32 and b.dim() == 2 and b.shape[1] == len(groups) * run
-                clamped = [min(max(e, 0), items - 1) for e in groups.tolist()]
-                out = torch.cat([item(e, c) for e, c in zip(clamped, b.split(run, 1), strict=True)], 1)
-                out.view(-1, len(groups), run)[:, groups != torch.tensor(clamped)] = 0.0
-            else:
-                out = torch.stack([item(l, b[l] if b.dim() == 3 else b) for l in range(items)])
+            out = torch.stack([item(l, b[l] if b.dim() == 3 else b) for l in range(items)])
         return out.mT if facts.transposed else out
 
     def insist_on_order(self, order):
@@ -176,38 +172,44 @@ class Emulated:
         for l, m in itertools.product(range(items), range(len(ends))):
             out, b = (t[l] if batch else t for t in wholes)
             k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
-            assert [plain(x) for x in k_tiles.out(0)] == [m, 0, 0]
+            assert numbers(k_tiles.out(0)) == (m, 0, 0)
             first = 0
             for halves, end in zip(k_tiles.kinds, k_tiles.ends, strict=True):
-                for i in range(first, plain(end)):
+                for i in range(first, number(end)):
                     tile = k_tiles.at(i)
-                    k, column = (plain(x) for x in tile.b)
+                    k, column = numbers(tile.b)
                     part = b[..., column * bk + k * tile_k :, :][..., :tile_k, :]
                     for half in range(2):
-                        number = plain(tile.a[half][2])
-                        assert (number < len(values)) == (half in halves), "absent blocks lie past the last one"
+                        at = number(tile.a[half][2])
+                        assert (at < len(values)) == (half in halves), "absent blocks lie past the last one"
                         if half in halves:
                             row = (2 * m + half) * bm
-                            block = values[number][:, k * tile_k : (k + 1) * tile_k]
+                            block = values[at][:, k * tile_k : (k + 1) * tile_k]
                             out[..., row : row + bm, :] += block.float() @ part
-                first = plain(end)
-            assert first == plain(k_tiles.count)
+                first = number(end)
+            assert first == number(k_tiles.count)
         out = wholes[0][..., :rows, :]
         return out.mT if facts.transposed else out
 
-    def sampled(self, groups, columns, a, b, nnz):
-        """The stored blocks of a @ b, in the order of the groups of boxes."""
+    def sampled(self, groups, columns, runs, starts, a, b, d):
+        """The stored blocks of a @ b, in the order of the groups of boxes; of a batch, over each item's runs of K."""
         block, cfg = self.facts.block, self.facts.config
         assert groups.dtype == torch.int32 and columns.dtype == getattr(torch, block.index_dtype)
         a, b = a.float().unflatten(0, (-1, block.bm)), b.float().mT.unflatten(0, (-1, block.bk))
-        out = a.new_full((nnz, block.bm, block.bk), float("nan"))
+        out = torch.full(d.shape, float("nan"))
         parts = -(-block.bk // cfg.box_n)
-        for row, first, boxes in groups.tolist():
+        of_items = out if block.batch == "values" else out[None]
+        for (l, values), (row, first, boxes) in itertools.product(enumerate(of_items), groups.tolist()):
+            k = slice(None)
+            if block.run:
+                item, row = (l, row) if block.batch == "values" else divmod(row, len(a))
+                mine = runs[starts[item] : starts[item + 1]]
+                k = (mine[:, None] * block.run + torch.arange(block.run)).flatten()
             assert 0 <= boxes <= cfg.boxes and 0 <= row < len(a)
             for box in range(first, first + boxes):
                 p, part = box // parts, slice(box % parts * cfg.box_n, (box % parts + 1) * cfg.box_n)
-                assert out[p, :, part].isnan().all(), "every box comes once"
-                out[p, :, part] = a[row] @ b[columns[p]][part].mT
+                assert values[p, :, part].isnan().all(), "every box comes once"
+                values[p, :, part] = a[row][:, k] @ b[columns[p]][part][:, k].mT
         return out
 
     def swept(self, crow, counts, slices, words, order, values, b):
@@ -234,9 +236,9 @@ class Emulated:
                 bits = [bit for bit in range(g.rows * g.steps) if word >> bit & 1]
                 for j, bit in enumerate(bits):
                     r, s = divmod(bit, g.steps)
-                    number = needed[i + s // g.gather] * g.gather + s % g.gather  # in units of g.width
-                    part = slice(number % g.parts * g.width, (number % g.parts + 1) * g.width)
-                    k, row = number * g.width, (first + r) * bm
+                    unit = needed[i + s // g.gather] * g.gather + s % g.gather  # of g.width columns
+                    part = slice(unit % g.parts * g.width, (unit % g.parts + 1) * g.width)
+                    k, row = unit * g.width, (first + r) * bm
                     block = values[int(order[at + j])][:, part].float()
                     out[..., row : row + bm, :] += block @ b[..., k : k + g.width, :]
                 if needed[i] % g.parts == g.parts - 1:
@@ -244,9 +246,9 @@ class Emulated:
         return out.mT if facts.transposed else out
 
 
-def plain(x) -> int:
-    """The number in an Int32 outside of a kernel."""
-    return int(getattr(x, "value", x))
+def numbers(coordinate) -> tuple:
+    """The plain numbers of a coordinate."""
+    return tuple(number(x) for x in coordinate)
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:

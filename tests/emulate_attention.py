@@ -14,6 +14,7 @@ from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 
 from .emulate_blocks import Walked
+from .reference import band_mask
 from .signatures import insist_on_arguments
 
 LOG2E = plan.LOG2E
@@ -31,18 +32,17 @@ class EmulatedFlash:
     def __call__(self, q, k, v, out, lse, cu_q, cu_k, blocks, *more):
         """`more` are the counter and the number of CTAs of the sm_90 path, around the scalars."""
         insist_on_arguments(self.facts, (q, k, v, out, lse, cu_q, cu_k, blocks, *more))
-        scale_log2, softcap, left, right = self.scalars(*more)
-        self.insist(q, k, v, out, lse, softcap, left, right)
+        scalars = self.scalars(*more)
+        self.insist(q, k, v, out, lse, *scalars[1:])
         if not self.facts.packed:
             assert cu_q is None and cu_k is None
-            self.attend(q, k, v, out, lse, scale_log2, softcap, left, right)
+            self.attend(q, k, v, out, lse, *scalars)
             return
-        cu = cu_q, cu_k
-        assert all(t.dtype is torch.int32 and t.is_contiguous() for t in cu)
+        assert all(t.dtype is torch.int32 and t.is_contiguous() for t in (cu_q, cu_k))
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf)
-        (rows, cols), scalars = (t.tolist() for t in cu), (scale_log2, softcap, left, right)
+        rows, cols = cu_q.tolist(), cu_k.tolist()
         for a, b, c, d in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
             if a < b and c < d:
                 parts = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d], out[a:b]))
@@ -79,12 +79,8 @@ class EmulatedFlash:
         scores = q.float() @ k.mT
         if facts.softcap:
             scores = 1 - 2 / (1 + torch.exp2(scores * softcap))
-        position, column = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
-        if facts.window.left:
-            scores = scores.masked_fill(column < position - left, -math.inf)
-        if facts.window.right:
-            scores = scores.masked_fill(column > position + right, -math.inf)
-        scores = scores * scale_log2
+        bounds = left if facts.window.left else None, right if facts.window.right else None
+        scores = scores.masked_fill(~band_mask(rows, columns, *bounds), -math.inf) * scale_log2
         log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
         out.copy_(torch.exp2(scores - log2).masked_fill(log2.isneginf(), 0.0) @ v)
         if lse is not None:
@@ -119,18 +115,13 @@ class EmulatedDecode(EmulatedFlash):
 class EmulatedBlocks(Walked, EmulatedFlash):
     """The same of the kernel of a block mask."""
 
-    def __init__(self, facts):
-        EmulatedFlash.__init__(self, facts)
+    __init__ = EmulatedFlash.__init__
 
 
-def emulated(facts) -> EmulatedFlash:
-    return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
-
-
-def replace_functions(monkeypatch, kinds: dict) -> None:
-    """In place of the compiled kernels of some families, what `kinds` makes of their facts."""
-    other = families.function_for
-    monkeypatch.setattr(families, "function_for", lambda facts: kinds.get(facts.family, other)(facts))
+KINDS = {
+    "flash forward": lambda facts: (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts),
+    "decode": EmulatedDecode,
+}
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
@@ -140,4 +131,5 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     for module in (eager, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(EmulatedFlash, "built", set())
-    replace_functions(monkeypatch, {"flash forward": emulated, "decode": EmulatedDecode})
+    other = families.function_for
+    monkeypatch.setattr(families, "function_for", lambda facts: KINDS.get(facts.family, other)(facts))

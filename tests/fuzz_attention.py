@@ -16,10 +16,12 @@ import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
 from attention.decode import choose
 
+from .attention_parts import paged, starts
 from .conformance import DTYPES
 from .fuzz_products import placements
 from .guard_zones import Placement, Wrong, Zones
-from .reference import assert_as_good_as_torch, attention_plainly, normal
+from .mask_parts import elements
+from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal
 
 OPS = ("attention", "packed attention", "block_sparse_attention", "cached attention", "paged attention")
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (96, 64), (96, 192))
@@ -102,6 +104,8 @@ def cases(draw, family: Family, most: int = 300):
     f = family
     packed, cached = f.op == "packed attention", f.op in ("cached attention", "paged attention")
     heads, items = draw(st.sampled_from(HEADS)), draw(st.integers(1, 3))
+    if packed and draw(st.booleans()):
+        items, most = draw(st.integers(4, 40)), most // 5  # more than the lanes of a warp
     few = st.integers(0 if packed else 1, 9)
     capacity = 0
     if packed:
@@ -157,80 +161,69 @@ def with_nan_rows(t: Tensor, at: tuple[float, ...]) -> Tensor:
 def band(case: Case, rows: int, cols: int, device) -> Tensor:
     """(rows, cols) bool: what a sequence's rows see of its own columns."""
     left, right = (None if n == -1 else n for n in case.window or (-1, -1))
-    right = 0 if case.family.causal else right
-    away = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - (cols - rows)
-    seen = torch.ones_like(away, dtype=torch.bool)
-    if left is not None:
-        seen &= away >= -left
-    return seen if right is None else seen & (away <= right)
-
-
-def starts(lengths: tuple[int, ...], device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return band_mask(rows, cols, left, 0 if case.family.causal else right, device)
 
 
 def run(case: Case, device: str = "cpu") -> None:
     """Make the call; raise Wrong, or what the op raises."""
     f = case.family
     torch.manual_seed(case.seed)
-    zones, kind = Zones(device), {"dtype": DTYPES[f.dtype], "device": device}
+    zones, dtype = Zones(device), DTYPES[f.dtype]
     terms = {"causal": f.causal, "softcap": f.softcap, "return_lse": f.lse}
     if f.window:
         terms["window"] = case.window
     make = {"packed attention": packed, "block_sparse_attention": block_sparse}.get(f.op, batched)
-    call, operands, seen = make(case, zones, kind, terms)
-    expect = Expected(*operands, seen, f.softcap)
+    given, plain, seen, more = make(case, zones, {"dtype": dtype, "device": device})
+    expect = Expected(*plain, seen, f.softcap)
     shape = expect.exact.shape
     if f.op == "packed attention":
         shape = shape[2], shape[1], shape[3]
     if case.give_out:
-        terms["out"] = zones.output(shape, DTYPES[f.dtype], case.places[3])
-    forced = choose.splits(f.splits) if f.splits else choose.splits(None)
-    with cute_kernels.path(f.path), forced:
-        result = call(**terms)
+        terms["out"] = zones.output(shape, dtype, case.places[3])
+    named = zip(given, case.places, ("q", "k", "v"), strict=False)
+    tensors = [zones.input(*each) for each in named]
+    with cute_kernels.path(f.path), choose.splits(f.splits):
+        op = block_sparse_attention if f.op == "block_sparse_attention" else attention
+        result = op(*tensors, **terms, **more)
     out, lse = result if f.lse else (result, None)
     if case.give_out and out is not terms["out"]:
         raise Wrong("result", "out was given, and something else came back")
-    if out.shape != shape or out.dtype is not DTYPES[f.dtype]:
+    if out.shape != shape or out.dtype is not dtype:
         raise Wrong("result", f"{tuple(out.shape)} {out.dtype}, not {tuple(shape)} {f.dtype}")
     if f.op == "packed attention":
         out, lse = out.transpose(0, 1)[None], lse if lse is None else lse[None]
     expect.judge(out, lse, zones)
 
 
-def batched(case: Case, zones: Zones, kind: dict, terms: dict) -> tuple:
-    """(call, (q, k, v) plainly, what each row sees): of attention, of a cache and of pages."""
+def batched(case: Case, zones: Zones, kind: dict) -> tuple:
+    """(operands, q, k and v plainly, what each row sees, other terms): of attention, of a cache and of pages."""
     f, device = case.family, kind["device"]
-    B, (H, Hkv), D = len(case.rows), case.heads, f.dims[0]
-    size = f.page_size
+    B, (H, Hkv), size = len(case.rows), case.heads, f.page_size
     length = case.capacity * size if size else case.capacity or case.cols[0]
-    q = with_nan_rows(normal(B, H, case.rows[0], D, **kind), case.nan_q)
+    q = with_nan_rows(normal(B, H, case.rows[0], f.dims[0], **kind), case.nan_q)
     k, v = (normal(B, Hkv, length, d, **kind) for d in f.dims)
     k = with_nan_rows(k, case.nan_k)
     seen = torch.zeros(B, 1, case.rows[0], length, dtype=torch.bool, device=device)
     for b, (rows, cols) in enumerate(zip(case.rows, case.cols, strict=True)):
         seen[b, 0, :, :cols] = band(case, rows, cols, device)
         k[b, :, cols:], v[b, :, cols:] = torch.nan, torch.nan
-    place_q, place_k, place_v, _ = case.places
-    given = k, v
+    given, more = (q, k, v), {}
     if size:
         pages = B * case.capacity + 2
-        table = torch.randperm(pages, device=device)[: B * case.capacity]
-        given = tuple(t.new_full((pages, Hkv, size, t.shape[-1]), torch.nan) for t in (k, v))
-        for page, t in zip(given, (k, v), strict=True):
-            page[table] = t.view(B, Hkv, case.capacity, size, -1).transpose(1, 2).flatten(0, 1)
-        table = table.view(B, case.capacity).to(torch.int32)
+        order = torch.randperm(pages, device=device)[: B * case.capacity]
+        given = q, *(paged(t, order, pages, size) for t in (k, v))
+        table = order.view(B, case.capacity).to(torch.int32)
         for b, cols in enumerate(case.cols):
             table[b, -(-cols // size) :] = 2**30
-        terms["block_table"] = zones.input(table, name="block_table")
+        more["block_table"] = zones.input(table, name="block_table")
     if f.op != "attention":
-        seqlens = torch.tensor(case.cols, dtype=torch.int32, device=device)
-        terms["seqlens_k"] = zones.input(seqlens, name="seqlens_k")
-    tensors = zones.input(q, place_q, "q"), zones.input(given[0], place_k, "k"), zones.input(given[1], place_v, "v")
-    return lambda **terms: attention(*tensors, **terms), (q, k, v), seen
+        # Lengths that cannot be count as the nearest one that can.
+        lengths = [n - 1 if n == 0 and case.seed % 2 else n + case.seed % 3 * (n == length) for n in case.cols]
+        more["seqlens_k"] = zones.input(torch.tensor(lengths, dtype=torch.int32, device=device), name="seqlens_k")
+    return given, (q, k, v), seen, more
 
 
-def packed(case: Case, zones: Zones, kind: dict, terms: dict) -> tuple:
+def packed(case: Case, zones: Zones, kind: dict) -> tuple:
     """The same of packed sequences, as one item of all rows and columns."""
     f, device = case.family, kind["device"]
     (H, Hkv), (D, Dv) = case.heads, f.dims
@@ -243,30 +236,23 @@ def packed(case: Case, zones: Zones, kind: dict, terms: dict) -> tuple:
     for rows, cols in zip(case.rows, case.cols, strict=True):
         seen[0, 0, row : row + rows, col : col + cols] = band(case, rows, cols, device)
         row, col = row + rows, col + cols
-    terms["cu_seqlens_q"] = zones.input(starts(case.rows, device), name="cu_seqlens_q")
-    terms["cu_seqlens_k"] = zones.input(starts(case.cols, device), name="cu_seqlens_k")
-    named = zip((q, k, v), case.places, ("q", "k", "v"), strict=False)
-    tensors = [zones.input(*each) for each in named]
+    cu = {"cu_seqlens_q": starts(case.rows, device), "cu_seqlens_k": starts(case.cols, device)}
     plain = tuple(t.transpose(0, 1)[None] for t in (q, k, v))
-    return lambda **terms: attention(*tensors, **terms), plain, seen
+    return (q, k, v), plain, seen, {name: zones.input(t, name=name) for name, t in cu.items()}
 
 
-def block_sparse(case: Case, zones: Zones, kind: dict, terms: dict) -> tuple:
+def block_sparse(case: Case, zones: Zones, kind: dict) -> tuple:
     """The same of a block mask, one pattern for all items, or one for each item and head."""
     f, device = case.family, kind["device"]
-    B, (H, Hkv), (D, Dv) = len(case.rows), case.heads, f.dims
-    rows, cols = case.rows[0], case.cols[0]
-    q = with_nan_rows(normal(B, H, rows, D, **kind), case.nan_q)
-    k, v = with_nan_rows(normal(B, Hkv, cols, D, **kind), case.nan_k), normal(B, Hkv, cols, Dv, **kind)
-    grid = (-(-n // side) for n, side in zip((rows, cols), f.blocksize, strict=True))
-    lead = (B, H) if case.seed % 2 else (1, 1)
-    blocks = torch.rand(*lead, *grid, device=device) < case.density
-    seen = blocks.repeat_interleave(f.blocksize[0], -2).repeat_interleave(f.blocksize[1], -1)[..., :rows, :cols]
-    seen = seen & band(case, rows, cols, device)
-    mask = BlockMask.from_blocks(blocks, f.blocksize, lengths=(rows, cols))
-    named = zip((q, k, v), case.places, ("q", "k", "v"), strict=False)
-    tensors = [zones.input(*each) for each in named]
-    return lambda **terms: block_sparse_attention(*tensors, mask, **terms), (q, k, v), seen
+    B, (H, Hkv), (D, Dv), lengths = len(case.rows), case.heads, f.dims, (case.rows[0], case.cols[0])
+    q = with_nan_rows(normal(B, H, lengths[0], D, **kind), case.nan_q)
+    k, v = (normal(B, Hkv, lengths[1], d, **kind) for d in (D, Dv))
+    grid = (-(-n // side) for n, side in zip(lengths, f.blocksize, strict=True))
+    blocks = torch.rand(*((B, H) if case.seed % 2 else (1, 1)), *grid, device=device) < case.density
+    seen = elements(blocks, f.blocksize, lengths) & band(case, *lengths, device)
+    mask = BlockMask.from_blocks(blocks, f.blocksize, lengths=lengths)
+    operands = q, with_nan_rows(k, case.nan_k), v
+    return operands, operands, seen, {"block_mask": mask}
 
 
 class Expected:

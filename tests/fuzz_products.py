@@ -8,73 +8,29 @@ import random
 
 from hypothesis import strategies as st
 
-from .conformance import OPS, Case, Signature
-from .conformance import run as run
+from .conformance import FAMILIES, axes_of, signature_of
 from .guard_zones import Placement
-
-BLOCKS = ((128, 128), (64, 64), (32, 32), (16, 16), (48, 112), (256, 64), (64, 128))
-RUNS = (64, 128, 256)
-
+from .products import OPS, Case, Signature, in_memory
+from .products import run as run
 
 Family = Signature
+ALIGNS = [8, 1, 8, 2, 4, 1]  # on the sm_80 path
 
 
 def families(seed: int = 0, each: int = 16) -> list[Family]:
-    """`each` of them for every op and path, drawn once: dtypes, layouts and epilogues go through all values in turn."""
+    """`each` of them for every op and path, drawn once: each axis of the conformance cases goes through its values."""
     draw, found = random.Random(seed), []
     for op, path in itertools.product(OPS, ("sm_90", "sm_80")):
-
-        def turns(*values, count=each):
-            """The values again and again, shuffled."""
-            row = [values[i % len(values)] for i in range(count)]
+        kernels = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
+        axes = axes_of(kernels, op) | ({"align": ALIGNS} if path == "sm_80" else {})
+        turns = {axis: [values[i % len(values)] for i in range(each)] for axis, values in axes.items()}
+        for row in turns.values():
             draw.shuffle(row)
-            return row
-
-        sparse = op != "gemm"
-        linear = op in ("bsr_linear", "bsr_grouped_linear")
-        aligns = turns(8) if path == "sm_90" else turns(8, 1, 8, 2, 4, 1)
-        batches = turns(None, None, None, "values", "patterns") if sparse else turns(None, None, "both")
-        if op == "bsr_grouped_linear":
-            batches = turns("values", "patterns")
-        for i, (dtype, out, align, align_out, a, b, d, bias, activation, residual, block, batch, index) in enumerate(
-            zip(
-                turns("bf16", "bf16", "fp16"), turns("same", "same", "fp32"), aligns, turns(8, 8, 1),
-                turns(False, True), turns(False, True), turns(False, True, False),
-                turns(None, "items" if linear else "col", "row" if not linear else "col"),
-                turns(None, "gelu", "relu", "silu"), turns(False, False, True), turns(*BLOCKS), batches,
-                turns("int32", "int32", "int64"), strict=True,
-            )
-        ):  # fmt: skip
-            if path == "sm_80" and i % 2:
-                align_out = align
-            if bias == "items" and batch is None:
-                bias = "col"
-            found.append(
-                Family(
-                    op,
-                    path,
-                    dtype,
-                    dtype if out == "same" else out,
-                    align,
-                    align_out,
-                    (a, b, d),
-                    bias,
-                    activation,
-                    residual and not linear,
-                    block if sparse else None,
-                    batch,
-                    RUNS[i % 3] if op == "bsr_grouped_linear" else 0,
-                    index,
-                )  # fmt: skip
-            )
+        found += [signature_of(kernels, op, {axis: row[i] for axis, row in turns.items()}) for i in range(each)]
     return found
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------
-
-
-def multiple(n: int, of: int) -> int:
-    return -(-n // of) * of
 
 
 @st.composite
@@ -83,20 +39,15 @@ def placements(draw, shape, align: int, transposed: bool = False):
 
     With `align` below 8 the address is no multiple of more.
     """
-    dims = len(shape)
-    order = [*range(dims)]
-    if transposed and dims >= 2:
-        order[-2:] = order[:-3:-1]
-    pads = [0] * dims
-    if dims:
+    order, pads = in_memory(len(shape), transposed), [0] * len(shape)
+    if order:
         fast = order[-1]
-        pads[fast] = multiple(max(shape[fast], 1), align) - max(shape[fast], 1)
-        if dims > 1:
+        pads[fast] = -max(shape[fast], 1) % align
+        if len(order) > 1:
             pads[fast] += align * draw(st.sampled_from([0, 0, 1, 2, 7]))
         for dim in order[1:-1]:
             pads[dim] = draw(st.sampled_from([0, 0, 1, 3]))
-    before = align * draw(st.sampled_from([0, 1, 3])) if align == 8 else align * draw(st.sampled_from([1, 3]))
-    return Placement(tuple(order), tuple(pads), before)
+    return Placement(order, tuple(pads), align * draw(st.sampled_from([0, 1, 3] if align == 8 else [1, 3])))
 
 
 def extents(most: int, align: int):
@@ -117,28 +68,20 @@ def cases(draw, family: Family, most: int = 300):
     f = family
     # On the sm_80 path a contiguous extent decides how wide copies are; a row of W's blocks is always wide.
     align = f.align if f.path == "sm_80" else 8
-    items = draw(st.integers(1, 3)) if f.batch else 1
-    density = draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+    items, density = draw(st.integers(1, 3)) if f.batch else 1, draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))
     leading, give_out = None, draw(st.sampled_from([True, True, True, False]))
+    lead = (items,) if f.batch and not f.run else ()
+    widths = draw(wide_or_odd) if f.path == "sm_80" and align == 8 else lambda *n: n
     if f.op == "gemm":
-        m, n, k = (draw(extents(most, align)) for _ in range(3))
-        if f.path == "sm_80" and align == 8:
-            m, n, k = draw(wide_or_odd)(m, n, k)
-        lead = (items,) if f.batch else ()
+        m, n, k = widths(*(draw(extents(most, align)) for _ in range(3)))
         shapes = (*lead, m, k), (*lead, k, n), (*lead, m, n)
     else:
-        bm, bk = f.block
         m, k = (draw(st.integers(0, max(1, most // side))) for side in f.block)
-        if f.op == "bsr_grouped_linear":
+        if f.run:
             n = draw(st.integers(0, max(2, most // f.run)))
-            tokens = n * f.run
         else:
-            n = draw(st.one_of(extents(most, align), st.integers(0, 17) if align == 8 else st.nothing()))
-            if f.path == "sm_80" and align == 8:
-                (n,) = draw(wide_or_odd)(n)
-            tokens = n
-        M, K = m * bm, k * bk
-        lead = (items,) if f.batch and f.op != "bsr_grouped_linear" else ()
+            (n,) = widths(draw(st.one_of(extents(most, align), st.integers(0, 17) if align == 8 else st.nothing())))
+        M, K, tokens = m * f.block[0], k * f.block[1], n * max(f.run, 1)
         if f.op == "bsr_matmul":
             shapes = (), (*lead, K, tokens), (*lead, M, tokens)
         else:
@@ -146,16 +89,10 @@ def cases(draw, family: Family, most: int = 300):
                 leading = draw(st.sampled_from([(), (1, n), (2, n), (3, 1), (2, 2, 3)]))
             x = (*lead, tokens) if leading is None else leading
             shapes = (), (*x, K), (*x, M)
-    a, b, out, residual = shapes[0], shapes[1], shapes[2], shapes[2]
     # Folded with the others, a dimension of extent 1 is not the contiguous one, which the sm_90 path asks for.
-    transposed = f.majors[1] and not (leading and leading[-1] == 1)
+    transposed = f.majors[0], f.majors[1] and not (leading and leading[-1] == 1), f.majors[2], f.majors[2]
+    aligns = f.align, f.align, f.align_out, 1
     places = tuple(
-        draw(placements(shape, aligned, t))
-        for shape, aligned, t in (
-            (a, f.align, f.majors[0]),
-            (b, f.align, transposed),
-            (out, f.align_out, f.majors[2]),
-            (residual, 1, f.majors[2]),
-        )
-    )
+        draw(placements(*each)) for each in zip((*shapes, shapes[2]), aligns, transposed, strict=True)
+    )  # fmt: skip
     return Case(f, m, n, k, items, density, leading, places, give_out, draw(st.integers(0, 2**31)))

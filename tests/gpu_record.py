@@ -10,7 +10,6 @@ With --fuzz the fuzz (tests/fuzz.py) runs instead, to which all other arguments 
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from bench.record import RESULTS, card_name, save
+from bench.record import RESULTS, card_name, environment, save
 
 from . import sanitize_cases
 
@@ -56,8 +55,7 @@ def tests(arguments: list[str], limit: float, *, show: bool = True) -> dict:
 
 def read_report(path: Path) -> dict:
     """Counts and failures of a JUnit report; an error in a fixture counts as a failure, an xfail as skipped."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    failures = []
+    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, []
     for case in ElementTree.parse(path).iter("testcase"):
         bad = [node for node in case if node.tag in ("failure", "error")]
         kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
@@ -71,11 +69,10 @@ def read_report(path: Path) -> dict:
 
 def run(command: list[str], limit: float, *, show: bool = False) -> tuple[int | str, str]:
     """(exit status or "timed out", output) of a process in the repository's root."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    pipe = {} if show else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True, **pipe
-    )  # fmt: skip
+    options = {} if show else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    options |= {"env": os.environ | {"PYTHONPATH": path}, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
     try:
         output, _ = process.communicate(timeout=limit)
         return process.returncode, output or ""
@@ -137,51 +134,14 @@ def verdict(status, output: str, wanted: str) -> dict:
 
 
 def machine() -> dict:
-    """What ran the tests, and what was tested."""
-    from cute_kernels.runtime.keys import source_fingerprint
-
-    properties = torch.cuda.get_device_properties(0)
-    names = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
-    return {
-        "card": properties.name,
+    """What ran the tests, and what was tested: as in the benchmark's results, and the time."""
+    properties, now = torch.cuda.get_device_properties(0), datetime.datetime.now(datetime.UTC)
+    return environment() | {
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
-        "driver": driver(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        **{name: version(name) for name in names},
         "python": platform.python_version(),
-        "commit": commit(),
-        "sources": source_fingerprint(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now.isoformat(timespec="seconds"),
     }
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def driver() -> str | None:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def commit() -> str | None:
-    """The commit of the working tree, marked where it has changes, or what GIT_COMMIT says."""
-    try:
-        git = ["git", "-C", str(ROOT)]
-        options = {"capture_output": True, "text": True, "timeout": 60, "check": True}
-        head = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip()
-        return head + (" with changes" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -189,9 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sanitize", action="store_true", help="also run compute-sanitizer on a few tiny cases")
     parser.add_argument("--fuzz", action="store_true", help="run the fuzz in place of the tests")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
-    parser.add_argument(
-        "--limit", type=float, default=1800, help="seconds that the tests may take, and the sanitizer's tools"
-    )
+    text = "seconds that the tests may take, and the sanitizer's tools"
+    parser.add_argument("--limit", type=float, default=1800, help=text)
     options, rest = parser.parse_known_args(arguments)
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds none"

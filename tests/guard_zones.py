@@ -44,17 +44,13 @@ class Placement:
     pads: tuple[int, ...] = ()
     before: int = 0
 
-    def strides(self, shape) -> tuple[int, ...]:
-        """In elements."""
+    def place(self, shape) -> tuple[tuple[int, ...], int]:
+        """(strides, elements of the buffer that the padded tensor takes)"""
         strides, span = [1] * len(shape), 1
         for dim in reversed(self.order or range(len(shape))):
             strides[dim] = span
             span *= max(shape[dim], 1) + (self.pads[dim] if self.pads else 0)
-        return tuple(strides)
-
-    def span(self, shape) -> int:
-        """Elements of the buffer that the padded tensor takes."""
-        return math.prod(max(n, 1) + (self.pads[i] if self.pads else 0) for i, n in enumerate(shape))
+        return tuple(strides), span
 
 
 class Zones:
@@ -62,15 +58,13 @@ class Zones:
 
     def __init__(self, device: str = "cpu"):
         self.device = device
-        self.inputs = []  # (name, buffer, copy)
-        self.outputs = []  # (name, buffer, copy, tensor)
+        self.inputs = []  # (name, bits, what they were)
+        self.outputs = []  # (name, bits, what they were, tensor)
 
     def _buffer(self, shape, dtype: torch.dtype, placement: Placement, fill: int) -> tuple[Tensor, Tensor]:
-        size = dtype.itemsize
-        count = 2 * MARGIN + placement.before + placement.span(shape)
-        bits = torch.full((count,), fill, dtype=BITS[size], device=self.device)
-        offset = MARGIN + placement.before
-        return bits, bits.view(dtype).as_strided(shape, placement.strides(shape), offset)
+        (strides, span), offset = placement.place(shape), MARGIN + placement.before
+        bits = torch.full((offset + span + MARGIN,), fill, dtype=BITS[dtype.itemsize], device=self.device)
+        return bits, bits.view(dtype).as_strided(shape, strides, offset)
 
     def input(self, values: Tensor, placement: Placement = Placement(), name: str = "input") -> Tensor:
         """`values` in a buffer that is NaN elsewhere; of integers, a number that no index may be."""
@@ -83,41 +77,33 @@ class Zones:
     def output(self, shape, dtype: torch.dtype, placement: Placement = Placement(), name: str = "out") -> Tensor:
         """All NaN, in a buffer of PATTERN."""
         bits, tensor = self._buffer(shape, dtype, placement, PATTERN[dtype.itemsize])
-        copy = bits.clone()
-        tensor.fill_(math.nan)
-        self.outputs.append((name, bits, copy, tensor))
-        return tensor
+        self.outputs.append((name, bits, bits.clone(), tensor))
+        return tensor.fill_(math.nan)
+
+    def _changed(self) -> list[Tensor]:
+        """Which elements changed that may not have, of each input's buffer and of each output's."""
+        changed = [bits != before for _, bits, before, *_ in (*self.inputs, *self.outputs)]
+        for mask, (*_, out) in zip(changed[len(self.inputs) :], self.outputs, strict=True):
+            mask.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
+        return changed
 
     def counts(self) -> list[Tensor]:
-        """How many elements changed that may not have, of each input and each output; nothing is waited for."""
-        found = [(bits != copy).count_nonzero() for _, bits, copy in self.inputs]
-        outside = ((self._outside(*rest), rest[1]) for _, *rest in self.outputs)
-        return found + [(bits != copy).count_nonzero() for bits, copy in outside]
-
-    @staticmethod
-    def _outside(bits: Tensor, copy: Tensor, tensor: Tensor) -> Tensor:
-        """The buffer, with what stood in the output's own elements before."""
-        view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        outside = bits.clone()
-        outside.as_strided(*view).copy_(copy.as_strided(*view))
-        return outside
+        """How many of them; nothing is waited for."""
+        return [changed.count_nonzero() for changed in self._changed()]
 
     def complain(self, counts: list[int]) -> None:
         """Raise for `counts` that are not all 0."""
-        for (name, bits, copy), count in zip(self.inputs, counts, strict=False):
-            if count:
-                at = (bits != copy).nonzero().flatten()[:8].tolist()
-                raise Wrong("input changed", f"{count} elements of {name}'s buffer, at {at}")
-        for (name, bits, copy, tensor), count in zip(self.outputs, counts[len(self.inputs) :], strict=True):
-            if count:
-                at = (self._outside(bits, copy, tensor) != copy).nonzero().flatten()
-                near = [a - tensor.storage_offset() for a in at[:8].tolist()]
-                raise Wrong(
-                    "memory outside of out",
-                    f"{count} elements around {name} {tuple(tensor.shape)}, strides {tensor.stride()}, were written, "
-                    f"{near} elements after its first one",
-                )
+        number = next((n for n, count in enumerate(counts) if count), None)
+        if number is None:
+            return
+        at, count = self._changed()[number].nonzero().flatten()[:8], counts[number]
+        name, _, _, *out = (*self.inputs, *self.outputs)[number]
+        if not out:
+            raise Wrong("input changed", f"{count} elements of {name}'s buffer, at {at.tolist()}")
+        near, what = (at - out[0].storage_offset()).tolist(), f"{tuple(out[0].shape)}, strides {out[0].stride()}"
+        text = f"{count} elements around {name} {what}, were written, {near} elements after its first one"
+        raise Wrong("memory outside of out", text)
 
     def check(self) -> None:
         """Raise Wrong if an input changed, or anything around an output."""
-        self.complain([int(c) for c in self.counts()])
+        self.complain([int(count) for count in self.counts()])

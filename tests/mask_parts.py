@@ -1,10 +1,16 @@
-"""What the tests of block masks share: element masks, and the comparison of a mask with one."""
+"""What the tests of block masks share: element masks and comparisons with them; masks as users hold them."""
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from attention import BlockMask, block_sparse_attention, torch_op
 from attention.masks import block_lists
+from sparse_collective.bsr import BsrMatrix
+
+from .attention_parts import qkv
+from .reference import normal
 
 BLOCKSIZES = [(64, 64), (64, 128), (128, 64), (128, 128)]
 LENGTHS = [(256, 384), (300, 200), (200, 333), (129, 129), (1, 500), (65, 1)]
@@ -47,3 +53,86 @@ def elements(blocks, blocksize, lengths):
 
 def by_head(b, h, q, kv):
     return (kv <= q) & (q - kv < 100 * (h + 1)) | (kv < 8 * b)
+
+
+def random_mask(lengths, blocksize, heads=(2, 4), density=0.4, mask_mod=by_head, full=True, device="cpu"):
+    """Some blocks partial, some full, some rows empty. With `full` mask_mod does not see all of full blocks."""
+    rows, cols = (-(-n // side) for n, side in zip(lengths, blocksize, strict=True))
+    blocks, partial = torch.rand(*heads, rows, cols) < density, torch.rand(*heads, rows, cols) < 0.5
+    blocks[..., 0, :] &= torch.arange(heads[1])[:, None] != 1
+    partial = partial.to(device) if mask_mod and full else None
+    return BlockMask.from_blocks(blocks.to(device), blocksize, lengths=lengths, partial=partial, mask_mod=mask_mod)
+
+
+# Masks that users hold
+
+N = 384  # rows and columns of the scores, three blocks of 128
+FIRST = ~torch.eye(3, dtype=torch.bool)
+SECOND = FIRST.roll(1, 1)  # as many in each row
+FORMS = ["flex", "bool", "bsr", "torch bsr"]
+LISTS = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"]
+
+
+def operands(device="cpu", Sq=N, Sk=N):
+    return qkv(Sq, Sk, heads=4, device=device)
+
+
+def held(form: str, blocks=FIRST, device="cpu"):
+    """The blocks as what a user holds."""
+    if form == "flex":
+        return BlockMask.from_blocks(blocks.to(device)).to_flex()
+    if form == "bool":
+        return blocks.to(device).clone()
+    W = BsrMatrix.from_dense(normal(N, N, device=device), (128, 128), mask=blocks.to(device))
+    return W if form == "bsr" else W.to_torch()
+
+
+def parts(form: str, mask) -> list[torch.Tensor]:
+    if form == "flex":
+        return [getattr(mask, name) for name in LISTS]
+    if form == "bool":
+        return [mask]
+    return [mask.col_indices] if form == "bsr" else [mask.col_indices()]
+
+
+def write(form: str, mask, blocks=SECOND) -> None:
+    """Change it in place."""
+    with torch.no_grad():
+        other = held(form, blocks, parts(form, mask)[0].device)
+        for old, new in zip(parts(form, mask), parts(form, other), strict=True):
+            old.copy_(new)
+
+
+def right(call, mask, blocks, run=block_sparse_attention) -> bool:
+    expected = block_sparse_attention(*call, BlockMask.from_blocks(blocks.to(call[0].device)))
+    return torch.equal(run(*call, mask), expected)
+
+
+@pytest.fixture(name="conversions")
+def conversions_fixture(monkeypatch) -> list:
+    """Grows by one with each conversion, whichever way it goes: all make new tables or a new BlockMask of lists."""
+    made, depth = [], []
+
+    def spied(owner, name):
+        real = getattr(owner, name)
+
+        def spy(*args, **kwargs):
+            made.extend([name] * (not depth))
+            depth.append(name)
+            try:
+                return real(*args, **kwargs)
+            finally:
+                depth.pop()
+
+        monkeypatch.setattr(owner, name, staticmethod(spy) if owner is BlockMask else spy)
+
+    for name in ("from_flex", "from_blocks", "from_bsr"):
+        spied(BlockMask, name)
+    spied(torch_op.convert, "tables_of_flex")
+    return made
+
+
+def count(made: list, call, *args, **terms) -> int:
+    before = len(made)
+    call(*args, **terms)
+    return len(made) - before

@@ -1,4 +1,7 @@
-"""An mbarrier, for protocols that tests play on the host."""
+"""Protocols of kernels, played on the host: mbarriers, and roles that run in any order."""
+
+import random
+from collections.abc import Callable, Iterator
 
 
 class Barrier:
@@ -24,6 +27,26 @@ class Barrier:
         self.bytes -= size
         self.settle()
 
-    def done(self, parity: int) -> bool:
-        """Whether the phase of this parity is over: true for the one before the current, as in hardware."""
-        return self.phase % 2 != parity
+    def wait(self, parity: int) -> Iterator[None]:
+        """Until the phase of this parity is over: the one before the current is, as in hardware."""
+        while self.phase % 2 == parity:
+            yield
+
+
+def play(roles: list[Iterator[None]], flights: list, land: Callable, seed: int, most: int = 100_000) -> None:
+    """Run the roles, generators, until all have ended, some much faster than others; copies in flight land in any
+    order. AssertionError where they hang."""
+    draw = random.Random(seed)
+    pace = [draw.choice((1, 1, 10)) for _ in roles]
+    for _ in range(most):
+        if not roles and not flights:
+            return
+        if flights and draw.random() < 0.4:
+            land(*flights.pop(draw.randrange(len(flights))))
+        elif roles:
+            at = draw.choices(range(len(roles)), pace)[0]
+            try:
+                next(roles[at])
+            except StopIteration:
+                del roles[at], pace[at]
+    raise AssertionError(f"hung with {len(roles)} roles waiting")

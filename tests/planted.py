@@ -15,6 +15,8 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -24,8 +26,6 @@ from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.family import DENSE
 
 from .calls import Case, dense, matmul
-
-# -- a slow-down ----------------------------------------------------------------------------------------------
 
 
 def slower(call: Callable, share: float = 0.1) -> Callable:
@@ -52,18 +52,11 @@ def milliseconds(call: Callable) -> float:
     return start.elapsed_time(stop)
 
 
-# -- a race ---------------------------------------------------------------------------------------------------
-
-
-class Instead:
-    """A module with some of its names replaced; whoever has the real one notices nothing."""
-
-    def __init__(self, module, **named):
-        self._module, self._named = module, named
+class Instead(SimpleNamespace):
+    """Some names of a module replaced, `of`; whoever has the real one notices nothing."""
 
     def __getattr__(self, name):
-        named = self.__dict__["_named"]
-        return named[name] if name in named else getattr(self.__dict__["_module"], name)
+        return getattr(self.__dict__["of"], name)
 
 
 @contextlib.contextmanager
@@ -76,12 +69,9 @@ def race():
     from cute_kernels.matmul import mainloop_sm80
 
     cute = mainloop_sm80.cute
-    arch = Instead(cute.arch, sync_threads=lambda: None, cp_async_wait_group=lambda n: None)
-    mainloop_sm80.cute = Instead(cute, arch=arch)
-    try:
+    arch = Instead(of=cute.arch, sync_threads=lambda: None, cp_async_wait_group=lambda n: None)
+    with mock.patch.object(mainloop_sm80, "cute", Instead(of=cute, arch=arch)):
         yield
-    finally:
-        mainloop_sm80.cute = cute
 
 
 RACED = (  # deep enough that the ring goes round many times
@@ -96,18 +86,12 @@ def raced_facts() -> GemmFacts:
     return facts
 
 
-# -- a spill --------------------------------------------------------------------------------------------------
-
-
 def spilling() -> GemmFacts:
     """The catalogue's sm_90 configuration with most accumulators a thread, under a GELU: `unsupported` refuses it."""
     spec = ARCHS["sm_90"]
     configs = DENSE.candidates("sm_90", None, spec)
     most = max(configs, key=lambda c: c.tile_m * c.tile_n / (c.warps_m * c.warps_n))
     return catalogue.dense(spec, "sm_90", most, epilogue=catalogue.COL)
-
-
-# -- a wrong result -------------------------------------------------------------------------------------------
 
 
 def wrong(op: Callable, amount: float = 1e-2) -> Callable:
@@ -120,9 +104,6 @@ def wrong(op: Callable, amount: float = 1e-2) -> Callable:
         return found
 
     return wrapped
-
-
-# -- the process that races -----------------------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> int:

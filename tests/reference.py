@@ -115,15 +115,15 @@ def assert_as_good_as_torch(out: Tensor, exact: Tensor, torch_out: Tensor, *, k:
         raise AssertionError("\n".join([*wrong, diagnose(out, exact, plan, floor=floor)]))
 
 
-def dense_of(crow, col, values: Tensor, shape, device=None) -> Tensor:
-    """The dense matrix of BSR parts, block by block."""
-    bm, bk = values.shape[1:]
-    dense = torch.zeros(shape, dtype=values.dtype, device=device or values.device)
-    crow, col = crow.tolist(), col.tolist()
-    for r in range(len(crow) - 1):
-        for p in range(crow[r], crow[r + 1]):
-            dense[r * bm : (r + 1) * bm, col[p] * bk : (col[p] + 1) * bk] = values[p]
-    return dense
+def dense_of(W) -> Tensor:
+    """The dense matrix, or the batch of them, that a BsrMatrix or a torch.sparse_bsr tensor is."""
+    if isinstance(W, Tensor):
+        return W.to_dense()
+    counts = W.crow_indices.diff().flatten()  # of the blocks of each row, or of each row of each item
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    blocks = W.values.new_zeros(*W.values.shape[:-3], len(counts), W.shape[-1] // W.blocksize[1], *W.blocksize)
+    blocks[..., rows, W.col_indices.long(), :, :] = W.values
+    return blocks.transpose(-3, -2).reshape(W.shape)
 
 
 def band_mask(rows: int, cols: int, left: int | None, right: int | None, device="cpu") -> Tensor:

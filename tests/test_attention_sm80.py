@@ -1,5 +1,7 @@
 """The sm_80 attention kernel's copies, reads and waits without a GPU: its own functions on Python numbers."""
 
+import itertools
+
 import pytest
 
 from attention.decode import choose
@@ -8,30 +10,15 @@ from attention.forward.config import DecodeFacts, FlashConfig, FlashFacts
 from attention.forward.mainloop_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
 from cute_kernels.arch import ARCHS
 
-CASES = sorted(
-    {
-        (d, dv, config)
-        for d in HEAD_DIMS
-        for dv in HEAD_DIMS
-        for spec in ARCHS.values()
-        for config in candidates_sm80(spec, d, dv)
-    },
-    key=str,
-)
-EVERY_CONFIG = sorted({(d, d, config) for d, dv, config in CASES if d == dv}, key=str)
-
-
-# Of decoding: of every architecture, with and without pages
-DECODING = sorted(
-    {
-        (d, dv, choose.pick(facts).config)
-        for d in HEAD_DIMS
-        for dv in HEAD_DIMS
-        for spec in ARCHS.values()
-        for page_size in (0, 16)
-        for facts in (DecodeFacts(spec.target, "sm_80", None, head_dim=d, head_dim_v=dv, page_size=page_size),)
-    },
-    key=str,
+DIMS = list(itertools.product(HEAD_DIMS, HEAD_DIMS))
+FORWARD = {(*dims, config) for spec in ARCHS.values() for dims in DIMS for config in candidates_sm80(spec, *dims)}
+DECODING = {  # of every architecture, with and without pages
+    (d, dv, choose.pick(DecodeFacts(spec.target, "sm_80", None, head_dim=d, head_dim_v=dv, page_size=size)).config)
+    for spec, (d, dv), size in itertools.product(ARCHS.values(), DIMS, (0, 16))
+}
+CASES = sorted(FORWARD | DECODING, key=str)
+every_config = pytest.mark.parametrize(
+    "case", [case for case in CASES if case[0] == case[1] and case in FORWARD], ids=str
 )
 
 
@@ -56,7 +43,7 @@ def copied(op) -> dict:
     return places
 
 
-@pytest.mark.parametrize("case", [*CASES, *(case for case in DECODING if case not in CASES)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_element_is_copied_once(case):
     for op in tiles(case):
         expected = {(line, e) for line in range(op.lines) for e in range(0, op.line_bytes // 2, VECTOR)}
@@ -64,7 +51,7 @@ def test_every_element_is_copied_once(case):
         assert set(places.values()) == expected and len(places) == len(expected)
 
 
-@pytest.mark.parametrize("case", EVERY_CONFIG, ids=str)
+@every_config
 def test_fragments_are_read_from_where_they_were_copied(case):
     """All of ldmatrix's rows, of all lanes, MMA steps and 16 rows; and without bank conflicts."""
     q, k, v = tiles(case)
@@ -88,7 +75,7 @@ def test_fragments_are_read_from_where_they_were_copied(case):
         assert read == set(places.values())
 
 
-@pytest.mark.parametrize("case", EVERY_CONFIG, ids=str)
+@every_config
 def test_copies_hit_all_banks(case):
     """Of eight neighbouring threads, which write at once."""
     for op in tiles(case):
@@ -130,7 +117,4 @@ def test_head_dims_without_a_kernel_are_refused():
 
 @pytest.mark.parametrize("spec", ARCHS.values(), ids=list(ARCHS))
 def test_every_architecture_has_a_configuration(spec):
-    for d in HEAD_DIMS:
-        for dv in HEAD_DIMS:
-            config = candidates_sm80(spec, d, dv)[0]
-            assert isinstance(config, FlashConfig)
+    assert all(isinstance(candidates_sm80(spec, *dims)[0], FlashConfig) for dims in DIMS)

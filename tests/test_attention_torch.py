@@ -1,23 +1,37 @@
-"""The registered attention ops: their schemas, torch.compile without graph breaks, masks, and changing shapes."""
+"""The registered attention ops: their schemas, torch.compile without graph breaks, masks as users hold them."""
 
 import functools
 
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import BlockMask, attention, block_sparse_attention, mask_mods, patterns, torch_op
 from attention.masks import mask_text
 
-from .attention_parts import qkv
+from .attention_parts import BF16, cache, packed, qkv, rows_first
+from .mask_parts import (  # noqa: F401 (fixtures are used by name)
+    FIRST,
+    SECOND,
+    N,
+    by_head,
+    conversions_fixture,
+    count,
+    held,
+    operands,
+    parts,
+    right,
+    write,
+)
 from .reference import normal, poisoned
 
-BF16 = torch.bfloat16
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CPU = [("cpu", "eager"), ("cpu", "aot_eager")]
-ON = pytest.mark.parametrize(("device", "backend"), [*CPU, pytest.param("cuda", "inductor", marks=pytest.mark.gpu)])
-ON_CPU = pytest.mark.parametrize(("device", "backend"), CPU)
+CUDA = pytest.param("cuda", "inductor", marks=pytest.mark.gpu)
+ON = pytest.mark.parametrize(("device", "backend"), [("cpu", "eager"), ("cpu", "aot_eager"), CUDA])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 OPS = torch.ops.attention
+every_form = pytest.mark.parametrize("form", ["flex", "bool", "bsr"])
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 @pytest.fixture(autouse=True)
@@ -27,45 +41,24 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def compiled(fn, backend, **options):
-    return torch.compile(fn, fullgraph=True, backend=backend, **options)
+def compiled(fn, backend):
+    return torch.compile(fn, fullgraph=True, backend=backend)
 
 
 def counted(fn, backend):
     """(fn compiled, what counts its graphs)"""
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    return torch.compile(fn, fullgraph=True, backend=graphs), graphs
+    return compiled(fn, graphs), graphs
+
+
+def sparse(backend, **terms):
+    """The same of block_sparse_attention."""
+    return counted(lambda *args: block_sparse_attention(*args, **terms) * 1, backend)
 
 
 def same(results, expected) -> bool:
     results, expected = ((t,) if isinstance(t, torch.Tensor) else t for t in (results, expected))
     return len(results) == len(expected) and all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-# The schemas
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_attention(device):
-    call = qkv(Dv=128, device=device)
-    out = torch.zeros(2, 4, 200, 128, dtype=BF16, device=device)
-    for terms in ({}, {"causal": True, "return_lse": True}, {"left": 30, "softcap": 5.0, "scale": 0.1}):
-        torch.library.opcheck(OPS.attention.default, call, terms)
-        torch.library.opcheck(OPS.attention_out.default, (*call, out), terms)
-    rows_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(device=device)]
-    torch.library.opcheck(OPS.attention.default, rows_first, {})
-    packed = [normal(150, heads, 64, device=device) for heads in (4, 2, 2)]
-    starts = torch.tensor([0, 40, 150], dtype=torch.int32, device=device)
-    torch.library.opcheck(OPS.attention.default, packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts})
-    lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
-    torch.library.opcheck(OPS.attention.default, call, {"seqlens_k": lengths, "return_lse": True})
-
-
-def test_a_mask_is_made_again_only_of_other_tensors():
-    mask = masks()[2]
-    made = torch_op._block_mask(*crossing(mask))
-    assert torch_op._block_mask(*crossing(mask)) is made
-    assert torch_op._block_mask(*crossing(masks()[2])) is not made
 
 
 def crossing(mask: BlockMask) -> tuple:
@@ -74,17 +67,33 @@ def crossing(mask: BlockMask) -> tuple:
     return lists, list(mask.lengths), list(mask.blocksize), *mask_text.written(mask.mask_mod)
 
 
-def masks(device="cpu") -> list[BlockMask]:
+def masks() -> list[BlockMask]:
     """Of every kind of mask_mod."""
-    ids = torch.arange(200, dtype=torch.int32, device=device) // 70
-    lengths, more = (200, 200), {"device": device}
+    ids, lengths = torch.arange(200, dtype=torch.int32) // 70, (200, 200)
     return [
-        BlockMask.from_blocks(torch.tensor([[True, False], [True, True]], device=device), lengths=lengths),
-        patterns.sliding_window(lengths, (30, 4), **more),
+        BlockMask.from_blocks(torch.tensor([[True, False], [True, True]]), lengths=lengths),
+        patterns.sliding_window(lengths, (30, 4)),
         patterns.documents(ids, causal=True),
-        BlockMask.from_mask_mod(lambda b, h, q, kv: (q - kv) % 3 == 0, lengths, **more),
-        BlockMask.from_mask_mod(lambda b, h, q, kv: (q + h) % 3 > b, lengths, batch=2, heads=4, **more).with_causal(),
+        BlockMask.from_mask_mod(lambda b, h, q, kv: (q - kv) % 3 == 0, lengths),
+        BlockMask.from_mask_mod(lambda b, h, q, kv: (q + h) % 3 > b, lengths, batch=2, heads=4).with_causal(),
     ]
+
+
+# The registered ops
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_opcheck_attention(device):
+    call = qkv(Dv=128, device=device)
+    out = torch.zeros(2, 4, 200, 128, dtype=BF16, device=device)
+    for terms in ({}, {"causal": True, "return_lse": True}, {"left": 30, "softcap": 5.0, "scale": 0.1}):
+        torch.library.opcheck(OPS.attention.default, call, terms)
+        torch.library.opcheck(OPS.attention_out.default, (*call, out), terms)
+    torch.library.opcheck(OPS.attention.default, [rows_first(t) for t in qkv(device=device)], {})
+    q, k, v, *cu = packed([40, 110], [40, 110], device=device).values()
+    torch.library.opcheck(OPS.attention.default, (q, k, v), {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]})
+    lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
+    torch.library.opcheck(OPS.attention.default, call, {"seqlens_k": lengths, "return_lse": True})
 
 
 def test_opcheck_block_sparse():
@@ -94,6 +103,9 @@ def test_opcheck_block_sparse():
         torch.library.opcheck(OPS.block_sparse_attention.default, args, {"return_lse": True})
         out = torch.zeros(2, 4, 200, 64, dtype=BF16)
         torch.library.opcheck(OPS.block_sparse_attention_out.default, (*args, out), {"causal": True})
+    for form in ("flex", "bool", "bsr"):
+        mask, form = torch_op.crossing(held(form))
+        torch.library.opcheck(OPS.block_sparse_attention.default, (*operands(), *mask), {"form": form})
 
 
 def test_ops_can_be_called_by_name():
@@ -101,24 +113,34 @@ def test_ops_can_be_called_by_name():
     call = qkv()
     assert same(OPS.attention(*call, True, 5, None)[0], attention(*call, causal=True, window=(5, None)))
     for mask in masks():
-        args = *call, *crossing(mask)
-        assert same(OPS.block_sparse_attention(*args)[0], block_sparse_attention(*call, mask))
+        assert same(OPS.block_sparse_attention(*call, *crossing(mask))[0], block_sparse_attention(*call, mask))
+
+
+def test_a_mask_is_made_again_only_of_other_tensors():
+    """Kept with the first list, but made of all four: one that took the address of another is not that one."""
+    mask = masks()[2]
+    made = torch_op._block_mask(*crossing(mask))
+    assert torch_op._block_mask(*crossing(mask)) is made
+    assert torch_op._block_mask(*crossing(masks()[2])) is not made
+    lists, *sizes = crossing(BlockMask.from_blocks(FIRST))
+    for _ in range(20):
+        other = [*lists[:3], BlockMask.from_blocks(SECOND).full_index]
+        for given in (other, lists):
+            assert torch.equal(torch_op._block_mask(given, *sizes).full_index, given[3])
+        del other, given
 
 
 # torch.compile
 
 
+TERMS = [
+    {}, {"causal": True, "return_lse": True}, {"window": (-1, 3), "softcap": 3, "scale": 0.5},
+    {"window": [20, None], "return_lse": True},
+]  # fmt: skip
+
+
 @ON
-@pytest.mark.parametrize(
-    "terms",
-    [
-        {},
-        {"causal": True, "return_lse": True},
-        {"window": (-1, 3), "softcap": 3, "scale": 0.5},
-        {"window": [20, None], "return_lse": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("terms", TERMS, ids=str)
 def test_attention(device, backend, terms):
     call = qkv(device=device)
     assert same(compiled(lambda q, k, v: attention(q, k, v, **terms), backend)(*call), attention(*call, **terms))
@@ -133,38 +155,23 @@ def test_attention_into_out(device, backend, return_lse):
         result = attention(q, k, v, causal=True, return_lse=return_lse, out=out)
         return out + 1, *((result[1],) if return_lse else ())
 
-    call = qkv(device=device)
-    out = poisoned(2, 4, 200, 64, device=device)
+    call, out = qkv(device=device), poisoned(2, 4, 200, 64, device=device)
     results = compiled(layer, backend)(*call, out)
     expected, lse = attention(*call, causal=True, return_lse=True)
-    assert same(out, expected) and same(results[0], expected + 1)
-    assert not return_lse or same(results[1], lse)
+    assert same(out, expected) and same(results, (expected + 1, lse) if return_lse else (expected + 1,))
 
 
 @ON
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_packed_and_cached(device, backend, return_lse):
-    q, k, v = (normal(150, heads, 64, device=device) for heads in (4, 2, 2))
-    starts = torch.tensor([0, 40, 40, 137], dtype=torch.int32, device=device)
     terms = {"causal": True, "return_lse": return_lse}
-
-    def packed(q, k, v, starts):
-        return attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **terms)
-
-    assert same(compiled(packed, backend)(q, k, v, starts), packed(q, k, v, starts))
-    q, k, v = qkv(3, device=device)
-    lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
-    pages = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
-
-    def cached(q, k, v, lengths):
-        return attention(q, k, v, seqlens_k=lengths, **terms)
-
-    def paged(q, k, v, lengths, pages):
-        return attention(q, k, v, seqlens_k=lengths, block_table=pages, **terms)
-
-    assert same(compiled(cached, backend)(q, k, v, lengths), cached(q, k, v, lengths))
-    k, v = (normal(10, 2, 32, 64, device=device) for _ in range(2))
-    assert same(compiled(paged, backend)(q, k, v, lengths, pages), paged(q, k, v, lengths, pages))
+    for call in (
+        packed([40, 0, 97], [40, 0, 97], more=(13, 13), device=device),
+        cache([150, 7], 200, rows=3, device=device),
+        cache([150, 7], 160, rows=3, page_size=32, device=device),
+    ):
+        step = compiled(lambda call: attention(**call, **terms), backend)
+        assert same(step(call), attention(**call, **terms))
 
 
 @ON
@@ -176,8 +183,7 @@ def test_a_layer(device, backend):
         return attention(q, k, v, causal=True).transpose(1, 2).reshape(2, 130, 256) * 1.0
 
     x, w = normal(2, 130, 256, device=device), normal(3, 256, 256, device=device, k=256)
-    out = compiled(layer, backend)(x, w)
-    torch.testing.assert_close(out, layer(x, w), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(compiled(layer, backend)(x, w), layer(x, w), atol=2e-2, rtol=2e-2)
 
 
 @ON
@@ -190,41 +196,36 @@ def test_changing_lengths(device, backend):
     assert graphs.frame_count <= 2
 
 
-@ON_CPU
+@BACKENDS
 @pytest.mark.parametrize("causal", [False, True])
-def test_masks(device, backend, causal):
-    """The mask is an input of the graph."""
-    call = qkv(device=device)
+@pytest.mark.parametrize("forms", [None, ("flex", "bool", "bsr")])
+def test_masks(backend, causal, forms):
+    """The mask is an input of the graph; BlockMasks, and what else users hold."""
     terms = {"causal": causal, "return_lse": True}
-    step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m, **terms), backend)
-    for mask in masks(device):
-        assert same(step(*call, mask), block_sparse_attention(*call, mask, **terms))
+    step = compiled(lambda *args: block_sparse_attention(*args, **terms), backend)
+    into = compiled(lambda *args, out: block_sparse_attention(*args, **terms, out=out)[1] + 0, backend)
+    call = operands() if forms else qkv()
+    for mask in map(held, forms) if forms else masks():
+        expected = block_sparse_attention(*call, mask, **terms)
+        out = poisoned(*call[0].shape)
+        lse = into(*call, mask, out=out)
+        assert same(step(*call, mask), expected) and same((out, lse), expected)
 
 
-@ON_CPU
-def test_masks_into_out(device, backend):
-    step = compiled(lambda q, k, v, m, out: block_sparse_attention(q, k, v, m, return_lse=True, out=out)[1], backend)
-    call, out = qkv(device=device), poisoned(2, 4, 200, 64, device=device)
-    for mask in masks(device)[2:4]:
-        lse = step(*call, mask, out)
-        assert same((out, lse), block_sparse_attention(*call, mask, return_lse=True))
-
-
-@ON_CPU
-def test_new_tensors_in_a_mask_need_no_new_graph(device, backend):
-    step, graphs = counted(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
-    call = qkv(device=device)
+@BACKENDS
+def test_new_tensors_in_a_mask_need_no_new_graph(backend):
+    (step, graphs), call = sparse(backend), qkv()
     for length in (70, 100, 64):
         mask = patterns.documents(torch.arange(200, dtype=torch.int32) // length, causal=True)
         assert same(step(*call, mask), block_sparse_attention(*call, mask))
     assert graphs.frame_count == 1
 
 
-@ON_CPU
-def test_masks_of_changing_lengths(device, backend):
-    step, graphs = counted(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
+@BACKENDS
+def test_masks_of_changing_lengths(backend):
+    step, graphs = sparse(backend)
     for Sq, Sk in ((200, 200), (330, 350), (300, 444), (222, 411), (290, 490)):
-        call, mask = qkv(Sq, Sk, device=device), patterns.sliding_window((Sq, Sk), (Sk // 7, 3))
+        call, mask = qkv(Sq, Sk), patterns.sliding_window((Sq, Sk), (Sk // 7, 3))
         assert same(step(*call, mask), block_sparse_attention(*call, mask))
     assert graphs.frame_count <= 3
 
@@ -233,17 +234,28 @@ def every(step):
     return lambda b, h, q, kv: (q - kv) % step == 0
 
 
-@ON_CPU
+@BACKENDS
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_functions_are_told_apart(device, backend, wrapped):
+def test_functions_are_told_apart(backend, wrapped):
     """Of equal code and different constants; one of them again is the same graph."""
-    step, graphs = counted(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
-    call, functions = qkv(device=device), [every(2), every(3)]
+    (step, graphs), call, functions = sparse(backend), qkv(), [every(2), every(3)]
     for i in (0, 1, 0, 1):
         mask_mod = mask_mods.And(functions[i], mask_mods.Band(None, 50)) if wrapped else functions[i]
         mask = BlockMask.from_mask_mod(mask_mod, (200, 200))
         assert same(step(*call, mask), block_sparse_attention(*call, mask))
     assert graphs.frame_count == 2
+
+
+@BACKENDS
+def test_a_function_that_captures_a_tensor(backend):
+    """What is in the tensor when the graph runs counts; and a mask that the compiled function captures."""
+    (step, _), call, ids = sparse(backend), qkv(), torch.arange(200) // 70
+    mask = BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] >= ids[kv], (200, 200))
+    captured = compiled(lambda *args: block_sparse_attention(*args, mask), backend)
+    for _ in range(2):
+        assert torch.equal(step(*call, mask), block_sparse_attention(*call, mask))
+        assert torch.equal(captured(*call), step(*call, mask))
+        ids.add_(torch.arange(200) % 2)
 
 
 def test_export():
@@ -271,9 +283,8 @@ def test_export():
         ({}, {"scale": -1.0}, "must be above 0"),
     ],
 )
-def test_errors_under_compile(change, terms, text):
-    call = dict(zip("qkv", qkv(), strict=True))
-    call |= {name: normal(*shape) for name, shape in change.items()}
+def test_refused_under_compile(change, terms, text):
+    call = dict(zip("qkv", qkv(), strict=True)) | {name: normal(*shape) for name, shape in change.items()}
     with pytest.raises(Exception, match=text):
         compiled(lambda q, k, v: attention(q, k, v, **terms), "eager")(**call)
 
@@ -282,26 +293,31 @@ def same_document(ids, b, h, q, kv):
     return ids[q] == ids[kv]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_function_that_captures_a_tensor(backend):
-    """What is in the tensor when the graph runs counts."""
-    step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m), backend)
-    call, ids = qkv(), torch.arange(200) // 70
-    mask = BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] >= ids[kv], (200, 200))
-    for _ in range(2):
-        assert torch.equal(step(*call, mask), block_sparse_attention(*call, mask))
-        ids.add_(torch.arange(200) % 2)
+def partial_mask():
+    ids = torch.zeros(N, dtype=torch.int32)
+    return BlockMask.from_mask_mod(functools.partial(same_document, ids), (N, N))
 
 
-def test_masks_that_cannot_cross():
-    step = compiled(lambda q, k, v, m: block_sparse_attention(q, k, v, m), "eager")
-    call, ids = qkv(), torch.zeros(200, dtype=torch.int32)
-    with pytest.raises(Exception, match="under torch.compile block_mask must be a BlockMask, Flex.* got list"):
-        step(*call, [torch.ones(2, 2, dtype=torch.bool)])
-    with pytest.raises(Exception, match="must be a plain function, or a dataclass of ints, tensors and such masks"):
-        step(*call, BlockMask.from_mask_mod(functools.partial(same_document, ids), (200, 200)))
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: [FIRST], "under torch.compile block_mask must be a BlockMask, Flex.* got list"),
+        (partial_mask, "must be a plain function, or a dataclass of ints, tensors and such masks"),
+        (lambda: torch.ones(3, 3), "blocks must be a strided bool tensor"),
+        (lambda: create_block_mask(by_head, 2, 4, N, N, device="cpu", BLOCK_SIZE=256), "64 or 128"),
+        (lambda: held("torch bsr"), "torch.compile does not support sparse Tensors"),
+    ],
+)
+def test_masks_that_cannot_cross(make, text):
+    with pytest.raises(Exception, match=text):
+        sparse("eager")[0](*operands(), make())
+
+
+def test_masks_that_cannot_be_written():
     with pytest.raises(RuntimeError, match="no mask_mod class x.Y in this process; trace the model here first"):
         mask_text.read('["x.Y"]', [], [])
+    with pytest.raises(TypeError, match="which torch.compile does not take, make BsrMatrix.from_torch"):
+        torch_op.crossing(held("torch bsr"))
 
 
 def test_gradients_are_refused_and_not_dropped():

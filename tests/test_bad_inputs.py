@@ -8,11 +8,11 @@ from cute_kernels import eager as dense_ops
 from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime.call_plan import PlanCache
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
 from sparse_collective import eager as sparse_ops
 
 from . import emulate
-from .conformance import OPS
+from .products import OPS
 from .reference import normal, poisoned
 
 
@@ -26,8 +26,8 @@ def place(request, monkeypatch):
     return "cuda" if request.param == "cuda" else "cpu"
 
 
-def weights(device, shape=(64, 96), block=(16, 32), **options) -> BsrMatrix:
-    return BsrMatrix.from_dense(normal(*shape, device=device, k=shape[1]), block, **options)
+def weights(device="cpu", shape=(64, 96)) -> BsrMatrix:
+    return BsrMatrix.from_dense(normal(*shape, device=device, k=shape[1]), (16, 32))
 
 
 def base(op: str, device="cpu") -> dict:
@@ -48,85 +48,82 @@ SHAPES = {"gemm": (32, 48), "bsr_matmul": (64, 40), "bsr_linear": (40, 64), "bsr
 OPERANDS = {"gemm": "ab", "bsr_matmul": "Wb", "bsr_linear": "Wx", "bsr_grouped_linear": "Wx"}
 
 
+def columns(c):
+    return normal(c["out"].shape[1])
+
+
 def capturing(value):
     return lambda x: x * value
 
 
-# For all ops: (name, what to change, given the arguments and the dense operand's name; the error; its message, in which
-# {w} and {x} are the operands). A tensor that a change makes lies on the CPU and is moved.
+# For all ops: (what to change, given the arguments and the dense operand's name; the error; words of its message, in
+# which {w} and {x} are the operands). A tensor that a change makes lies on the CPU and is moved.
 ALL = [
-    ("operand no tensor", lambda c, x: {x: [1.0]}, TypeError, "{x} must be a torch.Tensor, got list"),
-    ("operand None", lambda c, x: {x: None}, TypeError, "{x} must be a torch.Tensor, got NoneType"),
-    ("sparse", lambda c, x: {x: c[x].to_sparse()}, TypeError, r"{x} must be a dense \(strided\) tensor, got .*coo"),
-    ("mixed", lambda c, x: {x: c[x].half()}, TypeError, "{x} is torch.float16 but {w} is torch.bfloat16; cast one"),
-    ("elsewhere", lambda c, x: {x: c[x].to("meta")}, ValueError, "{x} is on meta, the others on c.*; move it with .to"),
-    ("out no tensor", lambda c, x: {"out": [1.0]}, TypeError, "out must be a torch.Tensor, got list"),
-    ("out shape", lambda c, x: {"out": c["out"].t()}, ValueError, r"out has shape \(\d+, \d+\), the result has \("),
-    ("out dtype", lambda c, x: {"out": c["out"].double()}, TypeError, "output of torch.float64; torch.bfloat16, "),
-    ("out elsewhere", lambda c, x: {"out": c["out"].to("meta")}, ValueError, "out is on meta, the others on c.*; move"),
+    (lambda c, x: {x: [1.0]}, TypeError, "{x} must be a torch.Tensor, got list"),
+    (lambda c, x: {x: None}, TypeError, "{x} must be a torch.Tensor, got NoneType"),
+    (lambda c, x: {x: c[x].to_sparse()}, TypeError, r"{x} must be a dense \(strided\) tensor, got .*coo"),
+    (lambda c, x: {x: c[x].half()}, TypeError, "{x} is torch.float16 but {w} is torch.bfloat16; cast one"),
+    (lambda c, x: {x: c[x].to("meta")}, ValueError, "{x} is on meta, the others on c.*; move it with .to"),
+    (lambda c, x: {"out": [1.0]}, TypeError, "out must be a torch.Tensor, got list"),
+    (lambda c, x: {"out": c["out"].t()}, ValueError, r"out has shape \(\d+, \d+\), the result has \("),
+    (lambda c, x: {"out": c["out"].double()}, TypeError, "output of torch.float64; torch.bfloat16, "),
+    (lambda c, x: {"out": c["out"].to("meta")}, ValueError, "out is on meta, the others on c.*; move"),
+    (lambda c, x: {"out": c["out"][:1].expand(SHAPES[c["op"]])}, ValueError, "out is expanded or .*share memory"),
+    (lambda c, x: {"bias": [1.0] * 48}, TypeError, "bias must be a torch.Tensor, got list"),
+    (lambda c, x: {"bias": normal(7)}, ValueError, r"bias has shape \(7,\).* must be \("),
+    (lambda c, x: {"bias": columns(c).long()}, TypeError, "bias is torch.int64; torch.bfloat16, torch.f"),
+    (lambda c, x: {"bias": columns(c).to("meta")}, ValueError, "bias is on meta, the others on c"),
+    (lambda c, x: {"activation": "mish"}, ValueError, "unknown activation 'mish'; known are relu, gelu"),
+    (lambda c, x: {"activation": ["relu"]}, (TypeError, ValueError), "activation"),
+    (lambda c, x: {"epilogue": 2.0}, TypeError, "must be a function of one tensor, got float"),
+    (lambda c, x: {"epilogue": torch.sort}, TypeError, "torch.sort has no form in a kernel; there are abs"),
     (
-        "out expanded", lambda c, x: {"out": c["out"][:1].expand(c["out"].shape)}, ValueError,
-        "out is expanded or overlaps itself .*share memory",
-    ),
-    ("bias no tensor", lambda c, x: {"bias": [1.0] * 48}, TypeError, "bias must be a torch.Tensor, got list"),
-    ("bias length", lambda c, x: {"bias": normal(7)}, ValueError, r"bias has shape \(7,\).* must be \("),
-    ("bias dtype", lambda c, x: {"bias": columns(c).long()}, TypeError, "bias is torch.int64; torch.bfloat16, torch.f"),
-    ("bias elsewhere", lambda c, x: {"bias": columns(c).to("meta")}, ValueError, "bias is on meta, the others on c"),
-    ("activation", lambda c, x: {"activation": "mish"}, ValueError, "unknown activation 'mish'; known are relu, gelu"),
-    ("activation list", lambda c, x: {"activation": ["relu"]}, (TypeError, ValueError), "activation"),
-    ("a number", lambda c, x: {"epilogue": 2.0}, TypeError, "must be a function of one tensor, got float"),
-    ("no form", lambda c, x: {"epilogue": torch.sort}, TypeError, "torch.sort has no form in a kernel; there are abs"),
-    (
-        "capture", lambda c, x: {"epilogue": capturing(torch.ones(1, device=c["out"].device))}, TypeError,
+        lambda c, x: {"epilogue": capturing(torch.ones(1, device=c["out"].device))}, TypeError,
         r"test_bad_inputs.py:\d+, 'return lambda x: x \* value': torch.mul: a captured tensor of shape \(1,\): an "
         "epilogue sees one element at a time. Pass a bias",
     ),
-    ("grad", lambda c, x: {x: c[x].requires_grad_()}, RuntimeError, r"call it under torch.no_grad\(\) or detach\(\)"),
-    ("grad of bias", lambda c, x: {"bias": columns(c).requires_grad_()}, RuntimeError, "{op} does not compute grad"),
-    ("grad of out", lambda c, x: {"out": c["out"].requires_grad_()}, RuntimeError, "requires.* grad"),
+    (lambda c, x: {x: c[x].requires_grad_()}, RuntimeError, r"call it under torch.no_grad\(\) or detach\(\)"),
+    (lambda c, x: {"bias": columns(c).requires_grad_()}, RuntimeError, "{op} does not compute grad"),
+    (lambda c, x: {"out": c["out"].requires_grad_()}, RuntimeError, "requires.* grad"),
 ]  # fmt: skip
-
-
-def columns(c):
-    return normal(c["out"].shape[1])
 
 
 def a_and_b(c, change):
     return {name: change(c[name]) for name in "ab"}
 
 
-GEMM = [
-    ("a no tensor", lambda c: {"a": [[1.0]]}, TypeError, "a must be a torch.Tensor, got list"),
-    ("a sparse", lambda c: {"a": c["a"].to_sparse()}, TypeError, r"a must be a dense \(strided\) tensor, got .*coo"),
-    ("fp32", lambda c: a_and_b(c, torch.Tensor.float), TypeError, r"torch.bfloat16 and torch.float16 \(cast"),
-    ("int8", lambda c: {"a": c["a"].to(torch.int8)}, TypeError, "a is torch.int8; the kernels multiply"),
-    ("a elsewhere", lambda c: {"a": c["a"].to("meta")}, ValueError, "tensors on meta; CUDA and CPU tensors"),
-    ("all elsewhere", lambda c: a_and_b(c, lambda t: t.to("meta")) | {"out": None}, ValueError, "meta"),
-    ("a 1-D", lambda c: {"a": c["a"][0]}, ValueError, r"a has 1 and b 2 dimensions; both need at least 2 \(use unsq"),
-    ("b 1-D", lambda c: {"b": c["b"][:, 0]}, ValueError, "a has 2 and b 1 dimensions; both need at least 2"),
-    ("K", lambda c: {"b": c["b"][:32]}, ValueError, r"a is \(32, 64\) and b \(32, 48\): 64 columns meet 32 rows"),
-    (
-        "batches", lambda c: {"a": c["a"].expand(2, 32, 64), "b": c["b"].expand(3, 64, 48), "out": None}, ValueError,
-        r"the batches of a \(2, 32, 64\) and b \(3, 64, 48\) do not broadcast",
-    ),
-    ("out_dtype", lambda c: {"out": None, "out_dtype": torch.int32}, TypeError, "output of torch.int32; torch.bfloat1"),
-    ("both dtypes", lambda c: {"out_dtype": torch.float32}, TypeError, "out is torch.bfloat16 but out_dtype=.*pass on"),
-    ("bias length", lambda c: {"bias": normal(32)}, ValueError, r"must be \(48,\) .* or \(32, 1\) for one value a row"),
-    ("bias row", lambda c: {"bias": normal(48, 1)}, ValueError, r"bias has shape \(48, 1\).*\(32, 1\) for one value"),
-    ("residual shape", lambda c: {"residual": c["out"][:1]}, ValueError, r"residual has shape \(1, 48\), the result"),
-    ("residual dtype", lambda c: {"residual": c["out"].float()}, TypeError, "residual is torch.float32, .*out_dtype="),
-    ("grad of a", lambda c: {"a": c["a"].requires_grad_()}, RuntimeError, r"torch.no_grad\(\) or detach\(\)"),
-    ("grad of residual", lambda c: {"residual": normal(32, 48).requires_grad_()}, RuntimeError, "does not compute"),
-    ("alpha text", lambda c: {"alpha": "2"}, TypeError, "alpha"),
-    ("alpha tensor", lambda c: {"alpha": torch.tensor(2.0)}, TypeError, "alpha"),
-    ("out is a", lambda c: {"b": normal(64, 64), "out": c["a"]}, ValueError, "out shares memory with"),
-    ("out is in part a", lambda c: overlapping(c["a"].repeat(3, 1)), ValueError, "out shares memory with"),
-    ("out overlaps", lambda c: {"out": c["a"].as_strided((32, 48), (2, 1))}, ValueError, "share memory"),
-]  # fmt: skip
-
-
 def overlapping(buffer):
     return {"a": buffer[:64], "b": normal(64, 64), "out": buffer[32:]}  # on one device, so that nothing is moved apart
+
+
+GEMM = [
+    (lambda c: {"a": [[1.0]]}, TypeError, "a must be a torch.Tensor, got list"),
+    (lambda c: {"a": c["a"].to_sparse()}, TypeError, r"a must be a dense \(strided\) tensor, got .*coo"),
+    (lambda c: a_and_b(c, torch.Tensor.float), TypeError, r"torch.bfloat16 and torch.float16 \(cast"),
+    (lambda c: {"a": c["a"].to(torch.int8)}, TypeError, "a is torch.int8; the kernels multiply"),
+    (lambda c: {"a": c["a"].to("meta")}, ValueError, "tensors on meta; CUDA and CPU tensors"),
+    (lambda c: a_and_b(c, lambda t: t.to("meta")) | {"out": None}, ValueError, "meta"),
+    (lambda c: {"a": c["a"][0]}, ValueError, r"a has 1 and b 2 dimensions; both need at least 2 \(use unsq"),
+    (lambda c: {"b": c["b"][:, 0]}, ValueError, "a has 2 and b 1 dimensions; both need at least 2"),
+    (lambda c: {"b": c["b"][:32]}, ValueError, r"a is \(32, 64\) and b \(32, 48\): 64 columns meet 32 rows"),
+    (
+        lambda c: {"a": c["a"].expand(2, 32, 64), "b": c["b"].expand(3, 64, 48), "out": None}, ValueError,
+        r"the batches of a \(2, 32, 64\) and b \(3, 64, 48\) do not broadcast",
+    ),
+    (lambda c: {"out": None, "out_dtype": torch.int32}, TypeError, "output of torch.int32; torch.bfloat1"),
+    (lambda c: {"out_dtype": torch.float32}, TypeError, "out is torch.bfloat16 but out_dtype=.*pass on"),
+    (lambda c: {"bias": normal(32)}, ValueError, r"must be \(48,\) .* or \(32, 1\) for one value a row"),
+    (lambda c: {"bias": normal(48, 1)}, ValueError, r"bias has shape \(48, 1\).*\(32, 1\) for one value"),
+    (lambda c: {"residual": c["out"][:1]}, ValueError, r"residual has shape \(1, 48\), the result"),
+    (lambda c: {"residual": c["out"].float()}, TypeError, "residual is torch.float32, .*out_dtype="),
+    (lambda c: {"a": c["a"].requires_grad_()}, RuntimeError, r"torch.no_grad\(\) or detach\(\)"),
+    (lambda c: {"residual": normal(32, 48).requires_grad_()}, RuntimeError, "does not compute"),
+    (lambda c: {"alpha": "2"}, TypeError, "alpha"),
+    (lambda c: {"alpha": torch.tensor(2.0)}, TypeError, "alpha"),
+    (lambda c: {"b": normal(64, 64), "out": c["a"]}, ValueError, "out shares memory with"),
+    (lambda c: overlapping(c["a"].repeat(3, 1)), ValueError, "out shares memory with"),
+    (lambda c: {"out": c["a"].as_strided((32, 48), (2, 1))}, ValueError, "share memory"),
+]  # fmt: skip
 
 
 def batch(c):
@@ -138,101 +135,83 @@ def shared(c, x):
     return {"W": weights("cpu", (96, 96)), x: (t := normal(96, 96, device=c[x].device)), "out": t}
 
 
-def learnt(W):
-    return W.with_values(W.values.requires_grad_())
+def batched(c, **more):
+    return {"W": batch(c), "out": None} | more
 
 
 WEIGHTS = [
-    ("W dense", lambda c: {"W": normal(64, 96)}, TypeError, "W must be a BsrMatrix or .*layout torch.strided; see Bsr"),
-    ("W list", lambda c: {"W": [1]}, TypeError, "W must be a BsrMatrix or a torch.sparse_bsr tensor, got list"),
-    (
-        "W csr",
-        lambda c: {"W": normal(64, 96).float().to_sparse_csr()},
-        TypeError,
-        "a tensor of layout torch.sparse_csr",
-    ),
-    (
-        "W fp32",
-        lambda c: {"W": c["W"].to(torch.float32)},
-        TypeError,
-        "W is torch.float32; the kernels multiply torch.bf",
-    ),
-    ("grad of W", lambda c: {"W": learnt(c["W"])}, RuntimeError, r"no_grad\(\) or detach\(\)"),
+    (lambda c: {"W": normal(64, 96)}, TypeError, "W must be a BsrMatrix or .*layout torch.strided; see Bsr"),
+    (lambda c: {"W": [1]}, TypeError, "W must be a BsrMatrix or a torch.sparse_bsr tensor, got list"),
+    (lambda c: {"W": normal(64, 96).float().to_sparse_csr()}, TypeError, "a tensor of layout torch.sparse_csr"),
+    (lambda c: {"W": c["W"].to(torch.float32)}, TypeError, "W is torch.float32; the kernels multiply torch.bf"),
 ]
+LEARNT = [
+    (lambda c: {"W": c["W"].with_values(c["W"].values.requires_grad_())}, RuntimeError, r"no_grad\(\) or detach\(\)")
+]
+ITEMS = "W is a batch of 4 items, so b needs 2 dimensions, .* or 3 with 4 matrices"
 MATMUL = [
-    *WEIGHTS,
-    ("b 1-D", lambda c: {"b": c["b"][:, 0]}, ValueError, "b has 1 dimensions, too few"),
-    ("K", lambda c: {"b": c["b"][:90]}, ValueError, r"W is 64x96 and b \(90, 40\): 96 columns of W meet 90"),
-    ("bias", lambda c: {"bias": normal(96)}, ValueError, r"it must be \(40,\) for one value a column or \(64, 1\)"),
-    ("residual", lambda c: {"residual": normal(40, 64)}, ValueError, r"residual has shape \(40, 64\), the result has"),
-    ("out is b", lambda c: shared(c, "b"), ValueError, "out shares memory with"),
-    (
-        "items", lambda c: {"W": batch(c), "b": normal(3, 96, 8)}, ValueError,
-        "W is a batch of 4 items, so b needs 2 dimensions, .* or 3 with 4 matrices",
-    ),
-    ("1 item", lambda c: {"W": batch(c), "b": normal(1, 96, 8)}, ValueError, "or 3 with 4 matrices; it has shape"),
-    ("4-D", lambda c: {"W": batch(c), "b": normal(2, 4, 96, 8)}, ValueError, "or 3 with 4 matrices"),
-    ("K of a batch", lambda c: {"W": batch(c), "b": normal(4, 64, 8)}, ValueError, "W is 64x96 and b .*: 96 columns"),
-    (
-        "bias of a batch", lambda c: {"W": batch(c), "b": normal(4, 96, 8), "bias": normal(3, 64, 1), "out": None},
-        ValueError, "bias has shape",
-    ),
-]  # fmt: skip
+    (lambda c: {"b": c["b"][:, 0]}, ValueError, "b has 1 dimensions, too few"),
+    (lambda c: {"b": c["b"][:90]}, ValueError, r"W is 64x96 and b \(90, 40\): 96 columns of W meet 90"),
+    (lambda c: {"bias": normal(96)}, ValueError, r"it must be \(40,\) for one value a column or \(64, 1\)"),
+    (lambda c: {"residual": normal(40, 64)}, ValueError, r"residual has shape \(40, 64\), the result has"),
+    (lambda c: shared(c, "b"), ValueError, "out shares memory with"),
+    (lambda c: batched(c, b=normal(3, 96, 8)), ValueError, ITEMS),
+    (lambda c: batched(c, b=normal(1, 96, 8)), ValueError, "or 3 with 4 matrices; it has shape"),
+    (lambda c: batched(c, b=normal(2, 4, 96, 8)), ValueError, "or 3 with 4 matrices"),
+    (lambda c: batched(c, b=normal(4, 64, 8)), ValueError, "W is 64x96 and b .*: 96 columns"),
+    (lambda c: batched(c, b=normal(4, 96, 8), bias=normal(3, 64, 1)), ValueError, "bias has shape"),
+]
 LINEAR = [
-    *WEIGHTS,
-    ("x scalar", lambda c: {"x": normal(()), "out": None}, ValueError, "x has 0 dimensions, too few"),
-    ("K", lambda c: {"x": c["x"][:, :64]}, ValueError, r"W is 64x96 and x \(40, 64\): 96 columns of W meet 64"),
-    ("bias 2-D", lambda c: {"bias": normal(64, 1)}, ValueError, r"must be \(64,\), one value an output feature"),
-    ("out is x", lambda c: shared(c, "x"), ValueError, "out shares memory with"),
-    ("items", lambda c: {"W": batch(c), "x": normal(2, 8, 96)}, ValueError, "x needs 2 dimensions, .* or 3 with 4"),
-    ("1-D", lambda c: {"W": batch(c), "x": normal(96)}, ValueError, "x needs 2 dimensions"),
+    (lambda c: {"x": normal(()), "out": None}, ValueError, "x has 0 dimensions, too few"),
+    (lambda c: {"x": c["x"][:, :64]}, ValueError, r"W is 64x96 and x \(40, 64\): 96 columns of W meet 64"),
+    (lambda c: {"bias": normal(64, 1)}, ValueError, r"must be \(64,\), one value an output feature"),
+    (lambda c: shared(c, "x"), ValueError, "out shares memory with"),
+    (lambda c: batched(c, x=normal(2, 8, 96)), ValueError, "x needs 2 dimensions, .* or 3 with 4"),
+    (lambda c: batched(c, x=normal(96)), ValueError, "x needs 2 dimensions"),
     (
-        "bias of a batch", lambda c: {"W": batch(c), "x": normal(4, 8, 96), "bias": normal(5, 64), "out": None},
-        ValueError, r"must be \(64,\) or \(4, 64\), one value an output feature",
+        lambda c: batched(c, x=normal(4, 8, 96), bias=normal(5, 64)),
+        ValueError,
+        r"must be \(64,\) or \(4, 64\), one val",
     ),
-]  # fmt: skip
+]
 
 
 def ends(*values):
     return torch.tensor(values or (64, 64, 128, 192), dtype=torch.int32)
 
 
+def routed(rows, **more):
+    return {"groups": None, "offsets": ends(), "group_rows": rows} | more
+
+
 GROUPED = [
-    *WEIGHTS[:4],
-    ("one W", lambda c: {"W": weights("cpu")}, ValueError, r"W is one matrix .*; pass a batch \(E, M, K\), or use"),
-    ("x 3-D", lambda c: {"x": c["x"][None]}, ValueError, r"x must be \(T, K\), got \(1, 192"),
-    ("groups list", lambda c: {"groups": [0, 1, 2]}, TypeError, "groups must be a torch.Tensor, got list"),
-    ("groups int64", lambda c: {"groups": c["groups"].long()}, TypeError, "groups are torch.int64; the kernels read"),
-    ("groups 2-D", lambda c: {"groups": c["groups"][None]}, ValueError, "groups must be one contiguous dimension"),
-    ("groups strided", lambda c: {"groups": c["groups"].repeat_interleave(2)[::2]}, ValueError, "one contiguous dim"),
-    ("2 groups", lambda c: {"groups": c["groups"][:2]}, ValueError, "192 rows of x in 2 groups: .* multiple of 64"),
-    ("5 groups", lambda c: {"groups": ends(0, 0, 0, 0, 0)}, ValueError, "192 rows of x in 5 groups"),
-    ("no groups", lambda c: {"groups": c["groups"][:0]}, ValueError, "192 rows of x in 0 groups"),
-    ("groups elsewhere", lambda c: {"groups": c["groups"].to("meta")}, ValueError, "groups is on meta, the others on"),
-    ("neither", lambda c: {"groups": None}, ValueError, "give either groups or offsets"),
-    ("both", lambda c: {"offsets": ends()}, ValueError, "give either groups or offsets"),
-    ("group_rows", lambda c: {"group_rows": 128}, ValueError, "x has 192 rows, but 3 groups of group_rows=128 are 384"),
-    ("no group_rows", lambda c: {"groups": None, "offsets": ends()}, ValueError, "offsets need group_rows"),
-    (
-        "T", lambda c: {"groups": None, "offsets": ends(), "group_rows": 128}, ValueError,
-        "T a multiple of group_rows=128",
-    ),
-    (
-        "offsets int64", lambda c: {"groups": None, "offsets": ends().long(), "group_rows": 64}, ValueError,
-        "offsets must be .E,. torch.int32",
-    ),
-    (
-        "offsets list", lambda c: {"groups": None, "offsets": [64], "group_rows": 64}, TypeError,
-        "offsets must be a torch.Tensor",
-    ),
-    ("bias items", lambda c: {"bias": normal(3, 64)}, ValueError, r"bias has shape \(3, 64\), must be"),
-]  # fmt: skip
-OWN = {"gemm": GEMM, "bsr_matmul": MATMUL, "bsr_linear": LINEAR, "bsr_grouped_linear": GROUPED}
-CASES = [
-    pytest.param(op, lambda c, change=change, x=OPERANDS[op][1]: change(c, x), error, message, id=f"{op}-{name}")
-    for op in OPS
-    for name, change, error, message in ALL
-] + [pytest.param(op, *rest, id=f"{op}-{name}") for op in OPS for name, *rest in OWN[op]]
+    (lambda c: {"W": weights()}, ValueError, r"W is one matrix .*; pass a batch \(E, M, K\), or use"),
+    (lambda c: {"x": c["x"][None]}, ValueError, r"x must be \(T, K\), got \(1, 192"),
+    (lambda c: {"groups": [0, 1, 2]}, TypeError, "groups must be a torch.Tensor, got list"),
+    (lambda c: {"groups": c["groups"].long()}, TypeError, "groups are torch.int64; the kernels read"),
+    (lambda c: {"groups": c["groups"][None]}, ValueError, "groups must be one contiguous dimension"),
+    (lambda c: {"groups": c["groups"].repeat_interleave(2)[::2]}, ValueError, "one contiguous dimension"),
+    (lambda c: {"groups": c["groups"][:2]}, ValueError, "192 rows of x in 2 groups: .* multiple of 64"),
+    (lambda c: {"groups": ends(0, 0, 0, 0, 0)}, ValueError, "192 rows of x in 5 groups"),
+    (lambda c: {"groups": c["groups"][:0]}, ValueError, "192 rows of x in 0 groups"),
+    (lambda c: {"groups": c["groups"].to("meta")}, ValueError, "groups is on meta, the others on"),
+    (lambda c: {"groups": None}, ValueError, "give either groups or offsets"),
+    (lambda c: {"offsets": ends()}, ValueError, "give either groups or offsets"),
+    (lambda c: {"group_rows": 128}, ValueError, "x has 192 rows, but 3 groups of group_rows=128 are 384"),
+    (lambda c: {"groups": None, "offsets": ends()}, ValueError, "offsets need group_rows"),
+    (lambda c: routed(128), ValueError, "T a multiple of group_rows=128"),
+    (lambda c: routed(64, offsets=ends().long()), ValueError, "offsets must be .E,. torch.int32"),
+    (lambda c: routed(64, offsets=[64]), TypeError, "offsets must be a torch.Tensor"),
+    (lambda c: {"bias": normal(3, 64)}, ValueError, r"bias has shape \(3, 64\), must be"),
+]
+OWN = {
+    "gemm": GEMM,
+    "bsr_matmul": WEIGHTS + LEARNT + MATMUL,
+    "bsr_linear": WEIGHTS + LEARNT + LINEAR,
+    "bsr_grouped_linear": WEIGHTS + GROUPED,
+}
+CASES = [(op, lambda c, change=change, x=OPERANDS[op][1]: change(c, x), *rest) for op in OPS for change, *rest in ALL]
+CASES += [(op, *entry) for op in OPS for entry in OWN[op]]
 
 
 def moved(call, device):
@@ -252,7 +231,7 @@ def test_bad_inputs(place, op, change, error, message, known):
         for call in (base(op, place), base(op, place) | {"out": None}):
             OPS[op](**call)
     call = base(op, place)
-    call = moved(call | change(call), place)
+    call = moved(call | change(call | {"op": op}), place)
     before = call["out"].clone() if isinstance(call["out"], torch.Tensor) else None
     w, x = OPERANDS[op]
     for _ in range(2):
@@ -263,42 +242,36 @@ def test_bad_inputs(place, op, change, error, message, known):
 
 
 def test_planning_refuses_before_anything_runs(place):
-    with pytest.raises(ValueError, match="columns meet"):
+    with pytest.raises(ValueError, match="16 columns meet 8 rows"):
         explain(gemm, normal(8, 16, device=place), normal(8, 8, device=place))
     assert not dense_ops._PLANS.plans
 
 
-WRONG_INDICES = {
-    "decreasing crow": (
-        lambda crow, col: crow.__setitem__(1, 5), r"crow_indices\[2\] is \d, less than crow_indices\[1\] = 5",
-    ),
-    "first not 0": (lambda crow, col: crow.__setitem__(0, 1), r"crow_indices\[0\] is 1; it must be 0"),
-    "last not nnz": (lambda crow, col: crow.__setitem__(-1, 5), r"the last, is 5; it must be nnz = 6"),
-    "column too large": (lambda crow, col: col.__setitem__(1, 3), r"col_indices\[1\] is 3, in block-row 0;.*\[0, 3\)"),
-    "negative column": (lambda crow, col: col.__setitem__(0, -1), r"col_indices\[0\] is -1, in block-row 0"),
-    "unsorted": (lambda crow, col: col.copy_(col.flip(0)), "must be sorted and without duplicates"),
-    "duplicate": (lambda crow, col: col.__setitem__(1, int(col[0])), "must be sorted and without duplicates"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("name", WRONG_INDICES)
-def test_wrong_indices(place, name, index_dtype):
-    """Found on the first call and on every later one, by both ops, and in a torch.sparse_bsr tensor."""
-    change, message = WRONG_INDICES[name]
+def test_wrong_indices(place, index_dtype):
+    """Where the plan is known, too, by all ops, in a torch.sparse_bsr tensor and in a batch. test_bsr.py has all."""
     crow = torch.tensor([0, 2, 4, 6], dtype=index_dtype, device=place)
     col = torch.tensor([0, 2, 0, 1, 1, 2], dtype=index_dtype, device=place)
-    values = normal(6, 16, 32, device=place)
-    b, out = normal(96, 16, device=place), poisoned(48, 16, device=place)
-    bsr_matmul(BsrMatrix(crow.clone(), col.clone(), values, (48, 96)), b)
-    change(crow, col)
-    W = BsrMatrix(crow, col, values, (48, 96))
-    t = torch.sparse_bsr_tensor(crow, col, values, (48, 96), check_invariants=False)
+    values, b, out = (normal(*shape, device=place) for shape in ((6, 16, 32), (96, 16), (48, 16)))
+    right = BsrMatrix(crow, col, values, (48, 96))
+    wrong = BsrMatrix(crow, col.flip(0), values, (48, 96))
+    t = torch.sparse_bsr_tensor(crow, col.flip(0), values, (48, 96), check_invariants=False)
+    pair = BsrMatrix.stack([right, right])
+    relative = BsrMatrix(torch.stack([crow, crow]), pair.col_indices, pair.values, (2, 48, 96))
+    x, group = normal(64, 96, device=place), torch.zeros(1, dtype=torch.int32, device=place)
+    bsr_matmul(right, b, out=out)
+    bsr_matmul(pair, b)
+    out.fill_(torch.nan)
     for _ in range(2):
-        for call in (
-            lambda: bsr_matmul(W, b, out=out),
-            lambda: bsr_linear(b.t(), W, out=out.t()),
-            lambda: bsr_matmul(t, b, out=out),
+        for call, message in (
+            (lambda: bsr_matmul(wrong, b, out=out), "must be sorted and without duplicates"),
+            (lambda: bsr_linear(b.t(), wrong, out=out.t()), "must be sorted and without duplicates"),
+            (lambda: bsr_matmul(t, b, out=out), "must be sorted and without duplicates"),
+            (lambda: bsr_matmul(relative, b), r"crow_indices\[1, 0\] is 0; it must be where item 0 ends"),
+            (
+                lambda: bsr_grouped_linear(x, relative, group),
+                r"crow_indices\[1, 0\] is 0; it must be where item 0 ends",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 call()
@@ -313,7 +286,7 @@ def test_a_path_that_cannot_serve(emulated):
         with pytest.raises(ValueError, match="no kernel serves this call: not on path sm_90: .*multiples of 16 bytes"):
             gemm(normal(8, 7), normal(7, 8))
         with pytest.raises(ValueError, match="not on path sm_90: an operand has no contiguous mode|16 bytes"):
-            bsr_matmul(weights("cpu"), normal(96, 80)[:, ::2])
+            bsr_matmul(weights(), normal(96, 80)[:, ::2])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])

@@ -63,8 +63,7 @@ def test_cases_are_what_is_asked(mode):
 def test_pairs_are_those_that_are_seen(queries, keys, causal, window):
     p = cases.AttentionProblem("attention", 2, queries, keys, 4, 2, 32, causal, window)
     x = cases.operands(p, device="cpu")
-    kept = x.kept(torch.arange(queries))
-    seen = queries * keys if kept is None else int(kept.expand(queries, keys).sum())
+    seen = int(x.kept(torch.arange(queries)).sum())
     assert p.pairs == seen and p.flops == 4 * seen * 32 * 4 * 2
     assert p.kv_bytes == 2 * (x.k.numel() + x.v.numel()) and p.bytes == p.kv_bytes + 2 * 2 * x.q.numel()
 
@@ -128,7 +127,7 @@ def on_cpu(monkeypatch):
     for name in ("interleaved", "interleaved_graphs", "interleaved_bursts"):
         monkeypatch.setattr(timing, name, interleaved)
     monkeypatch.setattr(timing, "graphed", lambda call: call)
-    monkeypatch.setattr(findings, "host_cost", lambda call: 7.0 if call() is not None else None)
+    monkeypatch.setattr(command, "host_cost", lambda call: 7.0 if call() is not None else None)
     monkeypatch.setattr(command.ceilings, "measure", lambda rounds: {"copy_tbs": 4.25})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -168,7 +167,6 @@ def test_masks_that_users_hold(on_cpu, monkeypatch, held):
     monkeypatch.setattr(
         cases, "block_sparse_attention", lambda q, k, v, m, **more: given.append(m) or real(q, k, v, m, **more)
     )
-    monkeypatch.setattr(cases.ours_of, "__defaults__", (cases.attention, None, None))
     case = cases.sparse(128, 1 / 8, peers.FA4, 1.1, held=held)
     call, _ = case.ours()
     kept = case.peers[0].setup()
@@ -218,7 +216,6 @@ def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
     needs = peers.needs
     monkeypatch.setattr(peers, "needs", lambda m, p: (imported.append(m) if "flash" in m else None, needs(m, p))[1])
     monkeypatch.setattr(cases, "attention", ours)
-    monkeypatch.setattr(cases.ours_of, "__defaults__", (ours, None, None))
     args = command.parser().parse_args(["attention", "--only", "forward"])
     command.compile_first(args)
     assert ran and not imported
@@ -231,19 +228,16 @@ def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
 # -- timing, checks and tables -------------------------------------------------------------------------------
 
 
-def test_bursts_take_turns(monkeypatch):
+def test_bursts_take_turns_and_graphs_are_divided_by_their_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     order = []
     calls = {
         "a": lambda: order.append("a"),
-        "b": peers.Burst(lambda: order.append("no"), bare=lambda: order.append("b")),
+        "b": peers.Call(lambda: order.append("no"), bare=lambda: order.append("b")),
     }
     found = timing.interleaved_bursts(calls, warm_s=0.0, rounds=3)
     assert {name: len(times) for name, times in found.items()} == {"a": 3, "b": 3}
     assert "".join(order) == ("a" * timing.IN_BURST + "b" * timing.IN_BURST) * 3
-
-
-def test_graphs_are_divided_by_their_calls(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", lambda calls, **_: {name: [40.0, 60.0] for name in calls})
     assert timing.interleaved_graphs({"a": None}) == {"a": [2.0, 3.0]}
 

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import io
 import json
-import math
 import sys
 
 import pytest
@@ -19,8 +18,10 @@ DENSITIES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 DENSE_RATE = 700.0
 
 
-def at(name: str, flops: float, tflops: float) -> Timing:
-    """A timing whose median is that rate, with some spread around it."""
+def at(name: str, flops: float, tflops: float | str) -> Timing:
+    """A timing whose median is that rate, with some spread around it; or the error that is given in its place."""
+    if isinstance(tflops, str):
+        return Timing(name, flops, error=tflops)
     us = flops / tflops / 1e6
     return Timing(name, flops, [us * (1 + step / 1000) for step in range(-10, 11)])
 
@@ -28,16 +29,13 @@ def at(name: str, flops: float, tflops: float) -> Timing:
 def dense(size=4096, layout="NN", rate=720.0, peers=((CUBLAS, 700.0),), asked=None, **facts) -> Row:
     """A square dense row; a peer's figure is its rate, or the reason why it has none."""
     p = Problem("gemm", size, size, size, layout=layout, **facts)
-    others = [Timing(n, p.flops, error=r) if isinstance(r, str) else at(n, p.flops, r) for n, r in peers]
-    ours = at("ours", p.flops, rate)
+    others, ours = [at(name, p.flops, r) for name, r in peers], at("ours", p.flops, rate)
     return Row("gemm", f"gemm {size} {layout}", p, ours, others, peers[0][0], asked, "sm_90 128x192x64 [stages 5]")
 
 
 def sparse(side=64, density=1 / 8, rate=500.0, whole: float | str = DENSE_RATE, triton: float | str = 300.0) -> Row:
     p = Problem("bsr_matmul", 8192, 8192, 8192, (side, side), density)
-    peers = [at(EQUAL, p.flops, 690.0)]
-    for name, flops, r in ((WHOLE, 2.0 * 8192**3, whole), (TRITON, p.flops, triton)):
-        peers.append(Timing(name, flops, error=r) if isinstance(r, str) else at(name, flops, r))
+    peers = [at(EQUAL, p.flops, 690.0), at(WHOLE, 2.0 * 8192**3, whole), at(TRITON, p.flops, triton)]
     ours = at("ours", p.flops, rate)
     return Row("block-sparse", f"bsr_matmul {side}x{side}, {density:.3g}", p, ours, peers, EQUAL, None, "sm_90")
 
@@ -87,20 +85,14 @@ def test_table_shows_ours_and_every_peer():
     assert "gemm 5.72 µs" in text
 
 
-def test_table_marks_what_was_asked():
+def test_table_marks_what_was_asked_and_needs_nothing_optional():
     reached, unknown = dense(asked=1.0), dense(peers=((CUBLAS, "crashed"),), asked=0.9)
     assert not table.is_missed(reached) and table.is_missed(unknown) and not table.is_missed(dense())
     assert "MISSED" not in shown([reached, dense()])
-
-
-def test_table_without_anything_optional():
     text = shown([dense(peers=((CUBLAS, "E" * 500),))], ceilings={"copy_tbs": 4.0})
     assert "…" in text and "EEEE" in text and text.count("E") < 150
     assert "ceilings: copy 4 TB/s" in text and "L2" not in text and "host" not in text
     assert shown([], ceilings={}).strip() == ""
-
-
-def test_table_fits_its_width():
     assert all(len(line) <= 170 for line in shown([sparse(), dense(), sparse(triton="no" * 100)]).splitlines())
 
 
@@ -115,14 +107,12 @@ def plots():
     return plots
 
 
-def test_break_even_of_a_constant_rate_is_its_share_of_dense(plots):
+@pytest.mark.parametrize(("rate", "even"), [(0.7, 0.7), (0.25, 0.25), (1.1, None), (0.01, None)])
+def test_break_even_of_a_constant_rate_is_its_share_of_dense(plots, rate, even):
     """A kernel at 0.7 of dense's rate has speed-up 0.7 / density: one at density 0.7, straight in log space."""
-    points = [(d, 0.7 / d) for d in DENSITIES]
-    assert math.isclose(plots.break_even(points), 0.7)
-    assert math.isclose(plots.break_even(points[::-1]), 0.7)
-    assert plots.break_even([(d, 1.1 / d) for d in DENSITIES]) is None
-    assert plots.break_even([(d, 0.01 / d) for d in DENSITIES]) is None
-    assert math.isclose(plots.break_even([(d, 0.25 / d) for d in DENSITIES]), 0.25)  # on a point
+    points = [(d, rate / d) for d in DENSITIES]  # 0.25 is one of them
+    for found in (plots.break_even(points), plots.break_even(points[::-1])):
+        assert found == (even and pytest.approx(even))
     assert plots.break_even([]) is None
 
 
@@ -150,29 +140,24 @@ def test_draw(plots, write, tmp_path, crashed, ceilings):
         assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
 
 
-def test_without_a_dense_product_there_is_no_speedup(plots, write):
+def test_without_a_dense_product_there_is_no_speedup_and_one_density_makes_no_line(plots, write):
     few = [row for row in lines(whole="crashed") if row.problem.density < 1]
-    drawn = plots.draw(write("block-sparse", few).parent)
-    assert [file.name for file in drawn] == ["roofline.png"]
-    assert all(file.parent.name == "nvidia-h200" for file in drawn)
-
-
-def test_one_density_makes_no_line(plots, write):
+    (drawn,) = plots.draw(write("block-sparse", few).parent)
+    assert drawn.name == "roofline.png" and drawn.parent.name == "nvidia-h200"
     assert plots.draw(write("block-sparse", [sparse(64), sparse(16)], {}).parent) == []
 
 
-def test_spread_keeps_order_and_distance(plots):
-    from bench.figure import spread
-
-    assert spread([0.5, 0.1, 0.9], 0.1) == pytest.approx([0.5, 0.1, 0.9])
-    assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
-    assert spread([1.0, 0.99], 0.1) == pytest.approx([1.0, 0.9])
-    assert spread([], 0.1) == []
+@pytest.mark.parametrize(
+    ("wanted", "placed"),
+    [([0.5, 0.1, 0.9], [0.5, 0.1, 0.9]), ([0.5] * 3, [0.4, 0.5, 0.6]), ([1.0, 0.99], [1.0, 0.9]), ([], [])],
+)
+def test_spread_keeps_order_and_distance(plots, wanted, placed):
+    assert importlib.import_module("bench.figure").spread(wanted, 0.1) == pytest.approx(placed)
 
 
 def test_drawing_needs_the_extra_bench(monkeypatch, tmp_path, capsys):
-    monkeypatch.delitem(sys.modules, "bench.plots", raising=False)
-    monkeypatch.delitem(sys.modules, "bench.figure", raising=False)
+    for module in ("bench.plots", "bench.figure"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     for module in ("matplotlib", "matplotlib.axes", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match="extra `bench`"):
@@ -195,16 +180,13 @@ def scaled(*factors: float) -> list[Row]:
     return [dense(size, rate=700.0 * factor) for size, factor in zip((512, 1024, 2048, 4096), factors)]
 
 
-def test_compare_ratios_of_ratios(write):
+def test_compare_ratios_of_ratios(write, capsys):
     a = write("gemm", [*scaled(1.0, 1.0, 1.0), dense(64)])
     b = write("gemm", [*scaled(1.02, 0.99, 1.1), dense(128)], folder="b")
     found = compare.compare(a, b)
     assert list(found.changes.values()) == pytest.approx([1.02, 0.99, 1.1], rel=1e-3)
     assert found.median == pytest.approx(0.02, abs=1e-3)
-    assert (found.only_a, found.only_b, found.warnings) == (["gemm 64 NN"], ["gemm 128 NN"], [])
-
-
-def test_compare_verdicts(write, capsys):
+    assert found.remarks == ["only in A: gemm 64 NN", "only in B: gemm 128 NN"]
     a, b = write("gemm", scaled(1, 1, 1)), write("gemm", scaled(1.02, 0.98, 1.3), folder="b")
     assert run("compare", a, b) == 0
     text = capsys.readouterr().out

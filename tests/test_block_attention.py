@@ -1,212 +1,109 @@
-"""block_sparse_attention as the GPU runs it; and its host side and sources on CPU tensors (emulate_blocks.py)."""
-
-import math
+"""block_sparse_attention: results against fp64; the order of its tiles, and what kernels know of element masks."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import BlockMask, block_sparse, block_sparse_attention, patterns, reference
+from attention import BlockMask, block_sparse, block_sparse_attention, patterns
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 
-from . import emulate_attention
-from .attention_parts import qkv
-from .mask_parts import BLOCKSIZES, by_head
+from .attention_parts import check, qkv, where_fixture  # noqa: F401 (used by name)
+from .fuzz import RELAXED, settings
+from .mask_parts import BLOCKSIZES, by_head, random_mask
 
-BF16 = torch.bfloat16
-
-
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def attend(request, monkeypatch):
-    """block_sparse_attention on the GPU; or its host side on CPU tensors. `attend.device` is where its tensors are."""
-
-    def attend(q, k, v, mask, **terms):
-        return block_sparse_attention(q, k, v, mask, **terms)
-
-    attend.device = "cuda" if request.param == "cuda" else "cpu"
-    if request.param == "emulated":
-        emulate_attention.install(monkeypatch)
-    return attend
-
-
-def check(attend, q, k, v, mask, **terms):
-    """The result on poisoned memory against fp64; each element within what rounding P and O to 16 bits may do to it."""
-    out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
-    _, lse = attend(q, k, v, mask, return_lse=True, out=out, **terms)
-    wide, scores = (t.double() for t in (q, k, v)), {**terms, "block_mask": mask}
-    q, k, v = wide
-    exact, exact_lse = reference.attention(q, k, v, return_lse=True, **scores)
-    error = (out.double() - exact).abs()
-    bound = 2.0**-7 * reference.attention(q, k, v.abs(), **scores) + 1e-4
-    assert (error <= bound).all(), f"worst at {(error / bound).argmax()}: {(error / bound).max():.3} times the bound"
-    torch.testing.assert_close(lse.double(), exact_lse, atol=4e-3, rtol=1e-4)
-    return out
-
-
-def random_mask(lengths, blocksize, heads=(2, 4), density=0.4, mask_mod=by_head, full=True, device="cpu"):
-    """Some blocks partial, some full, some rows empty. With `full` mask_mod does not see all of full blocks."""
-    rows, cols = (-(-n // side) for n, side in zip(lengths, blocksize, strict=True))
-    blocks, partial = torch.rand(*heads, rows, cols) < density, torch.rand(*heads, rows, cols) < 0.5
-    blocks[..., 0, :] &= torch.arange(heads[1])[:, None] != 1
-    partial = partial.to(device) if mask_mod and full else None
-    return BlockMask.from_blocks(blocks.to(device), blocksize, lengths=lengths, partial=partial, mask_mod=mask_mod)
-
-
-@pytest.mark.parametrize("lengths", [(256, 512), (300, 130), (129, 450)], ids=str)
-@pytest.mark.parametrize("blocksize", BLOCKSIZES, ids=str)
-def test_block_shapes(attend, path, blocksize, lengths):
-    q, k, v = qkv(*lengths, 128, device=attend.device)
-    check(attend, q, k, v, random_mask(lengths, blocksize, device=attend.device))
-
-
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
-def test_head_dimensions(attend, path, dims, block):
-    lengths = (200, 450)
-    mask = random_mask(lengths, (block, block), device=attend.device)
-    check(attend, *qkv(*lengths, *dims, device=attend.device), mask)
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (1, 4), (2, 1)], ids=str)
-def test_masks_that_serve_all(attend, path, heads):
-    mask = random_mask((300, 400), (128, 128), heads, device=attend.device)
-    check(attend, *qkv(300, 400, device=attend.device), mask)
+CPU = torch.device("cpu")
 
 
 def documents(length, device):
     return torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(1)).sort(-1).values.int().to(device)
 
 
-PATTERNS = {
-    "window": lambda n, bs, dev: patterns.sliding_window(n, (100, 0), bs, device=dev),
-    "sinks": lambda n, bs, dev: patterns.sliding_window(n, (100, 0), bs, global_columns=10, causal=True, device=dev),
-    "documents": lambda n, bs, dev: patterns.documents(documents(n[0], dev), documents(n[1], dev), blocksize=bs),
-    "dilated": lambda n, bs, dev: patterns.dilated(n, 3, bs, device=dev),
-    "top k": lambda n, bs, dev: patterns.top_k(torch.rand(4, 3, 4).to(dev), 2, bs, lengths=n),
-    "slashes": lambda n, bs, dev: patterns.vertical_slash(
-        torch.tensor([5, 290], device=dev), torch.tensor([0, 130], device=dev), lengths=n, blocksize=bs
+def uneven(lengths, device):
+    blocks = torch.rand(4, 6, 8) < 0.2
+    blocks[2, 3] = True
+    return BlockMask.from_blocks(blocks.to(device), (64, 64), lengths=lengths, mask_mod=by_head)
+
+
+def some(*args, **more):
+    return lambda n, dev: random_mask(n, *args, device=dev, **more)
+
+
+DIMS = [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)]
+WIDE = (333, 400)
+CALLS = {  # name: lengths, (lengths, device) -> mask, other operands, terms
+    **{
+        f"{blocks} of {lengths}": (lengths, some(blocks), {"D": 128}, {})
+        for blocks in BLOCKSIZES
+        for lengths in [(256, 512), (300, 130), (129, 450)]
+    },
+    **{
+        f"head_dims {D} and {Dv}, {side}": ((200, 450), some((side, side)), {"D": D, "Dv": Dv}, {})
+        for D, Dv in DIMS
+        for side in (64, 128)
+    },
+    **{f"a mask for {heads}": ((300, 400), some((128, 128), heads), {}, {}) for heads in [(1, 1), (1, 4), (2, 1)]},
+    "causal": ((300, 420), some((64, 64), density=0.6, mask_mod=None), {}, {"causal": True}),
+    "causal mask_mod": ((300, 420), some((64, 64), density=0.6, full=False), {}, {"causal": True}),
+    "softcap and scale": ((200, 300), some((64, 64)), {}, {"softcap": 5.0, "scale": 0.3}),
+    "uneven rows": ((384, 512), uneven, {}, {}),
+    "nothing": ((200, 300), some((128, 128), density=0.0), {}, {}),
+    "window": (WIDE, lambda n, dev: patterns.sliding_window(n, (100, 0), device=dev), {}, {}),
+    "sinks": (
+        WIDE,
+        lambda n, dev: patterns.sliding_window(n, (100, 0), global_columns=10, causal=True, device=dev),
+        {},
+        {},
     ),
-}  # fmt: skip
+    "documents": (WIDE, lambda n, dev: patterns.documents(*(documents(length, dev) for length in n)), {}, {}),
+    "dilated": (WIDE, lambda n, dev: patterns.dilated(n, 3, device=dev), {}, {}),
+    "top k": (WIDE, lambda n, dev: patterns.top_k(torch.rand(4, 3, 4).to(dev), 2, lengths=n), {}, {}),
+    "slashes": (
+        WIDE,
+        lambda n, dev: patterns.vertical_slash(*torch.tensor([[5, 290], [0, 130]], device=dev), lengths=n),
+        {},
+        {},
+    ),
+}
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(attend, path, name):
-    lengths = (333, 400)
-    check(attend, *qkv(*lengths, device=attend.device), PATTERNS[name](lengths, (128, 128), attend.device))
-
-
-@pytest.mark.parametrize("mask_mod", [None, by_head], ids=["no mask_mod", "by_head"])
-def test_causal(attend, path, mask_mod):
-    lengths = (300, 420)
-    mask = random_mask(lengths, (64, 64), density=0.6, mask_mod=mask_mod, full=False, device=attend.device)
-    check(attend, *qkv(*lengths, device=attend.device), mask, causal=True)
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(where, name):
+    lengths, make, operands, terms = CALLS[name]
+    mask = make(lengths, where)
+    check(*qkv(*lengths, **operands, device=where), block_mask=mask, **terms)
     assert block_sparse.with_causal(mask) is block_sparse.with_causal(mask), "made once"
 
 
-def test_softcap_and_scale(attend, path):
-    mask = random_mask((200, 300), (64, 64), device=attend.device)
-    check(attend, *qkv(200, 300, device=attend.device), mask, softcap=5.0, scale=0.3)
-
-
-def test_empty(attend, path):
-    mask = BlockMask.from_blocks(torch.zeros(2, 3, dtype=torch.bool, device=attend.device), lengths=(200, 300))
-    out = check(attend, *qkv(200, 300, device=attend.device), mask)
-    assert not out.count_nonzero()
-
-
-def test_uneven_rows(attend, path):
-    blocks = torch.rand(4, 6, 8) < 0.2
-    blocks[2, 3] = True
-    mask = BlockMask.from_blocks(blocks.to(attend.device), (64, 64), mask_mod=by_head)
-    check(attend, *qkv(384, 512, device=attend.device), mask)
-
-
+@settings(max_examples=15, **RELAXED)
 @given(st.data())
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_table(attend, path, data):
-    lengths = data.draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
-    blocksize, heads = data.draw(st.sampled_from(BLOCKSIZES)), data.draw(st.sampled_from([(1, 1), (2, 4), (1, 4)]))
-    torch.manual_seed(data.draw(st.integers(0, 2**20)))
-    causal = data.draw(st.booleans())
-    mask = random_mask(lengths, blocksize, heads, data.draw(st.floats(0, 1)), full=not causal, device=attend.device)
-    check(attend, *qkv(*lengths, device=attend.device), mask, causal=causal)
-
-
-@given(st.data())
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_documents(attend, path, data):
+def test_any_documents(where, data):
     """Element masks that read tensors: documents of any lengths, with any window, in the same two kernels."""
     lengths = data.draw(st.tuples(st.integers(1, 400), st.integers(1, 400)), "lengths")
     count, bound = data.draw(st.integers(1, 6), "documents"), st.one_of(st.none(), st.integers(0, 200))
-    cu = [
-        torch.tensor(
-            sorted(data.draw(st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1), "cu_seqlens"))
-        )
-        for n in lengths
-    ]
+    cuts = (st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1) for n in lengths)
+    cu = [torch.tensor(sorted(data.draw(each, "cu_seqlens")), device=where) for each in cuts]
     terms = {"window": data.draw(st.tuples(bound, bound), "window"), "causal": data.draw(st.booleans(), "causal")}
     terms["blocksize"] = data.draw(st.sampled_from([(64, 64), (128, 128)]), "blocksize")
     torch.manual_seed(data.draw(st.integers(0, 2**20), "seed"))
-    mask = patterns.packed_documents(*(t.to(attend.device) for t in cu), lengths=lengths, **terms)
-    check(attend, *qkv(*lengths, device=attend.device), mask)
+    check(*qkv(*lengths, device=where), block_mask=patterns.packed_documents(*cu, lengths=lengths, **terms))
 
 
 @pytest.mark.gpu
-class TestOnGpu:
-    def data(self, lengths=(512, 640)):
-        return *qkv(*lengths, device="cuda"), random_mask(lengths, (64, 64), full=False, device="cuda")
-
-    def test_same_bits(self, path):
-        q, k, v, mask = self.data()
-        first = block_sparse_attention(q, k, v, mask)
-        assert all(torch.equal(first, block_sparse_attention(q, k, v, mask)) for _ in range(20))
-
-    @pytest.mark.parametrize("known", [False, True])
-    def test_graph(self, path, known):
-        """Captured, with what is made of the mask made before or in the graph."""
-        q, k, v, mask = self.data()
-        expected = block_sparse_attention(q, k, v, mask, causal=True)
-        if not known:
-            parts = mask.lists()
-            mask = BlockMask(*parts, lengths=mask.lengths, blocksize=mask.blocksize, mask_mod=mask.mask_mod)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = block_sparse_attention(q, k, v, mask, causal=True)
-        out.fill_(math.nan)
-        graph.replay()
-        assert torch.equal(out, expected)
-        assert torch.equal(block_sparse_attention(q, k, v, mask, causal=True), expected)
-
-    def test_nothing_waits(self, path):
-        """No call waits for the GPU, neither the first one with a mask nor later ones."""
-        q, k, v, mask = self.data()
-        block_sparse_attention(q, k, v, mask, causal=True)
-        fresh = random_mask((512, 640), (64, 64), device="cuda")
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(2):
-                block_sparse_attention(q, k, v, fresh, causal=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def test_flex_attention_s_mask(self, path):
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        q, k, v, _ = self.data()
-        flex = create_block_mask(by_head, 2, 4, 512, 640, device="cuda")
-        mask = BlockMask.from_flex(flex)
-        assert torch.equal(block_sparse_attention(q, k, v, flex), block_sparse_attention(q, k, v, mask))
-        check(block_sparse_attention, q, k, v, mask)
+def test_flex_attention_s_mask(path):
+    q, k, v = qkv(512, 640, device="cuda")
+    flex = create_block_mask(by_head, 2, 4, 512, 640, device="cuda")
+    mask = BlockMask.from_flex(flex)
+    assert torch.equal(block_sparse_attention(q, k, v, flex), block_sparse_attention(q, k, v, mask))
+    check(q, k, v, block_mask=mask)
 
 
 class TestOrder:
-    def order(self, blocks, tile_m=64):
+    def order(self, blocks, tile_m=64, **more):
         mask = BlockMask.from_blocks(blocks, (128, 128))
-        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m).tolist()
+        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m, **more).tolist()
 
     def test_equal_rows_keep_theirs(self):
         assert self.order(torch.ones(2, 3, 4, 5, dtype=torch.bool)) == list(range(2 * 3 * 8))
@@ -221,10 +118,12 @@ class TestOrder:
 
     def test_heads_together(self):
         """Of two heads the longest rows come first, whichever it is of them; then those of the next two."""
-        blocks = torch.ones(1, 4, 3, 3, dtype=torch.bool).tril()
-        mask = BlockMask.from_blocks(blocks, (128, 128))
-        order = block_sparse.tile_order(mask, 1, 4, 128, l2_heads=2).tolist()
+        order = self.order(torch.ones(1, 4, 3, 3, dtype=torch.bool).tril(), 128, l2_heads=2)
         assert order == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def capturing(value):
+    return lambda b, h, q, kv: q - kv < value
 
 
 class TestElementMasks:
@@ -264,26 +163,3 @@ class TestElementMasks:
         check_extents(mask, tensors, 1, 1, (200, 1000))
         with pytest.raises(IndexError, match=r"dimension 0 of a tensor of shape \(200,\) with q, which goes up to 200"):
             check_extents(mask, tensors, 1, 1, (201, 1000))
-
-
-CPU = torch.device("cpu")
-
-
-def capturing(value):
-    return lambda b, h, q, kv: q - kv < value
-
-
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        ({"mask": ((256, 300), (1, 1))}, "is of lengths .256, 300., q and k of .200, 300."),
-        ({"mask": ((200, 300), (3, 1))}, "has 3 batch items and 1 heads; it must have 2 or 1"),
-        ({"mask": ((200, 300), (1, 3))}, "has 1 batch items and 3 heads; it must have 2 or 1 and 4 or 1"),
-        ({"causal": 1}, "causal must be True or False"),
-    ],
-)
-def test_errors(monkeypatch, change, text):
-    lengths, heads = change.pop("mask", ((200, 300), (1, 1)))
-    mask = random_mask(lengths, (128, 128), heads, mask_mod=None)
-    with pytest.raises((ValueError, TypeError), match=text):
-        block_sparse.plan_block_sparse(*qkv(200, 300), mask, **change)

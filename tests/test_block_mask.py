@@ -1,11 +1,12 @@
 """BlockMask: its lists, its conversions and what it tells of itself."""
 
+import contextlib
 import dataclasses
 import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
@@ -40,6 +41,67 @@ def test_past_the_count_may_be_anything():
     assert mask.block_density() == 0.2
 
 
+# Lists that are checked
+
+
+def raw(counts=((1, 2),), columns=(((0, 9), (0, 2)),), full=None, **options):
+    """A mask of 2 x 3 blocks from lists, checked."""
+    tables = [torch.tensor(x, dtype=torch.int32)[None] for x in (counts, columns, *(full or ()))]
+    return BlockMask(*tables, **{"lengths": (128, 180), "blocksize": (64, 64), **options})
+
+
+WRONG = {
+    "count negative": ({"counts": ((1, -1),)}, r"partial_count\[0, 0, 1\] is -1; it must be in \[0, 2\]"),
+    "count too large": ({"counts": ((1, 3),)}, r"partial_count\[0, 0, 1\] is 3; it must be in \[0, 2\]"),
+    "column too large": ({"counts": ((2, 2),)}, r"partial_index\[0, 0, 0, 1\] is 9; it must be in \[0, 3\)"),
+    "column negative": ({"columns": (((-1, 0), (0, 1)),)}, r"partial_index\[0, 0, 0, 0\] is -1; it must be in"),
+    "unsorted": ({"columns": (((0, 0), (2, 1)),)}, r"partial_index\[0, 0, 1, 1\] is 1 after 2; .*sorted"),
+    "duplicate": ({"columns": (((0, 0), (1, 1)),)}, r"partial_index\[0, 0, 1, 1\] is 1 after 1; .*without duplicates"),
+    "full unsorted": ({"full": (((2, 0),), (((1, 0), (1, 1)),))}, r"full_index\[0, 0, 0, 1\] is 0 after 1"),
+    "both": ({"full": (((0, 1),), (((1, 0), (0, 1)),))}, r"block 0 of row 1 \(item 0, head 0\) is both partial"),
+    "full past the end": ({"full": (((1, 0),), (((2, 0), (0, 1)),))}, "block 2 of row 0 .* goes past the last of 180"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_lists_are_named(name):
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        raw(**options)
+    raw(**options, check=False)
+
+
+def test_right_lists_pass_and_are_read_once(monkeypatch):
+    reads = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t.shape) or original(t))
+    raw()
+    raw(full=(((1, 1),), (((1, 0), (1, 1)),)))
+    assert reads == [(5,), (5,)]
+    raw(full=(((0, 1),), (((1, 0), (2, 1)),)), columns=(((0, 9), (0, 1)),), lengths=(100, 192))
+
+
+@settings(fuzz, max_examples=200)
+@given(st.data())
+def test_check_agrees_with_a_plain_loop(data):
+    rows, cols = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    cut = data.draw(st.booleans())
+    seen, right, tables = [set() for _ in range(rows)], True, []
+    for full in (False, True):
+        width = data.draw(st.integers(1, cols))
+        count = data.draw(st.lists(st.integers(-1, width + 1), min_size=rows, max_size=rows))
+        index = [data.draw(st.lists(st.integers(-1, cols), min_size=width, max_size=width)) for _ in range(rows)]
+        for r in range(rows):
+            right &= 0 <= count[r] <= width
+            row = index[r][: max(count[r], 0)]
+            right &= row == sorted(set(row)) and all(0 <= c < cols for c in row) and not seen[r] & set(row)
+            right &= not (full and cut and cols - 1 in row)
+            seen[r] |= set(row)
+        tables += [torch.tensor([[count]], dtype=torch.int32), torch.tensor([[index]], dtype=torch.int32)]
+    with contextlib.nullcontext() if right else pytest.raises(ValueError, match="partial|full"):
+        BlockMask(*tables, lengths=(64 * rows, 64 * cols - cut), blocksize=(64, 64))
+
+
 # Conversions
 
 
@@ -57,8 +119,7 @@ def test_from_blocks(data, lengths, blocksize, causal):
 
 
 def test_from_blocks_where_mask_mod_decides():
-    blocks = torch.rand(2, 4, 3) < 0.7
-    decided = torch.rand(4, 3) < 0.5
+    blocks, decided = torch.rand(2, 4, 3) < 0.7, torch.rand(4, 3) < 0.5
     odd = elements(~decided, (64, 128), (256, 384))
 
     def mask_mod(b, h, q, kv):
@@ -76,9 +137,9 @@ def test_from_blocks_where_mask_mod_decides():
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_from_bsr():
-    single = random_bsr((256, 384), (64, 128), density=0.4)
+    single, shape = random_bsr((256, 384), (64, 128), density=0.4), ((64, 128), (256, 384))
     for pattern in (single, single.to_torch()):
-        assert_exact(BlockMask.from_bsr(pattern), elements(block_pattern(single), (64, 128), (256, 384)))
+        assert_exact(BlockMask.from_bsr(pattern), elements(block_pattern(single), *shape))
     cut = BlockMask.from_bsr(single, lengths=(250, 380), causal=True)
     p, kv = positions(250, 380)
     assert_exact(cut, elements(block_pattern(single), (64, 128), (250, 380)) & (kv <= p))
@@ -88,15 +149,16 @@ def test_from_bsr():
     for pattern in (batch, batch.to_torch()):
         assert torch.equal(BlockMask.from_bsr(pattern).tables()[1], tables[None])
         assert torch.equal(BlockMask.from_bsr(pattern, heads=3).tables()[1], tables.view(2, 3, 4, 3))
-    five = single.values.expand(5, -1, -1, -1).clone()
-    values = BsrMatrix(single.crow_indices, single.col_indices, five, (5, 256, 384))
-    assert torch.equal(BlockMask.from_bsr(values).tables()[1], block_pattern(single)[None, None])
-    with pytest.raises(ValueError, match="heads is 4, which does not divide the 6 patterns"):
-        BlockMask.from_bsr(batch, heads=4)
-    with pytest.raises(ValueError, match="block_q is 32; blocks have sides of 64 or 128"):
-        BlockMask.from_bsr(random_bsr((64, 128), (32, 64), per_row=1))
-    with pytest.raises(TypeError, match="must be a BsrMatrix or a torch.sparse_bsr tensor, got list"):
-        BlockMask.from_bsr([])
+    values = single.values.expand(5, -1, -1, -1).clone()
+    five = BsrMatrix(single.crow_indices, single.col_indices, values, (5, 256, 384))
+    assert torch.equal(BlockMask.from_bsr(five).tables()[1], block_pattern(single)[None, None])
+    for wrong, more, error, text in (
+        (batch, {"heads": 4}, ValueError, "heads is 4, which does not divide the 6 patterns"),
+        (random_bsr((64, 128), (32, 64), per_row=1), {}, ValueError, "block_q is 32; blocks have sides of 64 or 128"),
+        ([], {}, TypeError, "must be a BsrMatrix or a torch.sparse_bsr tensor, got list"),
+    ):
+        with pytest.raises(error, match=text):
+            BlockMask.from_bsr(wrong, **more)
 
 
 def block_pattern(matrix):
@@ -125,31 +187,24 @@ def test_as_flex_attention(lengths, blocksize):
     assert torch.equal(BlockMask.from_flex(back).to_dense(), ours.to_dense())
 
 
+def flex(*lists, lengths, **more):
+    return FlexBlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(64, 64), seq_lengths=lengths, **more)
+
+
 def test_flex_masks_made_by_hand():
     count, index = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[0, 9], [0, 1]]]], dtype=torch.int32)
-    narrow = FlexBlockMask.from_kv_blocks(
-        count, index, BLOCK_SIZE=(64, 64), seq_lengths=(128, 320), compute_q_blocks=False
-    )
-    mask = BlockMask.from_flex(narrow, check=True)
-    assert (
-        mask.mask_mod is None
-        and mask.partial_index.shape[-1] == 2
-        and mask.n_block_cols == 5
-        and not mask.full_count.any()
-    )
+    mask = BlockMask.from_flex(flex(count, index, lengths=(128, 320), compute_q_blocks=False), check=True)
+    assert mask.mask_mod is None and mask.n_block_cols == 5
+    assert mask.partial_index.shape[-1] == 2 and not mask.full_count.any()
     assert mask.to_dense().sum() == 3 * 64 * 64
     assert mask.to_flex().q_num_blocks.tolist() == [[[2, 1, 0, 0, 0]]]
-    full = FlexBlockMask.from_kv_blocks(
-        torch.zeros_like(count), index, count, index, BLOCK_SIZE=(64, 64), seq_lengths=(128, 100)
-    )
-    mask = BlockMask.from_flex(full, check=True)  # the second column of blocks ends inside a block
-    partial, full = (t[0, 0].tolist() for t in mask.tables())
+    mask = BlockMask.from_flex(flex(torch.zeros_like(count), index, count, index, lengths=(128, 100)), check=True)
+    partial, full = (t[0, 0].tolist() for t in mask.tables())  # the second column of blocks ends inside a block
     assert partial == [[False, False], [False, True]] and full == [[True, False], [True, False]]
     assert mask.to_flex().q_num_blocks.tolist() == [[[0, 1]]]
-    unsorted = index.new_tensor([[[[1, 0], [1, 0]]]])
-    wrong = FlexBlockMask.from_kv_blocks(count, unsorted, BLOCK_SIZE=(64, 64), seq_lengths=(128, 128))
+    unsorted = flex(count, index.new_tensor([[[[1, 0], [1, 0]]]]), lengths=(128, 128))
     with pytest.raises(ValueError, match=r"partial_index\[0, 0, 1, 1\] is 0 after 1"):
-        BlockMask.from_flex(wrong, check=True)
+        BlockMask.from_flex(unsorted, check=True)
     with pytest.raises(ValueError, match="block_q is 256"):
         BlockMask.from_flex(create_block_mask(by_head, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=256))
     with pytest.raises(TypeError, match="FlexAttention's BlockMask, got BlockMask"):

@@ -1,32 +1,28 @@
-"""Kernels compiled ahead of time: written, found, and refused where they do not belong."""
+"""Kernels compiled ahead of time: written, found, and refused where they do not belong; and which folders are trusted.
+
+Compiled objects are loaded only from folders that nobody else can write.
+"""
 
 import json
 import os
 
 import pytest
 
-from cute_kernels.runtime.cache import Bundle, BundleError, KernelCache, write_bundle
-from tests.cache_fixtures import (  # noqa: F401 (fixtures are used by name)
-    Facts,
-    build_fixture,
-    corrupt,
-    environment_fixture,
-    is_function,
-    objects,
-    truncate,
-)
+from cute_kernels.runtime.bundle import Bundle, BundleError
+from cute_kernels.runtime.cache import KernelCache, UntrustedFolder, write_bundle
+from cute_kernels.runtime.trust import insist_on_trust
+
+from .cache_fixtures import Facts, build_fixture, corrupt, environment_fixture, is_function, objects, truncate  # noqa: F401
 
 
 @pytest.fixture
 def bundle(tmp_path, build):
     """A bundle of two kernels, one of them given twice."""
-    folder = tmp_path / "bundle"
-    seen = []
+    folder, seen = tmp_path / "bundle", []
     entries = ((facts, build(facts)) for facts in (Facts(), Facts("sm_80"), Facts()))
     manifest = write_bundle(folder, entries, progress=lambda done, facts: seen.append((done, facts.arch)))
-    assert manifest == folder / "manifest.json"
+    assert manifest == folder / "manifest.json" and len(build.built) == 2
     assert seen == [(1, "sm_90a"), (2, "sm_80"), (3, "sm_90a")]
-    assert len(build.built) == 2
     build.built.clear()
     return folder
 
@@ -35,22 +31,17 @@ def test_a_bundle_is_found_before_the_disk(tmp_path, bundle, build):
     cache = KernelCache(tmp_path / "cache")
     cache.add_bundle(bundle)
     for facts in (Facts(), Facts("sm_80")):
-        assert is_function(cache.get(facts, build(facts)))
-        assert cache.metadata(facts) == {"tile": 128}
-    assert cache.stats().bundle_hits == 2
-    assert not build.built
-    assert not objects(tmp_path / "cache")
+        assert is_function(cache.get(facts, build(facts))) and cache.metadata(facts) == {"tile": 128}
+    assert cache.stats().bundle_hits == 2 and not build.built and not objects(tmp_path / "cache")
     cache.get(Facts("sm_89"), build(Facts("sm_89")))
     assert len(build.built) == 1
 
 
 def test_bundles_from_the_environment(tmp_path, bundle, build, monkeypatch, caplog):
-    names = [str(tmp_path / "nowhere"), str(bundle)]
-    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", os.pathsep.join(names))
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", os.pathsep.join([str(tmp_path / "nowhere"), str(bundle)]))
     cache = KernelCache(disk=False)
     cache.get(Facts(), build(Facts()))
-    assert cache.stats().bundle_hits == 1
-    assert "is not a bundle" in caplog.text
+    assert cache.stats().bundle_hits == 1 and "is not a bundle" in caplog.text
 
 
 def change(**fields):
@@ -79,8 +70,7 @@ def test_a_bundle_that_does_not_fit_is_refused(bundle, build, monkeypatch, caplo
         KernelCache(disk=False).add_bundle(bundle)
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(bundle))
     KernelCache(disk=False).get(Facts(), build(Facts()))
-    assert len(build.built) == 1
-    assert "CUTE_KERNELS_BUNDLE" in caplog.text
+    assert len(build.built) == 1 and "CUTE_KERNELS_BUNDLE" in caplog.text
 
 
 def test_a_damaged_kernel_of_a_bundle_is_compiled(bundle, build, caplog):
@@ -89,10 +79,54 @@ def test_a_damaged_kernel_of_a_bundle_is_compiled(bundle, build, caplog):
     cache = KernelCache(disk=False)
     cache.add_bundle(bundle)
     assert is_function(cache.get(Facts(), build(Facts())))
-    assert len(build.built) == 1
-    assert "is not used" in caplog.text
+    assert len(build.built) == 1 and "is not used" in caplog.text
 
 
 def test_a_bundle_written_over_another_keeps_nothing_of_it(bundle, build):
     write_bundle(bundle, [(Facts("sm_89"), build(Facts("sm_89")))])
     assert len(list(bundle.glob("*.o"))) == len(Bundle(bundle).entries) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="a system without users")
+class TestTrust:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tmp_path / "open" / "own"
+        folder.mkdir(parents=True)
+        return folder
+
+    @pytest.mark.parametrize("mode", [0o700, 0o755, 0o500])
+    def test_a_folder_of_ones_own_is_trusted(self, folder, mode):
+        folder.chmod(mode)
+        insist_on_trust(folder)
+        insist_on_trust(folder / "not" / "there")
+
+    @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+    def test_a_folder_that_others_can_write_is_refused(self, folder, mode):
+        folder.chmod(mode)
+        with pytest.raises(UntrustedFolder, match="can be written by others"):
+            insist_on_trust(folder)
+        with pytest.raises(BundleError, match="can be written by others"):
+            Bundle(folder)
+
+    def test_a_folder_below_one_that_everybody_can_write_is_refused(self, folder):
+        folder.parent.chmod(0o777)
+        with pytest.raises(UntrustedFolder, match="can be written by everybody"):
+            insist_on_trust(folder)
+        folder.parent.chmod(0o1777)  # as /tmp: others cannot rename what is not theirs
+        insist_on_trust(folder)
+
+    def test_a_folder_of_another_user_is_refused(self, folder, monkeypatch):
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        if not folder.stat().st_uid:
+            insist_on_trust(folder)  # root's
+            return
+        with pytest.raises(UntrustedFolder, match="belongs to user"):
+            insist_on_trust(folder)
+
+    def test_the_cache_refuses_a_folder_before_it_loads(self, folder, build):
+        KernelCache(folder).get(Facts(), build(Facts()))
+        (made,) = folder.iterdir()
+        made.chmod(0o777)
+        with pytest.raises(UntrustedFolder, match="chmod go-w"):
+            KernelCache(folder).get(Facts(), build(Facts()))

@@ -8,11 +8,8 @@ import pytest
 from cute_kernels.runtime import keys
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.compile import export_object
-from tests.cache_fixtures import (  # noqa: F401 (fixtures are used by name)
-    Facts,
-    build_fixture,
-    environment_fixture,
-)
+
+from .cache_fixtures import Facts, build_fixture, environment_fixture  # noqa: F401 (fixtures are used by name)
 
 
 class Keyed:
@@ -45,29 +42,25 @@ VERSIONS = {"nvidia-cutlass-dsl": "4.8.1", "cuda": "cu13.4"}
 
 
 def test_the_key_depends_on_everything(monkeypatch):
-    reference = keys.entry_key(Facts(), "sources", VERSIONS)
-    assert keys.entry_key(Facts(), "sources", dict(reversed(VERSIONS.items()))) == reference
-    others = {
-        keys.entry_key(Facts("sm_89"), "sources", VERSIONS),
-        keys.entry_key(Facts(tile=64), "sources", VERSIONS),
-        keys.entry_key(Facts(options="--generate-line-info"), "sources", VERSIONS),
-        keys.entry_key(Facts(), "other sources", VERSIONS),
-        keys.entry_key(Facts(), "sources", VERSIONS | {"cuda": "cu12.9"}),
-        keys.entry_key(Facts(), "sources", VERSIONS | {"nvidia-cutlass-dsl": "4.8.2"}),
-    }
-    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
-    others.add(keys.entry_key(Facts(), "sources", VERSIONS))
-    assert len(others - {reference}) == 7
+    def key(facts=Facts(), sources="sources", versions=VERSIONS):  # noqa: B008 (frozen)
+        return keys.entry_key(facts, sources, versions)
 
-
-def test_the_key_of_an_object_depends_on_its_arch_too():
-    keyed = Keyed("a")
-    reference = keys.entry_key(keyed, "sources", VERSIONS)
+    keyed, found = Keyed("a"), {key(), key(versions=dict(reversed(VERSIONS.items())))}
+    assert len(found) == 1 and keys.facts_text(pickle.loads(pickle.dumps(Facts()))) == keys.facts_text(Facts())
+    found |= {key(Facts("sm_89")), key(Facts(tile=64)), key(Facts(options="--generate-line-info"))}
+    found |= {key(sources="others"), key(versions=VERSIONS | {"cuda": "cu12.9"}), key(keyed)}
+    found |= {key(versions=VERSIONS | {"nvidia-cutlass-dsl": "4.8.2"})}
     keyed.arch = "sm_90a"
-    assert keys.entry_key(keyed, "sources", VERSIONS) != reference
+    found.add(key(keyed))
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert len(found | {key()}) == 10
+    name = keys.function_name(key())
+    assert name.isascii() and name.isidentifier()
 
 
-def test_facts_without_arch_or_a_stable_text_are_refused():
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="C identifier"):
+        export_object(None, "kernel.o", "not-one")
     with pytest.raises(TypeError, match="architecture"):
         keys.entry_key(replace(Facts(), arch=""), "sources", VERSIONS)
     for unstable in (lambda x: x, object(), [len, object()]):
@@ -99,24 +92,17 @@ def test_the_fingerprint_follows_the_sources(tmp_path, monkeypatch):
 
 
 def test_changed_sources_and_versions_miss_the_disk(tmp_path, build, monkeypatch):
-    KernelCache(tmp_path).get(Facts(), build(Facts()))
-    with monkeypatch.context() as patched:
-        patched.setattr(keys, "source_fingerprint", lambda: "changed")
-        KernelCache(tmp_path).get(Facts(), build(Facts()))
-    with monkeypatch.context() as patched:
-        patched.setattr(keys, "versions", lambda: VERSIONS)
-        KernelCache(tmp_path).get(Facts(), build(Facts()))
+    for name, changed in (
+        ("versions", keys.versions),
+        ("source_fingerprint", lambda: "x"),
+        ("versions", lambda: VERSIONS),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(keys, name, changed)
+            KernelCache(tmp_path).get(Facts(), build(Facts()))
     assert len(build.built) == 3
     KernelCache(tmp_path).get(Facts(), build(Facts()))
     assert len(build.built) == 3
-
-
-def test_function_names_are_c_identifiers():
-    name = keys.function_name(keys.entry_key(Facts(), "sources", VERSIONS))
-    assert name.isascii()
-    assert name.isidentifier()
-    with pytest.raises(ValueError, match="C identifier"):
-        export_object(None, "kernel.o", "not-one")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +118,3 @@ def test_function_names_are_c_identifiers():
 def test_which_cpu_can_run_an_object(monkeypatch, host, built_on, able):
     monkeypatch.setattr(keys, "host_cpu", lambda: host)
     assert keys.host_can_run(built_on) is able
-
-
-def test_facts_survive_pickling_with_their_key():
-    assert keys.facts_text(pickle.loads(pickle.dumps(Facts()))) == keys.facts_text(Facts())

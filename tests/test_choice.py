@@ -18,45 +18,25 @@ from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.families import unsupported
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
-from .conformance import FAMILIES, OPS, cases_of, run
-from .reference import assert_as_good_as_torch, exact_and_torch, normal, operand, poisoned
+from .bsr_parts import picked
+from .products import assert_right
+from .reference import normal, operand, poisoned
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-# CPU tensors
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_references(op):
-    """A quarter of the conformance cases, by the plain torch that CPU tensors run."""
-    for case in cases_of(FAMILIES["dense sm_80" if op == "gemm" else "bsr sm_80"], op)[::4]:
-        run(case, "cpu", 2)
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [((3, 8, 16), (16, 4)), ((2, 1, 8, 16), (1, 3, 16, 4)), ((8, 0), (0, 4)), ((0, 8), (8, 0))]
-)
-def test_gemm_shapes(a, b):
-    a, b = normal(*a), normal(*b)
-    out = gemm(a, b)
-    assert out.shape == (a @ b).shape and out.dtype is BF16
-    assert_as_good_as_torch(out, *exact_and_torch(a, b, BF16), k=16)
-
-
-def test_out_is_written_and_returned():
-    a, b, residual = normal(8, 16), normal(16, 24), normal(8, 24)
-    exact, by_torch = exact_and_torch(a, b, BF16, residual=residual, beta=-2.0)
-    out = poisoned(24, 8).t()
-    assert gemm(a, b, residual=residual, beta=-2.0, out=out) is out
-    assert_as_good_as_torch(out, exact, by_torch, k=16)
-    assert gemm(a, b, residual=residual, beta=-2.0, out=residual) is residual
-    assert torch.equal(residual, out)
-
-
-def test_gradients_are_not_needed_where_they_are_off():
-    a, b = normal(8, 16).requires_grad_(), normal(16, 24)
+def test_cpu_tensors_run_torch():
+    """More of this is in the fuzz and in test_guard_zones.py."""
+    for a, b in (((3, 8, 16), (16, 4)), ((2, 1, 8, 16), (1, 3, 16, 4)), ((8, 0), (0, 4)), ((0, 8), (8, 0))):
+        a, b = normal(*a), normal(*b)
+        assert_right(gemm(a, b), gemm, a, b)
+    a, b, residual = normal(8, 16).requires_grad_(), normal(16, 24), normal(8, 24)
     with torch.no_grad():
-        assert not gemm(a, b).requires_grad
+        out, terms = gemm(a, b, residual=residual, beta=-2.0), {"residual": residual.clone(), "beta": -2.0}
+        assert not out.requires_grad
+    assert gemm(a.detach(), b, residual=residual, beta=-2.0, out=residual) is residual
+    assert_right(residual, gemm, a.detach(), b, **terms)
+    assert torch.equal(residual, out)
     with torch.inference_mode():
         gemm(normal(8, 16), b)
 
@@ -76,14 +56,8 @@ def test_explain_on_the_cpu():
     assert explain(bsr_matmul, W, normal(32, 8)).out_shape == (64, 8)
     assert "bsr_linear -> (5, 64)" in str(explain(bsr_linear, normal(5, 32), W))
     assert "kernel: none, nothing to compute" in str(explain(gemm, normal(0, 8), normal(8, 8)))
-
-
-def test_explain_refuses_what_the_call_refuses():
-    with pytest.raises(ValueError, match="16 columns meet 8 rows"):
-        explain(gemm, normal(8, 16), normal(8, 8))
-    with pytest.raises(
-        ValueError, match="cannot explain 'matmul'; known are .*bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
-    ):
+    known = "known are .*bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
+    with pytest.raises(ValueError, match=f"cannot explain 'matmul'; {known}"):
         explain(torch.matmul, normal(8, 8), normal(8, 8))
 
 
@@ -116,48 +90,28 @@ def test_tma_stores_whole_granules_alone(emulated, dtype, granule):
             assert ("contiguous extent" in str(plan)) != whole
 
 
-def test_path_is_a_context():
-    assert forced_path() is None
+def test_path_is_a_context_of_one_thread(emulated):
+    seen, call = [], (gemm, normal(64, 64), normal(64, 64))
+    assert forced_path() is None and explain(*call).facts.path == "sm_90"
     with cute_kernels.path("sm_80"):
-        assert forced_path() == "sm_80"
+        facts = explain(*call).facts
+        assert (facts.path, facts.arch) == ("sm_80", "sm_90a"), "compiled for the device, whichever family it is of"
         with cute_kernels.path("sm_90"):
             assert forced_path() == "sm_90"
         assert forced_path() == "sm_80"
+        thread = threading.Thread(target=lambda: seen.append(forced_path()))
+        thread.start()
+        thread.join()
     with pytest.raises(KeyError), cute_kernels.path("sm_80"):
         raise KeyError
-    assert forced_path() is None
+    assert forced_path() is None and seen == [None]
     with pytest.raises(ValueError, match="unknown path 'sm_100'; there are sm_80, sm_90"), cute_kernels.path("sm_100"):
         pass
 
 
-def test_path_is_of_one_thread():
-    seen = []
-    with cute_kernels.path("sm_80"):
-        thread = threading.Thread(target=lambda: seen.append(forced_path()))
-        thread.start()
-        thread.join()
-    assert seen == [None]
-
-
-def test_path_changes_the_plan(emulated):
-    call = gemm, normal(64, 64), normal(64, 64)
-    assert explain(*call).facts.path == "sm_90"
-    with cute_kernels.path("sm_80"):
-        facts = explain(*call).facts
-        assert (facts.path, facts.arch) == ("sm_80", "sm_90a"), "compiled for the device, whichever family it is of"
-
-
 # The choice of a kernel
 
-DENSE_SHAPES = [
-    (1, 1, 1),
-    (16, 16, 16),
-    (200, 264, 136),
-    (1, 4096, 4096),
-    (4096, 8, 512),
-    (8192, 8192, 8192),
-    (127, 129, 65),
-]
+DENSE_SHAPES = [(1, 1, 1), (16, 16, 16), (200, 264, 136), (1, 4096, 4096), (4096, 8, 512), (8192,) * 3, (127, 129, 65)]
 BLOCK_SHAPES = [(16, 16), (16, 48), (32, 32), (32, 64), (48, 112), (64, 64), (64, 256), (80, 16), (112, 528), (128, 64)]
 BLOCK_SHAPES += [(128, 128), (192, 64), (256, 64), (256, 256), (512, 112), (1024, 16), (16, 1024)]
 ALIGNED = Layout("row", 8, 8)
@@ -181,7 +135,11 @@ def problems():
         yield Problem(extents, "float16", "float16", (ALIGNED,) * 3, majors, ranks, spec, block, linear, kept)
 
 
-def sound(facts: GemmFacts) -> str:
+def tma_reads(problem) -> bool:
+    return all(layout.align == 8 for layout in problem.layouts[:2]) and "any" not in problem.majors[:2]
+
+
+def unsound(facts: GemmFacts) -> str:
     """What else a kernel asks of a configuration: its tile divides among its warps and its atoms."""
     cfg = facts.config
     if facts.family == "skinny":
@@ -202,17 +160,22 @@ def sound(facts: GemmFacts) -> str:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_problem_has_a_kernel_on_every_architecture(arch):
+    """And whatever `unsupported` lets through of its candidates can be built, not only what the cost model picks."""
     spec = ARCHS[arch]
     for problem in problems():
-        facts, group, *rest = choose(problem, spec, 108, None)
-        assert unsupported(facts) == "" and sound(facts) == "", (problem, facts, sound(facts))
-        assert facts.arch == spec.target and group >= 1
+        chosen = choose(problem, spec, 108, None)
+        assert choose(problem, spec, 108, None) == chosen
+        facts, group, *rest = chosen
+        assert unsupported(facts) == "" and facts.arch == spec.target and group >= 1
         assert facts.block == problem.block and facts.epilogue == problem.epilogue
         assert facts.majors == problem.majors and facts.transposed == problem.transposed
-        tma = all(lay.align == 8 for lay in problem.layouts[:2]) and "any" not in problem.majors[:2]
-        assert facts.path == ("sm_90" if arch == "sm_90" and tma else "sm_80")
-        if arch == "sm_90" and not tma:
+        assert facts.path == ("sm_90" if arch == "sm_90" and tma_reads(problem) else "sm_80")
+        if arch == "sm_90" and not tma_reads(problem):
             assert any(note.startswith("not on path sm_90: ") for note in rest[-1])
+        for path in ("sm_80", "sm_90") if arch == "sm_90" else ("sm_80",):
+            for _, config in candidates_for(path, problem, spec):
+                facts = facts_for(problem, path, spec, config)
+                assert unsupported(facts) or not unsound(facts), (facts, unsound(facts))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -220,8 +183,7 @@ def test_every_problem_has_a_kernel_on_every_architecture(arch):
 def test_a_forced_path_is_kept_or_refused(arch, path):
     spec = ARCHS[arch]
     for problem in problems():
-        tma = all(lay.align == 8 for lay in problem.layouts[:2]) and "any" not in problem.majors[:2]
-        if path == "sm_80" or (arch == "sm_90" and tma):
+        if path == "sm_80" or (arch == "sm_90" and tma_reads(problem)):
             facts = choose(problem, spec, 132, path)[0]
             assert facts.path == path and unsupported(facts) == ""
         else:
@@ -230,37 +192,43 @@ def test_a_forced_path_is_kept_or_refused(arch, path):
                 choose(problem, spec, 132, path)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_candidate_is_sound(arch):
-    """Not only what the cost model happens to pick: whatever `unsupported` lets through must be buildable."""
-    spec = ARCHS[arch]
-    for problem in problems():
-        for path in ("sm_80", "sm_90") if arch == "sm_90" else ("sm_80",):
-            for _, config in candidates_for(path, problem, spec):
-                facts = facts_for(problem, path, spec, config)
-                assert unsupported(facts) or not sound(facts), (facts, sound(facts))
+CUBE = (8192, 8192, 8192)
 
 
-def test_the_choice_does_not_depend_on_the_values_of_the_epilogue():
-    a, b = (next(problems()) for _ in range(2))
-    assert a == b and choose(a, ARCHS["sm_90"], 132, None) == choose(b, ARCHS["sm_90"], 132, None)
+@pytest.mark.parametrize(
+    ("block", "extents", "density", "terms", "family", "config"),
+    [
+        # Few columns, and one row with all blocks where the others have one in 16: that row's CTA would be the last
+        ((128, 128), (8192, 128, 8192), 1 / 16, {"longest": 1.0}, "bsr", {"split": 4}),
+        ((128, 128), (8192, 128, 8192), 1 / 16, {"longest": 0.1}, "bsr", {"split": 1}),
+        ((128, 128), (8192, 128, 8192), 1 / 16, {}, "bsr", {"split": 1}),
+        # 64x64 blocks of a band are paired, or slices of columns shared; at random a block row a tile does as well
+        ((64, 64), CUBE, 0.125, {"paired": 0.133}, "row pairs", {"tile_n": 192}),
+        ((64, 64), CUBE, 0.125, {"paired": 0.234}, "bsr", {}),
+        ((64, 64), CUBE, 0.125, {}, "bsr", {}),
+        ((64, 64), CUBE, 0.125, {"listed": 0.33}, "bsr", {}),
+        ((64, 64), CUBE, 0.125, {"listed": 0.15}, "small blocks", {"chunks": 4}),
+        ((16, 16), CUBE, 0.125, {}, "small blocks", {"stages": 5, "cluster": 1}),
+        ((16, 16), CUBE, 0.125, {"b_k_major": True}, "small blocks", {"cluster": 2}),  # slices are wider then
+    ],
+)
+def test_what_the_cost_model_picks(block, extents, density, terms, family, config):
+    facts = picked(block, extents, density, **terms)
+    assert facts.family == family and {name: getattr(facts.config, name) for name in config} == config
 
 
 def test_keys_of_facts_tell_functions_apart_and_nothing_else():
-    def facts(fn):
-        return GemmFacts(
-            "sm_90a",
-            "sm_80",
-            candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0][1],
-            epilogue=EpilogueSpec(function=fn and epilogue_program("gemm", fn)),
-        )
+    config = candidates_for("sm_80", next(problems()), ARCHS["sm_90"])[0][1]
+
+    def key(function):
+        spec = EpilogueSpec(function=function and epilogue_program("gemm", function))
+        return GemmFacts("sm_90a", "sm_80", config, epilogue=spec).key()
 
     def scaled(by):
         return lambda x: x * by
 
-    assert facts(scaled(2.0)).key() == facts(scaled(2.0)).key() != facts(scaled(3.0)).key()
-    assert facts(None).key() != facts(scaled(2.0)).key()
-    assert " at 0x" not in facts(scaled(2.0)).key()
+    assert key(scaled(2.0)) == key(scaled(2.0)) != key(scaled(3.0))
+    assert key(None) != key(scaled(2.0)) and " at 0x" not in key(scaled(2.0))
 
 
 # How matrices lie in memory

@@ -10,19 +10,18 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import explain
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.families import families
 from sparse_collective import BsrMatrix, bsr_matmul
 
-from .bsr_parts import LINEAR, SCATTERED, bsr, check_absent_blocks, dense, width
-from .conformance import FAMILIES, FEW, OPS, all_pairs, axes_of, case_of, cases_of, large_cases, make, run
-from .reference import assert_as_good_as_torch, exact_and_torch, normal, operand, poisoned
+from .bsr_parts import BOTH_OPS, bsr, operands
+from .conformance import FAMILIES, FEW, OPS, all_pairs, axes_of, case_of, cases_of, large_cases
+from .products import make, product, run
+from .reference import assert_as_good_as_torch, normal, poisoned
 
 
 def marked(family, *values, name=""):
-    name = f"{family.name}-{name}" if name else family.name
-    return pytest.param(family, *values, marks=getattr(pytest.mark, family.path), id=name)
+    return pytest.param(family, *values, marks=getattr(pytest.mark, family.path), id=f"{family.name}{name}")
 
 
 def expect(family):
@@ -35,7 +34,7 @@ def expect(family):
 
 
 BY_FAMILY = [
-    marked(family, case, name=f"{op}-{i}")
+    marked(family, case, name=f" {op} {i}")
     for family in FAMILIES.values()
     for op in family.ops
     for i, case in enumerate(cases_of(family, op))
@@ -49,7 +48,7 @@ def test_products(device, monkeypatch, family, case):
 
 
 BY_CONFIGURATION = [
-    marked(family, config, block, name=f"{config}-{block}")
+    marked(family, config, block, name=f" {config} {block}")
     for family in FAMILIES.values()
     for config, blocks in family.configs().items()
     for block in dict.fromkeys((blocks[0], blocks[-1]))
@@ -87,29 +86,43 @@ def test_all_pairs_are_met():
 
 # What must not show
 
-SPARSE = [family for family in FAMILIES.values() if family.blocks]
+SPARSE = pytest.mark.parametrize("family", [marked(family) for family in FAMILIES.values() if family.blocks])
+SCATTERED = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 1]], dtype=torch.bool)
 
 
-@LINEAR
-@pytest.mark.parametrize("family", [marked(family) for family in SPARSE])
+@BOTH_OPS
+@SPARSE
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
-def test_what_absent_blocks_would_multiply_never_shows(device, monkeypatch, family, junk, linear):
-    """Zeros of W are absent, not multiplied; nor does a block show in the rows of its neighbours."""
+def test_what_absent_blocks_would_multiply_never_shows(device, monkeypatch, family, junk, op):
+    """With junk in one block column of b at a time the rows that have it are spoilt, and all others exact."""
     family.force(monkeypatch)
-    with cute_kernels.path(family.path):
-        for block in family.blocks:
-            W = bsr(SCATTERED, block, device, inside_nan=True)
-            b = width(W, 8 if family.columns is FEW else 136, device, linear)
-            check_absent_blocks(W, b, junk, linear)
+    for block in family.blocks:
+        W = bsr(SCATTERED, block, device, inside_nan=True)
+        x = normal(8 if family.columns is FEW else 136, W.shape[1], device=device)
+        for column in range(SCATTERED.shape[1]):
+
+            def given(value):
+                t = x.clone()
+                t[:, column * block[1] : (column + 1) * block[1]] = value
+                return (W, t.t().contiguous()) if op is bsr_matmul else (t, W)
+
+            exact, by_torch = product(op, given(0.0), {}).truth()
+            with cute_kernels.path(family.path):
+                out = op(*given(junk), out=poisoned(*exact.shape, device=device))
+            parts = ((t if op is bsr_matmul else t.t()).split(block[0]) for t in (out, exact, by_torch))
+            for present, mine, right, theirs in zip(SCATTERED[:, column], *parts, strict=True):
+                if present:
+                    assert not mine.isfinite().any()
+                else:
+                    assert_as_good_as_torch(mine, right, theirs, k=W.shape[1])
 
 
-@pytest.mark.parametrize("family", [marked(family) for family in SPARSE])
+@SPARSE
 def test_a_spoilt_block_stays_in_its_row(device, monkeypatch, family):
     family.force(monkeypatch)
     for block in family.blocks:
-        W = bsr("all_blocks", block, device, grid=(3, 3))
-        b = width(W, 8, device)
-        exact, by_torch = exact_and_torch(dense(W), b, W.dtype)
+        W, b = operands(bsr_matmul, bsr("all_blocks", block, device, grid=(3, 3)), 8)
+        exact, by_torch = product(bsr_matmul, (W, b), {}).truth()
         W.values[4] = math.nan  # block (1, 1)
         with cute_kernels.path(family.path):
             out = bsr_matmul(W, b, out=poisoned(*exact.shape, device=device))
@@ -118,47 +131,38 @@ def test_a_spoilt_block_stays_in_its_row(device, monkeypatch, family):
         assert_as_good_as_torch(out[~rows], exact[~rows], by_torch[~rows], k=W.shape[1])
 
 
+def plain_call(op: str, path: str, device, **more):
+    """A call that its family serves without being forced."""
+    family = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
+    chosen = {axis: values[0] for axis, values in axes_of(family, op).items()}
+    chosen |= {"epilogue": "column bias", "size": (200, 264, 136), "pattern": "power_law", "block": (64, 64)} | more
+    return make(case_of(family, op, chosen | ({"columns": 6} if op == "bsr_grouped_linear" else {}), 0), device)
+
+
 @pytest.mark.parametrize("op", ["gemm", "bsr_matmul"])
 def test_nan_and_inf_stay_in_their_row_and_column(device, path, op):
-    W = bsr("all_blocks", (64, 64), device, grid=(3, 2))
-    a = dense(W)
-    b = operand(128, 264, device=device, k=128)
-    exact, by_torch = exact_and_torch(a, b, a.dtype)
-    a[17, 3] = W.values[0, 17, 3] = math.nan
+    call = plain_call(op, path, device, epilogue="nothing", pattern="all_blocks")
+    exact, by_torch = call.truth()
+    a, b = call.args
+    (a if op == "gemm" else a.values[0])[17, 3] = math.nan
     b[5, 100] = math.inf
-    out = OPS[op](W if op == "bsr_matmul" else a, b, out=poisoned(192, 264, device=device))
+    out = call()
     assert out[17].isnan().all() and not out[:, 100].isfinite().any()
-    rows, cols = torch.arange(192) != 17, torch.arange(264) != 100
-    assert_as_good_as_torch(*(t[rows][:, cols] for t in (out, exact, by_torch)), k=128)
+    rows, cols = (torch.arange(n, device=device) != at for n, at in zip(out.shape, (17, 100), strict=True))
+    assert_as_good_as_torch(*(t[rows][:, cols] for t in (out, exact, by_torch)), k=b.shape[0])
 
 
 def test_an_item_s_nan_stays_in_it(device, path):
     for form in ("values", "patterns"):
-        call = make(plain_case("bsr_matmul", path, batch=form), device)
+        call = plain_call("bsr_matmul", path, device, batch=form)
+        exact, by_torch = call.truth()
         call.args[1][1] = math.nan
         out = call()
         for l in (0, 2):
-            assert_as_good_as_torch(out[l], call.exact[l], call.by_torch[l], k=call.k)
+            assert_as_good_as_torch(out[l], exact[l], by_torch[l], k=call.args[1].shape[-2])
 
 
 # Calls of every op on a GPU
-
-
-def plain_case(op: str, path: str, **more):
-    """Its family serves it without being forced."""
-    family = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
-    chosen = {axis: values[0] for axis, values in axes_of(family, op).items()}
-    chosen |= {"epilogue": "column bias", "size": (200, 264, 136), "pattern": "power_law", "block": (64, 64)} | more
-    return case_of(family, op, chosen | ({"columns": 6} if op == "bsr_grouped_linear" else {}), 0)
-
-
-@pytest.fixture
-def call(op, path):
-    """A call whose kernel is compiled, and whose indices are checked."""
-    call = make(plain_case(op, path), "cuda")
-    call.judge(call())
-    torch.cuda.synchronize()
-    return call
 
 
 def renew(call):
@@ -166,25 +170,33 @@ def renew(call):
     for t in call.args:
         values = t.values if isinstance(t, BsrMatrix) else t
         if values.is_floating_point():
-            values.copy_(normal(*values.shape, device="cuda", k=call.k))
+            values.copy_(normal(*values.shape, device="cuda", k=values.shape[-1]))
         else:
             values.copy_(values.roll(1))
-    return call.op(*call.args, **{name: value for name, value in call.terms.items() if name != "out"})
+    return call.op(*call.args, **call.terms)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 class TestCuda:
+    @pytest.fixture
+    def call(self, op, path):
+        """A call whose kernel is compiled, and whose indices are checked."""
+        call = plain_call(op, path, "cuda")
+        call.judge(None, call())
+        torch.cuda.synchronize()
+        return call
+
     def test_a_graph(self, call):
         """Values, tokens and routing change between replays."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            call.op(*call.args, **call.terms)
+            call.op(*call.args, **call.given())
         for _ in range(3):
             expected = renew(call)
-            call.terms["out"].fill_(math.nan)
+            call.out.fill_(math.nan)
             graph.replay()
-            assert torch.equal(call.terms["out"], expected)
+            assert torch.equal(call.out, expected)
 
     def test_the_current_stream(self, call):
         """A kernel on any other stream would read the inputs before they are there."""
@@ -196,28 +208,28 @@ class TestCuda:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             args[at].copy_(call.args[at])
-            out = call.op(*args, **{name: value for name, value in call.terms.items() if name != "out"})
+            out = call.op(*args, **call.terms)
         stream.synchronize()
         assert torch.equal(out, expected)
 
     def test_no_synchronisation(self, call):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            call.op(*call.args, **call.terms)
+            call.op(*call.args, **call.given())
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     def test_threads(self, op, path):
         """Four threads, each with its own stream and call, the first calls compiling at the same time."""
-        calls = [make(plain_case(op, path, epilogue=name), "cuda") for name in ("nothing", "relu", "row bias", "all")]
+        calls = [plain_call(op, path, "cuda", epilogue=name) for name in ("nothing", "relu", "row bias", "all")]
         failures = []
 
         def work(call):
             try:
-                with cute_kernels.path(path), torch.cuda.stream(torch.cuda.Stream()):
+                with torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
                     for _ in range(20):
-                        call.judge(call())
+                        call.judge(None, call())
             except BaseException as error:
                 failures.append(error)
 
@@ -229,7 +241,7 @@ class TestCuda:
         assert not failures, failures[0]
 
     def test_two_streams(self, op, path):
-        calls = [make(plain_case(op, path, epilogue=name), "cuda") for name in ("nothing", "relu")]
+        calls = [plain_call(op, path, "cuda", epilogue=name) for name in ("nothing", "relu")]
         expected, outs = [call().clone() for call in calls], [[], []]
         streams = [torch.cuda.Stream() for _ in calls]
         torch.cuda.synchronize()
@@ -245,14 +257,12 @@ class TestCuda:
 def test_known_plans_are_not_confused(device, path):
     """Calls that differ in one thing, each of them after all others: every epilogue, type and layout of an op."""
     for op in OPS:
-        family = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
-        axes = axes_of(family, op)
-        cases = [
-            plain_case(op, path, **{axis: value})
+        axes = axes_of(FAMILIES[("dense " if op == "gemm" else "bsr ") + path], op)
+        calls = [
+            plain_call(op, path, device, **{axis: value})
             for axis in ("epilogue", "types", "transposed", "out", "batch")
             for value in axes[axis]
         ]
-        calls = [make(case, device) for case in cases]
         for call in calls * 2:
-            call.judge(call())
-            assert explain(call.op, *call.args, **call.terms).facts.path == path
+            call.judge(None, call())
+            assert call.plan().facts.path == path

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-from demo import long_context, long_context_figure  # noqa: E402
+from demo import figure, long_context  # noqa: E402
 
 
 @pytest.mark.parametrize("length", [1000, 2048])
@@ -24,7 +25,7 @@ def test_the_pattern_is_a_window_global_tokens_and_documents(length):
 def test_the_study_agrees_and_the_check_finds_a_wrong_row(monkeypatch):
     monkeypatch.setattr(long_context, "SMALL_LENGTH", 1024)
     found = long_context.study("cpu")
-    assert found.agrees and 0 < found.share < 1 and found.micros == {} and found.speedup is None
+    assert found.agrees and 0 < found.share < 1 and found.micros == {} and found.speedup() is None
     q, k, v = (torch.randn(1, 2, 1024, 64) for _ in range(3))
     out = long_context.block_sparse_attention(*(t.bfloat16() for t in (q, k, v)), found.mask)
     out[:, :, -1] *= 1.5
@@ -49,9 +50,10 @@ def test_picture(monkeypatch, tmp_path, timed):
     if timed:
         names = long_context.TORCH, long_context.DENSE, long_context.SPARSE
         found = replace(found, micros=dict(zip(names, (900.0, 800.0, 200.0), strict=True)))
-        assert found.speedup == 4.0
-    long_context_figure.write_png(tmp_path / "attention.png", found, "NVIDIA H200" if timed else "")
+        assert found.speedup() == 4.0
+    saving = partial(figure.draw_saving, found=found, device="NVIDIA H200" if timed else "")
+    figure.write_png(tmp_path / "attention.png", partial(figure.draw_mask, mask=found.mask), saving, 1.3)
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert long_context.table(found).row_count == 3
-    kinds = long_context_figure.block_kinds(found.mask)
+    kinds = figure.block_kinds(found.mask)
     assert kinds.shape == (32, 32) and set(kinds.flatten().tolist()) == {0, 1, 2}

@@ -1,5 +1,6 @@
 """The diagnosis names the tile and the warp of planted errors, and the bound refuses what it must."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.plan import Plan
+from cute_kernels.scheduler import TileScheduler
 from sparse_collective.row_pairs.family import RowPairsConfig
 
 from .diagnose import Where, diagnose, kernel_view
@@ -83,10 +85,8 @@ def test_the_tile_and_its_owner_are_named(name):
 
 
 def test_tiles_come_worst_first_and_few():
-    places = [
-        (slice(128 * i, 128 * i + 8 * (i + 1)), slice(64 * j, 64 * j + 8 * (j + 1))) for i in range(4) for j in range(8)
-    ]
-    out, exact = wrong_at(*places)
+    tiles = itertools.product(range(4), range(8))
+    out, exact = wrong_at(*((slice(128 * i, 136 * i + 8), slice(64 * j, 72 * j + 8)) for i, j in tiles))
     lines = diagnose(out, exact, plan_of(SM80, "sm_80", (512, 512))).splitlines()
     assert len(lines) <= 12
     assert lines[3].startswith("tile row 3 of 4, column 7 of 8: 2048 of 8192 wrong")
@@ -94,12 +94,11 @@ def test_tiles_come_worst_first_and_few():
     assert counts == sorted(counts, reverse=True)
     assert lines[7] == "and 28 more of 32 tiles"
     assert lines[8].startswith("warp 0")
+    assert len(diagnose(out, exact).splitlines()) == 2, "without a plan"
 
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)])
 def test_ping_pong_teams_follow_the_scheduler(cluster):
-    from cute_kernels.scheduler import TileScheduler
-
     config = GemmConfig(64, 64, 64, 4, 1, 1, *cluster, teams=2)
     plan = plan_of(config, "sm_90", (64 * 6, 64 * 10), ctas=8, group=3)
     where = Where(plan, (1, 64 * 6, 64 * 10))
@@ -108,10 +107,9 @@ def test_ping_pong_teams_follow_the_scheduler(cluster):
     for first in range(clusters):
         for order, index in enumerate(range(first, scheduler.count, clusters)):
             m, n, l = TileScheduler.decode.__wrapped__(scheduler, index)
-            for rank_m in range(cluster[0]):
-                for rank_n in range(cluster[1]):
-                    tile = l, m * cluster[0] + rank_m, n * cluster[1] + rank_n
-                    assert where.team(tile) == order % 2
+            for rank_m, rank_n in itertools.product(*map(range, cluster)):
+                tile = l, m * cluster[0] + rank_m, n * cluster[1] + rank_n
+                assert where.team(tile) == order % 2
 
 
 def test_transposed_and_folded_views():
@@ -127,36 +125,20 @@ def test_transposed_and_folded_views():
     assert "tile row 1 of 4, column 1 of 2 (block row 1): 8192 of 8192 wrong" in text
 
 
-def test_without_a_plan():
-    out, exact = wrong_at((3, 4))
-    assert len(diagnose(out, exact).splitlines()) == 2
-
-
 # The bound itself
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_torch_passes_its_own_bound(dtype):
-    for m, n, k in ((1, 1, 1), (1, 64, 300), (64, 48, 2048)):
+def test_torch_passes_its_own_bound_and_small_faults_are_refused(dtype):
+    for m, n, k in ((1, 1, 1), (1, 64, 300), (64, 48, 2048), (96, 80, 512)):
         a, b = normal(m, k), normal(k, n, k=k)
-        exact = truth(a, b)
-        rounded = truth(a, b, dtype=torch.float32).to(dtype)
+        exact, rounded = truth(a, b), truth(a, b, dtype=torch.float32).to(dtype)
         assert_as_good_as_torch(rounded, exact, rounded, k=k)
         assert_as_good_as_torch(exact.to(dtype), exact, rounded, k=k)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_small_faults_are_refused(dtype):
-    k = 512
-    a, b = normal(96, k), normal(k, 80, k=k)
-    exact, rounded = truth(a, b), truth(a, b, dtype=torch.float32).to(dtype)
-    lost_product = rounded.clone()
+    lost_product, unwritten, infinite = (rounded.clone() for _ in range(3))
     lost_product[5, 7] -= a[5, 100].double() * b[100, 7].double() * 4
+    unwritten[-1, -1], infinite[0, 0] = math.nan, math.inf
     lost_columns = truth(a[:, 16:], b[16:]).to(dtype)
-    unwritten = rounded.clone()
-    unwritten[-1, -1] = math.nan
-    infinite = rounded.clone()
-    infinite[0, 0] = math.inf
     coarse = rounded.bfloat16().to(dtype) if dtype is not torch.bfloat16 else (rounded * 1.02).to(dtype)
     for bad in (lost_product, lost_columns, unwritten, infinite, coarse, torch.zeros_like(rounded), rounded.flip(0)):
         with pytest.raises(AssertionError, match="torch's"):

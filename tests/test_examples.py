@@ -62,18 +62,15 @@ def test_the_source_walks_the_k_tiles_that_the_mask_leaves(examples, shape, arch
     torch.testing.assert_close(k_tiles.walked(a, b, config).float(), exact, rtol=1e-2, atol=1e-2)
 
 
-def test_gemm_does_not_choose_a_family_that_computes_something_else():
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_registered_families_are_supported_and_not_chosen_by_gemm(examples, arch):
+    """They have names of their own, and compute something else."""
     a = torch.empty(512, 512, dtype=torch.bfloat16, device="meta")
-    for arch in ("sm_80", "sm_90"):
-        assert explain(gemm, a, a, arch=arch).facts.family == "dense"
-
-
-def test_all_facts_of_the_registered_families_are_supported_and_have_names_of_their_own(examples):
+    assert explain(gemm, a, a, arch=arch).facts.family == "dense"
     for example in (examples["family"], examples["k_tiles"]):
-        for arch in ("sm_80", "sm_90"):
-            facts = example.FAMILY.catalogue(arch)
-            assert facts and not any(map(families.unsupported, facts))
-            assert len({example.FAMILY.title(f) for f in facts}) == len(facts)
+        facts = example.FAMILY.catalogue(arch)
+        assert facts and not any(map(families.unsupported, facts))
+        assert len({example.FAMILY.title(f) for f in facts}) == len(facts)
 
 
 def test_a_family_from_outside_is_in_inspect():

@@ -1,6 +1,7 @@
 """The fuzz, small: on the CPU's references, and on the host side of a GPU's calls; its report, and how it ends."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +43,11 @@ def test_families():
     assert len(FAMILIES) == 18 and fuzz.tasks_of(900, 3, "") == fuzz.tasks_of(900, 3, "")
     products = [f for families in FAMILIES.values() for f in families if isinstance(f, fuzz_products.Family)]
     others = [f for families in FAMILIES.values() for f in families if isinstance(f, fuzz_attention.Family)]
-    assert {f.block for f in products} == {None, *fuzz_products.BLOCKS} and {f.run for f in products} >= {64, 128, 256}
+    assert {f.block for f in products} == {None, *conformance.ALL_BLOCKS} and {f.run for f in products} >= {
+        64,
+        128,
+        256,
+    }
     for name, families in FAMILIES.items():
         if families[0] in others:
             assert {f.dims for f in families} == set(fuzz_attention.DIMS), name
@@ -83,32 +88,22 @@ def test_the_time_is_up(capsys):
     assert "fuzz: 0 of" in capsys.readouterr().out
 
 
-class Scripted:
-    """In a connection's place: what a worker says, one after the other."""
-
-    def __init__(self, *words):
-        self.words = list(words)
-
-    def poll(self, seconds):
-        return bool(self.words)
-
-    def recv(self):
-        word = self.words.pop(0)
-        if isinstance(word, Exception):
-            raise word
-        return word
+RUN = [("case", "Case(1)"), ("done", None), ("case", "Case(2)"), ("done", ("result", "3"))]
 
 
 @pytest.mark.parametrize(
-    ("end", "kind"), [(EOFError(), "EOFError"), (None, "TimeoutError"), (("end", "Traceback"), "in the fuzz itself")]
+    ("words", "kind"),
+    [
+        ([*RUN, ("case", "Case(3)"), EOFError()], "EOFError"),
+        ([*RUN, ("case", "Case(3)")], "TimeoutError"),
+        ([*RUN, ("end", "Traceback")], "in the fuzz itself"),
+    ],
 )
-def test_a_worker_that_dies_or_hangs_names_its_case(end, kind):
+def test_a_worker_that_dies_or_hangs_names_its_case(words, kind):
     """And a failure is counted with its case."""
-    found = fuzz.Fuzz([], "cpu", 1, 0.0)
-    family = FAMILIES["gemm sm_80"][0]
-    words = [("case", "Case(1)"), ("done", None), ("case", "Case(2)"), ("done", ("result", "3")), ("case", "Case(3)")]
-    words = words[:-1] if kind == "in the fuzz itself" else words
-    connection = Scripted(*words, *([] if end is None else [end]))
+    found, family = fuzz.Fuzz([], "cpu", 1, 0.0), FAMILIES["gemm sm_80"][0]
+    left = iter(range(len(words)))
+    connection = mock.Mock(poll=lambda seconds: next(left, None) is not None, recv=mock.Mock(side_effect=words))
     if kind == "in the fuzz itself":
         found.hear((family, 3, 0), connection)
     else:

@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 
 from bench import record
-from bench.gates import command, counters, gate, resources, sanitizer
+from bench.gates import command, counters, gate, resources, sanitizer, tables
 from bench.gates.gate import FAILED, PASSED, SKIPPED, Gate, Skip
+from cute_kernels import tuned
 
 from . import gpu_record
 
@@ -28,21 +29,23 @@ def breaks():
     raise ValueError("a line\nand another")
 
 
-def gates(**checks):
-    return gate.run(checks)
-
-
-def test_a_gate_that_breaks_has_failed():
+def test_a_gate_that_breaks_has_failed(tmp_path, monkeypatch):
     told = []
-    good, skipped, broken = gate.run(
-        {"good": lambda: Gate("good", PASSED, "fine"), "skipped": skips, "broken": breaks}, told.append
-    )
-    assert (good.verdict, skipped.verdict, broken.verdict) == (PASSED, SKIPPED, FAILED)
+    checks = {"good": lambda: Gate("good", PASSED, "fine"), "skipped": skips, "broken": breaks}
+    good, skipped, broken = found = gate.run(checks, told.append)
+    assert [each.verdict for each in found] == [PASSED, SKIPPED, FAILED]
     assert skipped.summary == "no such tool"
     assert "ValueError: a line and another" in broken.summary and broken.details == ["a line", "and another"]
     assert [line.split()[1] for line in told] == ["good", "good", "skipped", "skipped", "broken", "broken"]
     assert [line.split()[2] for line in told] == ["...", PASSED, "...", SKIPPED, "...", FAILED], "before, and after"
     assert gate.exit_status([good, skipped]) == 0 and gate.exit_status([good, broken]) == 1
+
+    monkeypatch.setattr(record, "environment", lambda: {"card": "NVIDIA H200", "sources": "abc"})
+    path = gate.write(found, tmp_path, "quick")
+    assert path == tmp_path / "nvidia-h200" / "gates.json"
+    data = json.loads(path.read_text())
+    assert (data["mode"], data["ok"], data["environment"]["sources"]) == ("quick", False, "abc")
+    assert [(g["name"], g["verdict"]) for g in data["gates"]] == [(each.name, each.verdict) for each in found]
 
 
 def test_no_verdict_without_a_word():
@@ -67,15 +70,6 @@ def test_the_page():
     assert "left skipped" in gate.conclusion([found[0], found[2]])
 
 
-def test_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "environment", lambda: {"card": "NVIDIA H200", "sources": "abc"})
-    path = gate.write(gates(skipped=skips, broken=breaks), tmp_path, "quick")
-    assert path == tmp_path / "nvidia-h200" / "gates.json"
-    data = json.loads(path.read_text())
-    assert (data["mode"], data["ok"], data["environment"]["sources"]) == ("quick", False, "abc")
-    assert [(g["name"], g["verdict"]) for g in data["gates"]] == [("skipped", SKIPPED), ("broken", FAILED)]
-
-
 # -- counters and sanitizer -----------------------------------------------------------------------------------
 
 NCU = """==PROF== Connected to process 4242 (/usr/bin/python3.12)
@@ -85,39 +79,36 @@ NCU = """==PROF== Connected to process 4242 (/usr/bin/python3.12)
 "","","","",{units}
 "0","4242","kernel_cutlass_kernel_GemmSm90","(132, 1, 1)",{values}
 """
-METRICS = {
-    counters.DRAM: ("%", "23.5"),
-    counters.DURATION: ("ns", "1,950,016"),
-    counters.L2_READS: ("byte", "3,900,032,000"),
-    counters.TENSOR: ("%", "81.25"),
-}
 
 
-def ncu_output(**changes):
-    metrics = METRICS | {counters.TENSOR: ("%", changes["active"])} if changes else METRICS
-    quoted = [",".join(f'"{x}"' for x in column) for column in zip(*((n, *v) for n, v in metrics.items()), strict=True)]
-    return NCU.format(names=quoted[0], units=quoted[1], values=quoted[2])
+def ncu_output(active="81.25"):
+    columns = (
+        (counters.DRAM, "%", "23.5"),
+        (counters.DURATION, "ns", "1,950,016"),
+        (counters.L2_READS, "byte", "3,900,032,000"),
+        (counters.TENSOR, "%", active),
+    )
+    names, units, values = (",".join(f'"{x}"' for x in column) for column in zip(*columns, strict=True))
+    return NCU.format(names=names, units=units, values=values)
 
 
 def test_ncu_is_parsed():
     (launch,) = counters.parse(ncu_output())
-    assert launch == {
-        counters.TENSOR: 81.25,
-        counters.DRAM: 23.5,
-        counters.L2_READS: 3900032000.0,
-        counters.DURATION: 1950016.0,
-    }
-    with pytest.raises(ValueError, match="profiled no launch: .*==WARNING== No kernels were profiled"):
-        counters.parse("==PROF== Connected\n==WARNING== No kernels were profiled.")
-    with pytest.raises(ValueError, match="printed no sm__pipe"):
-        counters.parse(ncu_output().replace(counters.TENSOR, "sm__else"))
+    assert launch == dict(zip(counters.METRICS, (81.25, 23.5, 3900032000.0, 1950016.0), strict=True))
+    for text, reason in (
+        ("==PROF== Connected\n==WARNING== No kernels", "profiled no launch: .*==WARNING== No kernels"),
+        (ncu_output().rpartition('"0"')[0], "profiled no launch"),
+        (ncu_output().replace(counters.TENSOR, "sm__else"), "printed no sm__pipe"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            counters.parse(text)
 
 
 @pytest.mark.parametrize(
     ("dense", "bsr", "verdict"), [("80", "70", PASSED), ("74.9", "70", FAILED), ("80", "64", FAILED)]
 )
 def test_tensor_activity(dense, bsr, verdict):
-    found = counters.check(lambda name: ncu_output(active={"dense": dense, "bsr": bsr}[name]))
+    found = counters.check(lambda name: ncu_output({"dense": dense, "bsr": bsr}[name]))
     assert found.verdict == verdict
     assert "memory 23.5 %, 2.00 TB/s from L2, 1950.0 us" in found.details[0]
 
@@ -128,24 +119,18 @@ def test_tensor_activity(dense, bsr, verdict):
         ("echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1", SKIPPED, "ERR_NVGPUCTRPERM"),
         ("echo 'no such option' >&2; exit 1", FAILED, "ncu ended with 1: no such option"),
         ("echo '==PROF== Connected'", FAILED, "profiled no launch"),
+        (None, SKIPPED, "neither on PATH nor"),
     ],
 )
 def test_ncu_that_says_no(tmp_path, monkeypatch, script, verdict, word):
-    tool = tmp_path / "ncu"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr(counters, "need_gpu", lambda: None)
-    monkeypatch.setattr(counters, "find_ncu", lambda: str(tool))
-    (found,) = gate.run({"counters": counters.check})
-    assert found.verdict == verdict and word in found.summary
-
-
-def test_no_ncu(tmp_path, monkeypatch):
+    if script:
+        (tmp_path / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(counters.glob, "glob", lambda pattern: [])
     monkeypatch.setattr(counters, "need_gpu", lambda: None)
     (found,) = gate.run({"counters": counters.check})
-    assert found.verdict == SKIPPED and "neither on PATH nor" in found.summary
+    assert found.verdict == verdict and word in found.summary
 
 
 def test_the_sanitizer_gate(monkeypatch):
@@ -163,6 +148,12 @@ def test_the_sanitizer_gate(monkeypatch):
 # -- the command ----------------------------------------------------------------------------------------------
 
 
+def run(*given) -> int:
+    """The exit status of the command."""
+    args = arguments(*given)
+    return args.run(args)
+
+
 def arguments(*given):
     parser = argparse.ArgumentParser()
     command.add_command(parser.add_subparsers())
@@ -176,18 +167,13 @@ def test_arguments(capsys):
     with pytest.raises(SystemExit):
         arguments("--only", "sped")
     assert "unknown gate 'sped'" in capsys.readouterr().err
-    assert list(command.checks(command.NAMES, quick=True)) == list(command.NAMES)
 
 
 def test_what_needs_a_gpu_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert arguments("--set-floors").run(arguments("--set-floors")) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
-    args = arguments("--set-floors", "--quick")
-    assert args.run(args) == 2
-    assert "neither --quick nor --only" in capsys.readouterr().err
-    args = arguments("--only", "speed,counters,sanitizer")
-    assert args.run(args) == 0
+    assert run("--set-floors") == 2 and "needs a CUDA GPU" in capsys.readouterr().err
+    assert run("--set-floors", "--quick") == 2 and "neither --quick nor --only" in capsys.readouterr().err
+    assert run("--only", "speed,counters,sanitizer") == 0
     assert capsys.readouterr().out.count("no CUDA GPU") == 3
 
 
@@ -203,52 +189,40 @@ def test_without_a_gpu_the_suites_kernels_are_compiled(monkeypatch, capsys, suit
 
     monkeypatch.setattr(resources, "check", check)
     assert command.compile_only(suites, quick=True) == 1
-    assert {"flash forward", "decode"} <= {facts.family for facts in given} and {f.arch for f in given} == {
-        "sm_80",
-        "sm_90a",
-    }
-    assert ("dense" in {facts.family for facts in given}) == ("products" in asked)
+    families = {facts.family for facts in given}
+    assert {"flash forward", "decode"} <= families and {f.arch for f in given} == {"sm_80", "sm_90a"}
+    assert ("dense" in families) == ("products" in asked)
     assert "Not to be shipped: resources" in capsys.readouterr().out
+
+
+def in_a_process(*given) -> str:
+    command = [sys.executable, "-m", "bench", "gates", "--quick", *given]
+    done = subprocess.run(command, cwd=gpu_record.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what the command does without a GPU")
 def test_the_command_without_a_gpu():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "bench", "gates", "--quick"], cwd=gpu_record.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    shown = in_a_process()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 90, "of CPU time, which other tests beside it do not lengthen: less than a minute on two CPUs"
-    for name in command.NAMES:
-        assert name in done.stdout
-    assert "Nothing failed, but not all was looked at" in done.stdout
+    assert all(name in shown for name in command.NAMES)
+    assert "Nothing failed, but not all was looked at" in shown
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_the_command_on_a_gpu(tmp_path):
     """Quick, and without the speed that floors of another state of the card would judge."""
-    only = "resources,correctness,determinism,stability"
-    done = subprocess.run(
-        [sys.executable, "-m", "bench", "gates", "--quick", "--only", only, "--out", str(tmp_path)],
-        cwd=gpu_record.ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    in_a_process("--only", "resources,correctness,determinism,stability", "--out", str(tmp_path))
     assert not list(tmp_path.iterdir()), "a part of the gates is not the record of this state"
 
 
-# -- the tables gate ------------------------------------------------------------------------------------------
-
-
 def test_tables_of_these_sources_pass_and_older_ones_are_told(tmp_path):
-    from bench.gates import tables
-    from cute_kernels import tuned
-
     with pytest.raises(Skip, match="no tuned tables"):
         tables.check(folder=tmp_path)
     shipped = next(tuned.SHIPPED.glob("*.json"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import gemm
-from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr, sddmm
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
 
 from .reference import normal
 
@@ -184,3 +184,34 @@ def test_under_torch_compile(device, activation, view):
         expected.backward(dy)
         for t, other in zip(inputs, again, strict=True):
             near(t.grad, other.grad.double(), 0.5)
+
+
+@pytest.mark.parametrize("form", ["values", "patterns"])
+def test_experts(device, form):
+    """A mixture of experts: of each expert's values over its own tokens, none for runs that are nobody's."""
+    experts, block, run = 3, (64, 32), 64
+    generator = torch.Generator().manual_seed(2)
+    singles = [random_bsr((128, 96), block, density=0.7, generator=generator).to(device) for _ in range(experts)]
+    if form == "values":
+        first = singles[0]
+        values = normal(experts, *first.values.shape, device=device)
+        W = BsrMatrix(first.crow_indices, first.col_indices, values, (experts, *first.shape))
+    else:
+        W = BsrMatrix.stack(singles)
+    groups = torch.tensor([2, 0, 7, 2, 2, -1], dtype=torch.int32, device=device)
+    values = leaf(W.values)
+    W = W.with_values(values)
+    dense = leaf(W.to_dense().detach().double())
+    x, bias = leaf(normal(len(groups) * run, 96, device=device)), leaf(normal(experts, 128, device=device))
+    y = bsr_grouped_linear(x, W, groups, bias, "silu")
+    dy = normal(*y.shape, device=device)
+    y.backward(dy)
+    x64, bias64 = leaf(x.double()), leaf(bias.double())
+    nearest = groups.clamp(0, experts - 1).long().repeat_interleave(run)
+    there = ((groups >= 0) & (groups < experts)).repeat_interleave(run)[:, None]
+    z = torch.einsum("tk,tmk->tm", x64, dense[nearest]) * there + bias64[nearest]
+    torch.nn.functional.silu(z).backward(dy.double())
+    near(x.grad, x64.grad, 2)
+    near(bias.grad, bias64.grad, 2)
+    mask = W.with_values(torch.ones_like(W.values)).to_dense().double()
+    near(W.with_values(values.grad).to_dense(), dense.grad * mask, 2)

@@ -81,15 +81,14 @@ def products(family, op, where):
     for more in MORE:
         chosen = {axis: values[more % len(values)] for axis, values in axes.items()} | {"pattern": "bernoulli"}
         chosen |= {"epilogue": "nothing", "batch": axes["batch"][0], "rows": 0} if more % 2 else {}
-        base = 1000 if where == "cuda" and more % 4 == 0 else 192 if where == "cuda" else 24
+        extent = more + (1000 if where == "cuda" and more % 4 == 0 else 192 if where == "cuda" else 24)
         if op == "gemm":
-            yield case_of(
-                family, op, chosen | {"size": (base + more, 65, 64) if more % 2 else (65, base + more, 64)}, more
-            )
+            chosen["size"] = (extent, 65, 64) if more % 2 else (65, extent, 64)
         elif op == "bsr_grouped_linear":
-            yield case_of(family, op, chosen | {"columns": more % 6}, more)
+            chosen["columns"] = more % 6
         else:
-            yield case_of(family, op, chosen | {"columns": more if family.columns is FEW else base + more}, more)
+            chosen["columns"] = more if family.columns is FEW else extent
+        yield case_of(family, op, chosen, more)
 
 
 @pytest.mark.parametrize(("family", "op"), [(name, op) for name, family in FAMILIES.items() for op in family.ops])
@@ -102,18 +101,21 @@ def test_products(where, monkeypatch, family, op):
 # Attention
 
 
+def family_of(op, path, causal, dims=(64, 64), block=(128, 128), lse=True):
+    """(family, whether it has a cache)"""
+    more = {"page_size": 16 if op == "paged attention" else 0}
+    more["blocksize"] = block if op == "block_sparse_attention" else None
+    base = fuzz_attention.Family(op, path, "bf16", dims, causal, False, None, lse)
+    return dataclasses.replace(base, **more), op in ("cached attention", "paged attention")
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("swap", [False, True], ids=["BHSD", "BSHD"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 64)], ids=str)
 @pytest.mark.parametrize("op", fuzz_attention.OPS)
 def test_attention(where, path, op, dims, swap):
     """Lengths 1 to 17 past a multiple of 8; rows further apart than they are long."""
-    base = fuzz_attention.Family(op, path, "bf16", dims, op != "cached attention", False, None, True)
-    family = dataclasses.replace(
-        base, page_size=16 if op == "paged attention" else 0,
-        blocksize=(64, 64) if op == "block_sparse_attention" else None,
-    )  # fmt: skip
-    cached = op in ("cached attention", "paged attention")
+    family, cached = family_of(op, path, op != "cached attention", dims, (64, 64))
     order = () if not swap else (1, 0, 2) if op == "packed attention" else (0, 2, 1, 3)
 
     def case(more):
@@ -136,16 +138,11 @@ def test_attention(where, path, op, dims, swap):
 @pytest.mark.parametrize("op", fuzz_attention.OPS)
 def test_rows_of_nan(where, path, op, lse):
     """A row of q that is NaN makes its row of out NaN, and its lse; a row of k all that see it. No other row is NaN."""
-    cached = op in ("cached attention", "paged attention")
-    base = fuzz_attention.Family(op, path, "bf16", (64, 64), True, False, None, lse)
+    base, cached = family_of(op, path, True, lse=lse)
     calls = [(1, 2, 90), (3, 2, 90)] if cached else [(None, 3, 200), (None, 200, 200), (3, 3, 300)]
     cases = []
     for splits, rows, cols in calls:
-        family = dataclasses.replace(
-            base, splits=splits if cached or op == "attention" else None,
-            page_size=16 if op == "paged attention" else 0,
-            blocksize=(128, 128) if op == "block_sparse_attention" else None,
-        )  # fmt: skip
+        family = dataclasses.replace(base, splits=splits if cached or op == "attention" else None)
         for nan_q, nan_k in [((0.3,), ()), ((), (0.7,)), ((0.0, 0.99), (0.01,)), ((), (1.0,)), ((), ())]:
             capacity = -(-cols // 16) if family.page_size else cols if cached else 0
             more = {"nan_q": nan_q, "nan_k": nan_k, "places": (Placement(),) * 4, "give_out": True, "seed": 5}

@@ -15,7 +15,10 @@ from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective.k_tiles import BsrSource
 
+from .bsr_parts import FORMS, batch
 from .cases import PATTERNS, mask_to_indices
+from .emulate import number, numbers
+from .emulate_blocks import Table
 
 
 def facts(bk, tile_k, bm=64):
@@ -23,17 +26,12 @@ def facts(bk, tile_k, bm=64):
     return GemmFacts("sm_80", "sm_80", config, block=BlockFacts(bm, bk, "int32"))
 
 
-def numbers(coordinate) -> tuple:
-    """The plain numbers of a coordinate; an Int32 outside a kernel holds one."""
-    return tuple(int(getattr(x, "value", x)) for x in coordinate)
-
-
 # MMA steps
 
 
 @pytest.mark.parametrize("tile_k", [16, 32, 64])
 def test_every_column_of_a_block_is_multiplied_once(tile_k):
-    """And a step past the block's edge is announced by clips_k, so that it finds zeros."""
+    """Steps past the block's edge are announced by clips_k, so that they find zeros; they are few."""
     for bk in range(16, 1025, 16):
         f = facts(bk, tile_k)
         visits = [0] * (f.k_tiles_per_block * tile_k)
@@ -43,17 +41,9 @@ def test_every_column_of_a_block_is_multiplied_once(tile_k):
             for column in range(k * tile_k, k * tile_k + steps * MMA_K):
                 visits[column] += 1
         assert visits[:bk] == [1] * bk, f"bk {bk}, tile_k {tile_k}: {f.k_blocks}"
-        assert any(visits[bk:]) == f.clips_k
+        assert any(visits[bk:]) == f.clips_k and sum(visits[bk:]) <= bk / 8, f"bk {bk}: columns of padding"
         assert f.k_tiles_per_block % len(f.k_blocks) == 0, "the period must end with the block"
-
-
-@pytest.mark.parametrize("tile_k", [16, 32, 64])
-def test_padding_is_little_and_code_is_short(tile_k):
-    for bk in range(16, 1025, 16):
-        f = facts(bk, tile_k)
         assert len(f.k_blocks) <= 8
-        multiplied = sum(f.k_blocks) * MMA_K * (f.k_tiles_per_block // len(f.k_blocks))
-        assert multiplied - bk <= bk / 8, f"bk {bk}: {multiplied - bk} columns of padding"
 
 
 def test_known_periods():
@@ -80,72 +70,48 @@ def test_a_bsr_row_walks_its_stored_blocks(pattern, bm, bk, tile_m, tile_k):
         row, rest = divmod(m, tiles_m)
         k_tiles = source.for_tile(m, 0, source.bounds(m, 6, 0))
         assert numbers(k_tiles.out(6)) == (rest, 6, row)
-        count = numbers([k_tiles.count])[0]
-        found = [k_tiles.at(i) for i in range(count)]
+        found = [k_tiles.at(i) for i in range(number(k_tiles.count))]
         stored = [(p, column) for p, column in enumerate(col) if crow[row] <= p < crow[row + 1]]
         expected = [((rest, k, p), (k, column)) for p, column in stored for k in range(steps)]
         assert [(numbers(tile.a), numbers(tile.b)) for tile in found] == expected
         assert sorted({tile[1][1] for tile in expected}) == mask[row].nonzero().flatten().tolist()
 
 
-class Indices:
-    """What a kernel's index tensor looks like to a source: [row, item], and a shape."""
-
-    def __init__(self, t):
-        self.t, self.shape = t, tuple(t.shape)
-
-    def __getitem__(self, at):
-        return self.t[tuple(numbers(at)) if isinstance(at, tuple) else numbers([at])[0]].item()
-
-
-BATCH = ("power_law", "no_blocks", "bernoulli", "all_blocks")
-
-
 def batch_source(form, groups=None, tiles_run=1):
     """A source of two row tiles and two K-tiles a block; which blocks item l stores: {row: [(number, column), ...]}."""
-    parts = [mask_to_indices(PATTERNS[name if form == "patterns" else BATCH[0]](4, 5)) for name in BATCH]
-    groups = None if groups is None else Indices(torch.tensor(groups, dtype=torch.int32))
+    W, items = batch(form, (16, 16), names=("power_law", "no_blocks", "bernoulli", "all_blocks"), grid=(4, 5))
     stored, begin = [], 0
-    for crow, col in parts:
-        bounds = crow.tolist()
-        stored.append({r: [(begin + p, int(col[p])) for p in range(bounds[r], bounds[r + 1])] for r in range(4)})
-        begin += len(col)
-    if form == "values":
-        crow, col = parts[0]
-    else:
-        starts = torch.tensor([0, *(len(col) for _, col in parts)]).cumsum(0)
-        crow = torch.stack([crow + s for (crow, _), s in zip(parts, starts, strict=False)], 1)  # (rows + 1, L)
-        col = torch.cat([col for _, col in parts])
-    return BsrSource(Indices(crow), Indices(col), 2, 2, None, form, 4, groups, tiles_run), stored
+    for item in items:
+        bounds, columns = item.crow_indices.tolist(), item.col_indices.tolist()
+        stored.append([[(begin + p, columns[p]) for p in range(*bounds[r : r + 2])] for r in range(4)])
+        begin += len(columns)
+    crow = W.crow_indices.t() if form == "patterns" else W.crow_indices  # (rows + 1, L)
+    groups = None if groups is None else Table(torch.tensor(groups, dtype=torch.int32))
+    return BsrSource(Table(crow), Table(W.col_indices), 2, 2, None, form, 4, groups, tiles_run), stored
 
 
-def walked(source, m, n, l) -> list:
+def walked(source, m, n, l) -> tuple:
     """What a work tile multiplies: [(number of the stored block, its column), ...]; and the item it says it takes."""
     k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
     assert numbers(k_tiles.out(n)) == (m % 2, n, m // 2)
-    found = [k_tiles.at(i) for i in range(numbers([k_tiles.count])[0])]
-    blocks = [(numbers(tile.a)[2], numbers(tile.b)[1]) for tile in found]
+    found = [k_tiles.at(i) for i in range(number(k_tiles.count))]
+    blocks = [(number(tile.a[2]), number(tile.b[1])) for tile in found]
     assert [numbers(tile.a)[:2] for tile in found] == [(m % 2, i % 2) for i in range(len(found))]
     assert blocks[::2] == blocks[1::2], "both K-tiles of a block"
-    return blocks[::2], numbers([k_tiles.l])[0]
+    return blocks[::2], number(k_tiles.l)
 
 
-@pytest.mark.parametrize("form", ["values", "patterns"])
-def test_each_item_of_a_batch_walks_its_own_blocks(form):
+@pytest.mark.parametrize("form", FORMS)
+def test_each_item_or_run_of_columns_walks_its_own_blocks(form):
+    """A run walks none where its item's number is out of range: the item it then takes is one that exists."""
     source, stored = batch_source(form)
     for m, l in itertools.product(range(8), range(4)):
         assert walked(source, m, 0, l) == (stored[l][m // 2], l)
-
-
-@pytest.mark.parametrize("form", ["values", "patterns"])
-def test_each_run_of_columns_walks_the_blocks_of_its_item(form):
-    """And none, where its number is out of range: the item it then takes is one that exists."""
     groups = [2, 0, 4, 3, -1, 2**31 - 1, -(2**31), 1]
     source, stored = batch_source(form, groups, tiles_run=3)
     for m, n in itertools.product(range(8), range(3 * len(groups))):
-        number = groups[n // 3]
-        item = min(max(number, 0), 3)
-        assert walked(source, m, n, 0) == (stored[item][m // 2] if item == number else [], item)
+        item = min(max(groups[n // 3], 0), 3)
+        assert walked(source, m, n, 0) == (stored[item][m // 2] if item == groups[n // 3] else [], item)
 
 
 def test_a_dense_tile_walks_all_of_k():
@@ -155,66 +121,27 @@ def test_a_dense_tile_walks_all_of_k():
         assert numbers(k_tiles.out(7)) == (m, 7, 0) and k_tiles.count == 5
         assert [numbers(k_tiles.at(i).a) for i in range(5)] == [(m, i, l) for i in range(5)]
         assert [numbers(k_tiles.at(i).b) for i in range(5)] == [(i, 0) for i in range(5)]
-
-
-def test_one_a_serves_a_whole_batch():
     source = DenseSource(2, 1)
     assert [numbers(source.for_tile(3, l, source.bounds(3, 0, l)).at(1).a) for l in range(4)] == [(3, 1, 0)] * 4
 
 
-def test_the_sum_over_all_tiles_is_the_product():
-    """The walk as a mainloop would take it, with torch for the tensor cores."""
-    bm, bk, tile_m, tile_k, n = 48, 112, 32, 64, 10
-    crow, col = mask_to_indices(PATTERNS["bernoulli"](5, 4))
-    values, b = torch.randn(len(col), bm, bk, dtype=torch.float64), torch.randn(4 * bk, n, dtype=torch.float64)
-    f = facts(bk, tile_k, bm)
-    source = BsrSource(crow.tolist(), col.tolist(), -(-bm // tile_m), f.k_tiles_per_block)
-    out = torch.full((5 * bm, n), float("nan"), dtype=torch.float64)
-    for m in range(5 * source.tiles_m):
-        k_tiles = source.for_tile(m, 0, source.bounds(m, 6, 0))
-        rest, _, row = numbers(k_tiles.out(6))
-        rows = slice(rest * tile_m, min((rest + 1) * tile_m, bm))
-        acc = torch.zeros(rows.stop - rows.start, n, dtype=torch.float64)
-        for i in range(numbers([k_tiles.count])[0]):
-            a, (k, column) = numbers(k_tiles.at(i).a), numbers(k_tiles.at(i).b)
-            width = f.k_blocks[i % len(f.k_blocks)] * MMA_K
-            assert a[:2] == (rest, k)
-            acc += values[a[2], rows, k * tile_k : k * tile_k + width] @ b[column * bk + k * tile_k :][:width]
-        out[row * bm + rows.start : row * bm + rows.stop] = acc
-    dense = torch.zeros(5 * bm, 4 * bk, dtype=torch.float64)
-    for r in range(5):
-        for p in range(crow[r], crow[r + 1]):
-            dense[r * bm : (r + 1) * bm, col[p] * bk : (col[p] + 1) * bk] = values[p]
-    torch.testing.assert_close(out, dense @ b)
-
-
 # The scheduler
 
-EXTENTS = [
-    (1, 1, 1, 1),
-    (3, 7, 2, 4),
-    (5, 4, 3, 4),
-    (2, 9, 1, 20),
-    (7, 1, 2, 3),
-    (1, 12, 5, 5),
-    (16, 16, 1, 8),
-    (4, 10, 2, 1),
-]
+EXTENTS = [(1, 1, 1, 1), (3, 7, 2, 4), (5, 4, 3, 4), (2, 9, 1, 20), (7, 1, 2, 3), (1, 12, 5, 5), (16, 16, 1, 8)]
 
 
-@pytest.mark.parametrize(("tiles_m", "tiles_n", "batch", "group"), EXTENTS)
+@pytest.mark.parametrize(("tiles_m", "tiles_n", "batch", "group"), [*EXTENTS, (4, 10, 2, 1)])
 def test_every_work_tile_comes_once(tiles_m, tiles_n, batch, group):
     """Matrix by matrix, panel by panel, in each panel row by row."""
     scheduler = TileScheduler(tiles_m, tiles_n, batch, group)
     decode = TileScheduler.decode.__wrapped__  # the plain function under @cute.jit
     found = [numbers(decode(scheduler, index)) for index in range(scheduler.count)]
     panels = [range(first, min(first + group, tiles_n)) for first in range(0, tiles_n, group)]
-    expected = [(m, n, l) for l in range(batch) for panel in panels for m in range(tiles_m) for n in panel]
-    assert found == expected
+    assert found == [(m, n, l) for l in range(batch) for panel in panels for m in range(tiles_m) for n in panel]
     assert len(set(found)) == scheduler.count == tiles_m * tiles_n * batch
 
 
-# -- what neighbouring tiles share ------------------------------------------------------------------------------
+# What neighbouring tiles share
 
 
 def test_a_cluster_is_refused_where_the_source_makes_no_promise():
@@ -222,6 +149,7 @@ def test_a_cluster_is_refused_where_the_source_makes_no_promise():
     high, grouped = BsrSource(index, index, 2, 1), BsrSource(index, index, 1, 1, groups=index, tiles_run=3)
     for source, cluster in ((DenseSource(1, 1), (2, 1)), (DenseSource(1, 1), (1, 2)), (high, (2, 1)), (high, (1, 2))):
         check_sharing(source, *cluster)
+    check_sharing(object(), 1, 1)
     for source, cluster, text in (
         (BsrSource(index, index, 3, 1), (2, 1), "B once for 2 neighbouring row tiles, but BsrSource.shared_rows is 3"),
         (BsrSource(index, index, 1, 1), (2, 1), "shared_rows is 1"),
@@ -231,4 +159,3 @@ def test_a_cluster_is_refused_where_the_source_makes_no_promise():
     ):
         with pytest.raises(ValueError, match=text):
             check_sharing(source, *cluster)
-    check_sharing(object(), 1, 1)

@@ -23,10 +23,9 @@ def features(facts) -> set:
         return {facts}
     cfg, block = facts.config, facts.block
     kind = facts.path, facts.family, cfg.split > 1
-    tile = cfg.tile_m, cfg.tile_n, cfg.split
     return {
         (kind, "configuration", cfg, facts.epilogue.is_light),
-        (kind, "tile", tile, facts.transposed, block and block.bm),
+        (kind, "tile", cfg.tile_m, cfg.tile_n, cfg.split, facts.transposed, block and block.bm),
         (kind, "epilogue", facts.epilogue),
         (kind, "blocks", block and (block.bm, block.bk)),
         (kind, "layouts", facts.majors, facts.aligns, facts.transposed),
@@ -64,15 +63,12 @@ def selected(spec) -> list:
 
 def pytest_generate_tests(metafunc):
     if "facts" in metafunc.fixturenames:
-        every = metafunc.config.getoption("every_kernel")
-        entries = [
-            pytest.param(
-                facts, id=f"{spec.target}: {facts.family}: {family_of(facts).title(facts)}",
-                marks=getattr(pytest.mark, spec.name),
-            )
-            for spec in ARCHS.values()
-            for facts in (catalogue(spec) if every else selected(spec))
-        ]  # fmt: skip
+        listed = catalogue if metafunc.config.getoption("every_kernel") else selected
+        entries = []
+        for spec in ARCHS.values():
+            for facts in listed(spec):
+                name = f"{spec.target}: {facts.family}: {family_of(facts).title(facts)}"
+                entries.append(pytest.param(facts, id=name, marks=getattr(pytest.mark, spec.name)))
         metafunc.parametrize("facts", entries)
 
 

@@ -1,12 +1,10 @@
 """FlexAttention's idioms (mask_zoo.py): the masks mean what torch says, on the CPU and in kernels."""
 
-import math
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from attention import BlockMask, block_sparse_attention
+from attention import BlockMask
 from attention.forward.choose import Extents, pick
 from attention.forward.config import BlockKind, FlashFacts
 from attention.masks.element_mask import element_mask
@@ -15,8 +13,8 @@ from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
 from cute_kernels.runtime.families import compile_kernel
 
-from .mask_zoo import BATCH, HEADS, ZOO
-from .reference import poisoned
+from .attention_parts import ON_GPU, check, qkv, where_fixture  # noqa: F401 (fixtures are used by name)
+from .mask_zoo import BATCH, HEADS, lengths, masks
 
 CPU = torch.device("cpu")
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
@@ -30,57 +28,32 @@ COMPILED = {
     },
     "sm_80": {"ring": 0, "sliding tiles": 0, "scores of pairs": 0, "pages": 16, "causal documents": 48},
 }  # fmt: skip
-every_mask = pytest.mark.parametrize("name", ZOO)
+every_mask = pytest.mark.parametrize("name", masks(CPU))
 
 
-def made(name, device="cpu") -> tuple:
-    """(mask_mod, lengths)"""
-    lengths, make = ZOO[name]
-    return make(torch.device(device)), lengths
-
-
-def truth(mask_mod, lengths) -> torch.Tensor:
+def truth(name) -> torch.Tensor:
     """(B, H, Sq, Sk) bool, of the mask called with torch's integers."""
-    return create_mask(mask_mod, BATCH, HEADS, *lengths, device="cpu")
+    return create_mask(masks(CPU)[name], BATCH, HEADS, *lengths(name), device="cpu")
 
 
 @every_mask
 def test_elements(name):
-    mask_mod, lengths = made(name)
-    seen = truth(mask_mod, lengths)
+    mask_mod, seen = masks(CPU)[name], truth(name)
     assert name == "noop" or 0 < seen.sum() < seen.numel()
-    mask = BlockMask.from_mask_mod(mask_mod, lengths, batch=BATCH, heads=HEADS)
+    mask = BlockMask.from_mask_mod(mask_mod, lengths(name), batch=BATCH, heads=HEADS)
     assert torch.equal(mask.to_dense(), seen)
-    flex = create_block_mask(mask_mod, BATCH, HEADS, *lengths, device="cpu")
+    flex = create_block_mask(mask_mod, BATCH, HEADS, *lengths(name), device="cpu")
     assert torch.equal(BlockMask.from_flex(flex, check=True).to_dense(), seen)
 
 
-def check(name, device):
-    """block_sparse_attention on poisoned memory against fp64; each element within what rounding P and O may do."""
-    mask_mod, (sq, sk) = made(name, device)
-    shapes = (BATCH, HEADS, sq, 64), (BATCH, 2, sk, 64), (BATCH, 2, sk, 64)
-    q, k, v = (torch.randn(*shape).to(device, torch.bfloat16) for shape in shapes)
-    mask = BlockMask.from_mask_mod(mask_mod, (sq, sk), batch=BATCH, heads=HEADS, device=device)
-    out = poisoned(*q.shape, device=device)
-    _, lse = block_sparse_attention(q, k, v, mask, return_lse=True, out=out)
-    k, v = (t.double().repeat_interleave(2, 1) for t in (k, v))
-    scores = q.double() @ k.mT / math.sqrt(64)
-    scores = scores.masked_fill(~truth(made(name)[0], (sq, sk)).to(device), -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    error, bound = (out.double() - weights @ v).abs(), 2.0**-7 * (weights @ v.abs()) + 1e-4
-    assert (error <= bound).all(), f"{(error / bound).max():.3} times the bound"
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=4e-3, rtol=1e-4)
-
-
 @every_mask
-def test_attention_on_the_cpu(name):
-    check(name, "cpu")
-
-
-@pytest.mark.gpu
-@every_mask
-def test_attention_on_a_gpu(name, path):
-    check(name, "cuda")
+@pytest.mark.parametrize("where", [pytest.param(("cpu", None), id="reference"), *ON_GPU], indirect=True)
+def test_attention(where, name):
+    """Compared with what torch says of the mask, not with what the mask does."""
+    more = {"batch": BATCH, "heads": HEADS, "device": where}
+    mask = BlockMask.from_mask_mod(masks(torch.device(where))[name], lengths(name), **more)
+    assert torch.equal(mask.to_dense().cpu(), truth(name))
+    check(*qkv(*lengths(name), B=BATCH, H=HEADS, device=where), block_mask=mask)
 
 
 def inspected(facts: FlashFacts) -> tuple:
@@ -100,10 +73,8 @@ def inspected(facts: FlashFacts) -> tuple:
 def kernels():
     for path, names in COMPILED.items():
         for name, spilled in names.items():
-            element = element_mask(made(name)[0], CPU)[0]
-            facts = FlashFacts(
-                ARCHS[path].target, path, None, "bfloat16", 128, 128, blocks=BlockKind(128, 128, element)
-            )
+            kind = BlockKind(128, 128, element_mask(masks(CPU)[name], CPU)[0])
+            facts = FlashFacts(ARCHS[path].target, path, None, "bfloat16", 128, 128, blocks=kind)
             mark = getattr(pytest.mark, path)
             yield pytest.param(pick(facts, EXTENTS), spilled, id=f"{path} {name}", marks=mark)
 

@@ -1,4 +1,4 @@
-"""Row pairs, tiles of two block rows: their plan, when they are chosen, and products of neighbours of every kind.
+"""Row pairs, tiles of two block rows: their plan, and products of neighbours of every kind.
 
 Without a GPU the source is walked as the kernel walks it (emulate.paired); with one the kernel runs.
 """
@@ -14,17 +14,17 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.catalogue import COL, ROW
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.families import unsupported
-from sparse_collective import BsrMatrix
+from sparse_collective import BsrMatrix, bsr_matmul
 from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.row_pairs.family import ROW_PAIRS
 from sparse_collective.row_pairs.tables import pair_tables, starts_of
-from sparse_collective.row_pairs.tables_family import tables_of
 from sparse_collective.row_pairs.tables_kernel import pair_tables_on_gpu
 from sparse_collective.tile_order import reference as balance
 
 from . import cases
-from .bsr_parts import bsr, check, picked, width
+from .bsr_parts import INDEX_DTYPES, bsr, operands, parts
 from .conformance import FAMILIES
+from .products import check
 
 SPEC = ARCHS["sm_90"]
 PAIRS = ROW_PAIRS.candidates("sm_90", BlockFacts(64, 64, "int32"), SPEC)
@@ -33,11 +33,12 @@ PATTERNS = cases.PATTERNS | {
     "neighbours_share_all": lambda rows, cols: cases.bernoulli(rows // 2 + 1, cols, 0.4).repeat_interleave(2, 0)[:rows],
     "upper_rows_alone": lambda rows, cols: cases.bernoulli(rows, cols, 0.4) & (torch.arange(rows)[:, None] % 2 == 0),
 }
+EVERY_PATTERN = pytest.mark.parametrize("pattern", PATTERNS)
 
 
 @pytest.mark.sm_90
 @pytest.mark.parametrize("config", PAIRS, ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@EVERY_PATTERN
 @pytest.mark.parametrize(("rows", "block"), [(9, (64, 64)), (8, (64, 64)), (5, (64, 192)), (1, (64, 64))], ids=str)
 def test_patterns(device, monkeypatch, config, rows, block, pattern):
     """An even and an odd number of block rows, a single one; blocks of several K-tiles; with and without an order."""
@@ -45,10 +46,10 @@ def test_patterns(device, monkeypatch, config, rows, block, pattern):
     W = bsr(PATTERNS[pattern](rows, 7), block, device)
     for ordered in (True, False):
         monkeypatch.setattr(balance, "ENABLED", ordered)
-        assert check(W, width(W, 264, device)).facts.config == config
+        assert check(bsr_matmul, *operands(bsr_matmul, W, 264)).facts.config == config
 
 
-# -- the plan -------------------------------------------------------------------------------------------------
+# The plan
 
 
 def lists(plan, crow) -> list[list[list[tuple]]]:
@@ -76,14 +77,15 @@ def by_brute_force(mask, crow, col) -> list[list[list[tuple]]]:
 
 
 @given(
+    pattern=st.sampled_from((None, None, *PATTERNS)),
     rows=st.integers(1, 9),
     cols=st.integers(1, 70),
     density=st.sampled_from((0.0, 0.1, 0.5, 0.9, 1.0)),
-    index_dtype=st.sampled_from((torch.int32, torch.int64)),
+    index_dtype=st.sampled_from(INDEX_DTYPES),
     seed=st.integers(0, 99),
 )
-def test_a_plan_is_the_union_of_two_rows(rows, cols, density, index_dtype, seed):
-    mask = cases.bernoulli(rows, cols, density, seed)
+def test_a_plan_is_the_union_of_two_rows(pattern, rows, cols, density, index_dtype, seed):
+    mask = PATTERNS[pattern](rows, cols) if pattern else cases.bernoulli(rows, cols, density, seed)
     crow, col = cases.mask_to_indices(mask, index_dtype)
     plan = pair_tables(crow, col, cols)
     assert plan.ends.dtype == plan.entries.dtype == torch.int32 and plan.entries.is_contiguous()
@@ -92,60 +94,33 @@ def test_a_plan_is_the_union_of_two_rows(rows, cols, density, index_dtype, seed)
     assert starts_of(plan).tolist() == [0, *plan.ends[:, 2].cumsum(0).tolist()]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_plans_of_patterns(pattern):
-    for rows in (6, 7):
-        mask = PATTERNS[pattern](rows, 40)
-        crow, col = cases.mask_to_indices(mask)
-        assert lists(pair_tables(crow, col, 40), crow) == by_brute_force(mask, crow, col)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 128), (33, 1100), (2, 40_000)], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@EVERY_PATTERN
 def test_the_kernel_plans_as_torch_does(pattern, shape, index_dtype):
     crow, col = (t.cuda() for t in cases.mask_to_indices(PATTERNS[pattern](*shape), index_dtype))
     ours, by_torch = (plan(crow, col, shape[1]) for plan in (pair_tables_on_gpu, pair_tables))
     assert torch.equal(ours.ends, by_torch.ends)
-    crow = crow.cpu()
-    assert lists(ours, crow) == lists(by_torch, crow)
+    assert lists(ours, crow.cpu()) == lists(by_torch, crow.cpu())
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@EVERY_PATTERN
 def test_a_check_tells_which_share_of_the_columns_a_pair_needs(pattern):
     mask = PATTERNS[pattern](9, 20)
-    W = bsr(mask, (64, 64), "cpu")
-    assert W.stats.paired is None, "not known yet"
+    W = bsr(mask, (64, 64))
     before = W.key
+    assert W.stats.paired is None, "not known yet"
     W.check_indices()
     unions = [rows.any(0) for rows in mask.split(2)]
     assert W.stats.paired == round(sum(int(u.sum()) for u in unions) / (len(unions) * 20), 3)
     assert W.key != before and W.to(torch.float16).stats == W.stats
-    other = BsrMatrix(W.crow_indices, W.col_indices, W.values, W.shape)
+    other = BsrMatrix(**parts(W))
     other.recall()
     assert other.stats == W.stats and other.key == W.key
-    W = bsr(mask, (128, 64), "cpu")
+    W = bsr(mask, (128, 64))
     W.check_indices()
     assert W.stats.paired is None
-
-
-def test_rows_that_share_columns_are_paired():
-    """At 8192 cubed and 12.5 %: 64x64 blocks of a band are; at random a block row a tile does as well or better."""
-
-    def pick(paired):
-        return picked((64, 64), (8192, 8192, 8192), 0.125, paired=paired)
-
-    assert pick(0.133).config == PAIRS[0]
-    assert pick(None).family == pick(0.234).family == "bsr"
-
-
-def test_a_plan_is_kept_until_the_indices_change():
-    W = bsr(cases.bernoulli(6, 20, 0.3), (64, 64), "cpu")
-    first = tables_of(W)
-    assert tables_of(W) is first
-    W.col_indices.copy_(W.col_indices.clone())
-    assert tables_of(W) is not first
 
 
 def test_what_the_predicate_refuses():
@@ -166,5 +141,4 @@ def test_what_the_predicate_refuses():
     one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))
     assert reason(wide, **one) == "" and "one pattern" in reason(wide, **several)
     assert "one pattern" in reason(narrow, **one, run=256)
-    older = replace(wide, cluster_n=1, teams=1, tile_n=128)
-    assert "sm_90 path only" in reason(older, path="sm_80")
+    assert "sm_90 path only" in reason(replace(wide, cluster_n=1, teams=1, tile_n=128), path="sm_80")

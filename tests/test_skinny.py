@@ -1,4 +1,4 @@
-"""Skinny products, of 16 columns or fewer: which K-tiles lanes load, where MMAs find them, and when they are chosen.
+"""Skinny products, of 16 columns or fewer: which K-tiles lanes load, where MMAs find them, and the ops with them.
 
 Without a GPU the walk over a row and the placing of registers are played on the host.
 """
@@ -11,9 +11,8 @@ import torch
 
 from cute_kernels import explain
 from cute_kernels.arch import ARCHS
-from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import unsupported
-from sparse_collective import bsr_linear
+from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective import eager as sparse_ops
 from sparse_collective.catalogue import bsr as bsr_facts
 from sparse_collective.catalogue import linear as linear_facts
@@ -22,20 +21,16 @@ from sparse_collective.skinny.config import SkinnyConfig
 from sparse_collective.skinny.family import SKINNY
 from sparse_collective.skinny.kernel import LANES_K, SkinnyKernel, a_register, b_register
 
-from .bsr_parts import LINEAR, bsr, check, multiply, picked, width
+from .bsr_parts import BOTH_OPS, bsr, operands, picked
 from .cases import PATTERNS
+from .conformance import FAMILIES
+from .products import check
 from .reference import normal
 
 BLOCKS = [(16, 16), (32, 64), (64, 64), (128, 128), (512, 112), (48, 16), (256, 64), (32, 32), (16, 144), (64, 256)]
 CONFIGS = [SkinnyConfig(*shape) for shape in ((16, 8, 2, 8), (16, 16, 2, 8), (32, 16, 2, 8), (16, 8, 4, 8))]
 CONFIGS += [SkinnyConfig(16, 8, 1, 4), SkinnyConfig(32, 8, 3, 16)]
-
-
-def facts_of(config, block, path="sm_90"):
-    return linear_facts(ARCHS["sm_90"], path, config, block)
-
-
-# -- on the host ------------------------------------------------------------------------------------------------
+SPEC = ARCHS["sm_90"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,7 @@ def facts_of(config, block, path="sm_90"):
 )
 def test_every_k_tile_is_loaded_once_and_none_past_the_row(block, config):
     """Warps, pieces and lanes of a row walk it as multiply() does; what `valid` refuses is a repetition."""
-    kernel, steps = SkinnyKernel(facts_of(config, block)), block[1] // 8
+    kernel, steps = SkinnyKernel(linear_facts(SPEC, "sm_90", config, block)), block[1] // 8
     for blocks in range(1, 40):
         columns = [1000 + 3 * p for p in range(7 + blocks)]
         row = BsrKTiles(columns, blocks * steps, 7, 7, 0, 0, 0, steps)
@@ -55,11 +50,7 @@ def test_every_k_tile_is_loaded_once_and_none_past_the_row(block, config):
                 for t in range(LANES_K):
                     for s in range(0, config.stages, kernel.span):
                         i = kernel.number(piece, 0 if kernel.uniform else t, s)
-                        if kernel.whole:
-                            number = i
-                        else:
-                            number = min(i, row.count - 1)
-                        (_, k, p), (_, column) = plain(row, number)
+                        (_, k, p), (_, column) = plain(row, i if kernel.whole else min(i, row.count - 1))
                         assert columns[p] == column and 7 <= p < 7 + blocks
                         if kernel.valid(row, i) is not False:
                             k += t if kernel.uniform else 0
@@ -114,66 +105,50 @@ def test_it_is_chosen_for_few_columns(n, block, path):
 
 
 def test_what_the_predicate_refuses():
-    config, spec = CONFIGS[0], ARCHS["sm_90"]
+    def reason(path="sm_90", arch="sm_90", block=(32, 32), more=None, **changes):
+        return unsupported(bsr_facts(ARCHS[arch], path, replace(CONFIGS[0], **changes), block, **more or {}))
+
     strides = {"aligns": (8, 1, 1), "majors": ("k", "any", "any")}
     for path, arch in (("sm_90", "sm_90"), ("sm_80", "sm_90"), ("sm_80", "sm_86")):
-        assert unsupported(bsr_facts(ARCHS[arch], path, config, (16, 16))) == ""
-        refused = unsupported(bsr_facts(ARCHS[arch], path, config, (16, 16), **strides))
-        assert ("TMA" in refused) if path == "sm_90" else refused == ""
-    for changed, why in (
-        ({"tile_m": 64}, "16 or 32 rows"), ({"tile_n": 32}, "8 or 16 columns"), ({"stages": 30}, "registers"),
-        ({"warps": 64}, "at most 32"),
-    ):  # fmt: skip
-        assert why in unsupported(bsr_facts(spec, "sm_90", replace(config, **changed), (32, 32)))
-    assert "one block" in unsupported(bsr_facts(spec, "sm_90", replace(config, tile_m=32), (48, 16)))
-    assert "order" in unsupported(bsr_facts(spec, "sm_90", config, (16, 16), ordered=True))
-    assert "TMA" in unsupported(bsr_facts(ARCHS["sm_80"], "sm_90", config, (16, 16)))
+        assert reason(path, arch) == ""
+        assert (
+            ("TMA" in reason(path, arch, more=strides)) == bool(reason(path, arch, more=strides)) == (path == "sm_90")
+        )
+    assert "16 or 32 rows" in reason(tile_m=64) and "8 or 16 columns" in reason(tile_n=32)
+    assert "registers" in reason(stages=30) and "at most 32" in reason(warps=64)
+    assert "one block" in reason(tile_m=32, block=(48, 16))
+    assert "order" in reason(more={"ordered": True}) and "TMA" in reason(arch="sm_80")
 
 
-# -- the ops ----------------------------------------------------------------------------------------------------
+# The ops
 
 
-@LINEAR
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 15, 16])
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_few_columns_take_this_kernel(device, path, block, n, linear):
-    """On either path, where nothing forces it. A row-major b of odd width is no operand of the sm_90 path."""
-    W = bsr("bernoulli", block, device, grid=(3, 11), inside_nan=True)
-    b = width(W, n, device, linear)
-    if not linear and path == "sm_90" and n != 1 and n % 8:
-        b = width(W, n, device, True).t()
-    facts = check(W, b, linear=linear).facts
-    assert facts.family == "skinny" and (facts.path, facts.block.bm, facts.block.bk) == (path, *block)
-
-
-@LINEAR
+@BOTH_OPS
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("block", [(16, 16), (64, 64), (48, 112), (128, 128)], ids=str)
-def test_patterns(device, path, block, pattern, linear):
+def test_patterns(device, path, block, pattern, op):
     """Empty rows, rows of one piece, and of more than the warps take at once."""
-    W = bsr(pattern, block, device, grid=(9, 33))
-    b = width(W, 5, device, True)
-    assert check(W, b if linear else b.t(), linear=linear).facts.family == "skinny"
+    facts = check(op, *operands(op, bsr(pattern, block, device, grid=(9, 33)), 5, k_major=True)).facts
+    assert facts.family == "skinny" and (facts.path, facts.block.bm, facts.block.bk) == (path, *block)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_configurations_that_are_no_candidates(monkeypatch, path, config):
+    FAMILIES[f"skinny {path}"].force(monkeypatch)
     monkeypatch.setattr(SKINNY, "candidates", lambda path, block, spec: [config])
-    monkeypatch.setattr(sparse_ops, "_PLANS", PlanCache())
-    monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
     for block in BLOCKS:
         if block[0] % config.tile_m == 0:
             W = bsr("power_law", block, "cuda", grid=(9, 41))
-            for n, linear in ((1, False), (8, True), (16, False), (37, True)):
-                check(W, width(W, n, "cuda", linear), linear=linear)
+            for op, n in ((bsr_matmul, 1), (bsr_linear, 8), (bsr_matmul, 16), (bsr_linear, 37)):
+                check(op, *operands(op, W, n))
 
 
 @pytest.mark.gpu
 def test_many_strips(path):
     W = bsr("power_law", (64, 64), "cuda", grid=(128, 96))
     for n in (1, 8, 16):
-        assert check(W, width(W, n, "cuda", True), linear=True).facts.family == "skinny"
+        assert check(bsr_linear, *operands(bsr_linear, W, n)).facts.family == "skinny"
 
 
 @pytest.mark.parametrize("n", [1, 7, 16])
@@ -182,30 +157,29 @@ def test_operands_of_any_strides(device, n):
     W = bsr("bernoulli", (64, 64), device)
     k = W.shape[1]
     for b in (normal(k, n + 3, device=device)[:, 1 : 1 + n], normal(k, 2 * n, device=device)[:, ::2]):
-        assert check(W, b).facts.family == "skinny"
+        assert check(bsr_matmul, W, b).facts.family == "skinny"
     for x in (
         normal(n, k + 5, device=device)[:, 5:], normal(n, k + 3, device=device)[:, :k],
         normal(n, 2 * k, device=device)[:, ::2], normal(k, n, device=device).t(),
         normal(n, device=device)[:, None].expand(n, k), normal(2, 5, k, device=device), normal(k, device=device),
     ):  # fmt: skip
-        assert check(W, x, linear=True).facts.family == "skinny"
+        assert check(bsr_linear, x, W).facts.family == "skinny"
 
 
-@LINEAR
-def test_an_infinity_in_the_last_block_stays_one(device, path, linear):
+@BOTH_OPS
+def test_an_infinity_in_the_last_block_stays_one(device, path, op):
     """Lanes past the end of a row multiply nothing: an infinity times their zeros would be NaN."""
     W = bsr("all_blocks", (16, 48), device, grid=(2, 3))
     W.values.abs_()
-    b = width(W, 3, device, True).abs_()
-    b[:, W.shape[1] - 8 :] = math.inf
-    out = multiply(W, b if linear else b.t(), linear)
-    assert (out == math.inf).all()
+    args = operands(op, W, 3, k_major=True)
+    x = args[0] if op is bsr_linear else args[1].t()
+    x.abs_()[:, W.shape[1] - 8 :] = math.inf
+    assert (op(*args) == math.inf).all()
 
 
 def test_uneven_rows_need_no_order_and_are_planned_once(emulated):
     """No table is made of the pattern, and the second call finds the plan of the first."""
-    W = bsr("power_law", (64, 64), "cpu", grid=(40, 24))
-    x = width(W, 4, "cpu", True)
+    x, W = operands(bsr_linear, bsr("power_law", (64, 64), grid=(40, 24)), 4)
     first = bsr_linear(x, W)
     assert not W.even and torch.equal(bsr_linear(x, W), first)
     (plan,) = sparse_ops._PLANS.plans.values()
@@ -213,6 +187,5 @@ def test_uneven_rows_need_no_order_and_are_planned_once(emulated):
 
 
 def test_explain_says_which_kernel_it_is(emulated, path):
-    W = bsr("bernoulli", (64, 64), "cpu")
-    text = str(explain(bsr_linear, width(W, 3, "cpu", True), W))
+    text = str(explain(bsr_linear, *operands(bsr_linear, bsr("bernoulli", (64, 64)), 3)))
     assert "skinny" in text and "element by element" not in text

@@ -1,4 +1,4 @@
-"""Small blocks: the plan of their kernel, when it is chosen, and products of patterns that fill it in every way.
+"""Small blocks: the plan of their kernel, and products of patterns that fill it in every way.
 
 Without a GPU the plan is walked as the kernel walks it (emulate.swept); with one the kernel runs.
 """
@@ -13,7 +13,8 @@ from cute_kernels.matmul import candidates
 from cute_kernels.matmul.catalogue import COL
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.families import unsupported
-from sparse_collective import catalogue
+from sparse_collective import bsr_matmul, catalogue
+from sparse_collective.row_pairs.tables_family import tables_of as pair_tables_of
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
 from sparse_collective.small_blocks.tables import block_tables, table_shapes
 from sparse_collective.small_blocks.tables_family import tables_of
@@ -21,8 +22,9 @@ from sparse_collective.small_blocks.tables_kernel import block_tables_on_gpu
 from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from . import cases
-from .bsr_parts import bsr, check, picked, width
+from .bsr_parts import bsr, operands
 from .conformance import FAMILIES
+from .products import check
 
 BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
 BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
@@ -38,10 +40,10 @@ def test_patterns(device, monkeypatch, config, pattern, block):
     """Groups and chunks of every filling, with a last group and a last chunk that are not full, and rings that wrap."""
     FAMILIES["small blocks sm_90"].force(monkeypatch, config)
     W = bsr(pattern, block, device, grid=(800 // block[0] + 1, 700 // block[1] + 2))
-    assert check(W, width(W, 264, device)).facts.config == config
+    assert check(bsr_matmul, *operands(bsr_matmul, W, 264)).facts.config == config
 
 
-# -- the plan -------------------------------------------------------------------------------------------------
+# The plan
 
 
 @given(
@@ -105,34 +107,22 @@ def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
-    W = bsr(mask, block, "cpu")
-    assert W.stats.listed is None, "not known yet"
+    W = bsr(mask, block)
     before = W.key
+    assert W.stats.listed is None, "not known yet"
     W.check_indices()
     groups = [part.any(0) for part in mask.split(max(1, 192 // block[0]))]
     assert W.stats.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
     assert W.key != before and W.to(torch.float16).stats == W.stats
 
 
-def test_rows_that_share_columns_take_this_kernel():
-    """At 8192 cubed and 12.5 %: 64x64 blocks at random are not, as a band they are; 16x16 blocks always."""
-
-    def pick(block, listed, **layout):
-        return picked((block, block), (8192, 8192, 8192), 0.125, listed=listed, **layout)
-
-    assert pick(64, None).family != "small blocks" != pick(64, 0.33).family
-    for side, listed, field, value in ((64, 0.15, "chunks", 4), (16, None, "stages", 5), (16, None, "cluster", 1)):
-        facts = pick(side, listed)
-        assert facts.family == "small blocks" and getattr(facts.config, field) == value
-    assert pick(16, None, b_k_major=True).config.cluster == 2, "slices are wider then"
-
-
-def test_a_plan_is_kept_until_the_indices_change():
-    W = bsr(cases.bernoulli(30, 20, 0.3), (16, 16), "cpu")
-    first = tables_of(W, 2, False)
-    assert tables_of(W, 2, False) is first and tables_of(W, 1, False) is not first
+@pytest.mark.parametrize("plan", [lambda W: tables_of(W, 2, False), pair_tables_of], ids=["small blocks", "row pairs"])
+def test_a_plan_is_kept_until_the_indices_change(plan):
+    W = bsr(cases.bernoulli(30, 20, 0.3), (64, 64))
+    first = plan(W)
+    assert plan(W) is first and tables_of(W, 1, False) is not first
     W.col_indices.copy_(W.col_indices.clone())
-    assert tables_of(W, 2, False) is not first
+    assert plan(W) is not first
 
 
 @pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])
@@ -164,9 +154,8 @@ def test_what_the_predicate_refuses():
 
 
 def test_tiles_with_slabs_beyond_the_block_are_refused():
-    """Rows 64 and up of a tile would be stored over those of the block: the tuner found that results are wrong."""
+    """Rows 64 and up of a tile would be stored over those of the block."""
     spec = ARCHS["sm_90"]
     tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)
-    assert "slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, (64, 64)))
-    assert "slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, (128, 64)))
+    assert all("slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, block)) for block in ((64, 64), (128, 64)))
     assert unsupported(catalogue.bsr(spec, "sm_90", tall, (144, 64))) == ""

@@ -1,6 +1,5 @@
 """K split among the CTAs of a cluster: which K-tiles each takes, and the exchange of their sums, played on the host."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -16,16 +15,13 @@ from cute_kernels.runtime.families import unsupported
 from sparse_collective.family import in_step
 from sparse_collective.k_tiles import BsrSource
 
-from .bsr_parts import picked
 from .conformance import FAMILIES
-from .mbarrier import Barrier
+from .emulate import numbers
+from .mbarrier import Barrier, play
 from .reference import normal
-from .test_k_tiles import numbers
 
 BF16 = torch.bfloat16
 HIGH, LOW = candidates.split_sm90(64, ARCHS["sm_90"])
-
-# Which K-tiles
 
 
 @pytest.mark.parametrize("split", [2, 4])
@@ -35,11 +31,11 @@ def test_every_k_tile_is_summed_once(split, period):
     for periods in range(3 * split + 2):
         whole = DenseSource(periods * period, 1).for_tile(5, 0, None)
         shares = [split_k_tiles(whole, rank, split, period) for rank in range(split)]
-        found = [share.at(i) for share in shares for i in range(share.count)]
-        assert found == [whole.at(i) for i in range(whole.count)]
+        assert [share.at(i) for share in shares for i in range(share.count)] == [
+            whole.at(i) for i in range(whole.count)
+        ]
         counts = [share.count for share in shares]
-        assert all(count % period == 0 for count in counts)
-        assert max(counts) - min(counts) <= period
+        assert all(count % period == 0 for count in counts) and max(counts) - min(counts) <= period
         assert all(share.out(3) == whole.out(3) for share in shares)
 
 
@@ -51,8 +47,7 @@ def test_blocks_whose_width_is_no_multiple_of_a_k_tile():
         whole = replace(whole, count=2 * blocks, begin=0, first=0, row=row, rest_m=0)
         shares = [split_k_tiles(whole, rank, 4, 2) for rank in range(4)]
         assert sum(share.count for share in shares) == 2 * blocks
-        for share in shares:
-            assert share.count == 0 or numbers(share.at(0).a)[1] == 0
+        assert all(share.count == 0 or numbers(share.at(0).a)[1] == 0 for share in shares)
 
 
 # The exchange, played on the host
@@ -82,13 +77,11 @@ def warpgroup(ctas, rank, w, tiles, flights, sums):
     for tile in range(tiles):
         cta.arrived[w].arrive(announced=split - 1)
         yield
-        while not cta.free[w].done(phase ^ 1):
-            yield
+        yield from cta.free[w].wait(phase ^ 1)
         for i in range(1, split):
             flights.append((ctas[rank ^ i], w, i - 1, (tile, rank, rank ^ i)))
             yield
-        while not cta.arrived[w].done(phase):
-            yield
+        yield from cta.arrived[w].wait(phase)
         parts = [(tile, r, rank) if r == rank else cta.slots[w][max(rank ^ r, 1) - 1] for r in range(split)]
         yield
         sums.append((rank, w, parts))
@@ -99,54 +92,33 @@ def warpgroup(ctas, rank, w, tiles, flights, sums):
                     other.free[w].arrive()
             yield
         phase ^= 1
-    while not cta.free[w].done(phase ^ 1):
-        yield
+    yield from cta.free[w].wait(phase ^ 1)
     cta.running -= 1
+
+
+def land(cta, w, slot, part):
+    assert cta.running, "a store into a CTA that has ended"
+    cta.slots[w][slot] = part
+    cta.arrived[w].receive(1)
 
 
 @pytest.mark.parametrize("split", [2, 4])
 @pytest.mark.parametrize("tiles", [0, 1, 2, 5])
 def test_the_exchange(split, tiles):
     """Whoever hurries: every part arrives once, is added in the order of ranks, and meets a CTA that still runs."""
+    places = [(rank, w) for rank in range(split) for w in range(2)]
     for seed in range(40):
-        draw, flights, sums, groups = random.Random(seed), [], [], 2
-        ctas = [Cta(split, groups) for _ in range(split)]
-        roles = [warpgroup(ctas, rank, w, tiles, flights, sums) for rank in range(split) for w in range(groups)]
-        pace = [draw.choice((1, 1, 10)) for _ in roles]
-        for _ in range(20_000):
-            if not roles and not flights:
-                break
-            if flights and draw.random() < 0.3:  # stores to other CTAs keep no order
-                cta, w, slot, part = flights.pop(draw.randrange(len(flights)))
-                assert cta.running, "a store into a CTA that has ended"
-                cta.slots[w][slot] = part
-                cta.arrived[w].receive(1)
-            elif roles:
-                at = draw.choices(range(len(roles)), pace)[0]
-                try:
-                    next(roles[at])
-                except StopIteration:
-                    roles.pop(at)
-                    pace.pop(at)
-        assert not roles and not flights, f"hung with {len(roles)} roles waiting"
-        expected = [
-            (rank, w, [(tile, r, rank) for r in range(split)])
-            for rank in range(split)
-            for w in range(groups)
-            for tile in range(tiles)
+        flights, sums, ctas = [], [], [Cta(split, 2) for _ in range(split)]
+        play([warpgroup(ctas, *place, tiles, flights, sums) for place in places], flights, land, seed)
+        assert sorted(sums) == [
+            (rank, w, [(tile, r, rank) for r in range(split)]) for rank, w in places for tile in range(tiles)
         ]
-        assert sorted(sums) == expected
-
-
-# What is refused
 
 
 def test_what_is_refused():
     def reason(**changes):
-        config = GemmConfig(
-            **{"tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 3, "warps_m": 2, "warps_n": 1} | changes
-        )
-        return unsupported(GemmFacts("sm_90a", "sm_90", config))
+        config = {"tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 3, "warps_m": 2, "warps_n": 1} | changes
+        return unsupported(GemmFacts("sm_90a", "sm_90", GemmConfig(**config)))
 
     assert reason(split=2) == reason(split=4, store_row=64) == ""
     assert "1, 2 or 4" in reason(split=3)
@@ -154,8 +126,7 @@ def test_what_is_refused():
     for changes in ({"cluster_m": 2}, {"cluster_n": 2}, {"warps_m": 1, "teams": 2}):
         assert "cooperative" in reason(split=2, **changes)
     assert "bytes of shared memory" in reason(split=2, stages=7)
-    facts = GemmFacts("sm_80", "sm_80", GemmConfig(64, 64, 32, 4, 2, 2, split=2))
-    assert "sm_90" in unsupported(facts)
+    assert "sm_90" in unsupported(GemmFacts("sm_80", "sm_80", GemmConfig(64, 64, 32, 4, 2, 2, split=2)))
     narrow = GemmConfig(128, 64, 64, 4, 2, 1, store_row=32, split=4)
     assert "16 elements" in unsupported(GemmFacts("sm_90a", "sm_90", narrow, out_dtype="float32", aligns=(8, 8, 4)))
 
@@ -163,43 +134,19 @@ def test_what_is_refused():
 def test_clusters_that_run_at_once():
     """Clusters of four leave SMs idle, and the grid does not wait for them."""
     config = next(c for c in HIGH if c.split == 4)
-    assert cost.resident_clusters(config, 132) == 30
-    assert cost.resident_clusters(HIGH[0], 132) == 66
-    assert cost.all_ctas(config, 132) == 120
-    assert in_step(config, 64, 8, 132) % 4 == 0
-
-
-# On a GPU
-
-
-@pytest.fixture(params=[*HIGH, *LOW], ids=str)
-def forced(request, monkeypatch):
-    FAMILIES["dense split K sm_90"].force(monkeypatch, request.param)
-    return request.param
+    assert cost.resident_clusters(config, 132) == 30 and cost.resident_clusters(HIGH[0], 132) == 66
+    assert cost.all_ctas(config, 132) == 120 and in_step(config, 64, 8, 132) % 4 == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.sm_90
-def test_a_column_is_the_same_wherever_it_lies(forced):
-    """All CTAs add in the order of K, so which of them adds makes no difference."""
+@pytest.mark.parametrize("config", [*HIGH, *LOW], ids=str)
+def test_a_column_is_the_same_wherever_it_lies(monkeypatch, config):
+    """All CTAs add in the order of K, so which of them adds makes no difference. One tile of exact numbers first."""
+    FAMILIES["dense split K sm_90"].force(monkeypatch, config)
+    a, b = torch.ones(64, 256, dtype=BF16, device="cuda"), torch.ones(256, 64, dtype=BF16, device="cuda")
+    assert explain(gemm, a, b).facts.config == config
+    assert (gemm(a, b) == 256).all()
     a, b = normal(200, 1000, device="cuda"), normal(1000, 328, device="cuda", k=1000)
     places = torch.randperm(328, device="cuda")
     assert torch.equal(gemm(a, b[:, places].contiguous()), gemm(a, b)[:, places])
-
-
-@pytest.mark.gpu
-@pytest.mark.sm_90
-def test_one_tile_of_exact_numbers(forced):
-    """What to run first."""
-    a, b = torch.ones(64, 256, dtype=BF16, device="cuda"), torch.ones(256, 64, dtype=BF16, device="cuda")
-    assert explain(gemm, a, b).facts.config == forced
-    assert (gemm(a, b) == 256).all()
-
-
-def test_a_long_row_is_split():
-    """Few columns, and one row with all blocks where the others have one in 16: that row's CTA would be the last."""
-
-    def pick(longest):
-        return picked((128, 128), (8192, 128, 8192), 1 / 16, longest=longest)
-
-    assert pick(1.0).config.split > 1 and pick(None).config.split == pick(0.1).config.split == 1

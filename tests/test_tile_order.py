@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.scheduler import TileScheduler
+from sparse_collective import bsr_matmul
 from sparse_collective.tile_order import kernel as order_kernel
 from sparse_collective.tile_order.family import order_of
 from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, fits, work_order_on_gpu
 from sparse_collective.tile_order.reference import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
 
 from . import cases
-from .bsr_parts import LINEAR, bsr, check, width
+from .bsr_parts import BOTH_OPS, INDEX_DTYPES, bsr, operands
+from .products import check
 
 
 def crow_of(lengths):
@@ -41,24 +43,18 @@ def test_every_tile_comes_once(lengths, row_tiles, tiles_n, batch, group, worker
     """And a worker that has no tile in a round has none after it."""
     tiles = {"row_tiles": row_tiles, "tiles_n": tiles_n, "batch": batch, "group": group}
     order = work_order(crow_of(lengths), steps=2, workers=workers, **tiles)
-    count = len(lengths) * row_tiles * tiles_n * batch
-    assert order.dtype == torch.int32 and order.shape[1] == 2
     tiles_m = len(lengths) * row_tiles
-    found = [m + n * tiles_m for m, n in order.tolist() if m >= 0]
-    assert sorted(found) == list(range(count))
+    count = tiles_m * tiles_n * batch
+    assert order.dtype == torch.int32 and order.shape[1] == 2
+    assert sorted(m + n * tiles_m for m, n in order.tolist() if m >= 0) == list(range(count))
     if workers is None:
         assert len(order) == count
         return
-    assert len(order) == -(-count // workers) * workers
-    assert bool((order[:-workers] >= 0).all())
+    assert len(order) == -(-count // workers) * workers and bool((order[:-workers] >= 0).all())
     for first in range(min(workers, 3)):
-        mine = order[first::workers, 0]
-        end = TileScheduler.end.__wrapped__(scheduler(order, tiles_m, tiles_n, batch), first, workers)
-        assert len(range(first, end, workers)) == int((mine >= 0).sum())
-
-
-def scheduler(order, tiles_m, tiles_n, batch):
-    return TileScheduler(tiles_m, tiles_n, batch, 1, order.numpy())
+        scheduler = TileScheduler(tiles_m, tiles_n, batch, 1, order.numpy())
+        end = TileScheduler.end.__wrapped__(scheduler, first, workers)
+        assert len(range(first, end, workers)) == int((order[first::workers, 0] >= 0).sum())
 
 
 @pytest.mark.parametrize("workers", [66, 132])
@@ -90,25 +86,27 @@ def test_panels_stay_together():
     ]
 
 
-@LINEAR
+@BOTH_OPS
 @pytest.mark.parametrize("pattern", ["power_law", "empty_rows", "one_full_row", "no_blocks", "bernoulli"])
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (256, 64), (48, 112)], ids=str)
-def test_products(device, path, pattern, block, linear):
+def test_products(device, path, pattern, block, op):
+    """More work tiles than multiprocessors."""
     W = bsr(pattern, block, device, grid=(1024 // block[0] + 1, 512 // block[1] + 1))
-    check(W, width(W, 1000, device, linear), linear=linear)
+    check(op, *operands(op, W, 1000))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["power_law", "one_full_row", "empty_rows"])
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
-def test_many_rounds(path, block):
+def test_many_rounds(path, block, pattern):
     """Every worker does several tiles, of lengths from none to all."""
-    W = bsr("power_law", block, "cuda", grid=(2560 // block[0], 1024 // block[1]))
-    check(W, width(W, 8000, "cuda"))
+    W = bsr(pattern, block, "cuda", grid=(2560 // block[0], 1024 // block[1]))
+    check(bsr_matmul, *operands(bsr_matmul, W, 8000))
 
 
 @pytest.mark.parametrize(("mask", "even"), [(cases.uniform(8, 9, 3), True), (cases.power_law(8, 9), False)])
 def test_a_check_tells_whether_rows_are_even(mask, even):
-    W = bsr(mask, (16, 16), "cpu")
+    W = bsr(mask, (16, 16))
     assert not W.even, "not known yet"
     W.check_indices()
     assert W.even is even
@@ -127,9 +125,9 @@ def test_the_kernels_steps_give_the_same_table(lengths, **tiles):
 @pytest.mark.parametrize("rows", [1, 64, 300])
 def test_the_kernels_steps_of_larger_problems(rows, workers):
     """Several rounds a deal, and so cards dealt to and fro; panels and classes that end inside a deal."""
-    lengths = torch.randint(0, 40, (rows,)) // torch.randint(1, 20, (rows,))
+    crow = crow_of(torch.randint(0, 40, (rows,)) // torch.randint(1, 20, (rows,)))
     tiles = {"row_tiles": 2, "steps": 2, "tiles_n": 43, "batch": 2, "group": 8, "workers": workers}
-    assert torch.equal(emulated_order(crow_of(lengths), **tiles), work_order(crow_of(lengths), **tiles))
+    assert torch.equal(emulated_order(crow, **tiles), work_order(crow, **tiles))
 
 
 def emulated_order(crow, *, row_tiles, steps, tiles_n, batch, group, workers):
@@ -189,21 +187,15 @@ def deal_cards(cards):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("workers", [None, 1, 7, 66, 132, order_kernel.MOST_WORKERS])
 @pytest.mark.parametrize(
     ("rows", "row_tiles", "tiles_n", "batch", "group"),
     [
-        (1, 1, 1, 1, 1),
-        (1, 2, 3, 2, 8),
-        (64, 1, 43, 1, 8),
-        (63, 2, 9, 3, 4),
-        (512, 1, 32, 1, 4),
-        (1025, 1, 5, 2, 2),
-        (4096, 1, 16, 1, 3),
-        (order_kernel.MOST_ROWS, 1, 2, 1, 1),
+        (1, 1, 1, 1, 1), (1, 2, 3, 2, 8), (64, 1, 43, 1, 8), (63, 2, 9, 3, 4), (512, 1, 32, 1, 4), (1025, 1, 5, 2, 2),
+        (4096, 1, 16, 1, 3), (order_kernel.MOST_ROWS, 1, 2, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group, workers, index_dtype):
     tiles = {"row_tiles": row_tiles, "steps": 2, "tiles_n": tiles_n, "batch": batch, "group": group, "workers": workers}
     long = torch.randint(0, 300, (rows,)) // torch.randint(1, 30, (rows,))

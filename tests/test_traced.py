@@ -100,7 +100,7 @@ def test_other_forms(function):
     assert not differences(x, x, evaluate(program(function, "float32"), [x]), function(x), 1)
 
 
-# ---------------------------------------------------------------------- 16-bit floats, numbers, captured scalars
+# 16-bit floats, numbers, captured scalars
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -167,7 +167,7 @@ def test_float64_in_the_place_of_float32():
     torch.testing.assert_close(evaluate(found, [x]), nnf.softplus(x) * x.exp() + 0.5, atol=1e-14, rtol=1e-14)
 
 
-# ---------------------------------------------------------------------- ways to write a function
+# Ways to write a function
 
 relu = "a global of the name of a function"
 
@@ -202,7 +202,7 @@ def test_a_number_as_the_result():
         program(lambda x: torch.tensor(2.0), "float32")
 
 
-# ---------------------------------------------------------------------- captured tensors
+# Captured tensors
 
 
 def test_elements_of_captured_tensors():
@@ -216,21 +216,13 @@ def test_elements_of_captured_tensors():
     assert torch.equal(evaluate(found.program, [i, j], found.tensors), expected)
 
 
-def test_an_index_out_of_range():
-    table = torch.arange(4)
-    found = trace(lambda i: table[i + 1], "f", ("int32",), (), CPU)
-    with pytest.raises(IndexError):
-        evaluate(found.program, [torch.arange(4, dtype=torch.int32)], found.tensors)
-
-
 def test_what_is_computed_of_captured_tensors_alone():
     lengths = torch.tensor([3, 4, 5])
     found = trace(lambda i: lengths.cumsum(0)[i] > torch.arange(3, device=i.device)[i], "f", ("int32",), (), CPU)
     assert [t.tolist() for t in found.tensors] == [[3, 7, 12], [0, 1, 2]]
     assert [t is lengths for t in found.read] == [True]
-
-
-# ---------------------------------------------------------------------- any expression
+    with pytest.raises(IndexError):
+        evaluate(found.program, [torch.arange(4, dtype=torch.int32)], found.tensors)
 
 
 @given(traced_trees.trees())

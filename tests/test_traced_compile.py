@@ -27,22 +27,39 @@ IEEE = {"const", "load", "cast", "add", "sub", "mul", "div", "neg", "abs", "wher
 UNITS = {"float32": 8, "bfloat16": 2, "float16": 2}
 FORMULAS = {"sigmoid": (64, 1e-30), "silu": (64, 1e-30), "gelu": (2, 2e-6), "tanh gelu": (64, 2e-6)}
 TINY = {"float32": 1.2e-38, "bfloat16": 1.2e-38, "float16": 6.2e-5}  # below are denormals
+FEW_LISTS = {"deadline": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+INTEGER_TREES = st.lists(traced_trees.trees(("int", "bool")), min_size=4, max_size=8)
 
 
-def functions_of(dtype: str, *tables, device="cpu") -> dict:
-    """Cases as functions of a position in their pairs of values."""
+def on_gpu(traces, count: int) -> list:
+    major, minor = torch.cuda.get_device_capability()
+    views, outs = arguments(traces, count)
+    build = functools.partial(compiled, traces, f"sm_{major}{minor}{'a' if major == 9 else ''}")
+    load_bytes(build_object(build, "elementwise")[0], "elementwise")(views, outs)
+    return results(traces, outs)
+
+
+def programs(dtype: str, *tables, device="cpu") -> dict:
+    """Cases, by name, as traces of functions of a position in their pairs of values."""
     x, y = (t.to(device) for t in pairs(dtype, dtype))
 
     def at(function):
         return lambda i: of_pairs(function, x[i], y[i])
 
-    return {name: at(function) for table in tables for name, (function, dtypes) in table.items() if dtype in dtypes}
+    functions = {name: at(f) for table in tables for name, (f, dtypes) in table.items() if dtype in dtypes}
+    return dict(zip(functions, programs_of(functions.values(), device), strict=True))
 
 
-def evaluated(found, count: int) -> torch.Tensor:
-    device = found.tensors[0].device if found.tensors else "cpu"
-    positions = torch.arange(count, dtype=torch.int32, device=device)
-    return evaluate(found.program, [positions], found.tensors).expand(count)
+def check(dtype: str, traces: dict, run, allowed) -> None:
+    """What `run` computes of them errs by no more than `allowed(name)`: units in the last place, and a tiny number."""
+    x, y = pairs(dtype, dtype)
+    wrong = {}
+    for (name, found), got in zip(traces.items(), run(list(traces.values()), len(x)), strict=True):
+        positions = torch.arange(len(x), dtype=torch.int32, device=got.device)
+        expected = evaluate(found.program, [positions], found.tensors).expand(len(x))
+        if texts := differences(x, y, got.cpu(), expected.cpu(), *allowed(name)):
+            wrong[name] = texts
+    assert not wrong
 
 
 def runs_on_host(found) -> bool:
@@ -52,44 +69,61 @@ def runs_on_host(found) -> bool:
 
 @pytest.mark.parametrize("dtype", [*INTS, "bool", "float32"])
 def test_on_this_cpu(dtype):
-    functions = functions_of(dtype, EXACT)
-    traces = dict(zip(functions, programs_of(functions.values()), strict=True))
-    traces = {name: found for name, found in traces.items() if runs_on_host(found)}
+    traces = {name: found for name, found in programs(dtype, EXACT).items() if runs_on_host(found)}
     assert len(traces) >= {"bool": 30, "float32": 40}.get(dtype, 70)
-    x, y = pairs(dtype, dtype)
-    wrong = {}
-    for (name, found), got in zip(traces.items(), on_host(list(traces.values()), len(x)), strict=True):
-        wrong[name] = differences(x, y, got, evaluated(found, len(x)), 0)
-    assert not {name: texts for name, texts in wrong.items() if texts}
+    check(dtype, traces, on_host, lambda name: (0,))
 
 
-@given(st.lists(traced_trees.trees(("int", "bool")), min_size=4, max_size=8))
-@settings(deadline=None, max_examples=15, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-def test_any_integers_on_this_cpu(trees):
-    functions, expected = trees_of(trees)
-    traces = programs_of(functions)
-    for tree, found, got, value in zip(trees, traces, on_host(traces, COUNT), expected, strict=True):
-        assert torch.equal(got, value), f"{tree}: {found.program}"
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+def test_on_a_gpu(dtype):
+    def allowed(name):
+        if name not in CLOSE:
+            return 1, TINY.get(dtype, 0.0)
+        units, tiny = FORMULAS.get(name, (UNITS.get(dtype, UNITS["float32"]), TINY.get(dtype, 0.0)))
+        return min(units, 2) if dtype in HALVES else units, tiny
+
+    check(dtype, programs(dtype, EXACT, CLOSE, device="cuda"), on_gpu, allowed)
 
 
-def trees_of(trees, device="cpu"):
-    """Functions of a position i, of which i // 7 is one of the leaves, and what torch computes."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "arch"), [*zip(ALL, itertools.cycle(("sm_90a", "sm_80")))])
+def test_every_operation_compiles(arch, dtype):
+    """For one architecture or the other: of what is traced nothing depends on it."""
+    built = compiled(list(programs(dtype, EXACT, CLOSE).values()), arch, keep_cubin=True)
+    assert inspect.resources(cubin_of(built), arch).instructions > 300
+
+
+def check_trees(trees, run, device="cpu") -> None:
+    """Functions of a position i, of which i // 7 is one of the leaves, against torch."""
     position = torch.arange(COUNT, dtype=torch.int32, device=device)
     elements = {name: t.to(device) for name, t in leaves().items()} | {"int32": position // 7}
-    tensors = {name: t for name, t in elements.items() if name != "int32"}
-
-    def function(i, tree):
-        return compute(tree, *(tensors[name][i] if name in tensors else i // 7 for name in DTYPES)) | zero(i)
 
     def zero(i):
         return (i < 0).bool()  # what does not depend on a position has a shape of its own
 
-    expected = [compute(tree, *elements.values()) | zero(position) for tree in trees]
-    return [functools.partial(function, tree=tree) for tree in trees], expected
+    def function(i, tree):
+        return compute(tree, *(i // 7 if name == "int32" else elements[name][i] for name in DTYPES)) | zero(i)
+
+    traces = programs_of([functools.partial(function, tree=tree) for tree in trees], device)
+    for tree, found, got in zip(trees, traces, run(traces, COUNT), strict=True):
+        assert torch.equal(got, compute(tree, *elements.values()) | zero(position)), f"{tree}: {found.program}"
 
 
-# ---------------------------------------------------------------------- indices
+@given(INTEGER_TREES)
+@settings(max_examples=15, **FEW_LISTS)
+def test_any_integers_on_this_cpu(trees):
+    check_trees(trees, on_host)
 
+
+@pytest.mark.gpu
+@given(INTEGER_TREES)
+@settings(max_examples=10, **FEW_LISTS)
+def test_any_integers_on_a_gpu(trees):
+    check_trees(trees, on_gpu, "cuda")
+
+
+# Indices
 
 INDICES = {
     "a position": lambda t, i: t[3, i],
@@ -121,67 +155,11 @@ class Clamped:
         return self.tensor[tuple(torch.where(i < 0, i + n, i).clamp(0, n - 1) for i, n in pairs)]
 
 
-def check_indices(run, device="cpu"):
+@pytest.mark.parametrize("run", [on_host, pytest.param(on_gpu, marks=pytest.mark.gpu)])
+def test_indices(run):
+    device = "cpu" if run is on_host else "cuda"
     table, count = torch.arange(100, 170, device=device).view(7, 10), 10
     traces = programs_of((functools.partial(function, table) for function in INDICES.values()), device)
     positions = torch.arange(count, dtype=torch.int32, device=device)
     for (name, function), got in zip(INDICES.items(), run(traces, count), strict=True):
         assert torch.equal(got, function(Clamped(table), positions)), name
-
-
-def test_indices_on_this_cpu():
-    check_indices(on_host)
-
-
-# ---------------------------------------------------------------------- GPUs
-
-
-def programs(dtype: str, device="cpu") -> dict:
-    functions = functions_of(dtype, EXACT, CLOSE, device=device)
-    return dict(zip(functions, programs_of(functions.values(), device), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "arch"), [*zip(ALL, itertools.cycle(("sm_90a", "sm_80")))])
-def test_every_operation_compiles(arch, dtype):
-    """For one architecture or the other: of what is traced nothing depends on it."""
-    built = compiled(list(programs(dtype).values()), arch, keep_cubin=True)
-    assert inspect.resources(cubin_of(built), arch).instructions > 300
-
-
-def on_gpu(traces, count: int) -> list:
-    major, minor = torch.cuda.get_device_capability()
-    views, outs = arguments(traces, count)
-    build = functools.partial(compiled, traces, f"sm_{major}{minor}{'a' if major == 9 else ''}")
-    load_bytes(build_object(build, "elementwise")[0], "elementwise")(views, outs)
-    return results(traces, outs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ALL)
-def test_on_a_gpu(dtype):
-    x, y = pairs(dtype, dtype)
-    traces, wrong = programs(dtype, "cuda"), {}
-    for (name, found), got in zip(traces.items(), on_gpu(list(traces.values()), len(x)), strict=True):
-        expected = evaluated(found, len(x))
-        units, tiny = 1, TINY.get(dtype, 0.0)
-        if name in CLOSE:
-            units, tiny = FORMULAS.get(name, (UNITS.get(dtype, UNITS["float32"]), tiny))
-            units = min(units, 2) if dtype in HALVES else units
-        wrong[name] = differences(x, y, got.cpu(), expected.cpu(), units, tiny)
-    assert not {name: texts for name, texts in wrong.items() if texts}
-
-
-@pytest.mark.gpu
-def test_indices_on_a_gpu():
-    check_indices(on_gpu, "cuda")
-
-
-@pytest.mark.gpu
-@given(st.lists(traced_trees.trees(("int", "bool")), min_size=4, max_size=8))
-@settings(deadline=None, max_examples=10, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-def test_any_integers_on_a_gpu(trees):
-    functions, expected = trees_of(trees, "cuda")
-    traces = programs_of(functions, "cuda")
-    for tree, found, got, value in zip(trees, traces, on_gpu(traces, COUNT), expected, strict=True):
-        assert torch.equal(got, value), f"{tree}: {found.program}"

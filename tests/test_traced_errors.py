@@ -152,7 +152,7 @@ def test_epilogues(function, text):
     assert COUNTER == 0
 
 
-TABLE = torch.arange(24).view(2, 3, 4)
+TABLE, ELSEWHERE = torch.arange(24).view(2, 3, 4), torch.zeros(3, device="meta")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,7 @@ TABLE = torch.arange(24).view(2, 3, 4)
         (lambda b, h, q, kv: TABLE[b].sum() > q, "torch.sum has no form in a kernel"),
         (lambda b, h, q, kv: TABLE.double()[b, h, q] > 0, "a captured tensor is torch.float64; kernels read float32"),
         (lambda b, h, q, kv: TABLE.to(torch.uint8)[b, h, q] > 0, "a captured tensor is torch.uint8; kernels read"),
+        (lambda b, h, q, kv: ELSEWHERE[q] > kv, "a captured tensor is on meta, but the call's are on cpu; move it"),
     ],
 )  # fmt: skip
 def test_masks(mask_mod, text):
@@ -180,30 +181,16 @@ def test_masks(mask_mod, text):
         element_mask(mask_mod, CPU)
 
 
-def test_a_tensor_on_another_device():
-    table = torch.zeros(3, device="meta")
-    with pytest.raises(TypeError, match="a captured tensor is on meta, but the call's are on cpu; move it"):
-        element_mask(lambda b, h, q, kv: table[q] > kv, CPU)
+def test_the_user_s_line_and_the_cause_are_kept():
+    """After a failure torch's own calls are what they were. No line of cute_kernels.functions is named."""
 
-
-def test_no_line_of_the_library_is_named():
-    """cute_kernels.functions is called by the user's line, which is the one to look at."""
-    with pytest.raises(TraceError, match=r"f, .*test_traced_errors.py:\d+, .*torch.where: a captured tensor of shape"):
-        trace(lambda x: F.where(x > 0, x, torch.ones(3)), "f", ("float32",), (2, 3), CPU)
-
-
-def test_the_cause_is_kept():
     def broken(x):
         raise KeyError("mine")
 
+    with pytest.raises(TraceError, match=r"f, .*test_traced_errors.py:\d+, .*torch.where: a captured tensor of shape"):
+        trace(lambda x: F.where(x > 0, x, torch.ones(3)), "f", ("float32",), (2, 3), CPU)
     with pytest.raises(TraceError, match="failed while torch traced it, .*'raise KeyError.*: 'mine'") as raised:
         trace(broken, "f", ("float32",), (2, 3), CPU)
     assert isinstance(raised.value.__cause__, KeyError)
-
-
-def test_nothing_is_left_behind():
-    """After a failure torch's own calls are what they were."""
-    with pytest.raises(TraceError):
-        trace(returns_early, "f", ("float32",), (2, 3), CPU)
     x = torch.ones(3)
     assert bool((x > 0).all()) and x.shape == (3,) and x[x > 0].sum().item() == 3

@@ -39,9 +39,7 @@ TEXTS = (
     "bsr_matmul 8192x8192x8192 32x32 12.5%",
     "bsr_linear 8192x8192x8288 512x112 16/74 bias+gelu",
 )
-SPACES = [
-    pytest.param(text, path, id=f"{path} {text}", marks=getattr(pytest.mark, path)) for text in TEXTS for path in PATHS
-]
+ON_PATHS = [pytest.param(path, marks=getattr(pytest.mark, path)) for path in PATHS]
 
 
 def space(text, path):
@@ -67,6 +65,7 @@ def test_known_problems_are_parsed(text):
         ("gemm 8x8x8 128x128 50%", "block shape"),
         ("bsr_matmul 128x128x128", "block shape"),
         ("bsr_matmul 128x128x128 48x64 50%", "do not divide"),
+        ("bsr_matmul 128x128x128 0x64 50%", "zero"),
         ("bsr_matmul 128x128x128 64x64 0%", "above 0"),
         ("bsr_matmul 128x128x128 64x64 101%", "at most 100"),
         ("bsr_matmul 128x128x128 64x64 1/0", "no density"),
@@ -81,52 +80,41 @@ def test_what_is_no_problem_is_refused_with_the_reason(text, word):
         parse(text)
 
 
-def right(call, truth, function, candidate, plan):
-    call.out.fill_(float("nan"))
-    fitness.launcher(plan, call)(function, candidate)
-    return bool((call.out.double() - truth.exact).abs().max() <= truth.bound)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "gemm 256x384x512 NN bf16",
-        "gemm 256x384x512 TT fp16>fp32 bias+residual+gelu",
-        "gemm 256x384x512 NT bf16 bias+gelu_tanh",
-        "bsr_matmul 256x384x512 64x64 50% bias+residual+relu",
-        "bsr_linear 256x384x512 128x64 25% bias+silu",
-        "bsr_linear 256x384x448 128x112 2/4 fp16>fp32",
-    ],
-)
-def test_a_problem_is_what_the_ops_plan_and_its_launch_is_theirs(text, emulated):
-    problem = parse(text)
-    call, truth = fitness.operands(problem, "cpu")
-    plan = call.plan()
-    facts, group, ctas, _ = choose(problem.as_planned(), SPEC, SMS, None)
-    assert plan.facts == facts and (plan.group, plan.max_ctas) == (group, ctas)
-    assert right(call, truth, plan.function, Candidate(facts, group, ctas), plan)
-    assert truth.bound < 0.05 * truth.exact.abs().max()
-
-
 @pytest.mark.parametrize(
     ("text", "config"),
     [
+        ("gemm 256x384x512 NN bf16", None),
+        ("gemm 256x384x512 TT fp16>fp32 bias+residual+gelu", None),
+        ("gemm 256x384x512 NT bf16 bias+gelu_tanh", None),
+        ("bsr_matmul 256x384x512 64x64 50% bias+residual+relu", None),
+        ("bsr_linear 256x384x512 128x64 25% bias+silu", None),
+        ("bsr_linear 256x384x448 128x112 2/4 fp16>fp32", None),
         ("bsr_matmul 256x384x512 16x16 30% bias+relu", SMALL[1]),
         ("bsr_matmul 256x384x512 16x16 30% bias+relu", SMALL[0]),
         ("bsr_matmul 320x384x512 64x64 30% bias+relu", PAIRS[0]),
     ],
 )
-def test_kernels_with_tables_are_launched_with_those_of_the_pattern(text, config, emulated):
-    call, truth = fitness.operands(parse(text), "cpu")
+def test_a_problem_is_what_the_ops_plan_and_its_launch_is_theirs(text, config, emulated):
+    """With a configuration of tables, those of the pattern."""
+    problem = parse(text)
+    call, truth = fitness.operands(problem, "cpu")
     plan = call.plan()
-    facts = dataclasses.replace(plan.facts, config=config)
-    assert right(call, truth, emulate.Emulated(facts), Candidate(facts, 2, SMS), plan)
+    candidate, function = Candidate(*choose(problem.as_planned(), SPEC, SMS, None)[:3]), plan.function
+    if config is None:
+        assert (plan.facts, plan.group, plan.max_ctas) == (candidate.facts, candidate.group, candidate.ctas)
+    else:
+        candidate = Candidate(dataclasses.replace(plan.facts, config=config), 2, SMS)
+        function = emulate.Emulated(candidate.facts)
+    call.out.fill_(float("nan"))
+    fitness.launcher(plan, call)(function, candidate)
+    assert (call.out.double() - truth.exact).abs().max() <= truth.bound < 0.05 * truth.exact.abs().max()
 
 
 # -- candidates -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "path"), SPACES)
+@pytest.mark.parametrize("path", ON_PATHS)
+@pytest.mark.parametrize("text", TEXTS)
 def test_seeds_begin_with_the_librarys_own_and_what_varies_is_legal(text, path):
     here, rng = space(text, path), random.Random(0)
     seeds = here.seeds(24, rng)
@@ -157,8 +145,11 @@ def test_a_new_field_of_a_configuration_needs_no_change(monkeypatch):
 
     facts = here.known[0].facts
     monkeypatch.setattr(here, "clocks", lambda candidate: 1.0)
-    legal = lambda config: config.tile % 8 == 0 and config.depth < 9  # noqa: E731
-    make = lambda config: Candidate(dataclasses.replace(facts, config=config), 1, 1) if legal(config) else None  # noqa: E731
+
+    def make(config):
+        legal = config.tile % 8 == 0 and config.depth < 9
+        return Candidate(dataclasses.replace(facts, config=config), 1, 1) if legal else None
+
     monkeypatch.setattr(here, "candidate", make)
     monkeypatch.setattr(here, "_launch", lambda one, rng: one)
     here._values.clear()
@@ -174,7 +165,7 @@ def test_a_new_field_of_a_configuration_needs_no_change(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in PATHS])
+@pytest.mark.parametrize("path", ON_PATHS)
 def test_a_random_dozen_compiles(path):
     rng, facts = random.Random(7), []
     for text in TEXTS:
@@ -214,21 +205,19 @@ def test_only_sound_candidates_come_back_and_nothing_is_compiled_twice():
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-class Emulating(Builder):
-    """Torch in the kernels' place; every third kernel computes something else."""
-
-    def functions(self, wanted):
-        made = {}
-        for number, facts in enumerate(dict.fromkeys(wanted)):
-            self.compiled += 1
-            made[facts] = emulate.Emulated(facts) if number % 3 else Wrong(facts)
-        return made
-
-
 class Wrong(emulate.Emulated):
     def __call__(self, *args):
         super().__call__(*args)
         args[2][0, 0] += 100
+
+
+class Emulating(Builder):
+    """Torch in the kernels' place; every third kernel computes something else."""
+
+    def functions(self, wanted):
+        wanted = list(dict.fromkeys(wanted))
+        self.compiled += len(wanted)
+        return {facts: emulate.Emulated(facts) if n % 3 else Wrong(facts) for n, facts in enumerate(wanted)}
 
 
 def arguments(*given):
@@ -237,16 +226,20 @@ def arguments(*given):
     return parser.parse_args(["tune", *given])
 
 
-def test_a_problem_is_tuned_end_to_end_with_torch_in_the_kernels_place(emulated, monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def on_cpu(emulated, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(fitness, "operands", functools.partial(fitness.operands, device="cpu"))
+
+
+def test_a_problem_is_tuned_end_to_end_with_torch_in_the_kernels_place(on_cpu, monkeypatch, tmp_path, capsys):
     """All but the clock and the compiler: search, checks of results, races, final, the kept entry, what ops do then."""
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
     tuned.forget()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(command, "device_arch", lambda index: (SPEC, SMS, "Card"))
     monkeypatch.setattr(command.ceilings, "measure", lambda rounds: {"copy_tbs": 4.0})
     monkeypatch.setattr(record, "environment", lambda: {"card": "Card"})
-    monkeypatch.setattr(fitness, "operands", functools.partial(fitness.operands, device="cpu"))
     raced = []
 
     def timer(self, named, warm_s=0.0):
@@ -274,9 +267,7 @@ def test_a_problem_is_tuned_end_to_end_with_torch_in_the_kernels_place(emulated,
     tuned.forget()
 
 
-def test_a_result_that_changes_between_runs_is_rejected(emulated, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(fitness, "operands", functools.partial(fitness.operands, device="cpu"))
+def test_a_result_that_changes_between_runs_is_rejected(on_cpu):
     problem = parse("gemm 64x128x256 NN bf16")
     scored = fitness.Fitness(problem, Space(problem.as_planned(), "sm_90", SPEC, SMS), Builder(1))
     calls = []

@@ -1,6 +1,7 @@
 """Functions of two elements, as users write them, with the dtypes that they take, and values to call them with."""
 
 import math
+import operator
 
 import torch
 import torch.nn.functional as nnf
@@ -44,42 +45,45 @@ def tame(x):
     return torch.nan_to_num(x).clamp(-3e4, 3e4) if x.is_floating_point() else x
 
 
+def of(dtypes, functions: dict) -> dict:
+    return {name: (function, dtypes) for name, function in functions.items()}
+
+
+def named(dtypes, names: str, module=torch) -> dict:
+    """Functions of x alone."""
+    functions = {name: getattr(module, name) for name in names.split()}
+    return of(dtypes, {name: lambda x, y, f=f: f(x) for name, f in functions.items()})
+
+
+def symbols(dtypes, functions: dict) -> dict:
+    return of(dtypes, {f"x {symbol} y": function for symbol, function in functions.items()})
+
+
 # What evaluates to torch's bits: name -> (function, dtypes)
 EXACT = {
     # arithmetic
-    "x + y": (lambda x, y: x + y, ALL),
-    "x - y": (lambda x, y: x - y, NUMBERS),
-    "x * y": (lambda x, y: x * y, ALL),
-    "x / y": (lambda x, y: x / y, NUMBERS),
+    **symbols(ALL, {"+": operator.add, "*": operator.mul}),
+    **symbols(NUMBERS, {"-": operator.sub, "/": operator.truediv}),
+    **named(NUMBERS, "neg square round trunc"),
+    **named(FLOATS, "reciprocal sqrt"),
     "3 - x": (lambda x, y: 3 - x, NUMBERS),
     "2.5 * x": (lambda x, y: 2.5 * x, ALL),
     "1 / x": (lambda x, y: 1 / x, NUMBERS),
     "x + 3 y": (lambda x, y: torch.add(x, y, alpha=3), INTS),
     "x - 3 y": (lambda x, y: torch.sub(x, y, alpha=3), INTS),
-    "-x": (lambda x, y: -x, NUMBERS),
     "abs": (lambda x, y: x.abs() + abs(y), NUMBERS),
     "sign": (lambda x, y: torch.sign(x), ALL),
-    "square": (lambda x, y: torch.square(x), NUMBERS),
     "x ** 2": (lambda x, y: x**2, NUMBERS),
     "x ** 4": (lambda x, y: x**4, INTS),
     "x ** 0": (lambda x, y: x**0, NUMBERS),
     "2 ** x": (lambda x, y: 2 ** (x & 15), INTS),
-    "reciprocal": (lambda x, y: x.reciprocal(), FLOATS),
-    "sqrt": (lambda x, y: x.sqrt(), FLOATS),
     # quotients and remainders
+    **of(INTS, {f"x // {by}": lambda x, y, by=by: x // by for by in (7, -7, 8, -8, 1)}),
+    **of(INTS, {f"x % {by}": lambda x, y, by=by: x % by for by in (7, -7, 8, -8)}),
     "x // y": (lambda x, y: x // divisor(x, y), INTS),
     "x % y": (lambda x, y: x % divisor(x, y), INTS),
     "fmod(x, y)": (lambda x, y: torch.fmod(x, divisor(x, y)), INTS),
     "trunc(x / y)": (lambda x, y: torch.div(x, divisor(x, y), rounding_mode="trunc"), INTS),
-    "x // 7": (lambda x, y: x // 7, INTS),
-    "x // -7": (lambda x, y: x // -7, INTS),
-    "x // 8": (lambda x, y: x // 8, INTS),
-    "x // -8": (lambda x, y: x // -8, INTS),
-    "x // 1": (lambda x, y: x // 1, INTS),
-    "x % 7": (lambda x, y: x % 7, INTS),
-    "x % -7": (lambda x, y: x % -7, INTS),
-    "x % 8": (lambda x, y: x % 8, INTS),
-    "x % -8": (lambda x, y: x % -8, INTS),
     "x % 7 == 0": (lambda x, y: x % 7 == 0, INTS),
     "x % 8 != 0": (lambda x, y: 0 != x % 8, INTS),
     "x % y == 0": (lambda x, y: x % divisor(x, y) == 0, INTS),
@@ -91,16 +95,11 @@ EXACT = {
     "float x % 0.3": (lambda x, y: x % 0.3, FLOATS),
     "float trunc(x / y)": (lambda x, y: torch.div(x, y, rounding_mode="trunc"), ("float32",)),
     # comparisons and choices
-    "x < y": (lambda x, y: x < y, ALL),
-    "x <= y": (lambda x, y: x <= y, ALL),
-    "x > y": (lambda x, y: x > y, ALL),
-    "x >= y": (lambda x, y: x >= y, ALL),
-    "x == y": (lambda x, y: x == y, ALL),
-    "x != y": (lambda x, y: x != y, ALL),
+    **symbols(ALL, {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}),
+    **symbols(ALL, {"==": operator.eq, "!=": operator.ne}),
+    **of(ALL, {"maximum": torch.maximum, "minimum": torch.minimum}),
     "x < 0.5": (lambda x, y: x < 0.5, ALL),
     "1 <= x": (lambda x, y: 1 <= x, ALL),
-    "maximum": (lambda x, y: torch.maximum(x, y), ALL),
-    "minimum": (lambda x, y: torch.minimum(x, y), ALL),
     "max and min": (lambda x, y: torch.max(x, y) - torch.min(x, y), NUMBERS),
     "where": (lambda x, y: torch.where(x > y, x, y), ALL),
     "where of numbers": (lambda x, y: torch.where(x > y, 1, 0), ALL),
@@ -121,8 +120,6 @@ EXACT = {
     "is": (lambda x, y: x.isnan() | x.isinf() | y.isfinite(), ALL),
     # rounding and conversions
     "rounded": (lambda x, y: torch.where(y > 0, x.floor(), x.ceil()), NUMBERS),
-    "round": (lambda x, y: torch.round(x), NUMBERS),
-    "trunc": (lambda x, y: x.trunc(), NUMBERS),
     "float": (lambda x, y: x.float() + y.float(), ALL),
     "bfloat16": (lambda x, y: x.bfloat16(), ALL),
     "half": (lambda x, y: x.half(), ALL),
@@ -131,32 +128,31 @@ EXACT = {
     "bool": (lambda x, y: x.bool() ^ y.bool(), ALL),
     "to": (lambda x, y: x.to(torch.bfloat16).to(torch.float32).type_as(x), FLOATS),
     # bits and truth values
-    "x & y": (lambda x, y: x & y, (*INTS, "bool")),
-    "x | y": (lambda x, y: x | y, (*INTS, "bool")),
-    "x ^ y": (lambda x, y: x ^ y, (*INTS, "bool")),
+    **symbols((*INTS, "bool"), {"&": operator.and_, "|": operator.or_, "^": operator.xor}),
+    **symbols(INTS, {"<<": operator.lshift, ">>": operator.rshift}),
     "~x": (lambda x, y: ~x, (*INTS, "bool")),
     "x << 3": (lambda x, y: x << 3, INTS),
     "x >> 3": (lambda x, y: x >> 3, INTS),
-    "x << y": (lambda x, y: x << y, INTS),
-    "x >> y": (lambda x, y: x >> y, INTS),
     "1 << x": (lambda x, y: (1 << x) | (5 & y), INTS),
     "logical": (lambda x, y: torch.logical_and(x, y) | torch.logical_xor(x, torch.logical_not(y)), ALL),
-    "logical_or": (lambda x, y: torch.logical_or(x, y), ALL),
+    "logical_or": (torch.logical_or, ALL),
     "abs of where": (lambda x, y: torch.where(x > y, x, y).abs().clamp(min=2), NUMBERS),
     "bool + bool": (lambda x, y: (x > 0) + (y > 0), ALL),
     "bool * int": (lambda x, y: (x > 0) * 3 - (y > 0).int(), ALL),
     "bool < bool": (lambda x, y: (x > 1) < (y > 1), ALL),
     "bool / bool": (lambda x, y: (x > 1) / (y > 1), ALL),
-}  # fmt: skip
+}
 
 # Functions that are made of others, or that formulas stand for in kernels: within a few units in the last place
 CLOSE = {
+    **named(FLOATS, "frac rsqrt exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc"),
+    **named(FLOATS, "relu6 silu selu softplus hardswish hardsigmoid mish logsigmoid softsign tanhshrink", nnf),
+    **named((*FLOATS, *INTS, "bool"), "exp"),
+    **named(FLOATS, "sigmoid"),
+    **named(("float32",), "softshrink", nnf),
+    **of(("float32", "bfloat16"), {f"x ** {by}": lambda x, y, by=by: x**by for by in (0.5, -0.5)}),
+    **of(FLOATS, {f"x ** {by}": lambda x, y, by=by: x**by for by in (3, -2, 1.5)}),
     "x - 0.5 y": (lambda x, y: torch.sub(x, y, alpha=0.5), FLOATS),
-    "x ** 3": (lambda x, y: x**3, FLOATS),
-    "x ** -2": (lambda x, y: x**-2, FLOATS),
-    "x ** 0.5": (lambda x, y: x**0.5, ("float32", "bfloat16")),
-    "x ** -0.5": (lambda x, y: x**-0.5, ("float32", "bfloat16")),
-    "x ** 1.5": (lambda x, y: x**1.5, FLOATS),
     "x ** y": (lambda x, y: x**y, ("float32",)),
     "2 ** float": (lambda x, y: 2**x, FLOATS),
     "3 ** float": (lambda x, y: 3.0**x, ("float32",)),
@@ -164,47 +160,14 @@ CLOSE = {
     "lerp from the end": (lambda x, y: torch.lerp(x, y, 0.75), ("float32",)),
     "addcmul": (lambda x, y: torch.addcmul(x.abs(), x.abs(), y.abs().clamp(max=8), value=0.5), ("float32",)),
     "addcdiv": (lambda x, y: torch.addcdiv(x, x, y, value=0.5), ("float32",)),
-    "atan2": (lambda x, y: torch.atan2(x, y), FLOATS),
-    "frac": (lambda x, y: x.frac(), FLOATS),
-    "rsqrt": (lambda x, y: x.rsqrt(), FLOATS),
-    "exp": (lambda x, y: x.exp(), FLOATS),
-    "exp of ints": (lambda x, y: x.exp(), (*INTS, "bool")),
-    "exp2": (lambda x, y: x.exp2(), FLOATS),
-    "expm1": (lambda x, y: x.expm1(), FLOATS),
-    "log": (lambda x, y: x.log(), FLOATS),
-    "log2": (lambda x, y: x.log2(), FLOATS),
-    "log10": (lambda x, y: x.log10(), FLOATS),
-    "log1p": (lambda x, y: x.log1p(), FLOATS),
-    "sin": (lambda x, y: x.sin(), FLOATS),
-    "cos": (lambda x, y: x.cos(), FLOATS),
-    "tan": (lambda x, y: x.tan(), FLOATS),
-    "tanh": (lambda x, y: x.tanh(), FLOATS),
-    "sinh": (lambda x, y: x.sinh(), FLOATS),
-    "cosh": (lambda x, y: x.cosh(), FLOATS),
-    "asin": (lambda x, y: x.asin(), FLOATS),
-    "acos": (lambda x, y: x.acos(), FLOATS),
-    "atan": (lambda x, y: x.atan(), FLOATS),
-    "erf": (lambda x, y: x.erf(), FLOATS),
-    "erfc": (lambda x, y: x.erfc(), FLOATS),
+    "atan2": (torch.atan2, FLOATS),
     "relu": (lambda x, y: torch.relu(x) + x.relu() + nnf.relu(x), FLOATS),
-    "relu6": (lambda x, y: nnf.relu6(x), FLOATS),
-    "softshrink": (lambda x, y: nnf.softshrink(x), ("float32",)),
-    "sigmoid": (lambda x, y: torch.sigmoid(x), FLOATS),
-    "silu": (lambda x, y: nnf.silu(x), FLOATS),
     "gelu": (lambda x, y: nnf.gelu(x), ("float32", "bfloat16")),
     "tanh gelu": (lambda x, y: nnf.gelu(x, approximate="tanh"), ("float32", "bfloat16")),
     "elu": (lambda x, y: nnf.elu(x, 0.7), FLOATS),
-    "selu": (lambda x, y: nnf.selu(x), FLOATS),
     "celu": (lambda x, y: nnf.celu(x, 0.7), FLOATS),
-    "softplus": (lambda x, y: nnf.softplus(x), FLOATS),
-    "hardswish": (lambda x, y: nnf.hardswish(x), FLOATS),
-    "hardsigmoid": (lambda x, y: nnf.hardsigmoid(x), FLOATS),
-    "mish": (lambda x, y: nnf.mish(x), FLOATS),
-    "logsigmoid": (lambda x, y: nnf.logsigmoid(x), FLOATS),
-    "softsign": (lambda x, y: nnf.softsign(x), FLOATS),
-    "tanhshrink": (lambda x, y: nnf.tanhshrink(x), FLOATS),
     "module": (nn.Sequential(nn.Hardtanh(), nn.Softplus()), FLOATS),
-}  # fmt: skip
+}
 
 
 def of_pairs(function, x, y):

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,13 +22,14 @@ from cute_kernels import gemm
 from sparse_collective import bsr_matmul, random_bsr
 
 from ..record import RESULTS
-from .gate import FAILED, PASSED, Gate, Skip, need_gpu
+from .gate import Gate, Skip, judged, need_gpu
 
 NAME = "counters"
 TENSOR = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 L2_READS = "l1tex__m_xbar2l1tex_read_bytes.sum"
 DURATION = "gpu__time_duration.sum"
+METRICS = (TENSOR, DRAM, L2_READS, DURATION)
 LEAST_ACTIVE = {"dense": 75.0, "bsr": 65.0}  # percent of the cycles in which an SM works at all
 OPTIONS = "--csv --page raw --print-units base --clock-control none -k regex:Gemm --metrics".split()
 ROOT = RESULTS.parent.parent
@@ -48,20 +50,15 @@ def profile(name: str) -> str:
     ncu = find_ncu()
     if ncu is None:
         raise Skip("ncu was found neither on PATH nor in /usr/local/cuda*/bin")
-    metrics = ",".join((TENSOR, DRAM, L2_READS, DURATION))
-    command = [ncu, *OPTIONS, metrics, sys.executable, "-m", "bench.gates.counters", name]
+    command = [ncu, *OPTIONS, ",".join(METRICS), sys.executable, "-m", "bench.gates.counters", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=LIMIT)
-    output = done.stdout + done.stderr
-    for refusal in REFUSALS:
-        if refusal in output:
-            raise Skip(f"ncu may not read the counters here: {line_with(refusal, output)}")
+    lines = (done.stdout + done.stderr).splitlines()
+    for line in lines:
+        if any(refusal in line for refusal in REFUSALS):
+            raise Skip("ncu may not read the counters here: " + re.sub(r"^==\w+== ", "", line.strip()))
     if done.returncode:
-        raise RuntimeError(f"ncu ended with {done.returncode}: " + " ".join(output.splitlines()[-5:]))
+        raise RuntimeError(f"ncu ended with {done.returncode}: " + " ".join(lines[-5:]))
     return done.stdout
-
-
-def line_with(text: str, output: str) -> str:
-    return re.sub(r"^==\w+== ", "", next(line for line in output.splitlines() if text in line).strip())
 
 
 def parse(output: str) -> list[dict[str, float]]:
@@ -71,38 +68,28 @@ def parse(output: str) -> list[dict[str, float]]:
     line a launch. Raises ValueError if there is no launch or a metric is missing.
     """
     lines = output.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
-    if start is None:
-        raise ValueError("ncu profiled no launch: " + " ".join(lines[-3:]))
-    names, _, *rows = csv.reader(line for line in lines[start:] if line.startswith('"'))
-    launches = [dict(zip(names, row, strict=True)) for row in rows]
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
+    launches = list(csv.DictReader(line for line in lines[start:] if line.startswith('"')))[1:]
     if not launches:
-        raise ValueError("ncu profiled no launch, though it printed a header")
-    found = []
-    for launch in launches:
-        if missing := {TENSOR, DRAM, L2_READS, DURATION} - launch.keys():
-            raise ValueError(f"ncu printed no {', '.join(sorted(missing))}")
-        found.append({name: float(launch[name].replace(",", "")) for name in (TENSOR, DRAM, L2_READS, DURATION)})
-    return found
+        raise ValueError("ncu profiled no launch: " + " ".join(lines[-3:]))
+    if missing := set(METRICS) - launches[0].keys():
+        raise ValueError(f"ncu printed no {', '.join(sorted(missing))}")
+    return [{name: float(launch[name].replace(",", "")) for name in METRICS} for launch in launches]
 
 
-def check(profile: Callable[[str], str] = profile) -> Gate:
+def check(profile: Callable[[str], str] = profile, *, quick: bool = False) -> Gate:
     """Profile each probe and hold its tensor activity to the least; `profile` gives what ncu prints of a probe."""
     lines, low = [], []
-    for name in LEAST_ACTIVE:
+    for name, least in LEAST_ACTIVE.items():
         (launch,) = parse(profile(name))
-        active, least = launch[TENSOR], LEAST_ACTIVE[name]
-        micro = launch[DURATION] / 1e3
-        line = (
+        active, micro = launch[TENSOR], launch[DURATION] / 1e3
+        lines.append(
             f"{name}: tensor cores active {active:.1f} % (at least {least:.0f} %), memory {launch[DRAM]:.1f} %, "
             f"{launch[L2_READS] / micro / 1e6:.2f} TB/s from L2, {micro:.1f} us"
         )
-        lines.append(line)
-        if not active >= least:
-            low.append(name)
-    if low:
-        return Gate(NAME, FAILED, f"the tensor cores idle too much: {', '.join(low)}", lines)
-    return Gate(NAME, PASSED, "; ".join(lines), lines)
+        low += [] if active >= least else [name]
+    found = judged(NAME, low, "; ".join(lines), f"the tensor cores idle too much: {', '.join(low)}")
+    return replace(found, details=lines)
 
 
 def launch(name: str) -> None:

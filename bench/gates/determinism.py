@@ -57,9 +57,5 @@ def check(repeated: Iterable[Call] | None = None, *, quick: bool = False, runs: 
     for call, count in zip(repeated, repeats(repeated, runs), strict=True):
         if count:
             problems.append(f"{call.name}: {count} of {runs} results differ from the first")
-    return judged(
-        NAME,
-        problems,
-        f"{len(repeated)} calls are right, and give the same bits in {runs} runs",
-        f"{len(problems)} faults of {len(repeated)} calls in {runs} runs",
-    )
+    passed = f"{len(repeated)} calls are right, and give the same bits in {runs} runs"
+    return judged(NAME, problems, passed, f"{len(problems)} faults of {len(repeated)} calls in {runs} runs")

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .. import record
 from ..rows import reason
+from ..table import grid, make_console
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 STYLES = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
@@ -96,18 +95,12 @@ def conclusion(gates: list[Gate]) -> str:
 
 def page(gates: list[Gate], console: Console | None = None) -> None:
     """A line a gate, the details of those that failed, and the conclusion, on stdout unless told."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("gate", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("s", justify="right", no_wrap=True)
+    console = console or make_console(WIDTH)
+    table = grid(["gate", "verdict"], ["s"])
     table.add_column("what was found", overflow="fold")
     for gate in gates:
-        table.add_row(
-            Text(gate.name), Text(gate.verdict, STYLES[gate.verdict]), f"{gate.seconds:.1f}", Text(gate.summary)
-        )
+        verdict = Text(gate.verdict, STYLES[gate.verdict])
+        table.add_row(Text(gate.name), verdict, f"{gate.seconds:.1f}", Text(gate.summary))
     console.print(table)
     for gate in gates:
         if gate.verdict == FAILED and gate.details:

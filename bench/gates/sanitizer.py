@@ -18,14 +18,12 @@ def sanitize() -> dict:
     return gpu_record.sanitize(LIMIT)
 
 
-def check(sanitize: Callable[[], dict] = sanitize) -> Gate:
+def check(sanitize: Callable[[], dict] = sanitize, *, quick: bool = False) -> Gate:
     """Every tool must be clean; `sanitize` gives the verdicts."""
-    verdicts = sanitize()
-    problems = []
-    for name, verdict in verdicts.items():
-        if not verdict["ok"]:
-            problems.append(f"{name}: {verdict.get('summary', '')} status {verdict['status']}")
-            problems += [f"    {line}" for line in verdict.get("output", [])]
-    bad = [name for name, verdict in verdicts.items() if not verdict["ok"]]
+    verdicts, problems = sanitize(), []
+    bad = {name: verdict for name, verdict in verdicts.items() if not verdict["ok"]}
+    for name, verdict in bad.items():
+        problems.append(f"{name}: {verdict.get('summary', '')} status {verdict['status']}")
+        problems += [f"    {line}" for line in verdict.get("output", [])]
     clean = ", ".join(f"{name} {verdict['cases']} cases" for name, verdict in verdicts.items())
     return judged(NAME, problems, f"clean: {clean}", f"not clean: {', '.join(bad)}")

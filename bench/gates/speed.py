@@ -8,16 +8,19 @@ code got slower, not whether it is fast enough.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from .. import cases as products
+from .. import cases_attention as attention
 from .. import record
+from ..peers_attention import CUDNN, FLASH
 from ..rows import Case, Row
-from .gate import FAILED, PASSED, Gate, Skip, need_gpu
+from .gate import Gate, Skip, judged, need_gpu
 
 NAME = "speed"
 MARGIN = 0.06
@@ -40,25 +43,20 @@ class Judged:
         if self.floor is None:
             return f"{self.name}: {self.ratio:.3f}, and no floor was recorded: {SET_FLOORS}"
         change = self.ratio / self.floor - 1
-        asked = "" if self.asked is None or self.ratio >= self.asked else f"; asked {self.asked:.2f}, missed"
+        asked = f"; asked {self.asked:.2f}, missed" if self.missed else ""
         return f"{self.name}: {self.ratio:.3f}, floor {self.floor:.3f} ({change:+.1%}){asked}"
 
+    @property
+    def missed(self) -> bool:
+        """Whether the row is below what was asked of it."""
+        return self.asked is not None and self.ratio < self.asked
 
-def judge(ratios: Mapping[str, list[float]], floors: Mapping[str, dict], margin: float = MARGIN) -> list[Judged]:
-    """Each row's median ratio against its floor.
 
-    `ratios` are the measured ones of each row, `floors` the rows of a floors file: {"ratio": ..., "asked": ...}. A row
-    without a floor is not ok; a floor without a ratio is not looked at.
-    """
-    found = []
-    for name, measured in ratios.items():
-        ratio, floor = median(measured), floors.get(name)
-        if floor is None:
-            found.append(Judged(name, ratio, None, None, False))
-            continue
-        ok = ratio >= floor["ratio"] * (1 - margin)
-        found.append(Judged(name, ratio, floor["ratio"], floor.get("asked"), ok))
-    return found
+def judge(name: str, measured: list[float], floors: dict) -> Judged:
+    """The median of a row's measured ratios against the content of a floors file."""
+    ratio, row = median(measured), floors["rows"].get(name, {})
+    floor = row.get("ratio")
+    return Judged(name, ratio, floor, row.get("asked"), floor is not None and ratio >= floor * (1 - floors["margin"]))
 
 
 def measure(case: Case) -> float:
@@ -79,13 +77,13 @@ def compare(
     """(what is said of each row, which rows were measured again): every case against a floors file's content."""
     cases = list(cases)
     ratios = {case.name: [measure(case)] for case in cases}
-    rows, margin = floors["rows"], floors["margin"]
-    again = [row.name for row in judge(ratios, rows, margin) if not row.ok and row.floor is not None]
+    found = [judge(name, measured, floors) for name, measured in ratios.items()]
+    again = [row.name for row in found if not row.ok and row.floor is not None]
     for _ in range(REPEATS - 1):
         for case in cases:
             if case.name in again:
                 ratios[case.name].append(measure(case))
-    return judge(ratios, rows, margin), again
+    return [judge(name, measured, floors) for name, measured in ratios.items()], again
 
 
 def floors_path(folder: Path = record.RESULTS) -> Path:
@@ -104,13 +102,10 @@ def set_floors(
     cases: Iterable[Case], path: Path, measure: Callable[[Case], float] = measure, environment: dict | None = None
 ) -> dict:
     """Measure every case three times, all cases taking turns, and write the medians; returns the file's content."""
-    environment = record.environment() if environment is None else environment
-    cases = list(cases)
-    ratios = {case.name: [] for case in cases}
-    for _ in range(REPEATS):
-        for case in cases:
-            ratios[case.name].append(measure(case))
-    rows = {case.name: {"ratio": round(median(ratios[case.name]), 4), "asked": case.asked} for case in cases}
+    environment, cases = environment or record.environment(), list(cases)
+    turns = [[measure(case) for case in cases] for _ in range(REPEATS)]
+    ratios = {case.name: round(median(measured), 4) for case, *measured in zip(cases, *turns)}
+    rows = {case.name: {"ratio": ratios[case.name], "asked": case.asked} for case in cases}
     floors = {"margin": MARGIN, "card": environment["card"], "sources": environment["sources"], "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(floors, indent=1) + "\n")
@@ -118,24 +113,15 @@ def set_floors(
 
 
 def gate_cases() -> list[Case]:
-    """The rows that are held to floors."""
-    from .. import cases
-
-    return [*cases.gate_cases(), *attention_cases()]
-
-
-def attention_cases() -> list[Case]:
-    """A row of `bench --attention` for each kernel of attention, beside one peer that needs nothing but torch."""
-    from .. import cases_attention as cases
-    from ..peers_attention import CUDNN, FLASH
-
-    batch, keys, asked = cases.CACHES[0]
+    """The rows that are held to floors: attention's beside one peer that needs nothing but torch."""
+    batch, keys, asked = attention.CACHES[0]
     return [
-        beside(CUDNN, cases.forward(cases.FIRST, True)),
-        beside(CUDNN, cases.forward((2, 8192, 32, 64), False)),
-        beside(FLASH, cases.older(cases.FIRST, True)),
-        beside(cases.OUR_DENSE, cases.sparse(128, 1 / 8, FLASH, 1.0, dense=True)),
-        beside(cases.COPY, cases.decoding(batch, keys, asked)),
+        *products.gate_cases(),
+        beside(CUDNN, attention.forward(attention.FIRST, True)),
+        beside(CUDNN, attention.forward((2, 8192, 32, 64), False)),
+        beside(FLASH, attention.older(attention.FIRST, True)),
+        beside(attention.OUR_DENSE, attention.sparse(128, 1 / 8, FLASH, 1.0, dense=True)),
+        beside(attention.COPY, attention.decoding(batch, keys, asked)),
     ]
 
 
@@ -147,12 +133,9 @@ def beside(peer: str, case: Case) -> Case:
 
 
 def check(
-    cases: Iterable[Case] | None = None,
-    floors: dict | None = None,
-    *,
-    quick: bool = False,
+    cases: Iterable[Case] | None = None, floors: dict | None = None, *, quick: bool = False,
     measure: Callable[[Case], float] = measure,
-) -> Gate:
+) -> Gate:  # fmt: skip
     """Measure and judge: by default gate_cases(), with `quick` every third, against the card's floors."""
     if floors is None:
         need_gpu()
@@ -160,15 +143,12 @@ def check(
     cases = gate_cases() if cases is None else list(cases)
     lost = [] if quick else sorted(floors["rows"].keys() - {case.name for case in cases})
     if lost:  # a row that nobody measures any more would pass for ever
-        why = f"{len(lost)} rows have a floor and no case: {SET_FLOORS} forgets them"
-        return Gate(NAME, FAILED, why, lost)
+        return judged(NAME, lost, "", f"{len(lost)} rows have a floor and no case: {SET_FLOORS} forgets them")
     rows, again = compare(cases[::QUICK_STEP] if quick else cases, floors, measure)
     slow = [row for row in rows if not row.ok]
-    missed = sum(row.asked is not None and row.ratio < row.asked for row in rows)
     lowest = min((row for row in rows if row.floor), key=lambda row: row.ratio / row.floor, default=None)
-    text = f"{len(rows)} rows, lowest {lowest}" if lowest else f"{len(rows)} rows"
-    text += f"; {len(again)} measured again, {missed} below what was asked"
-    if not slow:
-        return Gate(NAME, PASSED, text, [str(row) for row in rows])
-    details = [f"{row}{' SLOWER' if not row.ok else ''}" for row in (*slow, *(row for row in rows if row.ok))]
-    return Gate(NAME, FAILED, f"{len(slow)} of {len(rows)} rows below floor - {floors['margin']:.0%}", details)
+    text = f"{len(rows)} rows" + (f", lowest {lowest}" if lowest else "")
+    text += f"; {len(again)} measured again, {sum(row.missed for row in rows)} below what was asked"
+    lines = [*(f"{row} SLOWER" for row in slow), *(str(row) for row in rows if row.ok)]
+    failed = f"{len(slow)} of {len(rows)} rows below floor - {floors['margin']:.0%}"
+    return replace(judged(NAME, slow, text, failed), details=lines)

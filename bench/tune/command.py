@@ -10,10 +10,8 @@ from pathlib import Path
 from random import Random
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cute_kernels import tuned
 from cute_kernels.arch import PATHS
@@ -22,6 +20,7 @@ from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.inspect import MissingDisassembler
 
 from .. import ceilings, record
+from ..table import grid, make_console
 from . import problems
 from .build import Builder
 from .problems import STANDARD, TuneProblem
@@ -42,11 +41,9 @@ consult (cute_kernels.tuned). A kernel that hangs ends the process with status 3
 
 def add_command(subparsers) -> None:
     """Add `tune` to the subcommands of python -m bench; `args.run(args)` runs it and returns the exit status."""
-    epilog = problems.__doc__.partition("\n\n")[2]
-    parser = subparsers.add_parser(
-        "tune", help="search the configurations for a problem", description=DESCRIPTION, epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    options = {"description": DESCRIPTION, "epilog": problems.__doc__.partition("\n\n")[2]}
+    options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser("tune", help="search the configurations for a problem", **options)
     parser.add_argument("--problem", action="append", type=_problem, default=[], metavar="TEXT", help="see below")
     parser.add_argument("--standard", action="store_true", help=f"the {len(STANDARD)} standard problems")
     parser.add_argument("--budget", type=_seconds, default=120.0, metavar="TIME", help="each problem's; 120s, 2m")
@@ -54,10 +51,8 @@ def add_command(subparsers) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiling processes (default: CPUs)")
     parser.add_argument("--first", type=int, default=32, metavar="N", help="candidates to begin with (default 32)")
-    parser.add_argument(
-        "--keep", choices=("user", "package", "none"), default="user",
-        help="where winners go: the user's cache folder, this package's own tables, nowhere",
-    )  # fmt: skip
+    text = "where winners go: the user's cache folder, this package's own tables, nowhere"
+    parser.add_argument("--keep", choices=("user", "package", "none"), default="user", help=text)
     parser.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
     parser.set_defaults(run=run)
 
@@ -139,15 +134,13 @@ def tune_one(args: argparse.Namespace, problem: TuneProblem, builder: Builder, b
     compiled, rejected = builder.compiled, len(builder.reasons)
     fitness = Fitness(problem, space, builder)
     task = bar.add_task(problem.text, total=args.budget, state="")
-    result = evolve(
-        space.seeds(args.first, Random(args.seed)),
-        fitness,
-        space.vary,
-        seed=args.seed,
-        budget_s=args.budget,
-        progress=lambda found: bar.update(task, completed=bar.tasks[task].elapsed, state=state_of(found)),
-    )
-    bar.update(task, completed=args.budget, state=state_of(result))
+
+    def show(found: Result) -> None:
+        best = f"{found.ranking[0][1]:.3f} of the heuristics' time" if found.ranking else "none usable yet"
+        bar.update(task, completed=bar.tasks[task].elapsed, state=f"{found.scored} tried, {best}")
+
+    seeds = space.seeds(args.first, Random(args.seed))
+    result = evolve(seeds, fitness, space.vary, seed=args.seed, budget_s=args.budget, progress=show)
     finalists = [candidate for candidate, _ in result.ranking[:FINALISTS] if candidate != fitness.incumbent]
     best, us, base = winner(fitness.incumbent, finalists, fitness.final)
     for candidate, reason in fitness.rejected.items():
@@ -155,33 +148,19 @@ def tune_one(args: argparse.Namespace, problem: TuneProblem, builder: Builder, b
     text, today, kept = tuned.problem_class(planned, space.path), datetime.date.today().isoformat(), us / base <= GAIN
     us, base = round(us, 2), round(base, 2)
     if args.keep != "none":  # a problem without a gain loses its older entry
-        pick = tuned.TunedPick(
-            text, space.path, best.facts.family, best.facts.config, best.group, best.ctas, us, base, today
-        )
+        kernel = best.facts.family, best.facts.config, best.group, best.ctas
+        pick = tuned.TunedPick(text, space.path, *kernel, us, base, today)
         file = tuned.user_file(card) if args.keep == "user" else tuned.shipped_file(card)
         tuned.keep(file, card, space.path, [pick] if kept else [], [text])
-    return {
-        "problem": problem.text,
-        "problem_class": text,
-        "path": space.path,
-        "heuristic": str(fitness.incumbent),
-        "heuristic_us": base,
-        "tuned": str(best),
-        "tuned_us": us,
-        "ratio": round(us / base, 4),
-        "kept": kept,
-        "slow": us / base < SLOW,
-        "tried": result.scored,
-        "compiled": builder.compiled - compiled,
-        "rejected": len(builder.reasons) - rejected + len(fitness.rejected),
-        "stopped": result.stopped,
-    }
+    row = {"problem": problem.text, "problem_class": text, "path": space.path}
+    row |= {"heuristic": str(fitness.incumbent), "heuristic_us": base, "tuned": str(best), "tuned_us": us}
+    row |= {"ratio": round(us / base, 4), "kept": kept, "slow": us / base < SLOW, "tried": result.scored}
+    rejected = len(builder.reasons) - rejected + len(fitness.rejected)
+    return row | {"compiled": builder.compiled - compiled, "rejected": rejected, "stopped": result.stopped}
 
 
 def winner(
-    incumbent: Candidate,
-    finalists: Sequence[Candidate],
-    time: Callable[[Sequence[Candidate]], dict[Candidate, tuple[float, float]]],
+    incumbent: Candidate, finalists: Sequence[Candidate], time: Callable[[Sequence[Candidate]], dict]
 ) -> tuple[Candidate, float, float]:
     """(candidate, its time, the incumbent's) of the best finalist, or the incumbent if none gains.
 
@@ -193,25 +172,16 @@ def winner(
     return (best, us, base) if us < base else (incumbent, base, base)
 
 
-def state_of(result: Result) -> str:
-    best = f"{result.ranking[0][1]:.3f} of the heuristics' time" if result.ranking else "none usable yet"
-    return f"{result.scored} tried, {best}"
-
-
 def print_table(rows: list[dict]) -> None:
     """A line for each problem; those where the heuristics' pick is more than 10 % slower are marked."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("problem", "heuristic pick", "tuned pick"):
-        table.add_column(name, overflow="fold")
-    for name in ("µs", "tuned µs", "ratio", "tried/compiled/rejected"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    numbers = ["µs", "tuned µs", "ratio", "tried/compiled/rejected"]
+    table = grid(["problem", "heuristic pick", "tuned pick"], [*numbers, ""])
     for row in rows:
         mark = "heuristic > 10 % slower" if row["slow"] else "kept" if row["kept"] else "no gain"
         numbers = f"{row['heuristic_us']:.1f}", f"{row['tuned_us']:.1f}", f"{row['ratio']:.3f}"
         counts = f"{row['tried']}/{row['compiled']}/{row['rejected']}"
         table.add_row(row["problem"], row["heuristic"], row["tuned"], *numbers, counts, mark)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    make_console(200).print(table)
 
 
 def write(rows: list[dict], rates: dict[str, float], args: argparse.Namespace) -> Path:

@@ -88,38 +88,36 @@ def parse(text: str) -> TuneProblem:
         raise ValueError(f"problem {text!r} is not OP MxNxK [LAYOUT] [BLOCK DENSITY] [DTYPE] [TERMS]; see --help")
     op, M, N, K = found["op"], *map(int, found["shape"].split("x"))
     block = tuple(map(int, found["block"].split("x"))) if found["block"] else None
-    terms = found["terms"].split("+") if found["terms"] else []
-    if min(M, N, K, *(block or ())) < 1:
-        raise ValueError(f"problem {text!r}: an extent is zero")
-    if (op == "gemm") == (block is not None):
-        raise ValueError(f"problem {text!r}: bsr_matmul and bsr_linear take a block shape and a density, gemm neither")
-    if op != "gemm" and found["layout"]:
-        raise ValueError(f"problem {text!r}: only gemm has a layout")
-    if unknown := set(terms) - {"bias", "residual", *ACTIVATIONS}:
-        known = ", ".join(("bias", "residual", *ACTIVATIONS))
-        raise ValueError(f"problem {text!r}: {', '.join(sorted(unknown))} is no epilogue term ({known})")
-    if len(set(terms) & ACTIVATIONS.keys()) > 1 or len(set(terms)) < len(terms):
-        raise ValueError(f"problem {text!r}: each term, and one activation, may be given once")
-    if op == "bsr_linear" and "residual" in terms:
-        raise ValueError(f"problem {text!r}: bsr_linear has no residual")
+    terms, known = found["terms"].split("+") if found["terms"] else [], ("bias", "residual", *ACTIVATIONS)
+    unknown, share = sorted(set(terms) - set(known)), share_of(found["density"] or "1/1")
+    zero = min(M, N, K, *(block or ())) < 1
+    wrong = {
+        "an extent is zero": zero,
+        "bsr_matmul and bsr_linear take a block shape and a density, gemm neither": (op == "gemm") == bool(block),
+        "only gemm has a layout": op != "gemm" and found["layout"],
+        f"{', '.join(unknown)} is no epilogue term ({', '.join(known)})": unknown,
+        "each term may be given once": len(set(terms)) < len(terms),
+        "one activation may be given once": len(set(terms) & ACTIVATIONS.keys()) > 1,
+        "bsr_linear has no residual": op == "bsr_linear" and "residual" in terms,
+        f"blocks of {found['block']} do not divide {M}x{K}": block and not zero and (M % block[0] or K % block[1]),
+        f"{found['density']} is no density, which is above 0 and at most 100%": not 0 < share <= 1,
+    }
+    if reason := next((reason for reason, is_so in wrong.items() if is_so), ""):
+        raise ValueError(f"problem {text!r}: {reason}")
     dtype = found["dtype"] or "bf16"
     return TuneProblem(
         text=text, op=op, M=M, N=N, K=K, layout=found["layout"] or "NN", block=block,
-        per_row=_per_row(text, M, K, block, found["density"]) if block else 0, dtype=dtype, out=found["out"] or dtype,
+        per_row=max(1, round(share * (K // block[1]))) if block else 0, dtype=dtype, out=found["out"] or dtype,
         terms=found["terms"] or "",
     )  # fmt: skip
 
 
-def _per_row(text: str, M: int, K: int, block: tuple[int, int], density: str) -> int:
-    if M % block[0] or K % block[1]:
-        raise ValueError(f"problem {text!r}: blocks of {block[0]}x{block[1]} do not divide {M}x{K}")
+def share_of(density: str) -> Fraction:
+    """Of "12.5%" or "16/74"; 0 of what is no number."""
     try:
-        share = Fraction(density[:-1]) / 100 if density.endswith("%") else Fraction(density)
+        return Fraction(density[:-1]) / 100 if density.endswith("%") else Fraction(density)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"problem {text!r}: {density} is no density") from None
-    if not 0 < share <= 1:
-        raise ValueError(f"problem {text!r}: a density is above 0 and at most 100%")
-    return max(1, round(share * (K // block[1])))
+        return Fraction(0)
 
 
 # The rows of the README, and layers of transformers: 8192 tokens, Llama 3 8B and 70B, and decoding steps of 64 and 128.

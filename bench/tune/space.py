@@ -30,13 +30,9 @@ class Candidate:
     ctas: int
 
     def __str__(self) -> str:
-        settings = " ".join(f"{f.name}={getattr(self.facts.config, f.name)}" for f in changed_fields(self.facts.config))
+        values = ((f.name, getattr(self.facts.config, f.name), f.default) for f in fields(self.facts.config))
+        settings = " ".join(f"{name}={value}" for name, value, default in values if value != default)
         return f"{self.facts.path} {settings} group={self.group} ctas={self.ctas}"
-
-
-def changed_fields(config) -> list:
-    """The fields of a configuration that differ from their defaults."""
-    return [field for field in fields(config) if getattr(config, field.name) != field.default]
 
 
 class Space:

@@ -22,6 +22,8 @@ With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (e
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
 """
 
+from collections.abc import Callable
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -40,10 +42,17 @@ from .split_k_sm90 import SplitKSm90
 from .store_sm90 import StoreSm90
 
 
+def trivial_mma(facts: GemmFacts, tiler: tuple[int, int], groups: tuple[int, int, int] = (1, 1, 1)) -> cute.TiledMma:
+    """WGMMAs of operands in shared memory, `tiler` (M, N) for each of the warpgroups."""
+    dtype, major = cutlass_dtype(facts.dtype), {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
+    a, b = (major["k" if name == "k" else "m"] for name in facts.majors[:2])
+    return sm90_utils.make_trivial_tiled_mma(dtype, dtype, a, b, Float32, groups, tiler_mn=tiler)
+
+
 class GemmSm90:
     """Compiles to one kernel per `GemmFacts`; called with operands in the kernel's modes (see k_tiles)."""
 
-    def __init__(self, facts: GemmFacts, mainloop: type = MainloopSm90):
+    def __init__(self, facts: GemmFacts, mainloop: Callable = MainloopSm90):
         cfg = facts.config
         self.facts, self.cfg = facts, cfg
         self.dtype = cutlass_dtype(facts.dtype)
@@ -53,11 +62,11 @@ class GemmSm90:
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster  # CTAs that take work tiles together
-        self.parts = mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
+        self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
-        self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.store = StoreSm90(facts, self.group_n, self.out_dtype)
         self.exchange = None
         if cfg.split > 1:
@@ -108,17 +117,7 @@ class GemmSm90:
     # ------------------------------------------------------------------ atoms
 
     def make_mma(self, warps_m: int, warps_n: int):
-        major = {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
-        major["n"] = major["m"]
-        return sm90_utils.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            major[self.facts.majors[0]],
-            major[self.facts.majors[1]],
-            Float32,
-            (warps_m, warps_n, 1),
-            tiler_mn=(64, self.group_n),
-        )
+        return trivial_mma(self.facts, (64, self.group_n), (warps_m, warps_n, 1))
 
     def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()

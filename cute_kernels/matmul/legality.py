@@ -20,7 +20,7 @@ def general(facts: GemmFacts) -> str:
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
     if any(n < 1 for n in vars(cfg).values()):
         return f"{cfg}: every count must be at least 1"
-    if block and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
+    if block and block.operand == "a" and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
         return (
             f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
             f"{block.run} long: the columns must divide it"

@@ -8,7 +8,7 @@ from cute_kernels import checks
 from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
-from cute_kernels.matmul.plan import Plan
+from cute_kernels.matmul.plan import Plan, viewed
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
@@ -20,50 +20,63 @@ from .config import parts_of
 from .tables import box_groups
 
 _PLANS = PlanCache()
+RUN_MULTIPLE = 64  # of K: a K-tile
 CPU_BYTES = 64 << 20  # of the operands' blocks that a product on the CPU gathers at a time
 
 
-def sddmm(a, b, pattern, out, accumulate: bool, out_dtype):
+def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
     """ops.sddmm, of a call that torch.compile does not trace."""
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.check and not pattern.checked:
         pattern.check_indices()
     tensors = (a, b) if out is None else (a, b, out)
-    terms = pattern.key, out is None, accumulate, out_dtype, forced_path()
+    tensors = tensors if groups is None else (*tensors, groups)
+    terms = pattern.key, out is None, groups is None, accumulate, out_dtype, forced_path()
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        make = partial(plan_sddmm, a, b, pattern, out, accumulate=accumulate, out_dtype=out_dtype)
+        more = {"accumulate": accumulate, "out_dtype": out_dtype, "groups": groups}
+        make = partial(plan_sddmm, a, b, pattern, out, **more)
         plan = _PLANS.checked("sddmm", terms, tensors, out, make)
     if out is None:
         out = plan.new_out()
     if plan.empty:  # no blocks, or sums over nothing
         return out if accumulate else out.zero_()
     if plan.function is None:
-        return _on_cpu(a, b, pattern, out, accumulate)
+        return _on_cpu(a, b, pattern, out, accumulate, groups)
+    if plan.views:
+        a, b = viewed(plan.views, a, b)
     cfg, block = plan.facts.config, plan.facts.block
     parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
-    groups = pattern.derived(
-        ("boxes", parts, boxes), lambda: (box_groups(pattern.crow_indices, pattern.nnz, parts, boxes),)
+    box_table = pattern.derived(
+        ("boxes", parts, boxes), lambda: (box_groups(rows_of(pattern), pattern.nnz, parts, boxes),)
     )[0]
+    runs = (None, None) if groups is None else runs_of(groups, pattern.shape[0])
     residual = out if accumulate else None
-    plan.function(groups, pattern.col_indices, a, b, out, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    plan.function(box_table, pattern.col_indices, *runs, a, b, out, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
     return out
 
 
-def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None) -> Plan:
+def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, groups=None) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     op = "sddmm"
     checks.check_tensor(f"{op}: a", a)
     checks.check_tensor(f"{op}: b", b)
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"{op}: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
-    if pattern.batch is not None:
-        raise ValueError(f"{op}: pattern is a batch of shape {pattern.shape}; call it for each matrix of unbind()")
+    if pattern.base is not None:
+        raise ValueError(f"{op}: pattern is a transposed view; pass its base, pattern.t(), and swap a.t() and b.t()")
+    if (pattern.batch is None) != (groups is None):
+        given = "one matrix" if pattern.batch is None else f"a batch of shape {pattern.shape}"
+        raise ValueError(
+            f"{op}: pattern is {given}: a batch needs groups, the item of each run of K, and one matrix none"
+        )
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{op}: a and b must be matrices, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     checks.check_operands(op, a=a, b=b)
-    (M, N), (bm, bk) = pattern.shape, pattern.blocksize
+    (M, N), (bm, bk) = pattern.shape[-2:], pattern.blocksize
+    if groups is not None:
+        check_groups(op, groups, a.shape[1])
     if a.shape[0] != M or b.shape[1] != N or a.shape[1] != b.shape[0]:
         raise ValueError(
             f"{op}: a is {tuple(a.shape)} and b {tuple(b.shape)}; for a pattern of shape {(M, N)} they must be "
@@ -72,35 +85,38 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None) -> 
     if accumulate and out is None:
         raise ValueError(f"{op}: accumulate=True adds to out; pass out=")
     out_dtype = checks.check_out_dtype(op, out, out_dtype, a.dtype)
-    shape = (pattern.nnz, bm, bk)
+    shape = (*pattern.stored.shape[:-2], bm, bk)
     checks.check_result(op, "out", out, shape, out_dtype)
     if out is not None and not out.is_contiguous():
         raise ValueError(f"{op}: out has strides {out.stride()}; the kernels write contiguous values")
-    checks.check_device(op, a.device, pattern=pattern.stored, out=out)
+    checks.check_device(op, a.device, pattern=pattern.stored, out=out, groups=groups)
     plan = Plan(op, shape, out_dtype, a.device)
     if pattern.nnz == 0 or a.shape[1] == 0:
         plan.empty = True
     elif plans_kernel(a.device):
-        _plan_kernel(plan, a, b, pattern, out, accumulate)
+        _plan_kernel(plan, a, b, pattern, out, accumulate, 0 if groups is None else a.shape[1] // len(groups))
     return plan
 
 
-def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
+def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool, run: int) -> None:
     from cute_kernels.runtime.families import function_for
 
-    (M, N), (bm, bk) = pattern.shape, pattern.blocksize
+    (M, N), (bm, bk) = pattern.shape[-2:], pattern.blocksize
+    if a.shape[1] == 1:
+        plan.views = _one_column, _one_row
+        a, b = _one_column(a), _one_row(b)
     la, lb = layout_of_tensor(a), layout_of_tensor(b)
     granule = 16 // (4 if plan.out_dtype is torch.float32 else 2)
     aligned = out is None or out.data_ptr() % 16 == 0
     ld = Layout("row", granule if aligned else 1, granule if aligned else 1)
-    block = BlockFacts(bm, bk, NAMES_OF_INDEX[pattern.crow_indices.dtype], operand="d")
+    block = BlockFacts(bm, bk, NAMES_OF_INDEX[pattern.crow_indices.dtype], pattern.batch, run, operand="d")
     problem = Problem(
         Extents(M, N, a.shape[1]),
         NAMES[a.dtype],
         NAMES[plan.out_dtype],
         (la, lb, ld),
         (major(la, ("m", "k")), major(lb, ("k", "n")), "n"),
-        (2, 2, 3),
+        (2, 2, pattern.stored.dim()),
         EpilogueSpec(residual="n" if accumulate else None),
         block,
         density=pattern.density,
@@ -112,12 +128,63 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool) -> None:
     plan.function = function_for(plan.facts)
 
 
-def _on_cpu(a, b, pattern, out, accumulate: bool):
+def _one_column(t):
+    """(M, 1): TMA asks for aligned strides even where a mode is never stepped along."""
+    return t.as_strided(t.shape, (t.stride(0), -(-t.shape[0] // 8) * 8)) if t.stride(0) == 1 else t
+
+
+def _one_row(t):
+    """(1, N), the same."""
+    return t.as_strided(t.shape, (-(-t.shape[1] // 8) * 8, t.stride(1))) if t.stride(1) == 1 else t
+
+
+def check_groups(op: str, groups, K: int) -> None:
+    """The item of each run of K; the numbers themselves are not looked at."""
+    checks.check_tensor(f"{op}: groups", groups)
+    if groups.dtype != torch.int32 or groups.dim() != 1 or not groups.is_contiguous():
+        found = f"{groups.dtype}, shape {tuple(groups.shape)}, strides {groups.stride()}"
+        raise ValueError(f"{op}: groups must be one contiguous dimension of torch.int32, got {found}")
+    if (K % len(groups) or K // len(groups) % RUN_MULTIPLE) if len(groups) else K:
+        raise ValueError(
+            f"{op}: K is {K} in {len(groups)} groups: each must have as many, a multiple of {RUN_MULTIPLE}"
+        )
+
+
+def rows_of(pattern) -> torch.Tensor:
+    """crow_indices; of a batch with a pattern for each item, of all items one after the other."""
+    crow = pattern.crow_indices
+    return crow if crow.dim() == 1 else torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
+
+
+def runs_of(groups, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(runs in the order of their items, where each item's begin); numbers out of range belong to none."""
+    item, order = groups.sort(stable=True)
+    every = torch.arange(items + 1, dtype=item.dtype, device=item.device)
+    return order.int(), torch.searchsorted(item, every, out_int32=True)
+
+
+def _on_cpu(a, b, pattern, out, accumulate: bool, groups=None):
     """The same in fp32 by torch, stored blocks alone, some at a time."""
     (bm, bk), K = pattern.blocksize, a.shape[1]
+    if groups is not None:
+        return _batch_on_cpu(a, b, pattern, out, accumulate, groups)
     rows, columns = pattern.row_of_block().long(), pattern.col_indices.long()
     a, b = a.unflatten(0, (-1, bm)), b.t().unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
     for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (4 * (bm + bk) * max(K, 1)))):
         found = a[rows[part]].float() @ b[columns[part]].float().mT
         out[part] = (found + out[part].float() if accumulate else found).to(out.dtype)
+    return out
+
+
+def _batch_on_cpu(a, b, pattern, out, accumulate: bool, groups):
+    """Item by item, over the columns of a that are its."""
+    item_of = groups.repeat_interleave(a.shape[1] // len(groups))
+    for number, item in enumerate(pattern.unbind()):
+        part = item_of == number
+        if pattern.batch == "values":
+            to = out[number]
+        else:
+            first = int(pattern.crow_indices[number, 0])
+            to = out[first : first + item.nnz]
+        _on_cpu(a[:, part], b[part], item, to, accumulate)
     return out

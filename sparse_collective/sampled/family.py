@@ -39,16 +39,24 @@ class Sampled(ProductFamily):
         return _sm90(block, spec) if path == "sm_90" else _sm80(block, spec)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        """Waves of groups of boxes, of which the last one of a block row is half full on average."""
+        """Products of the boxes that there are, or loads: those of B for each box, of A for each group of boxes.
+
+        Of a block row's groups one is half full, on average. Tiles are handed out whole, which leaves some workers idle
+        at the end: a quarter of a tile, as fitted to what was measured.
+        """
         extents, block = problem.extents, problem.block
-        rows = max(1, extents.M // block.bm)
+        rows, tiles_m = max(1, extents.M // block.bm), parts_of(block.bm, config.tile_m)
         boxes = problem.density * rows * (extents.N // block.bk) * parts_of(block.bk, config.box_n)
-        groups = (boxes / config.boxes + rows * (0.5 - 0.5 / config.boxes)) * parts_of(block.bm, config.tile_m)
-        resident = sms if config.boxes > 1 else 2 * sms
-        waves = max(1.0, groups / resident)
-        loop = -(-extents.K // config.tile_k) * max(cost.k_tile_clocks(config, problem.width, l2_bytes_per_clock))
+        groups = boxes / config.boxes + (rows * (0.5 - 0.5 / config.boxes) if config.boxes > 1 else 0)
+        depth = -(-extents.K // config.tile_k) * config.tile_k * tiles_m
+        products = boxes * config.box_n * max(64, config.tile_m) * depth / cost.MACS_PER_CLOCK
+        row_bytes = config.box_n * problem.width if problem.majors[1] == "n" else 128
+        feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA of short rows
+        loads = (groups * config.tile_m + boxes * config.box_n) * depth * problem.width / feed
+        tiles = groups * tiles_m
         accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
-        return waves * (loop + accumulators * cost.store_clocks(problem)) + cost.PIPELINE_FILL
+        work = max(products, loads) + tiles * accumulators * cost.store_clocks(problem)
+        return work / sms * (1 + 0.25 * sms / max(tiles, sms)) * max(1.0, sms / tiles) + cost.PIPELINE_FILL
 
     def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
         return 1, sms
@@ -59,6 +67,8 @@ class Sampled(ProductFamily):
             return reason
         if facts.epilogue.bias or facts.epilogue.activation or facts.epilogue.function:
             return "a bias, an activation or a function: sampled products have none"
+        if (facts.block.batch is None) != (facts.block.run == 0) or facts.block.run % facts.config.tile_k:
+            return f"runs of {facts.block.run}: a batch sums over runs of K, of whole K-tiles of {facts.config.tile_k}"
         if facts.path == "sm_80":
             return "several boxes a tile: sm_80 has one" if cfg.boxes > 1 else legality.sm80(facts)
         return legality.tma_operands(facts) or legality.store_buffers(facts) or _sm90_tile(facts)
@@ -75,11 +85,12 @@ class Sampled(ProductFamily):
         import cutlass.cute as cute
 
         block = facts.block
-        values = [
-            fake_tensor(facts.out_dtype, 3, 2, facts.aligns[2], (cute.sym_int32(), block.bm, block.bk))
-            for _ in range(2 if facts.epilogue.residual else 1)
-        ]
-        tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1)
+        values, rank = [], facts.ranks[2]
+        for _ in range(2 if facts.epilogue.residual else 1):
+            outer = (cute.sym_int32() for _ in range(rank - 2))
+            values.append(fake_tensor(facts.out_dtype, rank, rank - 1, facts.aligns[2], (*outer, block.bm, block.bk)))
+        runs = (fake_tensor("int32", 1, 0, 1) if block.run else None for _ in range(2))
+        tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1), *runs
         bias, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
         residual = values[1] if facts.epilogue.residual else None
         return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args(facts)
@@ -104,7 +115,8 @@ class Sampled(ProductFamily):
 
 def facts_of(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
     """The weight's gradient of a layer: a and b contiguous along the blocks' sides."""
-    block = BlockFacts(*block, changes.pop("index_dtype", "int32"), operand="d")
+    more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
+    block = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more, operand="d")
     terms = {"majors": ("m", "n", "n"), "ranks": (2, 2, 3), "block": block} | changes
     return GemmFacts(arch=spec.target, path=path, config=config, **terms)
 
@@ -155,6 +167,8 @@ def _sm90_tile(facts: GemmFacts) -> str:
         return f"tile {cfg}: K-tiles of 32 or 64, and at least two stages"
     if cfg.box_n % min(cfg.box_n, cfg.store_row // facts.out_bytes):
         return f"tile {cfg}: a box is no whole chunks of the store"
+    if facts.epilogue.residual and facts.out_bytes == 2 and cfg.tile_m * cfg.tile_n == 128 * 256:  # 16 bytes of stack
+        return "128 accumulators a thread leave no registers to add to 16-bit values"
     return legality.smem_sm90(facts)
 
 
@@ -166,6 +180,8 @@ def _catalogue(family: Sampled, spec: ArchSpec) -> Iterator[GemmFacts]:
         fp32,
         {"index_dtype": "int64"},
         {"epilogue": EpilogueSpec(residual="n")},
+        {"batch": "values", "run": 64, "ranks": (2, 2, 4)},
+        {"batch": "patterns", "run": 128},
         {**fp32, "epilogue": EpilogueSpec(scale=True, residual="n")},
     ]
     for path in dict.fromkeys((spec.path, "sm_80")):

@@ -2,6 +2,8 @@
 
     values[p] = A[rows of block p] B[columns of block p]        for every stored block p of a pattern
 
+Of a batch of patterns, each item sums over the runs of K that belong to it (`runs`): the experts' tokens.
+
 A stored block is an output tile, and K-tiles are those of the dense operands: the pattern says where a tile's rows and
 columns lie, and where its sums go. On sm_90 a tile is several stored blocks of one block row, side by side: they share
 A's rows, and each brings a *box* of B's columns. A box that a row has not got lies past the last block column of B
@@ -9,21 +11,26 @@ and past the last block of D, where TMA reads zeros and writes nothing.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.k_tiles import KTile
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
 from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.matmul.kernel_sm80 import GemmSm80
-from cute_kernels.matmul.kernel_sm90 import GemmSm90
+from cute_kernels.matmul.kernel_sm90 import GemmSm90, trivial_mma
 from cute_kernels.matmul.mainloop_sm90 import MainloopSm90
+from cute_kernels.tile.hopper import WARPGROUP
 
 from .config import parts_of
+
+WIDTHS = 4  # instructions of as many numbers of columns, at most
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class SampledKTiles:
     blocks: Int32  # nnz
     parts: cutlass.Constexpr[int]  # boxes of a block
     l: Int32
+    runs: cute.Tensor | None = None  # (runs of K,) in the order of their items
+    start: Int32 | None = None  # of this item's
+    past: Int32 | None = None  # of an item that has none, so many K-tiles that its only one lies past K: zeros
+    tiles_run: cutlass.Constexpr[int] = 1  # K-tiles in a run
 
     def out(self, n) -> tuple:
         """Of the n-th box; of an absent one, past the last block."""
@@ -47,6 +58,9 @@ class SampledKTiles:
         return self.rest_m, number % self.parts, number // self.parts * (1 - absent) + self.blocks * absent
 
     def at(self, i) -> KTile:
+        if self.runs is not None:
+            run = Int32(self.runs[cutlass.min(self.start + i // self.tiles_run, self.runs.shape[0] - 1)])
+            i = run * self.tiles_run + i % self.tiles_run + self.past
         a = (self.rest_m, i, self.row)
         if len(self.columns) == 1:
             return KTile(a=a, b=(i, self.columns[0]))
@@ -64,6 +78,10 @@ class SampledSource:
     parts: cutlass.Constexpr[int]  # boxes a block
     boxes: cutlass.Constexpr[int]  # of a tile
     block_columns: Int32
+    runs: cute.Tensor | None = None  # (runs of K,) int32, in the order of their items
+    starts: cute.Tensor | None = None  # (items + 1,) int32: where each item's begin
+    tiles_run: cutlass.Constexpr[int] = 1  # K-tiles in a run
+    rows: Int32 | None = None  # block rows of an item, where each has a pattern of its own
     columns: cutlass.Constexpr[int] = 1  # a work tile has all columns that its group has
     order = None
 
@@ -77,11 +95,18 @@ class SampledSource:
         return 1
 
     def bounds(self, m, n, l) -> tuple:
+        """(block row, first box, boxes) of the group; of an item, where its runs begin and end as well."""
         group = m // self.tiles_m
-        return tuple(Int32(self.groups[group, i]) for i in range(3))
+        row, first, present = (Int32(self.groups[group, i]) for i in range(3))
+        if self.runs is None:
+            return row, first, present
+        item = l
+        if self.rows is not None:
+            item, row = row // self.rows, row % self.rows
+        return row, first, present, Int32(self.starts[item]), Int32(self.starts[item + 1])
 
     def for_tile(self, m, l, bounds) -> SampledKTiles:
-        row, first, present = bounds
+        row, first, present, *runs = bounds
         last = cutlass.max(present - 1, 0)
         columns = []
         for box in range(self.boxes):
@@ -89,14 +114,27 @@ class SampledSource:
             columns.append(
                 column if self.boxes == 1 else cutlass.max(column, Int32(box >= present) * self.block_columns)
             )
-        count, blocks = self.count * cutlass.min(present, 1), self.col_indices.shape[0]
-        return SampledKTiles(count, row, m % self.tiles_m, first, present, tuple(columns), blocks, self.parts, l)
+        there, blocks = cutlass.min(present, 1), self.col_indices.shape[0]
+        place = row, m % self.tiles_m, first, present, tuple(columns), blocks, self.parts, l
+        if self.runs is None:
+            return SampledKTiles(self.count * there, *place)
+        start, end = runs
+        count, past = cutlass.max((end - start) * self.tiles_run, 1) * there, self.count * Int32(start == end)
+        return SampledKTiles(count, *place, self.runs, start, past, self.tiles_run)
 
 
 class SampledMainloopSm90(MainloopSm90):
-    """Takes K-tiles whose `b` names each box."""
+    """Takes K-tiles whose `b` names each box, and multiplies those that are present.
 
-    registers = (40, 232)  # the producer keeps the places of up to 16 boxes; the consumers have 128 accumulators
+    A warpgroup has several instructions to choose from, of other numbers of columns. Boxes lie one behind the other in
+    a stage, and accumulators in the order of columns, so the narrower ones take the first part of both.
+    """
+
+    def __init__(self, facts: GemmFacts, *args):
+        super().__init__(*args)
+        self.facts = facts
+        if facts.config.boxes > 4:  # whose places the producer keeps
+            self.registers = (40, 232)
 
     @cute.jit
     def load_b(
@@ -113,13 +151,96 @@ class SampledMainloopSm90(MainloopSm90):
         for box in range_constexpr(boxes):
             cute.copy(tma_b, tBgB[(None, *tile.b[box])], tBsB[None, stage * boxes + box], tma_bar_ptr=barrier)
 
+    @cute.jit
+    def mma(
+        self,
+        k_tiles,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,  # (MMA, 1, 1)
+        tCrA: cute.Tensor,  # (MMA, 1, MMA_K, PIPE)
+        tCrB: cute.Tensor,  # (MMA, 1, MMA_K, PIPE)
+        pipeline,
+        read,
+        release,
+        team: Int32,
+    ):
+        cfg = self.facts.config
+        boxes = const_expr(cfg.boxes // cfg.warps_n)  # of this warpgroup
+        present = k_tiles.present
+        if const_expr(cfg.warps_n > 1):
+            group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+            present = present - group % cfg.warps_n * boxes
+        return self.multiply_boxes(boxes, present, k_tiles.count, acc, tCrA, tCrB, pipeline, read, release)
+
+    @cute.jit
+    def multiply_boxes(
+        self,
+        most: cutlass.Constexpr[int],
+        present: Int32,  # at most `most`
+        count: Int32,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        pipeline,
+        read,
+        release,
+    ):
+        """Accumulate every K-tile of the boxes that are present, by the narrowest instruction that has them all."""
+        cfg = self.facts.config
+        step = const_expr(-(-cfg.boxes // (cfg.warps_n * WIDTHS)))
+        if present > most - step:
+            columns = const_expr(most * cfg.box_n)
+            read, release = self.multiply_columns(columns, count, acc, tCrA, tCrB, pipeline, read, release)
+        else:
+            if const_expr(most > step):
+                read, release = self.multiply_boxes(
+                    most - step, present, count, acc, tCrA, tCrB, pipeline, read, release
+                )
+            else:
+                for _ in cutlass.range(count, unroll=1):
+                    pipeline.consumer_wait(read)
+                    pipeline.consumer_release(release)
+                    read.advance()
+                    release.advance()
+        return read, release
+
+    @cute.jit
+    def multiply_columns(
+        self,
+        columns: cutlass.Constexpr[int],
+        count: Int32,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        pipeline,
+        read,
+        release,
+    ):
+        """Accumulate every K-tile of the first so many columns of this warpgroup."""
+        tiled_mma = trivial_mma(self.facts, (64, columns))
+        part = cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, columns // 8), 1, 1)))
+        pipeline.consumer_wait(read)
+        self.multiply(tiled_mma, part, tCrA, tCrB, read.index, self.k_blocks[0], True)
+        read.advance()
+        for _ in cutlass.range(1, count, unroll=1):
+            pipeline.consumer_wait(read)
+            self.multiply(tiled_mma, part, tCrA, tCrB, read.index, self.k_blocks[0], False)
+            warpgroup.wait_group(1)
+            pipeline.consumer_release(release)
+            release.advance()
+            read.advance()
+        warpgroup.wait_group(0)
+        pipeline.consumer_release(release)
+        release.advance()
+        return read, release
+
 
 class SampledGemm:
     """a (M, K) times b (K, N), of which the blocks of a pattern go into d (nnz, bm, bk)."""
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
-        mainloop = SampledMainloopSm90 if facts.config.boxes > 1 else MainloopSm90
+        mainloop = partial(SampledMainloopSm90, facts) if facts.config.boxes > 1 else MainloopSm90
         self.kernel = GemmSm90(facts, mainloop) if facts.path == "sm_90" else GemmSm80(facts)
 
     @cute.jit
@@ -127,6 +248,8 @@ class SampledGemm:
         self,
         groups: cute.Tensor,  # (groups, 3)
         col_indices: cute.Tensor,  # (nnz,)
+        runs: cute.Tensor | None,  # (runs of K,) int32, of a batch
+        starts: cute.Tensor | None,  # (items + 1,) int32
         a: cute.Tensor,
         b: cute.Tensor,
         d: cute.Tensor,
@@ -138,21 +261,29 @@ class SampledGemm:
         max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
-        cfg, bm, bk = self.facts.config, self.facts.block.bm, self.facts.block.bk
+        cfg, block = self.facts.config, self.facts.block
+        bm, bk = block.bm, block.bk
         (M, K), (sM, sK) = a.shape, a.stride
         mA = view(a, (bm, K, M // bm), (sM, sK, sM * bm))
         (K, N), (sK, sN) = b.shape, b.stride
-        mB = view(b, (bk, K, N // bk, 1), (sN, sK, sN * bk, 0))
         mD = self.blocks(d)
+        items = 1 if self.facts.path == "sm_90" else mD.shape[3]  # all take the same B
+        mB = view(b, (bk, K, N // bk, items), (sN, sK, sN * bk, 0))
         if const_expr(residual is not None):
             residual = self.blocks(residual)
         tiles_m = parts_of(bm, cfg.tile_m)
         parts = parts_of(bk, cfg.box_n)
-        source = SampledSource(groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, N // bk)
+        rows = M // bm if const_expr(block.batch == "patterns") else None
+        source = SampledSource(
+            groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, N // bk,
+            runs, starts, block.run // cfg.tile_k, rows,
+        )  # fmt: skip
         args = EpilogueArgs(bias, residual, alpha, beta)
         self.kernel(mA, mB, mD, source, args, groups.shape[0] * tiles_m, group, max_ctas, stream)
 
     def blocks(self, d: cute.Tensor) -> cute.Tensor:
-        """(bm, bk, nnz, 1)"""
+        """(bm, bk, nnz, L)"""
         bm, bk = self.facts.block.bm, self.facts.block.bk
+        if const_expr(self.facts.block.batch == "values"):
+            return view(d, (bm, bk, d.shape[1], d.shape[0]), (bk, 1, bm * bk, d.stride[0]))
         return view(d, (bm, bk, d.shape[0], 1), (bk, 1, bm * bk, 0))
