@@ -269,6 +269,7 @@ def test_change_the_pattern(place, grow, even_rows):  # noqa: F811
     addresses, plans = [t.data_ptr() for t in kept], W.plans
     old, before, scores = layer.pattern.clone(), dense(layer), Blocks.of(layer).score("magnitude")
     moments = W.with_values(optimizer.state[layer.values]["exp_avg"].clone()).to_dense()
+    gradient = W.with_values(layer.values.grad.clone()).to_dense()
     wanted = gradients.block_norms(layer) if grow == "gradient" else "random"
     with NoReads():
         change_pattern_(layer, 0.25, grow=wanted, even_rows=even_rows, optimizer=optimizer)
@@ -297,6 +298,7 @@ def test_change_the_pattern(place, grow, even_rows):  # noqa: F811
     assert torch.equal(dense(layer), before * both), "blocks that stay keep their values, others begin at zero"
     carried = layer.weight.with_values(optimizer.state[layer.values]["exp_avg"]).to_dense()
     assert torch.equal(carried, moments * both)
+    assert torch.equal(layer.weight.with_values(layer.values.grad).to_dense(), gradient * both)
     near(layer(x), masked(layer)[0](x.double()))
     optimizer.step()
 

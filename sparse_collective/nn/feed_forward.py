@@ -27,6 +27,9 @@ class SwiGLU(nn.Module):
         device, dtype: see BsrLinear.
 
     Forward takes (..., dim) and gives (..., dim). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+
+    Raises:
+        TypeError, ValueError: as BsrLinear does.
     """
 
     def __init__(
@@ -101,8 +104,7 @@ class BsrMixtureOfExperts(nn.Module):
         group_rows: tokens of a run, a multiple of 64: larger is faster where experts get many, and pads more.
         device, dtype: of all parameters.
 
-    Forward takes (..., dim) and gives (..., dim). Backward raises NotImplementedError as long as grouped values have no
-    gradient; freeze them, and x, the router and biases get theirs.
+    Forward takes (..., dim) and gives (..., dim).
 
     Raises:
         TypeError, ValueError: as BsrLinear does, and for top_k or group_rows out of range.

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..bsr import BsrMatrix
 from ..ops import bsr_grouped_linear
-from .module import BsrModule, cast_for_autocast
+from .module import BsrModule, multiply
 
 __all__ = ["BsrGroupedLinear"]
 
@@ -30,7 +31,7 @@ class BsrGroupedLinear(BsrModule):
         activation, device, dtype: see BsrLinear.
 
     Forward takes x (T, K), sorted by expert and padded, and offsets (E,) int32 and group_rows: see bsr_grouped_linear.
-    Gradients reach x and bias; of the values there is none yet.
+    Gives (T, M). Pruning takes BsrLinear alone; prune experts before they are stacked.
 
     Raises:
         TypeError, ValueError: as BsrLinear does.
@@ -68,5 +69,7 @@ class BsrGroupedLinear(BsrModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor, offsets: Tensor, group_rows: int) -> Tensor:
-        x, W, bias = cast_for_autocast(x, self.weight, self.bias)
-        return bsr_grouped_linear(x, W, None, bias, self.activation, offsets=offsets, group_rows=group_rows)
+        def product(x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
+            return bsr_grouped_linear(x, W, None, bias, self.activation, offsets=offsets, group_rows=group_rows)
+
+        return multiply(product, x, self.weight, self.bias)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..bsr import BsrMatrix
 from ..ops import bsr_linear
-from .module import BsrModule, block_grid, cast_for_autocast
+from .module import BsrModule, block_grid, multiply
 
 __all__ = ["BsrLinear"]
 
@@ -71,8 +72,7 @@ class BsrLinear(BsrModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        x, W, bias = cast_for_autocast(x, self.weight, self.bias)
-        return bsr_linear(x, W, bias, self.activation)
+        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, self.bias)
 
     @classmethod
     def from_linear(

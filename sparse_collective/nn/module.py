@@ -13,7 +13,8 @@ from cute_kernels.functions import ACTIVATIONS
 
 from .. import checks as arguments
 from ..bsr import BsrMatrix
-from .pattern import Pattern, indices_of, random_keys
+from .indices import drawn_indices, given_indices, owned
+from .pattern import Pattern
 
 __all__ = ["BsrModule", "block_grid"]
 
@@ -36,11 +37,6 @@ def block_grid(in_features: int, out_features: int, blocksize: Sequence[int]) ->
         if extent < 0 or extent % side:
             raise ValueError(f"{name} is {extent}, no multiple of {side}; pad it to {-(-extent // side) * side}")
     return out_features // bm, in_features // bk
-
-
-def owned(t: Tensor) -> Tensor:
-    """`t`, or a copy of a view: a compiled backward gets another object in a view's place, of which nothing is known."""
-    return t.clone() if t._is_view() else t
 
 
 class BsrModule(nn.Module):
@@ -93,9 +89,10 @@ class BsrModule(nn.Module):
         patterns = items if items is not None and not one_pattern else None  # None: one, which items share
         if density is not None:
             arguments.check_density(density)
-            crow, col = self._draw(patterns, rows, cols, round(density * rows * cols), device)
+            crow, col = drawn_indices(patterns, rows, cols, round(density * rows * cols), device)
         else:
-            crow, col = self._given(mask, indices, patterns, rows, cols)
+            where = {"patterns": patterns, "grid": (rows, cols), "blocksize": self.blocksize}
+            crow, col = given_indices(name, mask=mask, indices=indices, **where)
         self._random, self._kept_pattern = density is not None, None
         if device.type == "meta" and not self._random:
             self._kept_pattern = crow.cpu(), col.cpu()  # for reset_parameters, where to_empty has left nothing
@@ -106,53 +103,6 @@ class BsrModule(nn.Module):
         self._weight: BsrMatrix | None = None
         self._dtype: torch.dtype | None = None  # that `values` had then; .to() changes it in place
         self._checked = False
-
-    @staticmethod
-    def _draw(patterns: int | None, rows: int, cols: int, nnz: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(crow, col) int32 of a random pattern of nnz blocks, or of so many of them."""
-        total = patterns or 1
-        if device.type == "meta":
-            crow = torch.empty(total, rows + 1, dtype=torch.int32, device=device)
-            col = torch.empty(total * nnz, dtype=torch.int32, device=device)
-        else:
-            drawn = [indices_of(random_keys(rows, cols, nnz, device), rows, cols) for _ in range(total)]
-            crow = torch.stack([crow + i * nnz for i, (crow, _) in enumerate(drawn)])
-            col = torch.cat([col for _, col in drawn])
-        return crow if patterns is not None else crow[0], col
-
-    def _given(
-        self, mask: Tensor | None, indices: tuple[Tensor, Tensor] | None, patterns: int | None, rows: int, cols: int
-    ) -> tuple[Tensor, Tensor]:
-        """(crow, col) int32 of a mask or indices, checked."""
-        name, grid = type(self).__name__, (rows, cols) if patterns is None else (patterns, rows, cols)
-        if mask is not None:
-            if not arguments.is_strided(mask) or mask.dtype is not torch.bool:
-                raise TypeError(f"{name}: mask must be a strided bool tensor, got {arguments.describe(mask)}")
-            if tuple(mask.shape) != grid:
-                raise ValueError(f"{name}: mask has shape {tuple(mask.shape)}; the blocks are {grid}")
-            if mask.is_meta:
-                raise ValueError(f"{name}: mask is on the meta device, where it says nothing; make it on the CPU")
-            keys = mask.flatten().nonzero().flatten()
-            crow, col = indices_of(keys, rows * (patterns or 1), cols)
-            if patterns is not None:  # an item's last number is the next one's first
-                crow = crow.as_strided((patterns, rows + 1), (rows, 1)).contiguous()
-            return crow, col
-        try:
-            crow, col = indices
-        except (TypeError, ValueError):
-            raise TypeError(f"{name}: indices must be (crow_indices, col_indices), got {indices!r}") from None
-        for what, t in (("crow_indices", crow), ("col_indices", col)):
-            if not arguments.is_strided(t) or t.dtype not in arguments.INDEX_DTYPES:
-                raise TypeError(f"{name}: {what} must be an int32 or int64 tensor, got {arguments.describe(t)}")
-        shape = (rows + 1,) if patterns is None else (patterns, rows + 1)
-        if tuple(crow.shape) != shape or col.dim() != 1:
-            found = f"{tuple(crow.shape)} and {tuple(col.shape)}"
-            raise ValueError(f"{name}: crow_indices and col_indices are {found}; they must be {shape} and (nnz,)")
-        if not crow.is_meta:
-            pattern = Pattern(crow.contiguous(), col.contiguous(), self.matrix_shape, self.blocksize)
-            if error := pattern.error():
-                raise ValueError(f"{name}: {error}")
-        return crow.int().contiguous().clone(), col.int().contiguous().clone()
 
     # The weight
 
@@ -284,7 +234,7 @@ class BsrModule(nn.Module):
             found = self._kept_pattern
         elif self._random:
             patterns = crow.shape[0] if crow.dim() == 2 else None
-            found = self._draw(patterns, *self.grid, len(col) // (patterns or 1), crow.device)
+            found = drawn_indices(patterns, *self.grid, len(col) // (patterns or 1), crow.device)
         else:
             raise ValueError(LOST.format("they were given, and are not kept"))
         crow.copy_(found[0])
@@ -389,9 +339,15 @@ class BsrModule(nn.Module):
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
 
 
-def cast_for_autocast(x: Tensor, W: BsrMatrix, bias: Tensor | None) -> tuple[Tensor, BsrMatrix, Tensor | None]:
-    """Inside torch.autocast, all in its dtype; the casts are differentiable."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, W, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), W if W.dtype is dtype else W.to(dtype), None if bias is None else bias.to(dtype)
+def multiply(op: Callable[..., Tensor], x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
+    """op(x, W, bias); inside torch.autocast in its dtype, as torch's own linear layers. The casts are differentiable.
+
+    The product itself is outside: on CPU tensors it multiplies in fp32, which autocast would round.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return op(x, W, bias)
+    dtype = torch.get_autocast_dtype(device)
+    x, W, bias = x.to(dtype), W if W.dtype is dtype else W.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return op(x, W, bias)
