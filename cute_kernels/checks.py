@@ -2,7 +2,7 @@
 
 import torch
 
-from .dtypes import NAMES, OPERANDS
+from .dtypes import NAMES, ON_CPU, OPERANDS
 from .runtime.device import plans_kernel
 
 
@@ -13,13 +13,14 @@ def check_tensor(name: str, value) -> None:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
 
-def check_operands(op: str, **tensors) -> None:
-    """All of one 16-bit floating type and on one device, CUDA or CPU."""
+def check_operands(op: str, *, kernel: bool = True, **tensors) -> None:
+    """All of one floating type and on one device, CUDA or CPU: a 16-bit type or, on the CPU without a kernel, any."""
     (first_name, first), *rest = tensors.items()
-    if first.dtype not in OPERANDS:
+    if first.dtype not in (OPERANDS if kernel or first.device.type != "cpu" else ON_CPU):
+        also = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
         raise TypeError(
             f"{op}: {first_name} is {first.dtype}; the kernels multiply torch.bfloat16 and torch.float16 (cast "
-            "with .to())"
+            f"with .to()){also}"
         )
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
@@ -72,7 +73,7 @@ def check_out_dtype(op: str, out, out_dtype, default):
             raise TypeError(f"{op}: out is {out.dtype} but out_dtype={out_dtype}; pass one of the two")
         out_dtype = out.dtype
     out_dtype = default if out_dtype is None else out_dtype
-    if out_dtype not in NAMES:
+    if out_dtype not in NAMES and out_dtype != default:  # float64 of float64 operands
         raise TypeError(f"{op}: output of {out_dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
     return out_dtype
 

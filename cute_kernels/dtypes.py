@@ -6,6 +6,12 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 TORCH = {name: dtype for dtype, name in NAMES.items()}
 NAMES_OF_INDEX = {torch.int32: "int32", torch.int64: "int64"}
 OPERANDS = (torch.bfloat16, torch.float16)
+ON_CPU = (*OPERANDS, torch.float32, torch.float64)  # what products of CPU tensors multiply
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What a sum of products of this dtype is kept in: float32, of float64 itself."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def cutlass_dtype(name: str):

@@ -71,7 +71,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     checks.check_tensor("gemm: b", b)
     if a.dim() < 2 or b.dim() < 2:
         raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both need at least 2 (use unsqueeze)")
-    checks.check_operands("gemm", a=a, b=b)
+    checks.check_operands("gemm", kernel=plans_kernel(a.device), a=a, b=b)
     (M, K), N = a.shape[-2:], b.shape[-1]
     if b.shape[-2] != K:
         raise ValueError(f"gemm: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[-2]} rows")
@@ -83,7 +83,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     shape = (*batch, M, N)
     checks.check_result("gemm", "out", out, shape, out_dtype)
     checks.check_result("gemm", "residual", terms.residual, shape, out_dtype)
-    kind = bias_kind("gemm", terms.bias, M, N)
+    kind = bias_kind("gemm", terms.bias, M, N, a.dtype)
     checks.check_device("gemm", a.device, out=out, bias=terms.bias, residual=terms.residual)
     spec = terms.spec("gemm", kind)
     plan = Plan("gemm", shape, out_dtype, a.device)

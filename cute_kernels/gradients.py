@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import eager, reference
+from .dtypes import accumulator
 from .matmul.terms import epilogue_program
 
 BACKWARD = {
@@ -33,7 +34,8 @@ def through_epilogue(dy: Tensor, activation: str | None, epilogue, y: Tensor | N
         return torch.ops.aten.threshold_backward(dy, y, 0)
     if epilogue is None:
         return BACKWARD[activation](dy, z())
-    at = z().float()
+    at = z()
+    at = at.to(accumulator(at.dtype))
     # Element by element, so its derivative is that along ones.
     along = torch.func.jvp(
         lambda z: reference.apply_epilogue(z, None, activation, None, 1.0, 1.0, epilogue), (at,), (torch.ones_like(at),)
@@ -42,10 +44,10 @@ def through_epilogue(dy: Tensor, activation: str | None, epilogue, y: Tensor | N
 
 
 def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32."""
+    """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
     if gradient.shape == like.shape:
         return gradient.to(like.dtype)
-    return gradient.float().sum_to_size(like.shape).to(like.dtype)
+    return gradient.to(accumulator(gradient.dtype)).sum_to_size(like.shape).to(like.dtype)
 
 
 class Gemm(torch.autograd.Function):

@@ -27,9 +27,9 @@ def gemm(
     """epilogue(activation(alpha * a @ b + bias + beta * residual)), accumulated and applied in fp32.
 
     Args:
-        a: (..., M, K) bfloat16 or float16, of any strides.
+        a: (..., M, K) bfloat16 or float16, of any strides; on the CPU also float32 or float64.
         b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
-        bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16 or float32.
+        bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
         alpha, beta: Python floats.
@@ -44,7 +44,7 @@ def gemm(
 
     CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
-    run a plain torch reference in fp32. Results are the same bits on every run.
+    run a plain torch reference in fp32, of float64 in float64. Results are the same bits on every run.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.

@@ -1,8 +1,10 @@
-"""The same products in plain torch, in fp32: what CPU tensors run, and what tests compare with."""
+"""The same products in plain torch: what CPU tensors run, and what tests compare with. Sums are in fp32, of fp64 in
+fp64."""
 
 import torch
 
 from . import functions
+from .dtypes import accumulator
 from .traced.evaluate import evaluate
 
 
@@ -23,7 +25,12 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
 def gemm(a, b, terms, out, out_dtype):
     """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
     of which the epilogue is a Program."""
-    acc = torch.matmul(a.float(), b.float())
+    wide = accumulator(a.dtype)
+    return finish(torch.matmul(a.to(wide), b.to(wide)), terms, out, out_dtype)
+
+
+def finish(acc, terms, out, out_dtype):
+    """The epilogue of an accumulator, rounded once; into `out`, or contiguous."""
     t = terms
-    result = apply_epilogue(acc, t.bias, t.activation, t.residual, t.alpha, t.beta, t.epilogue).to(out_dtype)
-    return result if out is None else out.copy_(result)
+    result = apply_epilogue(acc, t.bias, t.activation, t.residual, t.alpha, t.beta, t.epilogue)
+    return result.to(out_dtype).contiguous() if out is None else out.copy_(result)

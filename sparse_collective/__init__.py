@@ -7,6 +7,7 @@ bsr_grouped_linear(...)   the same with an item of a batch W for each run of x's
 sddmm(a, b, pattern)      the stored blocks of a dense a @ b: a weight's gradient
 """
 
+from . import torch_functions  # noqa: F401 (importing it makes W @ b a product)
 from .bsr import BsrMatrix, random_bsr
 from .ops import bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
 

@@ -12,6 +12,7 @@ of blocks.
 
 from __future__ import annotations
 
+import copy
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from cute_kernels.runtime.derived import Derived, state_of
 
 from . import checks as arguments
 from . import index_check
+from .like_tensor import LikeTensor
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -33,18 +35,26 @@ INT32_MAX = 2**31 - 1
 _LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns, with what BsrMatrix.recall takes over
 
 
-class BsrMatrix:
+class BsrMatrix(LikeTensor):
     """An (M, K) matrix, or a batch (L, M, K) of them, of which only some (bm, bk) blocks are stored.
 
     Shares the three tensors with the caller and never copies them. The attributes are read-only, the indices
     must not be written to, the values may be updated in place. Gradients flow through `values`.
 
+    It is no torch.Tensor, and behaves like one where that makes sense: W @ b, x @ W.T, torch.matmul,
+    torch.nn.functional.linear(x, W, bias), to(), cuda(), half(), clone(), detach(), requires_grad_(), copy.deepcopy,
+    torch.save and torch.load(weights_only=True) (import sparse_collective before). As a plain attribute of an
+    nn.Module it is neither a parameter nor a buffer: state_dict() leaves it out, and .to() of the module does not move
+    it. `sparse_collective.nn.BsrLinear` is the module that holds one.
+
     Args:
         crow_indices: (M / bm + 1,) int32 or int64; where each block-row begins in `col_indices`, then nnz. Of a batch
             with a pattern for each item (L, M / bm + 1), the numbers counting the blocks of all items.
         col_indices: (nnz,) of the same dtype; each block's column, strictly increasing inside a block-row.
-        values: (nnz, bm, bk) bfloat16, float16 or float32; bm and bk are multiples of 16. Of a batch with one
-            pattern (L, nnz, bm, bk).
+        values: (nnz, bm, bk) bfloat16, float16, float32 or, on the CPU, float64; bm and bk are multiples of 16. Of a
+            batch with one pattern (L, nnz, bm, bk). At any address: on a GPU a product copies values that do not begin
+            at a multiple of 16 bytes, once for each version of the tensor (see torch.Tensor._version), so writes of
+            which torch knows nothing, such as those through `.data`, need values.clone().
         shape: (M, K), with M % bm == 0 and K % bk == 0; or (L, M, K).
         check: whether operations call `check_indices` before they first read this matrix. With False, indices
             out of range make a kernel read memory that is not the matrix's.
@@ -53,7 +63,7 @@ class BsrMatrix:
 
     Raises:
         TypeError: an argument is not a strided tensor, or has an unsupported dtype.
-        ValueError: a device, dimension, stride, length, extent or address is wrong.
+        ValueError: a device, dimension, stride, length or extent is wrong.
     """
 
     crow_indices: Tensor  # (M / bm + 1,) or (L, M / bm + 1)
@@ -249,7 +259,7 @@ class BsrMatrix:
         """Copies the chosen blocks of a dense matrix. Differentiable.
 
         Args:
-            dense: (M, K) bfloat16, float16 or float32, of any strides.
+            dense: (M, K) bfloat16, float16, float32 or, on the CPU, float64, of any strides.
             blocksize: (bm, bk).
             mask: (M / bm, K / bk) bool on the device of `dense`, True where a block is kept. Synchronises.
             density: in [0, 1]; keeps the round(density * number of blocks) blocks of largest Frobenius norm.
@@ -259,15 +269,21 @@ class BsrMatrix:
         With neither, keeps the blocks that hold a non-zero element (NaN is non-zero). Synchronises.
 
         Raises:
+            RuntimeError: under torch.compile without a density: a graph cannot hold what synchronises.
             TypeError: `dense` or `mask` is no strided tensor, or a dtype is not supported.
             ValueError: both mask and density are given, or an extent, a device or the density is wrong.
         """
+        if torch.compiler.is_compiling() and density is None:
+            raise RuntimeError(
+                "from_dense synchronises without density=, so torch.compile cannot trace it: call it outside of the "
+                "compiled function, and inside make other values for its pattern with with_values"
+            )
         if not arguments.is_strided(dense):
             raise TypeError(f"dense must be a strided tensor, got {arguments.describe(dense)}")
         if dense.dim() != 2:
             several = "; convert the items of a batch one by one, and stack them" if dense.dim() == 3 else ""
             raise ValueError(f"dense must have 2 dimensions (M, K), got shape {tuple(dense.shape)}{several}")
-        arguments.check_dtypes(dense.dtype, index_dtype)
+        arguments.check_dtypes(dense.dtype, index_dtype, dense.device)
         if mask is not None and density is not None:
             raise ValueError("mask and density are both given; pass at most one of them")
         blocksize = arguments.pair(blocksize, "blocksize")
@@ -367,7 +383,7 @@ class BsrMatrix:
 
     def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived]:
         """(crow_indices, col_indices, numbers) of the transpose, and a place for what kernels must know of it."""
-        if self.check:
+        if self.check and self.device.type != "meta" and not torch.compiler.is_compiling():  # a graph's op checks
             self.check_indices()
         row, col, dtype = self.row_of_block(), self.col_indices, self.col_indices.dtype
         items, rows, cols = 1, self.n_block_rows, self.n_block_cols
@@ -382,26 +398,10 @@ class BsrMatrix:
             crow = crow.as_strided((items, cols + 1), (cols, 1)).contiguous()
         return crow, row, order.int(), Derived()
 
-    def to(self, target: torch.device | torch.dtype | str | int) -> BsrMatrix:
-        """This matrix on another device, or with values of another dtype and the same index tensors.
-
-        Returns self where nothing changes. Differentiable.
-
-        Raises:
-            TypeError: `target` is a dtype that values cannot have.
-        """
-        if isinstance(target, torch.dtype):
-            arguments.check_dtypes(target, self.crow_indices.dtype)
-            crow, col = self.crow_indices, self.col_indices
-        else:
-            crow, col = self.crow_indices.to(target), self.col_indices.to(target)
-        if self.base is not None:
-            return self.base.to(target).t()
-        values = self.values.to(target)
-        if crow is self.crow_indices and col is self.col_indices:
-            return self if values is self.values else self.with_values(values)
+    def _with_tensors(self, crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> BsrMatrix:
+        """The same matrix in other tensors, which hold the same indices: what is known of the pattern stays known."""
         state = {"check": self.check, "checked": self.checked, "even": self.even, "stats": self.stats}
-        return self._make(crow, col, values, self.shape, **state)
+        return self._make(crow_indices, col_indices, values, self.shape, **state)
 
     def with_values(self, values: Tensor) -> BsrMatrix:
         """The same pattern with other values, for a step that makes them anew: nothing is checked or planned again.
@@ -409,7 +409,7 @@ class BsrMatrix:
         Shares the index tensors, and what has been learnt and made of them. Differentiable.
 
         Args:
-            values: of self.values' shape and device, of any dtype that values can have; contiguous and aligned.
+            values: of self.values' shape and device, of any dtype that values can have; contiguous.
 
         Raises:
             TypeError, ValueError: as the constructor does, and for another shape.
@@ -484,9 +484,13 @@ class BsrMatrix:
     @property
     def values(self) -> Tensor:
         """(nnz, bm, bk), or (L, nnz, bm, bk) of a batch with one pattern; of a transposed view a copy."""
+        return self._as_values(self.stored)
+
+    def _as_values(self, stored: Tensor) -> Tensor:
+        """A tensor of the shape of `stored` as one of the shape of `values`."""
         if self.numbers is None:
-            return self.stored
-        return self.stored.index_select(-3, self.numbers).transpose(-1, -2).contiguous()
+            return stored
+        return stored.index_select(-3, self.numbers).transpose(-1, -2).contiguous()
 
     @property
     def density(self) -> float:
@@ -504,24 +508,40 @@ class BsrMatrix:
         """Where all three tensors are."""
         return self.stored.device
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
-        return self.stored.requires_grad
-
     def __repr__(self) -> str:
         facts = f"shape={self.shape}, blocksize={self.blocksize}, nnz={self.nnz}, density={self.density:.4g}"
         facts += "" if self.batch is None else f", batch of {self.batch}"
         types = f"dtype={self.dtype}, device='{self.device}', index_dtype={self.crow_indices.dtype}"
         return f"{type(self).__name__}({facts}, {types})"
 
+    def __copy__(self) -> BsrMatrix:
+        return self._mapped(lambda values: values)
+
+    def __deepcopy__(self, memo: dict) -> BsrMatrix:
+        if self.base is not None:
+            return copy.deepcopy(self.base, memo).t()
+        return self._with_tensors(*copy.deepcopy((self.crow_indices, self.col_indices, self.stored), memo))
+
     def __getstate__(self) -> tuple:
-        return self.crow_indices, self.col_indices, self.values, self.shape, self.check
+        base = self if self.base is None else self.base
+        parts = base.crow_indices, base.col_indices, base.stored, base.shape, base.check
+        return *parts, self.base is not None
 
     def __setstate__(self, state: tuple) -> None:
-        # Unchecked again: nothing vouches for what was stored.
-        *arguments, check = state
-        BsrMatrix.__init__(self, *arguments, check=check)
+        """Nothing vouches for what was stored: it is checked as the constructor does, and its indices before use.
+
+        Those of a matrix with check=False, which no use checks, are checked here.
+        """
+        *parts, check, transposed = state
+        loaded = BsrMatrix(*parts, check=check)
+        if not check and loaded.device.type != "meta":
+            loaded.check_indices()
+        loaded = loaded.t() if transposed else loaded
+        self._set(**{name: getattr(loaded, name) for name in BsrMatrix.__slots__ if name != "__weakref__"})
+
+
+# torch.load(weights_only=True) then makes instances, by __setstate__ and of nothing but tensors and numbers.
+torch.serialization.add_safe_globals([BsrMatrix])
 
 
 def random_bsr(
@@ -549,7 +569,7 @@ def random_bsr(
         TypeError: a dtype is not supported.
         ValueError: extents do not divide, or not exactly one of per_row and density is given and in range.
     """
-    arguments.check_dtypes(dtype, index_dtype)
+    arguments.check_dtypes(dtype, index_dtype, torch.empty(0, device=device).device)
     shape, blocksize = arguments.pair(shape, "shape"), arguments.pair(blocksize, "blocksize")
     rows, cols = arguments.block_grid(shape, blocksize)
     if (per_row is None) == (density is None):

@@ -9,7 +9,6 @@ from torch import Tensor
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
-ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 
 
 def is_strided(x: object) -> bool:
@@ -55,8 +54,12 @@ def block_grid(shape: Sequence[int], blocksize: Sequence[int]) -> tuple[int, int
     return shape[0] // blocksize[0], shape[1] // blocksize[1]
 
 
-def check_dtypes(value_dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    if value_dtype not in VALUE_DTYPES:
+def check_dtypes(value_dtype: torch.dtype, index_dtype: torch.dtype, device: torch.device) -> None:
+    """Values of float64 are for the CPU, which multiplies them; no kernel does."""
+    if value_dtype is torch.float64 and device.type == "cuda":
+        known = ", ".join(map(str, VALUE_DTYPES))
+        raise TypeError(f"values cannot be {value_dtype} on {device}, only on the CPU; use one of {known}")
+    if value_dtype not in (*VALUE_DTYPES, torch.float64):
         raise TypeError(f"values cannot be {value_dtype}; use one of {', '.join(map(str, VALUE_DTYPES))}")
     if index_dtype not in INDEX_DTYPES:
         raise TypeError(f"indices cannot be {index_dtype}; use one of {', '.join(map(str, INDEX_DTYPES))}")
@@ -73,7 +76,7 @@ def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> 
     for name, (t, _) in tensors.items():
         if not is_strided(t):
             raise TypeError(f"{name} must be a strided tensor, got {describe(t)}")
-    check_dtypes(values.dtype, crow_indices.dtype)
+    check_dtypes(values.dtype, crow_indices.dtype, values.device)
     if col_indices.dtype is not crow_indices.dtype:
         got = f"{crow_indices.dtype} and {col_indices.dtype}"
         raise TypeError(f"crow_indices and col_indices must have the same dtype, got {got}; convert one")
@@ -85,9 +88,6 @@ def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> 
             raise ValueError(f"{name} is on {t.device}, values on {values.device}; move them to one device")
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
-    # Inside a trace tensors have no address; the op that the graph calls looks again.
-    if not torch.compiler.is_compiling() and (offset := values.data_ptr() % ALIGNMENT):
-        raise ValueError(f"values is {offset} bytes off {ALIGNMENT}-byte alignment; pass values.clone()")
     if crow_indices.dim() == 2 and values.dim() == 4:
         raise ValueError(
             "crow_indices (L, rows + 1) and values (L, nnz, bm, bk) are two ways to store a batch: give one pattern "

@@ -25,7 +25,7 @@ from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.families import family_of
 
-from . import families  # noqa: F401 (importing it registers them)
+from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
 from .tile_order import reference as tile_order
 
@@ -95,6 +95,8 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
         b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
+    if values.data_ptr() & 15:
+        values = alignment.aligned(values)
     _launch(plan, W, values, b, d, bias, residual, groups)
     return out.copy_(result) if plan.staged else out
 
@@ -138,31 +140,24 @@ def _ordered(plan: Plan) -> tuple:
 
 
 def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
-    """CPU tensors run the reference on the dense matrix; an empty result needs nothing at all."""
+    """CPU tensors multiply the stored blocks by torch; an empty result needs nothing at all."""
     if plan.empty:
         return plan.new_out() if out is None else out
-    a = W.to_dense()
-    if groups is not None:
-        return _grouped_reference(plan, a, b, terms, out, groups)
-    if plan.op == "bsr_linear":
-        a, b = b, a.mT
-        if terms.bias is not None and terms.bias.dim() == 2:
-            terms = replace(terms, bias=terms.bias[:, None])
-    return reference.gemm(a, b, terms, out, plan.out_dtype)
-
-
-def _grouped_reference(plan: Plan, weights, x, terms: Terms, out, groups):
-    """weights (E, M, K) dense, x (T, K), groups (runs,)."""
-    acc = x.new_zeros(plan.out_shape, dtype=torch.float32).unflatten(0, (len(groups), -1))  # (runs, rows, M)
-    runs = x.float().unflatten(0, (len(groups), -1))
-    for item, weight in enumerate(weights):
-        acc[groups == item] = runs[groups == item] @ weight.float().t()
     bias = terms.bias
-    if bias is not None and bias.dim() == 2:
-        bias = bias[groups.clamp(0, len(weights) - 1).long(), None]
-    result = reference.apply_epilogue(acc, bias, terms.activation, None, 1.0, 1.0, terms.epilogue)
-    result = result.flatten(0, 1).to(plan.out_dtype)
-    return result if out is None else out.copy_(result)
+    if groups is not None:
+        acc = on_cpu.grouped_linear(W, b, groups)
+        if bias is not None and bias.dim() == 2:
+            items = groups.clamp(0, W.shape[0] - 1).long()  # the nearest item's, where there is no such number
+            terms = replace(terms, bias=bias[items].repeat_interleave(len(b) // len(groups), 0))
+    elif plan.op == "bsr_matmul":
+        acc = on_cpu.product(W, b)
+    else:
+        tokens = b if W.batch is not None else flatten_batch(torch.atleast_2d(b), 2)[0]  # (..., K) is (tokens, K)
+        acc = on_cpu.product(W, tokens.mT).mT
+        acc = acc if W.batch is not None else acc.reshape(plan.out_shape)
+        if bias is not None and bias.dim() == 2:
+            terms = replace(terms, bias=bias[:, None])
+    return reference.finish(acc, terms, out, plan.out_dtype)
 
 
 def as_bsr(op: str, W) -> BsrMatrix:
@@ -188,7 +183,7 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
     checks.check_tensor(f"{op}: {name}", b)
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
-    checks.check_operands(op, W=W.stored, **{name: b})
+    checks.check_operands(op, kernel=plans_kernel(W.device), W=W.stored, **{name: b})
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
     if inner != K:
@@ -255,7 +250,7 @@ def _epilogue(op, W, b, terms: Terms):
         several = "" if W.batch is None else f" or ({W.shape[0]}, {M})"
         found = f"bias has shape {tuple(bias.shape)}, must be ({M},){several}"
         raise ValueError(f"{op}: {found}, one value an output feature")
-    kind = bias_kind(op, bias[0] if items else bias, -1 if linear else M, M if linear else b.shape[-1])
+    kind = bias_kind(op, bias[0] if items else bias, -1 if linear else M, M if linear else b.shape[-1], W.dtype)
     if kind and (items or linear):
         kind = "row"  # the kernel's rows are W's
     spec = terms.spec(op, kind)
@@ -266,6 +261,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     from cute_kernels.runtime.families import function_for
 
     linear, fold = plan.op != "bsr_matmul", W.batch is None
+    plan.notes += alignment.note("W.values", W.stored, "copied to an aligned buffer, once for each version of them")
     bias, residual = terms.bias, terms.residual
     if fold and out is not None and out.dim() > 2:
         stage(plan, out, not folds_into_rows(out) if linear else flatten_batch(out, 3)[1])

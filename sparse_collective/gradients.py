@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_kernels.dtypes import accumulator
 from cute_kernels.gradients import saves_result, sum_to, through_epilogue
 from cute_kernels.matmul.terms import epilogue_program
 
@@ -102,8 +103,9 @@ def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> T
     """Of a bias for all rows, for each row, or for each item of a batch."""
     if op == "bsr_matmul" or bias.dim() == 1:
         return sum_to(dz, bias)
+    wide = dz.to(accumulator(dz.dtype))
     if groups is None:  # (L, M) of dz (L, N, M)
-        return dz.float().sum(-2).to(bias.dtype)
-    runs = dz.float().unflatten(0, (len(groups), -1)).sum(1)
+        return wide.sum(-2).to(bias.dtype)
+    runs = wide.unflatten(0, (len(groups), -1)).sum(1)
     items = groups.clamp(0, len(bias) - 1).long()  # the nearest item's, where there is no such number
-    return torch.zeros(bias.shape, device=bias.device).index_add_(0, items, runs).to(bias.dtype)
+    return runs.new_zeros(bias.shape).index_add_(0, items, runs).to(bias.dtype)

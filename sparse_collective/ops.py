@@ -30,8 +30,9 @@ def bsr_matmul(
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
     Args:
-        W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, with blocks whose sides are multiples of
-            16; any pattern, empty block rows included. Or a batch (L, M, K) of them.
+        W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
+            blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
+            them. Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
@@ -44,7 +45,8 @@ def bsr_matmul(
 
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
     Every element is summed in one order and written by one thread block: the bits are the same on every
-    run. CPU tensors run a torch reference on the dense matrix. Raises as cute_kernels.gemm does.
+    run. CPU tensors are multiplied by torch, the stored blocks alone, in fp32, of float64 in float64. A BsrMatrix also
+    takes W @ b and torch.matmul(W, b). Raises as cute_kernels.gemm does.
     """
     return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
 
@@ -61,13 +63,15 @@ def bsr_linear(
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
-        x: (..., K) bfloat16 or float16, of any strides; with a batch (L, N, K), or (N, K) for all items.
+        x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
         activation, out, epilogue: see bsr_matmul.
 
     Returns:
         (..., M), of a batch (L, N, M); `out` if it was given.
+
+    A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
     return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
 
@@ -90,7 +94,7 @@ def bsr_grouped_linear(
     y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])) with e = groups[i // group_rows].
 
     Args:
-        x: (T, K) bfloat16 or float16, of any strides; T a multiple of group_rows.
+        x: (T, K) of W's dtype, of any strides; T a multiple of group_rows.
         W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form.
         groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
         bias: (E, M), or (M,) for all items.
@@ -128,11 +132,11 @@ def sddmm(
     """The stored blocks of a pattern, of the dense product a @ b: a sampled product, the gradient of a sparse weight.
 
     Args:
-        a: (M, K) bfloat16 or float16, of any strides.
+        a: (M, K) bfloat16 or float16, of any strides; on the CPU also float32 or float64.
         b: (K, N) of a's dtype, of any strides.
         pattern: (M, N) BsrMatrix with (bm, bk) blocks, or with groups a batch (L, M, N); its values are not read.
-        out: (nnz, bm, bk), contiguous: where to write the result; its dtype (bfloat16, float16, float32) is the
-            result's.
+        out: (nnz, bm, bk), contiguous, at any address: where to write the result; its dtype (bfloat16, float16,
+            float32 or a's) is the result's.
         accumulate: add to what `out` holds, in fp32, rounding once.
         out_dtype: of a result that is made here; a's unless told.
         groups: (K / run,) int32 on a's device, contiguous, for a batch: which item each run of K belongs to. Each item

@@ -210,8 +210,8 @@ def test_to(form):
     assert torch.equal(half.to_dense(), a.to_dense().half())
     assert meta.device.type == "meta" and meta.col_indices.device.type == "meta" and meta.shape == a.shape
     assert form or meta.row_of_block().shape == (a.nnz,)
-    with pytest.raises(TypeError, match="values cannot be torch.float64"):
-        a.to(torch.float64)
+    with pytest.raises(TypeError, match="values cannot be torch.int64"):
+        a.to(torch.int64)
 
 
 @pytest.mark.gpu
@@ -230,11 +230,10 @@ def test_pickle_and_torch_save(form):
     stream = io.BytesIO()
     torch.save(a, stream)
     stream.seek(0)
-    with torch.serialization.safe_globals([BsrMatrix]):
-        loaded = torch.load(stream, weights_only=True)
+    loaded = torch.load(stream, weights_only=True)
     for b in (pickle.loads(pickle.dumps(a)), loaded, copy.deepcopy(a)):
         assert_same(a, b)
-        assert b.batch == form and not b.checked and b.values.data_ptr() != a.values.data_ptr()
+        assert b.batch == form and b.values.data_ptr() != a.values.data_ptr()
     assert copy.copy(a).values is a.values
 
 
@@ -298,6 +297,6 @@ def test_other_values_of_one_pattern(device):
     with pytest.raises(ValueError, match="must be of shape"):
         a.with_values(values[1:])
     with pytest.raises(TypeError, match="values cannot be"):
-        a.with_values(values.double())
+        a.with_values(values.int())
     unchecked = BsrMatrix(**parts(a)).with_values(values.clone())
     assert not unchecked.checked and unchecked.plans is not None

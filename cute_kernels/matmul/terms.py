@@ -35,19 +35,22 @@ class Terms:
         return EpilogueSpec(
             scale=self.alpha != 1.0,
             bias=kind,
-            bias_dtype=NAMES[self.bias.dtype] if kind else None,
+            bias_dtype=NAMES.get(self.bias.dtype) if kind else None,
             residual=None if self.residual is None else "any",
             activation=self.activation,
             function=None if self.epilogue is None else epilogue_program(op, self.epilogue),
         )
 
 
-def bias_kind(op: str, bias, rows: int, cols: int) -> str | None:
-    """ "col" for a bias (cols,) or (1, cols), one value per column of the result; "row" for (rows, 1)."""
+def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | None:
+    """ "col" for a bias (cols,) or (1, cols), one value per column of the result; "row" for (rows, 1).
+
+    dtype: of the operands; the bias may be of it, too.
+    """
     if bias is None:
         return None
     check_tensor(f"{op}: bias", bias)
-    if bias.dtype not in NAMES:
+    if bias.dtype not in NAMES and bias.dtype != dtype:  # float64 beside float64 operands
         raise TypeError(f"{op}: bias is {bias.dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
     shape = tuple(bias.shape)
     if shape in ((cols,), (1, cols)):

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from cute_kernels import checks
-from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
+from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX, accumulator
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
 from cute_kernels.matmul.plan import Plan, viewed
@@ -14,14 +14,14 @@ from cute_kernels.operand import Layout, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 
-from .. import families  # noqa: F401 (importing it registers them)
+from .. import alignment, families  # noqa: F401 (importing families registers them)
 from ..bsr import BsrMatrix
 from .config import parts_of
 from .tables import box_groups
 
 _PLANS = PlanCache()
 RUN_MULTIPLE = 64  # of K: a K-tile
-CPU_BYTES = 64 << 20  # of the operands' blocks that a product on the CPU gathers at a time
+CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time
 
 
 def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
@@ -52,9 +52,10 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
         ("boxes", parts, boxes), lambda: (box_groups(rows_of(pattern), pattern.nnz, parts, boxes),)
     )[0]
     runs = (None, None) if groups is None else runs_of(groups, pattern.shape[0])
-    residual = out if accumulate else None
-    plan.function(box_table, pattern.col_indices, *runs, a, b, out, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
-    return out
+    d = alignment.aligned_copy(out, accumulate) if plan.staged else out
+    residual = d if accumulate else None
+    plan.function(box_table, pattern.col_indices, *runs, a, b, d, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    return out.copy_(d) if plan.staged else out
 
 
 def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, groups=None) -> Plan:
@@ -73,7 +74,7 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, gro
         )
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{op}: a and b must be matrices, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    checks.check_operands(op, a=a, b=b)
+    checks.check_operands(op, kernel=plans_kernel(a.device), a=a, b=b)
     (M, N), (bm, bk) = pattern.shape[-2:], pattern.blocksize
     if groups is not None:
         check_groups(op, groups, a.shape[1])
@@ -107,8 +108,9 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool, run: int) -> 
         a, b = _one_column(a), _one_row(b)
     la, lb = layout_of_tensor(a), layout_of_tensor(b)
     granule = 16 // (4 if plan.out_dtype is torch.float32 else 2)
-    aligned = out is None or out.data_ptr() % 16 == 0
-    ld = Layout("row", granule if aligned else 1, granule if aligned else 1)
+    ld = Layout("row", granule, granule)
+    off = [] if out is None else alignment.note("out", out, "written through an aligned buffer")
+    plan.staged, plan.notes = bool(off), plan.notes + off
     block = BlockFacts(bm, bk, NAMES_OF_INDEX[pattern.crow_indices.dtype], pattern.batch, run, operand="d")
     problem = Problem(
         Extents(M, N, a.shape[1]),
@@ -164,15 +166,16 @@ def runs_of(groups, items: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on_cpu(a, b, pattern, out, accumulate: bool, groups=None):
-    """The same in fp32 by torch, stored blocks alone, some at a time."""
-    (bm, bk), K = pattern.blocksize, a.shape[1]
+    """The same by torch, stored blocks alone, some at a time; sums are in fp32, of fp64 in fp64."""
+    (bm, bk), K, wide = pattern.blocksize, a.shape[1], accumulator(a.dtype)
     if groups is not None:
         return _batch_on_cpu(a, b, pattern, out, accumulate, groups)
     rows, columns = pattern.row_of_block().long(), pattern.col_indices.long()
-    a, b = a.unflatten(0, (-1, bm)), b.t().unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
-    for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (4 * (bm + bk) * max(K, 1)))):
-        found = a[rows[part]].float() @ b[columns[part]].float().mT
-        out[part] = (found + out[part].float() if accumulate else found).to(out.dtype)
+    a, b = (t.to(wide).contiguous() for t in (a, b.t()))
+    a, b = a.unflatten(0, (-1, bm)), b.unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
+    for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (a.element_size() * (bm + bk) * max(K, 1)))):
+        found = a[rows[part]] @ b[columns[part]].mT
+        out[part] = (found + out[part].to(wide) if accumulate else found).to(out.dtype)
     return out
 
 

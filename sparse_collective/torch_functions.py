@@ -1,0 +1,46 @@
+"""torch functions with a BsrMatrix among their arguments: torch.matmul (and `@`) and torch.nn.functional.linear."""
+
+import operator
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .bsr import BsrMatrix
+from .like_tensor import FUNCTIONS, WORKS
+
+
+def matmul(input: BsrMatrix | Tensor, other: BsrMatrix | Tensor, *, out: Tensor | None = None) -> Tensor:
+    """W @ b, or x @ V."""
+    if isinstance(input, BsrMatrix) and isinstance(other, BsrMatrix):
+        raise TypeError(
+            "a BsrMatrix times a BsrMatrix has no kernel; make one of them dense, as in W @ W2.to_dense(), or multiply "
+            "one after the other, as in W @ (W2 @ b)"
+        )
+    if not isinstance(input, BsrMatrix):
+        return ops.bsr_linear(input, other.t(), out=out)
+    if isinstance(other, Tensor) and other.dim() == 1:
+        return ops.bsr_linear(other, input, out=out)
+    return ops.bsr_matmul(input, other, out=out)
+
+
+def linear(input: Tensor, weight: BsrMatrix, bias: Tensor | None = None) -> Tensor:
+    """bsr_linear"""
+    if isinstance(input, BsrMatrix) or isinstance(bias, BsrMatrix) or not isinstance(weight, BsrMatrix):
+        raise TypeError(f"linear takes a BsrMatrix as its weight alone; {WORKS}")
+    return ops.bsr_linear(input, weight, bias)
+
+
+def tensor_matmul(left: BsrMatrix | Tensor, right: BsrMatrix | Tensor) -> Tensor:
+    """x @ V, outside of a trace. Inside, torch.compile makes Tensor.matmul(b, W) of W @ b, too (seen in torch 2.13)."""
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "torch.compile does not tell W @ b from b @ W of a BsrMatrix: inside a compiled function write "
+            "torch.matmul(W, b), torch.matmul(x, W.T), torch.nn.functional.linear(x, W), bsr_matmul or bsr_linear"
+        )
+    return matmul(left, right)
+
+
+FUNCTIONS.update({f: matmul for f in (torch.matmul, operator.matmul)})  # the second under torch.export
+FUNCTIONS.update({f: tensor_matmul for f in (Tensor.matmul, Tensor.__matmul__)})
+FUNCTIONS[torch.nn.functional.linear] = linear

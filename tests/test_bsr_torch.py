@@ -1,0 +1,704 @@
+"""BsrMatrix at home in torch: operators, conversions, storage, any address, torch.compile; what CPU tensors cost, and
+their gradients in fp64."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+
+from cute_kernels import explain, gemm
+from cute_kernels import functions as F
+from sparse_collective import (
+    BsrMatrix,
+    alignment,
+    bsr_grouped_linear,
+    bsr_linear,
+    bsr_matmul,
+    on_cpu,
+    random_bsr,
+    sddmm,
+)
+from sparse_collective import eager as sparse_ops
+
+from . import emulate
+from .bsr_parts import assert_same, bsr
+from .reference import assert_as_good_as_torch, exact_and_torch, normal
+
+BF16, FP64 = torch.bfloat16, torch.float64
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request, monkeypatch):
+    """CPU tensors, CPU tensors on the host side of a GPU call, and a GPU."""
+    if request.param == "emulated":
+        emulate.install(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def matrix(device="cpu", dtype=BF16, shape=(64, 96), block=(16, 32), density=0.6) -> BsrMatrix:
+    generator = torch.Generator().manual_seed(1)
+    return random_bsr(shape, block, density=density, dtype=dtype, generator=generator).to(device)
+
+
+def batches(device="cpu", dtype=BF16):
+    """One of either form, three items of (64, 96)."""
+    one = matrix(device, dtype)
+    values = torch.stack([normal(*one.values.shape, dtype=dtype, device=device, k=96) for _ in range(3)])
+    yield BsrMatrix(one.crow_indices, one.col_indices, values, (3, *one.shape))
+    yield BsrMatrix.stack([matrix(device, dtype, density=d) for d in (0.6, 0.0, 1.0)])
+
+
+def leaf(t):
+    return t.detach().clone().requires_grad_()
+
+
+def near(found, expected):
+    """Within two bf16 roundings of the tensor's size."""
+    assert (found.double() - expected.double()).abs().max() <= 2**-7 * expected.double().abs().max()
+
+
+# Operators
+
+PRODUCTS = {  # of W (M, K), b (K, N), x (N, K), y (N, M): what is computed, and the same of a dense W
+    "W @ b": (lambda W, b, x, y: W @ b, lambda W, b, x, y: (W, b)),
+    "matmul(W, b)": (lambda W, b, x, y: torch.matmul(W, b), lambda W, b, x, y: (W, b)),
+    "W.t() @ b": (lambda W, b, x, y: W.t() @ y.mT, lambda W, b, x, y: (W.mT, y.mT)),
+    "x @ W.T": (lambda W, b, x, y: x @ W.T, lambda W, b, x, y: (x, W.mT)),
+    "x @ W.t()": (lambda W, b, x, y: x @ W.t(), lambda W, b, x, y: (x, W.mT)),
+    "x @ W.mT": (lambda W, b, x, y: x @ W.mT, lambda W, b, x, y: (x, W.mT)),
+    "matmul(x, W.T)": (lambda W, b, x, y: torch.matmul(x, W.T), lambda W, b, x, y: (x, W.mT)),
+    "x.matmul(W.T)": (lambda W, b, x, y: x.matmul(W.T), lambda W, b, x, y: (x, W.mT)),
+    "y @ W": (lambda W, b, x, y: y @ W, lambda W, b, x, y: (y, W)),
+    "linear": (lambda W, b, x, y: linear(x, W), lambda W, b, x, y: (x, W.mT)),
+    "linear of a view": (lambda W, b, x, y: linear(y, W.t()), lambda W, b, x, y: (y, W)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("kind", ["one", "one pattern", "patterns"])
+def test_products(place, name, kind):
+    """Against the truth, with the gradients of the same product of dense matrices."""
+    of_matrix, of_dense = PRODUCTS[name]
+    W = matrix(place) if kind == "one" else list(batches(place))[kind == "patterns"]
+    batch = W.shape[:-2]
+    b, x, y = (normal(*batch, *shape, device=place) for shape in ((96, 24), (24, 96), (24, 64)))
+    dense = W.to_dense()
+    left, right = of_dense(dense, b, x, y)
+    assert_as_good_as_torch(of_matrix(W, b, x, y), *exact_and_torch(left, right, BF16), k=96)
+    values, tensors = leaf(W.values), [leaf(t) for t in (b, x, y)]
+    out = of_matrix(W.with_values(values), *tensors)
+    out.backward(dy := normal(*out.shape, device=place))
+    truth = [leaf(t.double()) for t in (dense, b, x, y)]
+    (torch.matmul(*of_dense(*truth))).backward(dy.double())
+    mask = W.with_values(torch.ones_like(W.values)).to_dense()
+    found = [W.with_values(values.grad).to_dense(), *(t.grad for t in tensors)]
+    for mine, exact in zip(found, [truth[0].grad * mask, *(t.grad for t in truth[1:])], strict=True):
+        assert (mine is None) == (exact is None)
+        if exact is not None:
+            assert (mine.double() - exact).abs().max() <= 0.02 * exact.abs().max()
+
+
+def test_vectors_and_out_and_bias(place):
+    W = matrix(place)
+    dense, v, x, bias = W.to_dense(), normal(96, device=place), normal(5, 3, 96, device=place), normal(64, device=place)
+    for y in (W @ v, torch.matmul(W, v), v @ W.t()):
+        assert_as_good_as_torch(y[:, None], *exact_and_torch(dense, v[:, None], BF16), k=96)
+    out = torch.empty(5, 3, 64, dtype=torch.float32, device=place)
+    assert torch.matmul(x, W.T, out=out) is out
+    assert_as_good_as_torch(out, *exact_and_torch(x, dense.t(), torch.float32), k=96)
+    for y in (linear(x, W, bias), linear(input=x, weight=W, bias=bias)):
+        assert_as_good_as_torch(y, *exact_and_torch(x, dense.t(), BF16, bias=bias), k=96)
+
+
+REFUSED = {
+    "W @ W2": (lambda W, x: W @ W.t(), r"a BsrMatrix times a BsrMatrix has no kernel; .*W @ W2.to_dense\(\)"),
+    "matmul": (lambda W, x: torch.matmul(W, W.t()), "a BsrMatrix times a BsrMatrix has no kernel"),
+    "add": (lambda W, x: torch.add(W, 1), r"add does not take a BsrMatrix; .* these work: W @ b, x @ W.T and .*linear"),
+    "relu": (lambda W, x: torch.relu(W), r"relu does not take a BsrMatrix.*W.to_dense\(\)"),
+    "method": (lambda W, x: x.mul(W), "mul does not take a BsrMatrix"),
+    "to": (lambda W, x: x.to(W), "to does not take a BsrMatrix"),
+    "plus": (lambda W, x: x + W, "unsupported operand"),
+    "times": (lambda W, x: W * 2, "unsupported operand"),
+    "input": (lambda W, x: linear(W, x), "linear takes a BsrMatrix as its weight alone; with a BsrMatrix W these work"),
+    "bias": (lambda W, x: linear(x, x, W), "linear takes a BsrMatrix as its weight alone"),
+    "list": (lambda W, x: W @ [1.0], "b must be a torch.Tensor, got list"),
+    "array": (lambda W, x: np.ones((4, 96), np.float32) @ W.T, "x must be a torch.Tensor, got ndarray"),
+    "array, right": (lambda W, x: W @ np.ones((96, 4), np.float32), "b must be a torch.Tensor, got ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_work_says_what_does(name):
+    call, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        call(matrix(), normal(4, 96))
+
+
+# Conversions and what else a tensor has
+
+
+def test_to_in_all_forms():
+    W, x = matrix(dtype=torch.float32), torch.zeros(1, dtype=torch.float16)
+    half = [
+        W.to(torch.float16), W.to(dtype=torch.float16), W.to("cpu", torch.float16), W.to(x), W.to(other=x),
+        W.to(torch.device("cpu"), dtype=torch.float16, non_blocking=True), W.to(W.half()), W.to(torch.float16, True),
+        W.to(device="cpu", dtype=torch.float16, copy=True), W.to(torch.float16, memory_format=torch.preserve_format),
+    ]  # fmt: skip
+    for V in half:
+        assert_same(V, W.with_values(W.values.half()))
+        assert V.crow_indices is W.crow_indices and V.checked and V.plans is W.plans
+    for V in (W.to(), W.to("cpu"), W.to(torch.float32), W.to(W), W.cpu(), W.float(), W.contiguous(), W.to(x.float())):
+        assert V is W
+    other = W.to("cpu", torch.float32, False, True)
+    assert_same(other, W)
+    assert other.values.data_ptr() != W.values.data_ptr()
+    meta = W.to(device="meta")
+    assert meta.device.type == meta.col_indices.device.type == meta.t().device.type == "meta"
+    for V, dtype in (
+        (W.half(), torch.float16),
+        (W.bfloat16(), BF16),
+        (W.double(), FP64),
+        (W.double().float(), W.dtype),
+    ):
+        assert V.dtype is dtype and torch.equal(V.values, W.values.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((3.5,), {}), ((torch.float16, "cpu"), {}), (("cpu", torch.float16, False, False, 1), {}), ((), {"dtyp": None}),
+        (("cpu",), {"device": "cpu"}), ((), {"dtype": "float16"}), ((torch.int8,), {}), ((), {"other": 1}),
+        ((torch.zeros(1),), {"dtype": torch.float16}), ((), {"memory_format": torch.channels_last}),
+    ],
+)  # fmt: skip
+def test_to_refuses(args, kwargs):
+    with pytest.raises((TypeError, RuntimeError), match="BsrMatrix.to|values cannot be|[Dd]evice|dtype"):
+        matrix(dtype=torch.float32).to(*args, **kwargs)
+
+
+@pytest.mark.gpu
+def test_to_a_gpu_and_back():
+    W = matrix(dtype=torch.float32)
+    pinned = W.pin_memory()
+    assert all(t.is_pinned() for t in (pinned.crow_indices, pinned.col_indices, pinned.values)) and pinned.checked
+    assert W.t().pin_memory().base.values.is_pinned() and pinned.pin_memory() is pinned
+    for V in (W.cuda(), W.cuda(0), W.to("cuda"), W.to(0), pinned.to("cuda", non_blocking=True), W.to(W.cuda())):
+        assert V.is_cuda and V.crow_indices.is_cuda and V.col_indices.is_cuda and not W.is_cuda
+        assert V.to("cuda") is V and V.checked
+        assert_same(V.cpu(), W)
+    half = W.t().to("cuda", torch.float16)
+    assert half.base is not None and half.is_cuda and torch.equal(half.cpu().to_dense(), W.to_dense().t().half())
+    with pytest.raises(TypeError, match="values cannot be torch.float64 on cuda.*only on the CPU"):
+        W.cuda().double()
+    with pytest.raises(TypeError, match="values cannot be torch.float64 on cuda"):
+        W.double().cuda()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_methods(device, view):
+    W = matrix(device, torch.float32)
+    W = W.t() if view else W
+    M, K = W.shape
+    assert W.size() == torch.Size((M, K)) and type(W.size()) is torch.Size and W.size(0) == M and W.size(-1) == K
+    assert (W.dim(), W.ndim, W.numel(), W.element_size(), W.is_cuda) == (2, 2, M * K, 4, device == "cuda")
+    with pytest.raises(IndexError):
+        W.size(2)
+    assert [b.size() for b in batches(device)] == [torch.Size((3, 64, 96))] * 2
+    for V in (W.clone(), W.detach(), W.to(torch.float32, copy=True), copy.copy(W), copy.deepcopy(W)):
+        assert_same(V, W)
+        assert (V.base is None) == (W.base is None)
+    shared = W.stored.data_ptr()
+    assert W.detach().stored.data_ptr() == copy.copy(W).stored.data_ptr() == shared != W.clone().stored.data_ptr()
+    own = W.contiguous()
+    assert own.base is None and torch.equal(own.to_dense(), W.to_dense())
+    assert W.half().dtype is torch.float16 and (W.half().base is None) == (W.base is None)
+    if device == "cpu" and not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="[Pp]in|accelerator"):
+            W.pin_memory()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_grad_of_the_values(device, view):
+    W = matrix(device, torch.float32)
+    W = W.t() if view else W
+    assert not W.requires_grad and W.grad is None
+    assert W.requires_grad_() is W and W.requires_grad and not W.detach().requires_grad
+    weight = torch.randn(W.shape, device=device)
+    (W.clone().to_dense() * weight).sum().backward()
+    mask = torch.ones_like(W.values)
+    with torch.no_grad():
+        expected = W.with_values(mask).to_dense() * weight
+        assert torch.equal(W.with_values(W.grad).to_dense(), expected)
+    assert W.requires_grad_(False) is W and not W.requires_grad
+
+
+# Storage
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_save_load_copy_and_pickle(device, view):
+    """Of nothing but tensors and numbers, so that weights_only=True suffices; nothing is trusted that was stored."""
+    for W in (matrix(device), *batches(device), matrix(device).requires_grad_()):
+        W = W.t() if view else W
+        stream = io.BytesIO()
+        torch.save({"weight": W, "step": 3}, stream)
+        stream.seek(0)
+        loaded = [torch.load(stream, weights_only=True)["weight"], pickle.loads(pickle.dumps(W)), copy.deepcopy(W)]
+        if not view:
+            assert [V.checked for V in loaded] == [False, False, W.checked]
+        for V in loaded:
+            assert_same(V, W)
+            assert (V.requires_grad, V.base is None) == (W.requires_grad, W.base is None)
+            assert V.stored.data_ptr() != W.stored.data_ptr() and V.crow_indices.data_ptr() != W.crow_indices.data_ptr()
+            x = normal(4, W.shape[-1], device=device)
+            near(bsr_linear(x, V), bsr_linear(x, W))  # what a check learns of a pattern may choose another kernel
+    elsewhere = io.BytesIO()
+    torch.save(matrix(device), elsewhere)
+    elsewhere.seek(0)
+    assert torch.load(elsewhere, weights_only=True, map_location="cpu").device.type == "cpu"
+
+
+def stored(crow, col, values, shape, check) -> io.BytesIO:
+    """A file with this state, whether it is right or not."""
+    stream, W = io.BytesIO(), matrix()
+    W._set(crow_indices=crow, col_indices=col, stored=values, shape=shape, check=check)
+    torch.save(W, stream)
+    stream.seek(0)
+    return stream
+
+
+def test_state_is_checked_again():
+    W = matrix()
+    right = W.crow_indices, W.col_indices, W.values, W.shape
+    assert_same(torch.load(stored(*right, True), weights_only=True), W)
+    wrong = W.col_indices.clone()
+    wrong[0] = 77
+    for change, message in (
+        ({0: W.crow_indices[:-1].clone()}, "crow_indices has 4 entries"),
+        ({2: W.values.int()}, "values cannot be torch.int32"),
+        ({3: (64, 32)}, "blocks, but shape"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            torch.load(stored(*[change.get(i, t) for i, t in enumerate(right)], True), weights_only=True)
+    loaded = torch.load(stored(W.crow_indices, wrong, *right[2:], True), weights_only=True)
+    with pytest.raises(ValueError, match=r"col_indices\[0\] is 77"):
+        loaded @ normal(96, 8)
+    with pytest.raises(ValueError, match=r"col_indices\[0\] is 77"):  # no use of it would check
+        torch.load(stored(W.crow_indices, wrong, *right[2:], False), weights_only=True)
+
+
+# Any address
+
+
+def off(t, by=2):
+    """A copy `by` elements past an aligned address."""
+    buffer = torch.empty(t.numel() + 16, dtype=t.dtype, device=t.device)
+    found = buffer[by : by + t.numel()].view(t.shape)
+    assert found.data_ptr() % 16
+    return found.copy_(t)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("kind", ["one", "one pattern", "patterns"])
+def test_values_at_any_address(place, kind, view):
+    W = matrix(place) if kind == "one" else list(batches(place))[kind == "patterns"]
+    A = W.with_values(off(W.values))
+    x = normal(24, W.shape[-2 if view else -1], device=place)
+    for _ in range(2):
+        mine, theirs = (M.t() if view else M for M in (A, W))
+        assert torch.equal(bsr_linear(x, mine), bsr_linear(x, theirs))
+        assert torch.equal(bsr_matmul(mine, x.t()), bsr_matmul(theirs, x.t()))
+        A.stored.mul_(2)
+        W.stored.mul_(2)
+    values = off(W.values).requires_grad_()
+    bsr_linear(x, A.with_values(values).t() if view else A.with_values(values)).sum().backward()
+    assert values.grad.shape == values.shape
+
+
+def test_the_copy_is_made_once_a_version(device, monkeypatch):
+    W = matrix(device)
+    met, launch = [], sparse_ops._launch
+    monkeypatch.setattr(sparse_ops, "_launch", lambda plan, W, v, *rest: met.append(v) or launch(plan, W, v, *rest))
+    x, right = normal(24, 96, device=device), W.values
+    bsr_linear(x, W)
+    assert met.pop() is right, "no copy of what is aligned"
+    W = W.with_values(off(W.values))
+    for A in (W, W, W.with_values(W.values), W.half().to(BF16).with_values(W.values)):
+        bsr_linear(x, A)
+    assert met[0].data_ptr() % 16 == 0 and torch.equal(met[0], W.values)
+    assert all(v is met[0] for v in met), "kept with the tensor"
+    W.values.add_(1)
+    bsr_linear(x, W)
+    assert met[-1] is not met[0] and torch.equal(met[-1], W.values)
+    with torch.inference_mode():
+        values = off(W.values)
+        assert torch.equal(alignment.aligned(values), values)
+        values.add_(1)
+        assert torch.equal(alignment.aligned(values), values), "torch counts no versions of it"
+
+
+def test_explain_tells_of_the_copy(device):
+    W, x = matrix(device), normal(24, 96, device=device)
+    note = "W.values begins 4 bytes off 16-byte alignment: copied to an aligned buffer, once for each version"
+    assert note in str(explain(bsr_linear, x, W.with_values(off(W.values))))
+    assert "alignment:" not in str(explain(bsr_linear, x, W))
+    out, right = off(torch.zeros_like(W.values)), torch.zeros_like(W.values)
+    assert "out begins 4 bytes off 16-byte alignment: written through" in str(explain(sddmm, x.t()[:64], x, W, out=out))
+    assert "alignment:" not in str(explain(sddmm, x.t()[:64], x, W, out=right))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_sddmm_into_any_address(place, dtype):
+    W, dy, x = matrix(place), normal(24, 64, device=place), normal(24, 96, device=place)
+    expected = torch.zeros(W.values.shape, dtype=dtype, device=place)
+    sddmm(dy.t(), x, W, expected)
+    for by in (1, 2, 3):
+        out = off(torch.full_like(expected, float("nan")), by)
+        assert sddmm(dy.t(), x, W, out) is out and torch.equal(out, expected)
+        twice = sddmm(dy.t(), x, W, expected.clone(), accumulate=True)
+        assert torch.equal(sddmm(dy.t(), x, W, out, accumulate=True), twice)
+
+
+def test_values_of_a_file(place, tmp_path):
+    """A safetensors file's tensors lie wherever its header ends; load_state_dict(assign=True) keeps them there."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    W, x = matrix(place), normal(24, 96, device=place)
+    state = {"crow": W.crow_indices, "col": W.col_indices, "values": W.values, "odd": torch.ones(3, device=place)}
+    safetensors.save_file(state, tmp_path / "weights.safetensors")
+    loaded = safetensors.load_file(tmp_path / "weights.safetensors", device=place)
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.empty_like(W.values))])
+    module.load_state_dict({"0": off(loaded["values"], 3)}, assign=True)
+    for values in (loaded["values"], module[0].detach()):
+        V = BsrMatrix(loaded["crow"], loaded["col"], values, W.shape)
+        assert V.values is values
+        near(bsr_linear(x, V), bsr_linear(x, W))
+
+
+@pytest.mark.gpu
+def test_a_replay_reads_the_values_of_its_time():
+    W, x = matrix("cuda"), normal(24, 96, device="cuda")
+    A = W.with_values(off(W.values))
+    bsr_linear(x, A)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = bsr_linear(x, A)
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(y, bsr_linear(x, W.with_values(A.values.clone())))
+        A.values.mul_(2)
+
+
+# torch.compile
+
+
+@pytest.fixture
+def backend(place):
+    torch._dynamo.reset()
+    yield "inductor" if place == "cuda" else "aot_eager"
+    torch._dynamo.reset()
+
+
+def compiled(fn, backend):
+    return torch.compile(fn, fullgraph=True, backend=backend)
+
+
+STEPS = {
+    "constructor": lambda W, x, crow, col, values: linear(x, BsrMatrix(crow, col, values, (64, 96))),
+    "constructor, view": lambda W, x, crow, col, values: torch.matmul(BsrMatrix(crow, col, values, (64, 96)), x.mT).mT,
+    "with_values": lambda W, x, crow, col, values: torch.matmul(x, W.with_values(values).T),
+    "conversions": lambda W, x, crow, col, values: linear(x, W.with_values(values).float().to(BF16).clone()),
+    "a matrix": lambda W, x, crow, col, values: torch.matmul(W.detach(), x.mT).mT * values.sum(),
+    "from_dense": lambda W, x, crow, col, values: linear(
+        x, BsrMatrix.from_dense(x.mT @ x, (32, 32), density=0.5)
+    ) * values.sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("made", [False, True], ids=["", "view made before"])
+def test_in_one_graph(place, backend, name, made):
+    W, x = matrix(place), normal(24, 96, device=place)
+    if made:
+        W.t()
+    step, results = STEPS[name], []
+    for run in (compiled(step, backend), step):
+        inputs = [leaf(x), W.crow_indices, W.col_indices, leaf(W.values)]
+        for _ in range(2):
+            y = run(W, *inputs)
+        y.sum().backward()
+        results.append((y, inputs[0].grad, inputs[3].grad))
+    for mine, eager in zip(*results, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=0.02, atol=0.02 * eager.abs().max().item())
+
+
+def test_a_constructor_in_a_graph_checks_each_call(backend, place):
+    W, x = matrix(place), normal(24, 96, device=place)
+    step = compiled(lambda crow, col, values, x: linear(x, BsrMatrix(crow, col, values, (64, 96))), backend)
+    step(W.crow_indices, W.col_indices, W.values, x)
+    wrong = W.col_indices.clone()
+    wrong[0] = 77
+    with pytest.raises(ValueError, match=r"col_indices\[0\] is 77"):
+        step(W.crow_indices, wrong, W.values, x)
+
+
+def test_what_a_graph_refuses():
+    torch._dynamo.reset()
+    dense, mask, W = torch.ones(32, 64), torch.ones(2, 4, dtype=torch.bool), matrix(shape=(64, 64), dtype=torch.float32)
+    for options in ({"mask": mask}, {}):
+        with pytest.raises(Exception, match="from_dense synchronises without density=, so torch.compile cannot trace"):
+            compiled(lambda d: BsrMatrix.from_dense(d, (16, 16), **options).values, "eager")(dense)
+    x = torch.randn(64, 64)
+    for product in (lambda W, x: W @ x, lambda W, x: x @ W):
+        with pytest.raises(Exception, match=r"write torch.matmul\(W, b\)"):
+            compiled(product, "eager")(W, x)
+        torch._dynamo.reset()
+        # With a graph break it is the right one of the two.
+        assert torch.equal(torch.compile(product, backend="eager")(W, x), product(W, x))
+
+
+# What CPU tensors cost
+
+
+FORMS = ["one", "transposed", "one pattern", "patterns"]
+
+
+def of_form(form, dtype=BF16):
+    if form in ("one", "transposed"):
+        W = matrix(dtype=dtype)
+        return W.t() if form == "transposed" else W
+    return list(batches(dtype=dtype))[form == "patterns"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, FP64])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("small", [False, True], ids=["", "many chunks"])
+def test_products_on_the_cpu(form, dtype, small, monkeypatch):
+    if small:
+        monkeypatch.setattr(on_cpu, "CHUNK_BYTES", 5000)
+        monkeypatch.setattr(on_cpu, "MOST_COLUMNS", 7)
+    W = of_form(form, dtype)
+    dense, (M, K), batch = W.to_dense(), W.shape[-2:], W.shape[:-2]
+    items = [(), batch] if batch else [(), (2, 5)]
+    for lead in items:
+        x = normal(*lead, 12, 2 * K, dtype=dtype)[..., ::2]  # of any strides
+        bias, residual = normal(*batch, M, dtype=dtype), normal(*(batch or lead), M, 12, dtype=dtype)
+        terms = {"activation": "gelu", "epilogue": lambda z: F.where(z > 0.0, z, z * 0.5)}
+        beside = bias[..., None, :] if batch else bias
+        y, z = bsr_linear(x, W, bias, **terms), bsr_matmul(W, x.mT, bias[..., None], residual=residual, **terms)
+        exact = [
+            exact_and_torch(x, dense.mT, dtype, bias=beside, **terms),
+            exact_and_torch(dense, x.mT, dtype, bias=bias[..., None], residual=residual, **terms),
+        ]
+        for mine, (right, by_torch) in zip((y, z), exact, strict=True):
+            assert mine.is_contiguous() and mine.dtype is dtype
+            if dtype is FP64:
+                torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+            else:
+                assert_as_good_as_torch(mine, right, by_torch, k=K)
+        out = torch.empty(*y.shape[:-1], 2 * M, dtype=torch.float32 if dtype is not FP64 else FP64)[..., ::2]
+        assert bsr_linear(x, W, out=out) is out
+        torch.testing.assert_close(out.double(), x.double() @ dense.mT.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, FP64])
+@pytest.mark.parametrize("form", ["one pattern", "patterns"])
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_grouped_on_the_cpu(form, dtype, view):
+    W = of_form(form, dtype)
+    W = W.t() if view else W
+    (_, M, K), groups = W.shape, torch.tensor([2, 0, 7, 2, -1], dtype=torch.int32)
+    x, bias = normal(5 * 64, K, dtype=dtype), normal(3, M, dtype=dtype)
+    y = bsr_grouped_linear(x, W, groups, bias)
+    dense = torch.cat([W.to_dense().double(), torch.zeros(1, M, K, dtype=FP64)])
+    items, nearest = torch.tensor([2, 0, 3, 2, 3]), torch.tensor([2, 0, 2, 2, 0])
+    exact = x.double().view(5, 64, K) @ dense[items].mT + bias.double()[nearest][:, None]
+    rtol, atol = {FP64: (0, 1e-12), BF16: (2**-8, 1e-4), torch.float32: (0, 1e-4)}[dtype]
+    torch.testing.assert_close(y.double(), exact.flatten(0, 1), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("shape", [(0, 96), (64, 0)])
+def test_a_matrix_without_elements_on_the_cpu(shape):
+    empty = torch.zeros(0, 16, 32)
+    W = BsrMatrix(*(torch.zeros(n, dtype=torch.int32) for n in (shape[0] // 16 + 1, 0)), empty, shape)
+    for lead in ((3,), (2, 3), ()):
+        x = torch.ones(*lead, shape[1])
+        assert torch.equal(bsr_linear(x, W), torch.zeros(*lead, shape[0]))
+    assert torch.equal(W @ torch.ones(2, shape[1], 5), torch.zeros(2, shape[0], 5))
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements of a tensor that an operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_a_product_costs_what_its_blocks_cost(view):
+    """In multiplications, and in memory: nothing is as large as the dense matrix."""
+    W = matrix(shape=(1024, 2048), block=(64, 32), density=0.1)
+    V = W.t() if view else W
+    x = normal(16, V.shape[1])
+    bsr_linear(x, V)
+    with FlopCounterMode(display=False) as flops, Largest() as largest:
+        bsr_linear(x, V)
+    assert flops.get_total_flops() == 2 * W.values.numel() * 16
+    assert largest.most <= 2 * W.values.numel() < W.numel() / 4
+    grouped = BsrMatrix.stack([W, W])
+    groups = torch.tensor([0, 1], dtype=torch.int32)
+    with FlopCounterMode(display=False) as flops:
+        bsr_grouped_linear(normal(128, 2048), grouped, groups)
+    assert flops.get_total_flops() == 2 * W.values.numel() * 128
+
+
+def test_absent_blocks_are_not_read_on_the_cpu():
+    W = bsr("bernoulli", (16, 32), "cpu")
+    absent = ~W.with_values(torch.ones_like(W.values)).to_dense().bool()
+    for column in range(5):
+        part = slice(column * 32, (column + 1) * 32)
+        b = normal(160, 8)
+        b[part] = float("nan")
+        assert torch.equal((W @ b).isfinite().all(1), absent[:, part].all(1))
+
+
+# float32 and float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
+@pytest.mark.parametrize("op", [gemm, bsr_matmul, bsr_linear, sddmm])
+def test_wide_types_are_for_the_cpu(device, op, dtype):
+    """A kernel multiplies 16-bit types; CPU tensors without one are multiplied below."""
+    with pytest.raises(TypeError, match="torch.bfloat16 and torch.float16 .cast with .to|float64 on cuda.*use one of"):
+        W = matrix(device).to(dtype)
+        x = normal(24, 96, dtype=dtype, device=device)
+        calls = {gemm: (x, x.t()), bsr_matmul: (W, x.t()), bsr_linear: (x, W), sddmm: (x.t()[:64], x, W)}
+        op(*calls[op])
+
+
+def test_mixed_types_are_refused_on_the_cpu():
+    a, W = normal(24, 96, dtype=FP64), matrix()
+    with pytest.raises(TypeError, match="b is torch.float32 but a is torch.float64"):
+        gemm(a, normal(96, 8, dtype=torch.float32))
+    with pytest.raises(TypeError, match="x is torch.float64 but W is torch.bfloat16"):
+        bsr_linear(a, W)
+    with pytest.raises(TypeError, match="output of torch.float64"):
+        gemm(a.float(), a.float().t(), out_dtype=FP64)
+    with pytest.raises(TypeError, match="bias is torch.float64"):
+        gemm(a.float(), a.float().t(), bias=normal(24, dtype=FP64))
+    with pytest.raises(TypeError, match="a is torch.int8; .*CPU tensors may be torch.float32 and torch.float64, too"):
+        gemm(a.to(torch.int8), a.to(torch.int8).t())
+
+
+ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
+FUNCTION = [None, lambda z: z * torch.sigmoid(z) + 0.25]
+
+
+def doubles(*shapes):
+    return [torch.randn(*shape, dtype=FP64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("function", FUNCTION, ids=["", "function"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck_of_gemm(activation, function):
+    def call(a, b, bias, residual):
+        terms = {"activation": activation, "epilogue": function, "alpha": 0.5, "beta": 2.0}
+        return gemm(a, b, bias=bias, residual=residual, **terms)
+
+    for shapes in (((3, 5), (5, 4), (4,), (3, 4)), ((2, 1, 3, 5), (3, 5, 4), (3, 1), (2, 3, 3, 4))):
+        assert torch.autograd.gradcheck(call, doubles(*shapes))
+
+
+@pytest.mark.parametrize("function", FUNCTION, ids=["", "function"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_gradcheck_of_products(activation, function, view):
+    W = matrix(dtype=FP64, shape=(32, 48), block=(16, 16), density=0.4)
+    M, K = W.shape[::-1] if view else W.shape
+
+    def of(values):
+        return W.with_values(values).t() if view else W.with_values(values)
+
+    def as_linear(values, x, bias):
+        return bsr_linear(x, of(values), bias, activation, epilogue=function)
+
+    def as_matmul(values, b, bias, residual):
+        return bsr_matmul(of(values), b, bias, activation, residual, epilogue=function)
+
+    values = leaf(W.values)
+    assert torch.autograd.gradcheck(as_linear, (values, *doubles((3, K), (M,))))
+    assert torch.autograd.gradcheck(as_matmul, (values, *doubles((K, 2), (M, 1), (M, 2))))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_gradcheck_of_batches(view):
+    one = matrix(dtype=FP64, shape=(32, 48), block=(16, 16), density=0.4)
+    same = BsrMatrix(one.crow_indices, one.col_indices, torch.randn(2, *one.values.shape, dtype=FP64), (2, 32, 48))
+    for W in (same, BsrMatrix.stack([one, matrix(dtype=FP64, shape=(32, 48), block=(16, 16), density=0.2)])):
+        M, K = W.shape[:-3:-1] if view else W.shape[1:]
+
+        def call(values, x, bias):
+            V = W.with_values(values)
+            return bsr_linear(x, V.t() if view else V, bias, "gelu")
+
+        for x in ((2, 2, K), (2, K)):
+            assert torch.autograd.gradcheck(call, (leaf(W.values), *doubles(x, (2, M))))
+    W = one.with_values(one.values)
+    for x in ((48,), (2, 2, 48)):
+        assert torch.autograd.gradcheck(lambda x: bsr_linear(x, W), doubles(x))
+    assert torch.autograd.gradcheck(lambda b: W @ b, doubles((2, 48, 2)))
+
+
+@pytest.mark.parametrize("form", ["one pattern", "patterns"])
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_gradcheck_of_grouped_products(form, view):
+    W, groups = of_form(form, FP64), torch.tensor([2, 5, 2, 0], dtype=torch.int32)
+    M, K = W.shape[:-3:-1] if view else W.shape[1:]
+
+    def call(values, x, bias):
+        V = W.with_values(values)
+        return bsr_grouped_linear(x, V.t() if view else V, groups, bias, "silu")
+
+    assert torch.autograd.gradcheck(call, (leaf(W.values), *doubles((256, K), (3, M))), fast_mode=True)
+
+
+def test_gradcheck_of_conversions():
+    W = matrix(dtype=FP64, shape=(32, 48), block=(16, 16), density=0.4)
+    mask = W.with_values(torch.ones_like(W.values)).to_dense()[::16, ::16].bool()
+    other = torch.randn(48, 32, dtype=FP64)
+    for call in (
+        lambda values: W.with_values(values).to_dense(),
+        lambda values: W.with_values(values).transpose().to_dense() * other,
+        lambda values: W.with_values(values).t().to_dense() * other,
+        lambda values: W.with_values(values).t().clone().contiguous().values,
+        lambda values: BsrMatrix.stack([W, W.with_values(values)]).to_dense(),
+    ):
+        assert torch.autograd.gradcheck(call, (leaf(W.values),))
+    dense = torch.randn(32, 48, dtype=FP64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda d: BsrMatrix.from_dense(d, (16, 16), mask=mask).values, (dense,))
+    x = torch.randn(3, 48, dtype=FP64)
+    assert torch.autograd.gradcheck(lambda d: bsr_linear(x, BsrMatrix.from_dense(d, (16, 16), mask=mask)), (dense,))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
+def test_sddmm_of_wide_types(dtype, accumulate):
+    W, a, b = matrix(dtype=dtype), normal(64, 24, dtype=dtype), normal(24, 96, dtype=dtype)
+    out = torch.ones_like(W.values) if accumulate else None
+    found = sddmm(a, b, W, out, accumulate=accumulate)
+    exact = BsrMatrix.from_dense(a.double() @ b.double(), (16, 32), mask=W.to_dense()[::16, ::32] != 0).values
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), exact + accumulate, rtol=0, atol=1e-12 if dtype is FP64 else 1e-4)
