@@ -127,7 +127,7 @@ def test_mask_and_indices(place):
         ({"mask": torch.ones(2, 2, dtype=torch.bool)}, ValueError, "exactly one of density, mask and indices"),
         ({"density": 1.5}, ValueError, r"density is 1.5; it must be in \[0, 1\]"),
         ({"activation": "tanh"}, ValueError, "activation 'tanh'; use None or one of relu, gelu"),
-        ({"dtype": torch.float64}, TypeError, "values cannot be torch.float64"),
+        ({"dtype": torch.int8}, TypeError, "values cannot be torch.int8"),
         ({"density": None, "mask": torch.ones(3, 2, dtype=torch.bool)}, ValueError, r"shape \(3, 2\); the blocks are"),
         ({"density": None, "mask": torch.ones(2, 2, device="meta") > 0}, ValueError, "mask is on the meta device"),
         ({"density": None, "mask": torch.ones(2, 2)}, TypeError, "mask must be a strided bool tensor"),
@@ -175,7 +175,21 @@ def test_from_linear_and_back(place):
         layer_of(activation="silu").to_linear()
 
 
-def test_repr_and_error_of_float32():
+def test_float32_and_float64_on_the_cpu():
+    """As nn.Linear, which has float32 unless told."""
+    for dtype, error in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        layer = layer_of(dtype=dtype, activation="gelu")
+        dense, _ = masked(layer)
+        x = torch.randn(9, 128, dtype=dtype)
+        y, exact = layer(x), nn.functional.gelu(dense(x.double()))
+        torch.testing.assert_close(y.double(), exact, rtol=error, atol=error)
+        y.square().sum().backward()
+        exact.square().sum().backward()
+        expected = blocks_of(layer, dense.weight.grad)
+        torch.testing.assert_close(layer.values.grad.double(), expected, rtol=10 * error, atol=10 * error)
+
+
+def test_repr_and_error_of_float32(emulated):
     layer = layer_of(density=0.25, dtype=torch.float32, activation="silu")
     text = "in_features=128, out_features=96, bias=True, blocksize=(32, 32), density=0.25, blocks=3 of 12"
     assert repr(layer) == f"BsrLinear({text}, activation='silu')"

@@ -483,7 +483,7 @@ def test_what_is_left_alone():
     model.attention = nn.MultiheadAttention(64, 4)
     model.hooked = nn.Linear(64, 64)
     model.hooked.register_forward_hook(lambda *_: None)
-    model.double = nn.Linear(64, 64, dtype=torch.float64)
+    model.complex = nn.Linear(64, 64, dtype=torch.complex64)
     model.own = BsrLinear(64, 64, blocksize=(32, 32), density=0.5)
     model.gated = SwiGLU(64, 64, blocksize=(32, 32), density=0.5)
     model.twice = nn.Module()
@@ -494,7 +494,7 @@ def test_what_is_left_alone():
     assert {c.name: c.skipped for c in report.skipped} == {
         "attention.out_proj": "is a NonDynamicallyQuantizableLinear",
         "hooked": "has hooks, which would be lost",
-        "double": "is torch.float64",
+        "complex": "values cannot be torch.complex64; use one of torch.bfloat16, torch.float16, torch.float32",
     }
     report = densify_(model)
     assert [c.name for c in report.changed] == ["own", "gated.up", "gated.down", "twice.a"]
@@ -512,10 +512,9 @@ def test_what_is_left_alone():
 
 
 def test_transformer_encoder():
-    """Its inference path reads the weights of its linear layers; with sparse ones it is not taken."""
+    """Its inference path reads the weights of its linear layers; with a BsrMatrix among them it is not taken."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).to(BF16).eval()
-    paths = model.use_nested_tensor, [m.activation_relu_or_gelu for m in model.layers]
     report = sparsify_(model, SparsityConfig((32, 32), 1.0))
     assert len(report.changed) == 4 and len(report.skipped) == 2
     x, padding = normal(2, 7, 64), torch.zeros(2, 7, dtype=torch.bool)
@@ -523,7 +522,6 @@ def test_transformer_encoder():
         y = model(x, src_key_padding_mask=padding)
         densify_(model)
         near(y, model(x, src_key_padding_mask=padding).double(), 2)
-    assert (model.use_nested_tensor, [m.activation_relu_or_gelu for m in model.layers]) == paths
 
 
 def test_a_model_on_the_meta_device_takes_a_sparse_state():

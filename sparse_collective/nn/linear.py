@@ -27,8 +27,8 @@ class BsrLinear(BsrModule):
         mask: (M / bm, K / bk) bool, in place of density; True where a block is stored. Synchronises.
         indices: (crow_indices, col_indices) as a BsrMatrix has them, in place of density; copied.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the product.
-        device, dtype: of values and bias; bfloat16, float16 or float32. Kernels multiply 16-bit numbers: use a
-            float32 layer under torch.autocast, or move it with .to(torch.bfloat16).
+        device, dtype: of values and bias; bfloat16, float16, float32 or, on the CPU, float64. Kernels multiply 16-bit
+            numbers: on a GPU use a float32 layer under torch.autocast, or move it with .to(torch.bfloat16).
 
     Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's.
 

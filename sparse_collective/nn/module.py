@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cute_kernels.functions import ACTIVATIONS
 
 from .. import checks as arguments
+from ..alignment import ALIGNMENT
 from ..bsr import BsrMatrix
 from .indices import drawn_indices, given_indices, owned
 from .pattern import Pattern
@@ -82,10 +83,10 @@ class BsrModule(nn.Module):
             raise ValueError(f"{name}: activation {activation!r}; use None or one of {', '.join(ACTIVATIONS)}")
         rows, cols = block_grid(in_features, out_features, blocksize)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        arguments.check_dtypes(dtype, torch.int32)
         self.in_features, self.out_features = in_features, out_features
         self.blocksize, self.items, self.activation = tuple(blocksize), items, activation
         device = torch.get_default_device() if device is None else torch.device(device)
+        arguments.check_dtypes(dtype, torch.int32, device)
         patterns = items if items is not None and not one_pattern else None  # None: one, which items share
         if density is not None:
             arguments.check_density(density)
@@ -311,7 +312,7 @@ class BsrModule(nn.Module):
                 return error
         if assign and type(values) is Tensor and not values.is_meta:
             contiguous = values.contiguous()
-            if contiguous.data_ptr() % arguments.ALIGNMENT:  # as in a file that is mapped into memory
+            if contiguous.data_ptr() % ALIGNMENT:  # of a mapped file; a product would copy them
                 contiguous = contiguous.clone()
             found["values"] = contiguous
         if values.shape != self.values.shape:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +104,7 @@ def sparsify_(
 
     Left as they are, and reported: layers whose features the blocks do not divide, of another dtype than BsrLinear has,
     with hooks, with a weight that another module shares, and subclasses of nn.Linear, which other code may read in its
-    own way (as nn.MultiheadAttention does). nn.TransformerEncoderLayer's inference path, which reads the weights of its
-    linear layers, is turned off where they were swapped. On the meta device layers get the shapes alone; load a state.
+    own way (as nn.MultiheadAttention does). On the meta device layers get the shapes alone; load a state.
 
     Args:
         model: any module that contains nn.Linear; changed in place.
@@ -181,41 +179,7 @@ def _replace(model: nn.Module, kind: type, swap: Callable) -> Report:
         new = made[module]
         if new is not None:
             parent._modules[child] = new
-            _watch_fast_path(parent, child, sparse=kind is nn.Linear)
-    if kind is nn.Linear and report.changed:
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder) and _kept(module.layers):
-                _set_kept(module, "use_nested_tensor", False)
-    if kind is BsrLinear:
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                _restore(module, "use_nested_tensor")
     return report
-
-
-def _kept(modules: Any) -> bool:
-    return any("_before_sparsify" in m.__dict__ for m in modules)
-
-
-def _watch_fast_path(parent: nn.Module, child: str, *, sparse: bool) -> None:
-    """nn.TransformerEncoderLayer reads the weights of linear1 and linear2 where it computes no gradient."""
-    if isinstance(parent, nn.TransformerEncoderLayer) and child in ("linear1", "linear2"):
-        if sparse:
-            _set_kept(parent, "activation_relu_or_gelu", 0)
-        elif not any(isinstance(m, BsrLinear) for m in (parent.linear1, parent.linear2)):
-            _restore(parent, "activation_relu_or_gelu")
-
-
-def _set_kept(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute, and keep what it was."""
-    if "_before_sparsify" not in module.__dict__:
-        module.__dict__["_before_sparsify"] = getattr(module, name)
-        setattr(module, name, value)
-
-
-def _restore(module: nn.Module, name: str) -> None:
-    if "_before_sparsify" in module.__dict__:
-        setattr(module, name, module.__dict__.pop("_before_sparsify"))
 
 
 def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
@@ -228,11 +192,10 @@ def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
         return f"its weight is a {type(linear.weight.data).__name__}"
     if any(owners[id(p)] > 1 for p in linear.parameters(recurse=False)):
         return "shares a parameter with another module"
-    if linear.weight.dtype not in arguments.VALUE_DTYPES:
-        return f"is {linear.weight.dtype}"
     try:
+        arguments.check_dtypes(linear.weight.dtype, torch.int32, linear.weight.device)
         block_grid(linear.in_features, linear.out_features, config.blocksize)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
 
