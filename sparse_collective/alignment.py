@@ -2,12 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from cute_kernels.runtime.derived import Derived, captured, state_of
 
 ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
-_COPIES = WeakTensorKeyDictionary()  # values that are not aligned, with the Derived that keeps their copy
 
 
 def note(name: str, tensor: Tensor, how: str) -> list[str]:
@@ -17,19 +13,11 @@ def note(name: str, tensor: Tensor, how: str) -> list[str]:
 
 
 def aligned(values: Tensor) -> Tensor:
-    """Values at an address that is a multiple of ALIGNMENT: these, or a copy that is kept with this version of them.
+    """Values at an address that is a multiple of ALIGNMENT: these, or a copy.
 
-    While a CUDA graph is captured the copy becomes part of the graph, so that a replay reads the values of its time.
-    Not seen are writes of which torch knows nothing (see state_of): those through `.data`, NumPy or a kernel.
+    The copy is made in each call. One that is kept would miss what optimizers write through `.data`, unseen by torch.
     """
-    if values.data_ptr() % ALIGNMENT == 0:
-        return values
-    if captured(values):
-        return values.detach().clone()
-    kept = _COPIES.get(values)
-    if kept is None:
-        kept = _COPIES[values] = Derived(1)
-    return kept.get("aligned", values, lambda: values.detach().clone(), lambda made: (made,), state_of(values))
+    return values if values.data_ptr() % ALIGNMENT == 0 else values.detach().clone()
 
 
 def aligned_copy(out: Tensor, filled: bool) -> Tensor:

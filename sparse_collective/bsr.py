@@ -52,9 +52,8 @@ class BsrMatrix(LikeTensor):
             with a pattern for each item (L, M / bm + 1), the numbers counting the blocks of all items.
         col_indices: (nnz,) of the same dtype; each block's column, strictly increasing inside a block-row.
         values: (nnz, bm, bk) bfloat16, float16, float32 or, on the CPU, float64; bm and bk are multiples of 16. Of a
-            batch with one pattern (L, nnz, bm, bk). At any address: on a GPU a product copies values that do not begin
-            at a multiple of 16 bytes, once for each version of the tensor (see torch.Tensor._version), so writes of
-            which torch knows nothing, such as those through `.data`, need values.clone().
+            batch with one pattern (L, nnz, bm, bk). At any address: on a GPU each product copies values that do not
+            begin at a multiple of 16 bytes, which values.clone() spares.
         shape: (M, K), with M % bm == 0 and K % bk == 0; or (L, M, K).
         check: whether operations call `check_indices` before they first read this matrix. With False, indices
             out of range make a kernel read memory that is not the matrix's.

@@ -261,7 +261,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     from cute_kernels.runtime.families import function_for
 
     linear, fold = plan.op != "bsr_matmul", W.batch is None
-    plan.notes += alignment.note("W.values", W.stored, "copied to an aligned buffer, once for each version of them")
+    plan.notes += alignment.note("W.values", W.stored, "copied to an aligned buffer in each call")
     bias, residual = terms.bias, terms.residual
     if fold and out is not None and out.dim() > 2:
         stage(plan, out, not folds_into_rows(out) if linear else flatten_batch(out, 3)[1])

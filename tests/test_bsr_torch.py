@@ -15,7 +15,6 @@ from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from sparse_collective import (
     BsrMatrix,
-    alignment,
     bsr_grouped_linear,
     bsr_linear,
     bsr_matmul,
@@ -324,7 +323,7 @@ def test_values_at_any_address(place, kind, view):
     assert values.grad.shape == values.shape
 
 
-def test_the_copy_is_made_once_a_version(device, monkeypatch):
+def test_only_what_is_not_aligned_is_copied_and_in_each_call(device, monkeypatch):
     W = matrix(device)
     met, launch = [], sparse_ops._launch
     monkeypatch.setattr(sparse_ops, "_launch", lambda plan, W, v, *rest: met.append(v) or launch(plan, W, v, *rest))
@@ -332,23 +331,15 @@ def test_the_copy_is_made_once_a_version(device, monkeypatch):
     bsr_linear(x, W)
     assert met.pop() is right, "no copy of what is aligned"
     W = W.with_values(off(W.values))
-    for A in (W, W, W.with_values(W.values), W.half().to(BF16).with_values(W.values)):
-        bsr_linear(x, A)
-    assert met[0].data_ptr() % 16 == 0 and torch.equal(met[0], W.values)
-    assert all(v is met[0] for v in met), "kept with the tensor"
-    W.values.add_(1)
-    bsr_linear(x, W)
-    assert met[-1] is not met[0] and torch.equal(met[-1], W.values)
-    with torch.inference_mode():
-        values = off(W.values)
-        assert torch.equal(alignment.aligned(values), values)
-        values.add_(1)
-        assert torch.equal(alignment.aligned(values), values), "torch counts no versions of it"
+    for write in (lambda v: v, lambda v: v.add_(1), lambda v: v.data.add_(1)):
+        write(W.values)
+        bsr_linear(x, W)
+        assert met[-1].data_ptr() % 16 == 0 and torch.equal(met[-1], W.values)
 
 
 def test_explain_tells_of_the_copy(device):
     W, x = matrix(device), normal(24, 96, device=device)
-    note = "W.values begins 4 bytes off 16-byte alignment: copied to an aligned buffer, once for each version"
+    note = "W.values begins 4 bytes off 16-byte alignment: copied to an aligned buffer in each call"
     assert note in str(explain(bsr_linear, x, W.with_values(off(W.values))))
     assert "alignment:" not in str(explain(bsr_linear, x, W))
     out, right = off(torch.zeros_like(W.values)), torch.zeros_like(W.values)
