@@ -1,0 +1,157 @@
+"""Gated feed-forward layers: one, and a mixture of experts of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .grouped import BsrGroupedLinear
+from .linear import BsrLinear
+
+__all__ = ["BsrMixtureOfExperts", "Routing", "SwiGLU", "routing_of"]
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), three BsrLinear; silu is fused into the first.
+
+    Args:
+        dim, hidden: extents outside and inside, multiples of the blocks' sides.
+        bias: of all three.
+        blocksize: (bm, bk).
+        density: of all three layers, in [0, 1]; random places. Other patterns: put other layers in the place of gate,
+            up and down.
+        device, dtype: see BsrLinear.
+
+    Forward takes (..., dim) and gives (..., dim). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+
+    Raises:
+        TypeError, ValueError: as BsrLinear does.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        bias: bool = False,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        density: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        more = {"density": density, "device": device, "dtype": dtype}
+        self.gate = BsrLinear(dim, hidden, bias, blocksize, activation="silu", **more)
+        self.up = BsrLinear(dim, hidden, bias, blocksize, **more)
+        self.down = BsrLinear(hidden, dim, bias, blocksize, **more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+class Routing(NamedTuple):
+    """Where tokens lie when they are sorted by expert and each expert's share is padded to whole runs.
+
+    rows: of the sorted tokens, a bound that depends on shapes alone.
+    slots: (T * k,) int64, the row of each token's first, second, ... choice.
+    offsets: (E,) int32, where each expert's rows end.
+    """
+
+    rows: int
+    slots: Tensor
+    offsets: Tensor
+
+
+def routing_of(choices: Tensor, experts: int, group_rows: int) -> Routing:
+    """The rows of tokens by their experts; nothing is read on the host.
+
+    Args:
+        choices: (T, k) int64, in [0, experts).
+        group_rows: rows of a run.
+    """
+    flat = choices.flatten()
+    total = flat.shape[0]
+    order = flat.argsort(stable=True)
+    numbers = torch.arange(experts, device=flat.device, dtype=flat.dtype)
+    ends = torch.searchsorted(flat[order], numbers, right=True)  # (E,)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    runs = (counts + group_rows - 1) // group_rows
+    offsets = runs.cumsum(0) * group_rows
+    shift = (offsets - runs * group_rows) - (ends - counts)  # from a sorted place to a row, by expert
+    sorted_slots = torch.arange(total, device=flat.device) + shift[flat[order]]
+    slots = torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots)
+    # No more runs than these: whole ones, and a part of one for each expert that gets a token.
+    rows = (total // group_rows + torch.sym_min(total, experts)) * group_rows
+    return Routing(rows, slots, offsets.int())
+
+
+class BsrMixtureOfExperts(nn.Module):
+    """Each token through the top_k of E gated feed-forward layers, weighed by a router; no token is dropped.
+
+    The router is a dense linear layer; its top_k logits go through a softmax. Tokens are sorted by expert, each
+    expert's share is padded to whole runs, and all experts run in one kernel a layer. Nothing of the routing is read on
+    the host: numbers of rows depend on shapes alone.
+
+    Args:
+        dim, hidden: extents outside and inside of an expert, multiples of the blocks' sides.
+        experts, top_k: E, and how many of them a token takes.
+        bias: of the experts' layers.
+        blocksize, density, one_pattern: of the experts' weights, see BsrGroupedLinear.
+        group_rows: tokens of a run, a multiple of 64: larger is faster where experts get many, and pads more.
+        device, dtype: of all parameters.
+
+    Forward takes (..., dim) and gives (..., dim).
+
+    Raises:
+        TypeError, ValueError: as BsrLinear does, and for top_k or group_rows out of range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        bias: bool = False,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        density: float,
+        one_pattern: bool = True,
+        group_rows: int = 128,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= operator.index(top_k) <= experts:
+            raise ValueError(f"BsrMixtureOfExperts: top_k is {top_k}; it must be in [1, {experts}]")
+        if operator.index(group_rows) < 64 or group_rows % 64:
+            raise ValueError(f"BsrMixtureOfExperts: group_rows is {group_rows}; use a positive multiple of 64")
+        self.experts, self.top_k, self.group_rows = experts, top_k, group_rows
+        self.router = nn.Linear(dim, experts, bias=False, device=device, dtype=dtype)
+        more = {"one_pattern": one_pattern, "density": density, "device": device, "dtype": dtype}
+        self.gate = BsrGroupedLinear(experts, dim, hidden, bias, blocksize, activation="silu", **more)
+        self.up = BsrGroupedLinear(experts, dim, hidden, bias, blocksize, **more)
+        self.down = BsrGroupedLinear(experts, hidden, dim, bias, blocksize, **more)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x (T, dim): weights (T, top_k) float32, which sum to 1, and experts (T, top_k) int64."""
+        logits, choices = self.router(x).float().topk(self.top_k, dim=-1)
+        return logits.softmax(-1), choices
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, choices = self.route(tokens)
+        rows, slots, offsets = routing_of(choices, self.experts, self.group_rows)
+        padded = tokens.new_zeros(rows, tokens.shape[1])
+        padded = padded.index_copy(0, slots, tokens.repeat_interleave(self.top_k, 0))
+        hidden = self.gate(padded, offsets, self.group_rows) * self.up(padded, offsets, self.group_rows)
+        found = self.down(hidden, offsets, self.group_rows)[slots]  # (T * top_k, dim)
+        found = found.float().unflatten(0, (-1, self.top_k)) * weights[..., None]
+        return found.sum(1).to(x.dtype).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, top_k={self.top_k}, group_rows={self.group_rows}"

@@ -1,0 +1,75 @@
+"""BsrGroupedLinear: a linear layer for each expert, of which runs of tokens take one each, in one kernel."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..bsr import BsrMatrix
+from ..ops import bsr_grouped_linear
+from .module import BsrModule, multiply
+
+__all__ = ["BsrGroupedLinear"]
+
+
+class BsrGroupedLinear(BsrModule):
+    """y[i] = activation(x[i] @ W[e].T + bias[e]), e the expert of token i; weights (E, M, K) of stored blocks.
+
+    Args:
+        experts: E.
+        in_features, out_features: K and M, multiples of the sides of a block.
+        bias: whether there is one, (E, M).
+        blocksize: (bm, bk), multiples of 16.
+        one_pattern: whether all experts store the same blocks: values are (E, nnz, bm, bk), and crow_indices
+            (M / bm + 1,). Else each has its own: values (blocks of all experts, bm, bk), crow_indices (E, M / bm + 1).
+        density: in [0, 1], of each expert; random places as in BsrLinear.
+        mask: in place of density, (M / bm, K / bk) bool, or of own patterns (E, M / bm, K / bk). Synchronises.
+        indices: in place of density, (crow_indices, col_indices) as a BsrMatrix has them; copied.
+        activation, device, dtype: see BsrLinear.
+
+    Forward takes x (T, K), sorted by expert and padded, and offsets (E,) int32 and group_rows: see bsr_grouped_linear.
+    Gives (T, M). Pruning takes BsrLinear alone; prune experts before they are stacked.
+
+    Raises:
+        TypeError, ValueError: as BsrLinear does.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        one_pattern: bool = True,
+        density: float | None = None,
+        mask: Tensor | None = None,
+        indices: tuple[Tensor, Tensor] | None = None,
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if operator.index(experts) < 1:
+            raise ValueError(f"BsrGroupedLinear: experts is {experts}; there must be one at least")
+        super().__init__(
+            in_features, out_features, blocksize, items=experts, one_pattern=one_pattern, density=density, mask=mask,
+            indices=indices, activation=activation, device=device, dtype=dtype,
+        )  # fmt: skip
+        if bias:
+            values = self.values
+            self.bias = nn.Parameter(torch.empty(experts, out_features, device=values.device, dtype=values.dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, offsets: Tensor, group_rows: int) -> Tensor:
+        def product(x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
+            return bsr_grouped_linear(x, W, None, bias, self.activation, offsets=offsets, group_rows=group_rows)
+
+        return multiply(product, x, self.weight, self.bias)

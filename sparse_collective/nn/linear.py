@@ -1,0 +1,168 @@
+"""BsrLinear: torch.nn.Linear with a block-sparse weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..bsr import BsrMatrix
+from ..ops import bsr_linear
+from .module import BsrModule, block_grid, multiply
+
+__all__ = ["BsrLinear"]
+
+
+class BsrLinear(BsrModule):
+    """y = activation(x @ W.T + bias) with a weight of which only some blocks are stored; in the place of nn.Linear.
+
+    Args:
+        in_features, out_features: K and M, multiples of the sides of a block.
+        bias: whether there is one, (M,).
+        blocksize: (bm, bk), multiples of 16.
+        density: in [0, 1]; stores round(density * blocks) blocks at random places, block rows holding equally many
+            or one more.
+        mask: (M / bm, K / bk) bool, in place of density; True where a block is stored. Synchronises.
+        indices: (crow_indices, col_indices) as a BsrMatrix has them, in place of density; copied.
+        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the product.
+        device, dtype: of values and bias; bfloat16, float16, float32 or, on the CPU, float64. Kernels multiply 16-bit
+            numbers: on a GPU use a float32 layer under torch.autocast, or move it with .to(torch.bfloat16).
+
+    Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's.
+
+    Values are drawn as nn.Linear draws them, by a bound that is larger by 1 / sqrt(density), so that outputs have the
+    variance that those of nn.Linear have.
+
+    DistributedDataParallel broadcasts buffers in each forward, which writes the indices, so that what kernels know of
+    the pattern is made again; pass forward_sync_buffers=False. In a torch without it pass broadcast_buffers=False, but
+    then see to it that all processes start with the same pattern: seed them alike, or load one state.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: features are no multiples of a block's sides (the message has the padded extent), or not exactly
+            one of density, mask and indices is given and in range.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        density: float | None = None,
+        mask: Tensor | None = None,
+        indices: tuple[Tensor, Tensor] | None = None,
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, blocksize, density=density, mask=mask, indices=indices, activation=activation,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=self.values.device, dtype=self.values.dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, self.bias)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        blocksize: Sequence[int] = (128, 128),
+        density: float | None = None,
+        mask: Tensor | None = None,
+        *,
+        activation: str | None = None,
+    ) -> BsrLinear:
+        """The layer with these blocks of a linear one, copied; requires_grad and training as there.
+
+        Args:
+            linear: a torch.nn.Linear; on the meta device only density or mask are taken over.
+            blocksize: (bm, bk).
+            density: in [0, 1]; keeps the round(density * blocks) blocks of largest Frobenius norm.
+            mask: (M / bm, K / bk) bool, in place of density.
+
+        With neither, keeps the blocks that hold a non-zero element.
+
+        Raises:
+            TypeError: `linear` is no nn.Linear, or has an unsupported dtype.
+            ValueError: features are no multiples of a block's sides, or density or mask is wrong.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear needs a torch.nn.Linear, got {type(linear).__name__}")
+        features, weight = (linear.in_features, linear.out_features), linear.weight
+        block_grid(*features, blocksize)
+        bias = linear.bias is not None
+        if weight.is_meta:
+            if density is None and mask is None:
+                raise ValueError("from_linear of a layer on the meta device needs density or mask")
+            where = {"density": density} if mask is None else {"mask": mask}
+            layer = cls(*features, bias, blocksize, **where, activation=activation, device="meta", dtype=weight.dtype)
+        else:
+            W = BsrMatrix.from_dense(weight.detach(), blocksize, density=density, mask=mask)
+            layer = cls.from_bsr(W, linear.bias, activation=activation)
+        layer.values.requires_grad_(weight.requires_grad)
+        if bias:
+            layer.bias.requires_grad_(linear.bias.requires_grad)
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: str | None = None) -> BsrLinear:
+        """The layer with a matrix (M, K) as its weight; copies.
+
+        Raises:
+            TypeError: W is no BsrMatrix.
+            ValueError: W is a batch or has wrong indices, or bias is not (M,).
+        """
+        if not isinstance(W, BsrMatrix):
+            raise TypeError(f"from_bsr needs a BsrMatrix, got {type(W).__name__}")
+        if W.batch is not None:
+            raise ValueError(f"from_bsr needs one matrix, got a batch of shape {W.shape}; see unbind")
+        if bias is not None and tuple(bias.shape) != (W.shape[0],):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, must be ({W.shape[0]},)")
+        W.check_indices()
+        indices = W.crow_indices, W.col_indices
+        layer = cls(
+            W.shape[1], W.shape[0], bias is not None, W.blocksize, indices=indices, activation=activation,
+            device="meta", dtype=W.dtype,
+        )  # fmt: skip
+        layer.crow_indices, layer.col_indices = (t.int().clone() for t in indices)
+        layer.values = nn.Parameter(W.values.detach().clone())
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().to(W.device, W.dtype, copy=True))
+        layer._kept_pattern = None
+        layer._adopt()
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """The torch.nn.Linear with the same weight, zeros where no block is stored; copies.
+
+        Raises:
+            ValueError: this layer has a fused activation, which nn.Linear has not.
+        """
+        if self.activation is not None:
+            raise ValueError(
+                f"this layer applies {self.activation} to its output, which nn.Linear does not; convert a layer with "
+                "activation=None and put the activation behind it"
+            )
+        weight, bias = self.values, self.bias
+        linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)
+        if weight.is_meta:
+            dense = torch.empty(self.matrix_shape, device="meta", dtype=weight.dtype)
+        else:
+            with torch.no_grad():
+                dense = self.weight.to_dense()
+        linear.weight = nn.Parameter(dense, requires_grad=weight.requires_grad)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        return linear.train(self.training)

@@ -1,0 +1,354 @@
+"""What layers with a block-sparse weight share: the weight's three tensors, their checks, moves and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.functions import ACTIVATIONS
+
+from .. import checks as arguments
+from ..alignment import ALIGNMENT
+from ..bsr import BsrMatrix
+from .indices import drawn_indices, given_indices, owned
+from .pattern import Pattern
+
+__all__ = ["BsrModule", "block_grid"]
+
+TENSORS = ("crow_indices", "col_indices", "values")
+LOST = (
+    "the indices of this layer are no pattern ({}); after to_empty() or a write to them, call load_state_dict() or "
+    "reset_parameters()"
+)
+
+
+def block_grid(in_features: int, out_features: int, blocksize: Sequence[int]) -> tuple[int, int]:
+    """(block rows, block columns) of a weight (out_features, in_features).
+
+    Raises:
+        ValueError: a side of a block is unsupported, or does not divide its features.
+    """
+    bm, bk = blocksize = arguments.pair(blocksize, "blocksize")
+    arguments.block_grid((0, 0), blocksize)
+    for name, extent, side in (("out_features", out_features, bm), ("in_features", in_features, bk)):
+        if extent < 0 or extent % side:
+            raise ValueError(f"{name} is {extent}, no multiple of {side}; pad it to {-(-extent // side) * side}")
+    return out_features // bm, in_features // bk
+
+
+class BsrModule(nn.Module):
+    """A weight of stored blocks as a module: one parameter, two index buffers. For BsrLinear and BsrGroupedLinear.
+
+    values: parameter (nnz, bm, bk); with items of one pattern (L, nnz, bm, bk).
+    crow_indices, col_indices: int32 buffers, see BsrMatrix. They change through sparse_collective.nn.pruning and
+        load_state_dict alone, which check them; kernels trust them.
+
+    One BsrMatrix is kept for as long as these tensors are the same objects, and with it all that kernels know of the
+    pattern. Changes in place, as pruning makes them, reach it.
+    """
+
+    in_features: int
+    out_features: int
+    blocksize: tuple[int, int]
+    items: int | None  # weights of this shape; None: one
+    activation: str | None
+    crow_indices: Tensor
+    col_indices: Tensor
+    values: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        blocksize: Sequence[int],
+        *,
+        items: int | None = None,
+        one_pattern: bool = True,
+        density: float | None = None,
+        mask: Tensor | None = None,
+        indices: tuple[Tensor, Tensor] | None = None,
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if sum(x is not None for x in (density, mask, indices)) != 1:
+            raise ValueError(f"{name}: give exactly one of density, mask and indices")
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(f"{name}: activation {activation!r}; use None or one of {', '.join(ACTIVATIONS)}")
+        rows, cols = block_grid(in_features, out_features, blocksize)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.in_features, self.out_features = in_features, out_features
+        self.blocksize, self.items, self.activation = tuple(blocksize), items, activation
+        device = torch.get_default_device() if device is None else torch.device(device)
+        arguments.check_dtypes(dtype, torch.int32, device)
+        patterns = items if items is not None and not one_pattern else None  # None: one, which items share
+        if density is not None:
+            arguments.check_density(density)
+            crow, col = drawn_indices(patterns, rows, cols, round(density * rows * cols), device)
+        else:
+            where = {"patterns": patterns, "grid": (rows, cols), "blocksize": self.blocksize}
+            crow, col = given_indices(name, mask=mask, indices=indices, **where)
+        self._random, self._kept_pattern = density is not None, None
+        if device.type == "meta" and not self._random:
+            self._kept_pattern = crow.cpu(), col.cpu()  # for reset_parameters, where to_empty has left nothing
+        self.register_buffer("crow_indices", owned(crow.to(device)))
+        self.register_buffer("col_indices", owned(col.to(device)))
+        lead = (items,) if items is not None and one_pattern else ()
+        self.values = nn.Parameter(torch.empty(*lead, len(col), *self.blocksize, device=device, dtype=dtype))
+        self._weight: BsrMatrix | None = None
+        self._dtype: torch.dtype | None = None  # that `values` had then; .to() changes it in place
+        self._checked = False
+
+    # The weight
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """(M, K), or (L, M, K)."""
+        shape = self.out_features, self.in_features
+        return shape if self.items is None else (self.items, *shape)
+
+    @property
+    def nnz(self) -> int:
+        """Stored blocks: of the pattern that items share, or of all items."""
+        return self.col_indices.shape[0]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(M / bm, K / bk)"""
+        return self.out_features // self.blocksize[0], self.in_features // self.blocksize[1]
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks; 0.0 where there are none."""
+        patterns = self.crow_indices.shape[0] if self.crow_indices.dim() == 2 else 1
+        return self.nnz / max(1, patterns * math.prod(self.grid))
+
+    @property
+    def pattern(self) -> Pattern:
+        """The indices as they are now, sharing memory; clone() it before a step that changes them."""
+        shape = self.matrix_shape if self.crow_indices.dim() == 2 else (self.out_features, self.in_features)
+        return Pattern(self.crow_indices, self.col_indices, shape, self.blocksize)
+
+    @property
+    def weight(self) -> BsrMatrix:
+        """The weight, sharing `values` and the indices; the same object as long as they are the same.
+
+        Raises:
+            ValueError: the indices are no pattern, as after to_empty().
+        """
+        values = self.values
+        if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
+            return self._matrix(values, check=not self._checked)
+        kept = self._weight
+        fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
+        if fits and kept.stored is values and self._dtype is values.dtype:
+            return kept
+        if not fits or kept.stored.shape != values.shape:
+            kept = self._learn(values.detach())
+            self._weight = kept
+        matrix = kept.with_values(values)
+        if type(values) is nn.Parameter:  # and not what a transformation puts in its place for one call
+            self._weight, self._dtype = matrix, values.dtype
+        return matrix
+
+    def _matrix(self, values: Tensor, check: bool) -> BsrMatrix:
+        return BsrMatrix(self.crow_indices, self.col_indices, values, self.matrix_shape, check=check)
+
+    def _learn(self, values: Tensor) -> BsrMatrix:
+        """A matrix of the indices as they are, checked. Synchronises."""
+        if self.crow_indices.is_meta:
+            return self._matrix(values, check=False)
+        matrix = self._matrix(values, check=True)
+        try:
+            matrix.check_indices()
+        except ValueError as error:
+            self._checked = False
+            raise ValueError(LOST.format(error)) from None
+        self._checked = True
+        return matrix
+
+    def _adopt(self) -> None:
+        """Look at new index tensors as soon as they are there, so that no call has to, nor a compiled graph.
+
+        Wrong ones raise when they are used.
+        """
+        self._weight, self._checked = None, False
+        crow = self.crow_indices
+        if type(crow) is not Tensor or crow.is_meta or self.col_indices.is_meta:
+            return
+        values = self.values.detach()
+        if type(values) is not Tensor or values.is_meta:  # shards: a matrix without memory, to keep the plans with
+            values = torch.empty(self.values.shape, dtype=values.dtype, device=crow.device)
+            values.untyped_storage().resize_(0)
+        try:
+            self._weight = self._learn(values)
+        except (TypeError, ValueError):
+            self._weight = None
+
+    def _pattern_changed(self, even: bool) -> None:
+        """After a write to the indices in place: nothing is checked, planned or compiled again.
+
+        What kernels know of the pattern notices the write; `even` says whether block rows hold equally many now.
+        """
+        kept = self._weight
+        if kept is None:
+            return
+        fresh = BsrMatrix._make(
+            self.crow_indices, self.col_indices, kept.stored, kept.shape, checked=kept.checked, even=even,
+            stats=kept.stats,
+        )  # fmt: skip
+        fresh._set(plans=kept.plans)
+        fresh._remember()
+        self._weight = fresh
+
+    # Values
+
+    def reset_parameters(self) -> None:
+        """New values, as __init__ makes them; and a pattern, where to_empty() has left none.
+
+        Raises:
+            ValueError: the pattern is lost, and it was neither drawn at random nor given on the meta device.
+        """
+        if self.crow_indices.is_meta:
+            return
+        if not self._checked:
+            self._adopt()
+        if not self._checked:
+            self._restore_pattern()
+        # nn.Linear's bound, 1 / sqrt(in_features), for the in_features * density inputs that an output has.
+        bound = 1 / math.sqrt(self.in_features * self.density) if self.nnz and self.in_features else 0.0
+        with torch.no_grad():
+            self.values.uniform_(-bound, bound)
+            if getattr(self, "bias", None) is not None:
+                bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+                self.bias.uniform_(-bound, bound)
+
+    def _restore_pattern(self) -> None:
+        crow, col = self.crow_indices, self.col_indices
+        if self._kept_pattern is not None:
+            found = self._kept_pattern
+        elif self._random:
+            patterns = crow.shape[0] if crow.dim() == 2 else None
+            found = drawn_indices(patterns, *self.grid, len(col) // (patterns or 1), crow.device)
+        else:
+            raise ValueError(LOST.format("they were given, and are not kept"))
+        crow.copy_(found[0])
+        col.copy_(found[1])
+        self._adopt()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> BsrModule:
+        before = self.crow_indices, self.col_indices
+        super()._apply(fn, recurse)
+        same = all(a is b for a, b in zip(before, (self.crow_indices, self.col_indices), strict=True))
+        if not same or not self._checked:
+            self._adopt()
+        return self
+
+    # State
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_weight": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._adopt()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Also of a pattern with another number of blocks: values and col_indices are resized to it."""
+        found = {name: state_dict.get(prefix + name) for name in TENSORS}
+        given = [name for name, t in found.items() if t is not None]
+        if given:
+            if len(given) < len(TENSORS):
+                error = f"the state has {', '.join(given)} alone; a weight is {', '.join(TENSORS)}"
+            else:
+                error = self._fit(found, local_metadata.get("assign_to_params_buffers", False))
+            if error:
+                error_msgs.append(f"{prefix[:-1] or type(self).__name__}: {error}")
+                return
+            state_dict.update({prefix + name: t for name, t in found.items()})
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if given:
+            self._random, self._kept_pattern = False, None
+            self._adopt()
+
+    def _fit(self, found: dict[str, Tensor], assign: bool) -> str:
+        """Make room for a state's weight; what is wrong with it, or ""."""
+        crow, col, values = (found[name] for name in TENSORS)
+        if crow.shape != self.crow_indices.shape:
+            mine = tuple(self.crow_indices.shape)
+            return f"crow_indices has shape {tuple(crow.shape)}, the layer's {mine}: another number of block rows"
+        if values.dim() != self.values.dim() or values.shape[-2:] != self.values.shape[-2:]:
+            return f"values has shape {tuple(values.shape)}, the layer has blocks of {self.blocksize}"
+        if values.shape[:-3] != self.values.shape[:-3]:
+            return f"values has shape {tuple(values.shape)}, the layer has {self.items} items"
+        if col.dim() != 1 or values.shape[-3] != len(col):
+            return f"col_indices has shape {tuple(col.shape)} for {values.shape[-3]} blocks"
+        for name, t in (("crow_indices", crow), ("col_indices", col)):
+            if t.dtype not in arguments.INDEX_DTYPES:
+                return f"{name} is {t.dtype}, no int32 or int64"
+            found[name] = owned(t.int().contiguous())
+        if type(crow) is Tensor and not (crow.is_meta or col.is_meta):
+            shape = self.pattern.shape
+            device = col.device
+            pattern = Pattern(found["crow_indices"].to(device), found["col_indices"], shape, self.blocksize)
+            if error := pattern.error():
+                return error
+        if assign and type(values) is Tensor and not values.is_meta:
+            contiguous = values.contiguous()
+            if contiguous.data_ptr() % ALIGNMENT:  # of a mapped file; a product would copy them
+                contiguous = contiguous.clone()
+            found["values"] = contiguous
+        if values.shape != self.values.shape:
+            if type(self.values.data) is not Tensor:
+                return (
+                    f"{values.shape[-3]} blocks do not fit the {self.nnz} of this layer, whose values are a "
+                    f"{type(self.values.data).__name__}, which cannot be resized; load before it is sharded"
+                )
+            self._resize(values.shape[-3])
+        return ""
+
+    def _resize(self, nnz: int) -> None:
+        """Room for so many blocks, without contents. `values` stays the same Parameter, without a gradient."""
+        *lead, _, bm, bk = self.values.shape
+        self.values.grad = None
+        self.values.data = self.values.data.new_empty(*lead, nnz, bm, bk)
+        self.col_indices = self.col_indices.new_empty(nnz)
+
+    def extra_repr(self) -> str:
+        patterns = self.crow_indices.shape[0] if self.crow_indices.dim() == 2 else 1
+        facts = "" if self.items is None else f"items={self.items}, "
+        facts += f"in_features={self.in_features}, out_features={self.out_features}, "
+        facts += f"bias={getattr(self, 'bias', None) is not None}, blocksize={self.blocksize}, "
+        facts += f"density={self.density:.4g}, blocks={self.nnz} of {patterns * math.prod(self.grid)}"
+        return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
+
+
+def multiply(op: Callable[..., Tensor], x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
+    """op(x, W, bias); inside torch.autocast in its dtype, as torch's own linear layers. The casts are differentiable.
+
+    The product itself is outside: on CPU tensors it multiplies in fp32, which autocast would round.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return op(x, W, bias)
+    dtype = torch.get_autocast_dtype(device)
+    x, W, bias = x.to(dtype), W if W.dtype is dtype else W.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return op(x, W, bias)

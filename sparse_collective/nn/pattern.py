@@ -1,0 +1,128 @@
+"""Which blocks are stored: block patterns as sorted keys, made and compared without a device synchronisation.
+
+The key of a block is row * cols + col, row-major, so that the keys of a pattern are ascending and without duplicates.
+Everything here is sort, searchsorted and gather on the indices' device: sizes are known on the host, contents are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import index_check
+
+__all__ = ["Pattern"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """The indices of a BsrMatrix without its values.
+
+    Args:
+        crow_indices: (M / bm + 1,) int32 or int64; of items with a pattern each (L, M / bm + 1).
+        col_indices: (nnz,) of the same dtype.
+        shape: (M, K), or (L, M, K) of items with a pattern each.
+        blocksize: (bm, bk).
+    """
+
+    crow_indices: Tensor
+    col_indices: Tensor
+    shape: tuple[int, ...]
+    blocksize: tuple[int, int]
+
+    @property
+    def nnz(self) -> int:
+        return self.col_indices.shape[0]
+
+    @property
+    def n_block_rows(self) -> int:
+        return self.shape[-2] // self.blocksize[0]
+
+    @property
+    def n_block_cols(self) -> int:
+        return self.shape[-1] // self.blocksize[1]
+
+    @property
+    def batch(self) -> str | None:
+        """As index_check asks for it: items of one pattern count as one matrix."""
+        return "patterns" if self.crow_indices.dim() == 2 else None
+
+    @property
+    def total_rows(self) -> int:
+        """Block rows of all items."""
+        return self.n_block_rows * (self.crow_indices.shape[0] if self.batch else 1)
+
+    def clone(self) -> Pattern:
+        """A copy that changes in place of this one do not reach."""
+        return Pattern(self.crow_indices.clone(), self.col_indices.clone(), self.shape, self.blocksize)
+
+    def rows(self) -> Tensor:
+        """(nnz,) int64 block row of each block; of items with a pattern each, rows are counted through all of them."""
+        ends = self.crow_indices[..., 1:].reshape(-1)
+        numbers = torch.arange(self.nnz, dtype=ends.dtype, device=ends.device)
+        return torch.searchsorted(ends, numbers, right=True)
+
+    def keys(self) -> Tensor:
+        """(nnz,) int64, ascending."""
+        return self.rows() * self.n_block_cols + self.col_indices
+
+    def mask(self) -> Tensor:
+        """(M / bm, K / bk) bool, or one of each item."""
+        stored = torch.zeros(self.total_rows * self.n_block_cols, dtype=torch.bool, device=self.col_indices.device)
+        shape = (*self.crow_indices.shape[:-1], self.n_block_rows, self.n_block_cols)
+        return stored.index_fill_(0, self.keys(), True).view(shape)
+
+    def error(self) -> str:
+        """What is wrong with the contents of the indices, first thing first, or "". Synchronises."""
+        return index_check.check(self)[0]
+
+
+def indices_of(keys: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """(crow_indices, col_indices), int32, of ascending keys (nnz,) in a grid of rows x cols blocks."""
+    starts = torch.arange(rows + 1, device=keys.device) * cols
+    return torch.searchsorted(keys, starts, out_int32=True), (keys % max(cols, 1)).int()
+
+
+def top_keys(scores: Tensor, nnz: int) -> Tensor:
+    """(nnz,) ascending keys of the highest of scores (rows, cols). NaN ranks first; of equal ones the earlier block.
+
+    A stable sort, because every process of a group must take the same blocks.
+    """
+    return scores.flatten().argsort(descending=True, stable=True)[:nnz].sort().values
+
+
+def top_keys_of_rows(scores: Tensor, per_row: int) -> Tensor:
+    """(rows * per_row,) ascending keys of the highest `per_row` scores (rows, cols) of each row."""
+    rows, cols = scores.shape
+    kept = scores.argsort(dim=1, descending=True, stable=True)[:, :per_row].sort(dim=1).values
+    return (kept + torch.arange(rows, device=scores.device)[:, None] * cols).flatten()
+
+
+def random_keys(rows: int, cols: int, nnz: int, device: torch.device | None = None) -> Tensor:
+    """(nnz,) ascending keys of blocks drawn at random, of which block rows hold equally many, or one more.
+
+    Which rows hold one more is drawn, too.
+    """
+    scores = torch.rand(rows, cols, device=device)
+    each, more = divmod(nnz, max(rows, 1))
+    rank = scores.argsort(dim=1, descending=True).argsort(dim=1)  # of a block in its row
+    lucky = torch.rand(rows, device=scores.device).argsort().argsort() < more
+    chosen = rank < each + lucky[:, None].long()
+    return top_keys(chosen.float(), nnz)
+
+
+def origins(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of the ascending keys `new` (n,): its place in the ascending keys `old`, and whether it is there.
+
+    Returns (n,) int64, 0 to len(old) - 1, and (n,) bool. `old` is not empty.
+    """
+    place = torch.searchsorted(old, new).clamp_(max=len(old) - 1)
+    return place, old[place] == new
+
+
+def moved(t: Tensor, origin: Tensor, known: Tensor) -> Tensor:
+    """t's blocks (nnz_old, ...) at new places (n, ...): each from its origin, zeros where there is none."""
+    known = known.view(-1, *(1,) * (t.dim() - 1))
+    return torch.where(known, t.index_select(0, origin), torch.zeros((), dtype=t.dtype, device=t.device))
