@@ -42,7 +42,7 @@ def check_scalar(op: str, name: str, value) -> None:
 
 
 def check_no_grad(op: str, *tensors) -> None:
-    """The ops have no backward yet; dropping a gradient silently would be worse than saying so."""
+    """Of attention, sddmm and calls with out=: dropping a gradient silently would be worse than saying so."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"{op} does not compute gradients, and an argument requires one; call it under torch.no_grad() or detach()"

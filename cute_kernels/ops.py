@@ -48,7 +48,7 @@ def gemm(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
+        RuntimeError: `out` is given and an argument requires a gradient, or the GPU is older than sm_80.
     """
     run = eager.gemm
     if torch.compiler.is_compiling():
