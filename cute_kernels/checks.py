@@ -41,6 +41,15 @@ def check_scalar(op: str, name: str, value) -> None:
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}; use float() or .item()")
 
 
+def watched(*values) -> bool:
+    """Whether autograd watches an argument of a call; False of what is no tensor, which the call will name."""
+    if torch.is_grad_enabled():
+        for value in values:  # a loop takes half the time of any()
+            if getattr(value, "requires_grad", False):
+                return True
+    return False
+
+
 def check_no_grad(op: str, *tensors) -> None:
     """Of attention, sddmm and calls with out=: dropping a gradient silently would be worse than saying so."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):

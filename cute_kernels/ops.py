@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import eager
+from .checks import watched
 
 
 def gemm(
@@ -53,13 +54,8 @@ def gemm(
     run = eager.gemm
     if torch.compiler.is_compiling():
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
-    elif out is None and _watched(a, b, bias, residual):
+    elif out is None and watched(a, b, bias, residual):
         from .gradients import Gemm
 
         return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue)
     return run(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
-
-
-def _watched(*tensors) -> bool:
-    """Whether autograd watches an argument of a call; False of what is no tensor, which the call will name."""
-    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 
 from . import eager
@@ -160,9 +161,9 @@ def _call(op: str, *terms) -> Tensor:
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
-    elif torch.is_grad_enabled() and isinstance(terms[0], BsrMatrix):
+    else:
         W, b, bias, activation, residual, out, epilogue, *groups = terms
-        if out is None and any(getattr(t, "requires_grad", False) for t in (W, b, bias, residual)):
+        if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
             from .gradients import Bsr
 
             groups = groups[0] if groups else None
