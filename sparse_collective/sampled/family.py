@@ -39,7 +39,7 @@ class Sampled(ProductFamily):
         return _sm90(block, spec) if path == "sm_90" else _sm80(block, spec)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        """Products of the boxes that there are, or loads: those of B for each box, of A for each group of boxes.
+        """Products of all boxes of a tile, or loads: those of B for each box, of A for each group of boxes.
 
         Of a block row's groups one is half full, on average. Tiles are handed out whole, which leaves some workers idle
         at the end: a quarter of a tile, as fitted to what was measured.
@@ -49,7 +49,7 @@ class Sampled(ProductFamily):
         boxes = problem.density * rows * (extents.N // block.bk) * parts_of(block.bk, config.box_n)
         groups = boxes / config.boxes + (rows * (0.5 - 0.5 / config.boxes) if config.boxes > 1 else 0)
         depth = -(-extents.K // config.tile_k) * config.tile_k * tiles_m
-        products = boxes * config.box_n * max(64, config.tile_m) * depth / cost.MACS_PER_CLOCK
+        products = groups * config.tile_n * max(64, config.tile_m) * depth / cost.MACS_PER_CLOCK
         row_bytes = config.box_n * problem.width if problem.majors[1] == "n" else 128
         feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA of short rows
         loads = (groups * config.tile_m + boxes * config.box_n) * depth * problem.width / feed

@@ -17,20 +17,16 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.k_tiles import KTile
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
 from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.matmul.kernel_sm80 import GemmSm80
-from cute_kernels.matmul.kernel_sm90 import GemmSm90, trivial_mma
+from cute_kernels.matmul.kernel_sm90 import GemmSm90
 from cute_kernels.matmul.mainloop_sm90 import MainloopSm90
-from cute_kernels.tile.hopper import WARPGROUP
 
 from .config import parts_of
-
-WIDTHS = 4  # instructions of as many numbers of columns, at most
 
 
 @dataclass(frozen=True)
@@ -124,15 +120,10 @@ class SampledSource:
 
 
 class SampledMainloopSm90(MainloopSm90):
-    """Takes K-tiles whose `b` names each box, and multiplies those that are present.
-
-    A warpgroup has several instructions to choose from, of other numbers of columns. Boxes lie one behind the other in
-    a stage, and accumulators in the order of columns, so the narrower ones take the first part of both.
-    """
+    """Takes K-tiles whose `b` names each box. Absent boxes are multiplied, too: their columns are zeros."""
 
     def __init__(self, facts: GemmFacts, *args):
         super().__init__(*args)
-        self.facts = facts
         if facts.config.boxes > 4:  # whose places the producer keeps
             self.registers = (40, 232)
 
@@ -150,89 +141,6 @@ class SampledMainloopSm90(MainloopSm90):
         boxes = const_expr(len(tile.b))
         for box in range_constexpr(boxes):
             cute.copy(tma_b, tBgB[(None, *tile.b[box])], tBsB[None, stage * boxes + box], tma_bar_ptr=barrier)
-
-    @cute.jit
-    def mma(
-        self,
-        k_tiles,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,  # (MMA, 1, 1)
-        tCrA: cute.Tensor,  # (MMA, 1, MMA_K, PIPE)
-        tCrB: cute.Tensor,  # (MMA, 1, MMA_K, PIPE)
-        pipeline,
-        read,
-        release,
-        team: Int32,
-    ):
-        cfg = self.facts.config
-        boxes = const_expr(cfg.boxes // cfg.warps_n)  # of this warpgroup
-        present = k_tiles.present
-        if const_expr(cfg.warps_n > 1):
-            group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
-            present = present - group % cfg.warps_n * boxes
-        return self.multiply_boxes(boxes, present, k_tiles.count, acc, tCrA, tCrB, pipeline, read, release)
-
-    @cute.jit
-    def multiply_boxes(
-        self,
-        most: cutlass.Constexpr[int],
-        present: Int32,  # at most `most`
-        count: Int32,
-        acc: cute.Tensor,
-        tCrA: cute.Tensor,
-        tCrB: cute.Tensor,
-        pipeline,
-        read,
-        release,
-    ):
-        """Accumulate every K-tile of the boxes that are present, by the narrowest instruction that has them all."""
-        cfg = self.facts.config
-        step = const_expr(-(-cfg.boxes // (cfg.warps_n * WIDTHS)))
-        if present > most - step:
-            columns = const_expr(most * cfg.box_n)
-            read, release = self.multiply_columns(columns, count, acc, tCrA, tCrB, pipeline, read, release)
-        else:
-            if const_expr(most > step):
-                read, release = self.multiply_boxes(
-                    most - step, present, count, acc, tCrA, tCrB, pipeline, read, release
-                )
-            else:
-                for _ in cutlass.range(count, unroll=1):
-                    pipeline.consumer_wait(read)
-                    pipeline.consumer_release(release)
-                    read.advance()
-                    release.advance()
-        return read, release
-
-    @cute.jit
-    def multiply_columns(
-        self,
-        columns: cutlass.Constexpr[int],
-        count: Int32,
-        acc: cute.Tensor,
-        tCrA: cute.Tensor,
-        tCrB: cute.Tensor,
-        pipeline,
-        read,
-        release,
-    ):
-        """Accumulate every K-tile of the first so many columns of this warpgroup."""
-        tiled_mma = trivial_mma(self.facts, (64, columns))
-        part = cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, columns // 8), 1, 1)))
-        pipeline.consumer_wait(read)
-        self.multiply(tiled_mma, part, tCrA, tCrB, read.index, self.k_blocks[0], True)
-        read.advance()
-        for _ in cutlass.range(1, count, unroll=1):
-            pipeline.consumer_wait(read)
-            self.multiply(tiled_mma, part, tCrA, tCrB, read.index, self.k_blocks[0], False)
-            warpgroup.wait_group(1)
-            pipeline.consumer_release(release)
-            release.advance()
-            read.advance()
-        warpgroup.wait_group(0)
-        pipeline.consumer_release(release)
-        release.advance()
-        return read, release
 
 
 class SampledGemm:
