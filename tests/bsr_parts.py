@@ -9,7 +9,7 @@ from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
 from cute_kernels.matmul.problem import Extents, PatternStats, Problem
 from cute_kernels.operand import Layout
-from sparse_collective import bsr_linear, bsr_matmul
+from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from sparse_collective.bsr import BsrMatrix
 
 from .cases import PATTERNS, mask_to_indices
@@ -106,3 +106,20 @@ def picked(block, extents, density, *, path="sm_90", b_k_major=False, **stats):
         PatternStats(**stats),
     )  # fmt: skip
     return choose(problem, ARCHS["sm_90"], 132, path)[0]
+
+
+def matrix(device="cpu", dtype=torch.bfloat16, shape=(64, 96), block=(16, 32), density=0.6) -> BsrMatrix:
+    generator = torch.Generator().manual_seed(1)
+    return random_bsr(shape, block, density=density, dtype=dtype, generator=generator).to(device)
+
+
+def batches(device="cpu", dtype=torch.bfloat16):
+    """One of either form, three items of (64, 96)."""
+    one = matrix(device, dtype)
+    values = torch.stack([normal(*one.values.shape, dtype=dtype, device=device, k=96) for _ in range(3)])
+    yield BsrMatrix(one.crow_indices, one.col_indices, values, (3, *one.shape))
+    yield BsrMatrix.stack([matrix(device, dtype, density=d) for d in (0.6, 0.0, 1.0)])
+
+
+def leaf(t):
+    return t.detach().clone().requires_grad_()

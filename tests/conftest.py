@@ -78,6 +78,14 @@ def device(request, monkeypatch):
     return "cpu"
 
 
+@pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request, monkeypatch):
+    """`device`, and CPU tensors as users have them."""
+    if request.param == "emulated":
+        emulate.install(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
 @pytest.fixture(scope="module")
 def outcome_of(request):
     """outcome_of(inspect, facts): what became of a kernel that a test compiles to inspect it.

@@ -26,8 +26,8 @@ from sparse_collective.nn import (
 )
 from sparse_collective.nn.pattern import Pattern, indices_of, moved, origins, random_keys, top_keys, top_keys_of_rows
 
+from .nn_parts import layer_of, masked, near
 from .reference import normal
-from .test_nn import layer_of, masked, near, place  # noqa: F401 (a fixture)
 
 BF16 = torch.bfloat16
 READS = ("_local_scalar_dense", "nonzero", "unique2", "_unique2", "masked_select", "bincount", "equal")

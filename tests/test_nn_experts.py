@@ -1,0 +1,162 @@
+"""Gated feed-forward layers, grouped layers and mixtures of experts, against dense ones."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_collective.nn import BsrGroupedLinear, BsrMixtureOfExperts, SwiGLU
+from sparse_collective.nn.feed_forward import routing_of
+
+from .nn_parts import BF16, blocks_of, masked, near
+from .reference import normal
+
+
+def test_swiglu(place):
+    layer = SwiGLU(128, 192, blocksize=(32, 32), density=0.5, bias=True, device=place, dtype=BF16)
+    gate, up, down = (masked(m)[0] for m in (layer.gate, layer.up, layer.down))
+    x = normal(20, 128, device=place).requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    y, exact = layer(x), down(nn.functional.silu(gate(x64)) * up(x64))
+    near(y, exact, 2)
+    dy = normal(*y.shape, device=place)
+    y.backward(dy)
+    exact.backward(dy.double())
+    near(x.grad, x64.grad, 2)
+    for mine, theirs in ((layer.gate, gate), (layer.up, up), (layer.down, down)):
+        near(mine.values.grad, blocks_of(mine, theirs.weight.grad), 2)
+
+
+@pytest.mark.parametrize("one_pattern", [True, False])
+@pytest.mark.parametrize("given", ["density", "mask"])
+def test_grouped_linear(place, one_pattern, given):
+    more = {"density": 0.5}
+    if given == "mask":
+        more = {"mask": torch.rand((3, 4) if one_pattern else (5, 3, 4), device=place) < 0.5}
+    layer = BsrGroupedLinear(
+        5, 128, 96, True, (32, 32), one_pattern=one_pattern, activation="silu", device=place, dtype=BF16, **more
+    )
+    assert layer.weight.batch == ("values" if one_pattern else "patterns") and layer.pattern.error() == ""
+    if given == "mask":
+        assert torch.equal(layer.pattern.mask(), more["mask"])
+    x = normal(384, 128, device=place)
+    offsets = torch.tensor([64, 64, 192, 256, 384], dtype=torch.int32, device=place)
+    experts = torch.tensor([0, 2, 2, 3, 4, 4], device=place).repeat_interleave(64)
+    dense = layer.weight.to_dense().double()[experts]  # (T, M, K)
+    z = torch.einsum("tmk,tk->tm", dense, x.double()) + layer.bias.double()[experts]
+    near(layer(x, offsets, 64), nn.functional.silu(z))
+    other = copy.deepcopy(layer)
+    assert torch.equal(other(x, offsets, 64), layer(x, offsets, 64))
+    other.load_state_dict(layer.state_dict())
+
+
+def test_routing():
+    for tokens, k, experts, group in ((1, 1, 4, 64), (50, 2, 3, 64), (300, 3, 8, 64), (0, 2, 4, 64), (7, 4, 4, 128)):
+        choices = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]) if tokens else torch.zeros(0, k)
+        rows, slots, offsets = routing_of(choices.long(), experts, group)
+        assert slots.unique().numel() == tokens * k and rows % group == 0 and (offsets % group == 0).all()
+        assert offsets[-1] <= rows and (offsets.diff() >= 0).all()
+        assert torch.equal(torch.searchsorted(offsets, slots.int(), right=True), choices.long().flatten())
+
+
+@pytest.mark.parametrize("one_pattern", [True, False])
+def test_mixture_of_experts(place, one_pattern):
+    layer = BsrMixtureOfExperts(
+        64, 96, 4, 2, True, (32, 32), density=0.5, one_pattern=one_pattern, group_rows=64, device=place, dtype=BF16
+    )
+    x = normal(3, 25, 64, device=place)
+    y = layer(x)
+    tokens = x.flatten(0, 1)
+    weights, choices = layer.route(tokens)
+    gate, up, down = ((m.weight.to_dense().double(), m.bias.double()) for m in (layer.gate, layer.up, layer.down))
+    exact = torch.zeros(75, 64, dtype=torch.float64, device=place)
+    for t in range(75):
+        for w, e in zip(weights[t].double(), choices[t].tolist(), strict=True):
+            h = nn.functional.silu(gate[0][e] @ tokens[t].double() + gate[1][e])
+            h = h * (up[0][e] @ tokens[t].double() + up[1][e])
+            exact[t] += w * (down[0][e] @ h + down[1][e])
+    near(y, exact.view_as(x), 2)
+    assert y.shape == x.shape and y.dtype is BF16
+
+
+def experts_densely(layer, x, weights, choices, parameters):
+    """The same in fp64: every expert on every token, of which the chosen ones count."""
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = parameters
+    h = nn.functional.silu(torch.einsum("emk,tk->tem", gate, x) + gate_bias)
+    h = h * (torch.einsum("emk,tk->tem", up, x) + up_bias)
+    y = torch.einsum("emk,tek->tem", down, h) + down_bias
+    return (y.gather(1, choices[..., None].expand(-1, -1, y.shape[-1])) * weights[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("one_pattern", [True, False])
+def test_gradients_of_a_mixture_of_experts(place, one_pattern):
+    layer = BsrMixtureOfExperts(
+        64, 96, 4, 2, True, (32, 32), density=0.5, one_pattern=one_pattern, group_rows=64, device=place, dtype=BF16
+    )
+    x = normal(75, 64, device=place).requires_grad_()
+    x64, router = x.detach().double().requires_grad_(), layer.router.weight.detach().double().requires_grad_()
+    modules = layer.gate, layer.up, layer.down
+    weights = [[m.weight.to_dense().detach().double().requires_grad_() for m in modules]]
+    weights += [[m.bias.detach().double().requires_grad_() for m in modules]]
+    choices = layer.route(x)[1]
+    shares = (x64 @ router.t()).gather(1, choices).softmax(-1)
+    exact = experts_densely(layer, x64, shares, choices, list(zip(*weights, strict=True)))
+    y, dy = layer(x), normal(75, 64, device=place)
+    near(y, exact.detach(), 2)
+    y.backward(dy)
+    exact.backward(dy.double())
+    near(x.grad, x64.grad, 3)
+    near(layer.router.weight.grad, router.grad, 3)
+    for module, weight, bias in zip(modules, *weights, strict=True):
+        near(module.bias.grad, bias.grad, 3)
+        stored = module.pattern.mask().repeat_interleave(32, -2).repeat_interleave(32, -1)
+        near(module.weight.with_values(module.values.grad).to_dense(), weight.grad * stored, 3)
+
+
+def test_mixture_of_experts_compiles(place):
+    """In one graph with its gradient, for any number of tokens."""
+    torch._dynamo.reset()
+    layer = BsrMixtureOfExperts(64, 64, 4, 2, blocksize=(32, 32), density=0.5, group_rows=64, device=place, dtype=BF16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (30, 50):
+        x, dy = normal(tokens, 64, device=place).requires_grad_(), normal(tokens, 64, device=place)
+        found = []
+        for module in (compiled, layer):
+            layer.zero_grad()
+            x.grad = None
+            y = module(x)
+            y.backward(dy)
+            found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+        torch.testing.assert_close(*found)
+
+
+def test_mixture_of_experts_does_not_synchronise(monkeypatch):
+    """Nothing reads a tensor's contents on the host: on a GPU each of these would wait for it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoReads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "unique2", "masked_select")
+            return func(*args, **(kwargs or {}))
+
+    choices = torch.randint(4, (30, 2))
+    with NoReads():
+        routing_of(choices, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"top_k": 5}, r"top_k is 5; it must be in \[1, 4\]"), ({"group_rows": 96}, "positive multiple of 64")],
+)
+def test_bad_mixtures(changes, message):
+    arguments = {"dim": 64, "hidden": 64, "experts": 4, "top_k": 2, "blocksize": (32, 32), "density": 0.5, **changes}
+    with pytest.raises(ValueError, match=message):
+        BsrMixtureOfExperts(**arguments)
+
+
+def test_importing_the_package_does_not_import_layers():
+    code = "import sys, sparse_collective; assert 'sparse_collective.nn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
