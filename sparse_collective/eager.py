@@ -27,10 +27,10 @@ from cute_kernels.runtime.families import family_of
 
 from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
+from .checks import RUN_MULTIPLE, check_group_numbers
 from .tile_order import reference as tile_order
 
 _PLANS = PlanCache()
-RUN_MULTIPLE = 64  # rows; the widest tile that every kind of block has a kernel for
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
@@ -226,12 +226,7 @@ def _check_groups(op: str, W, x, groups) -> None:
         raise ValueError(f"{op}: W is one matrix of shape {W.shape}; pass a batch (E, M, K), or use bsr_linear")
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
-    checks.check_tensor(f"{op}: groups", groups)
-    if groups.dtype != torch.int32:
-        raise TypeError(f"{op}: groups are {groups.dtype}; the kernels read torch.int32 (cast with .int())")
-    if groups.dim() != 1 or not groups.is_contiguous():
-        found = f"shape {tuple(groups.shape)}, strides {groups.stride()}"
-        raise ValueError(f"{op}: groups must be one contiguous dimension, one number a run of rows; got {found}")
+    check_group_numbers(op, groups)
     runs, rows = len(groups), x.shape[0]
     if (rows % runs if runs else rows) or rows and rows // runs % RUN_MULTIPLE:
         raise ValueError(

@@ -16,6 +16,7 @@ from cute_kernels.matmul.terms import epilogue_program
 from . import eager
 from .bsr import BsrMatrix
 from .sampled.eager import sddmm
+from .sampled.tables import rows_of
 
 
 class Bsr(torch.autograd.Function):
@@ -87,11 +88,10 @@ def single(W: BsrMatrix) -> BsrMatrix:
     """The pattern of a batch as one matrix: that which all items share, or their patterns along the diagonal."""
 
     def make() -> tuple[BsrMatrix]:
-        crow, col, (M, K) = W.crow_indices, W.col_indices, W.shape[-2:]
+        crow, col, (M, K) = rows_of(W), W.col_indices, W.shape[-2:]
         items = 1
         if W.batch == "patterns":
             items = W.shape[0]
-            crow = torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
             col = col + W.row_of_block() // W.n_block_rows * W.n_block_cols
         blocks = W.stored if W.batch == "patterns" else W.stored[0]
         return (BsrMatrix._make(crow, col, blocks.detach(), (items * M, items * K), check=W.check, checked=W.checked),)

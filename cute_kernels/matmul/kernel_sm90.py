@@ -42,13 +42,6 @@ from .split_k_sm90 import SplitKSm90
 from .store_sm90 import StoreSm90
 
 
-def trivial_mma(facts: GemmFacts, tiler: tuple[int, int], groups: tuple[int, int, int] = (1, 1, 1)) -> cute.TiledMma:
-    """WGMMAs of operands in shared memory, `tiler` (M, N) for each of the warpgroups."""
-    dtype, major = cutlass_dtype(facts.dtype), {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
-    a, b = (major["k" if name == "k" else "m"] for name in facts.majors[:2])
-    return sm90_utils.make_trivial_tiled_mma(dtype, dtype, a, b, Float32, groups, tiler_mn=tiler)
-
-
 class GemmSm90:
     """Compiles to one kernel per `GemmFacts`; called with operands in the kernel's modes (see k_tiles)."""
 
@@ -117,7 +110,17 @@ class GemmSm90:
     # ------------------------------------------------------------------ atoms
 
     def make_mma(self, warps_m: int, warps_n: int):
-        return trivial_mma(self.facts, (64, self.group_n), (warps_m, warps_n, 1))
+        major = {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
+        major["n"] = major["m"]
+        return sm90_utils.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            major[self.facts.majors[0]],
+            major[self.facts.majors[1]],
+            Float32,
+            (warps_m, warps_n, 1),
+            tiler_mn=(64, self.group_n),
+        )
 
     def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()

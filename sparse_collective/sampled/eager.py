@@ -16,11 +16,11 @@ from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 
 from .. import alignment, families  # noqa: F401 (importing families registers them)
 from ..bsr import BsrMatrix
+from ..checks import RUN_MULTIPLE, check_group_numbers
 from .config import parts_of
-from .tables import box_groups
+from .tables import box_groups, rows_of
 
 _PLANS = PlanCache()
-RUN_MULTIPLE = 64  # of K: a K-tile
 CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time
 
 
@@ -141,21 +141,12 @@ def _one_row(t):
 
 
 def check_groups(op: str, groups, K: int) -> None:
-    """The item of each run of K; the numbers themselves are not looked at."""
-    checks.check_tensor(f"{op}: groups", groups)
-    if groups.dtype != torch.int32 or groups.dim() != 1 or not groups.is_contiguous():
-        found = f"{groups.dtype}, shape {tuple(groups.shape)}, strides {groups.stride()}"
-        raise ValueError(f"{op}: groups must be one contiguous dimension of torch.int32, got {found}")
+    """The item of each run of K."""
+    check_group_numbers(op, groups)
     if (K % len(groups) or K // len(groups) % RUN_MULTIPLE) if len(groups) else K:
         raise ValueError(
             f"{op}: K is {K} in {len(groups)} groups: each must have as many, a multiple of {RUN_MULTIPLE}"
         )
-
-
-def rows_of(pattern) -> torch.Tensor:
-    """crow_indices; of a batch with a pattern for each item, of all items one after the other."""
-    crow = pattern.crow_indices
-    return crow if crow.dim() == 1 else torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
 
 
 def runs_of(groups, items: int) -> tuple[torch.Tensor, torch.Tensor]:

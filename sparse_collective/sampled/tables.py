@@ -3,6 +3,12 @@
 import torch
 
 
+def rows_of(pattern) -> torch.Tensor:
+    """crow_indices; of a batch with a pattern for each item, of all items one after the other."""
+    crow = pattern.crow_indices
+    return crow if crow.dim() == 1 else torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
+
+
 def box_groups(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Tensor:
     """(groups, 3) int32: block row, number of the first box, and how many boxes, of every work tile.
 
