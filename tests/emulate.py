@@ -40,14 +40,17 @@ class Emulated:
 
     def __call__(self, *args):
         insist_on_arguments(self.facts, args)
-        *operands, bias, residual, alpha, beta, group, max_ctas = args
+        *operands, alpha, beta, group, max_ctas = args
+        sampled = self.facts.block is not None and self.facts.block.operand == "d"
+        z = None if sampled else operands.pop()
+        *operands, bias, residual = operands
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if self.facts.block is None:
             a, b, d = operands
             self.insist("a", a, 0)
             acc = a.float() @ b.float()
-        elif self.facts.block.operand == "d":
+        elif sampled:
             groups, columns, runs, starts, a, b, d = operands
             self.insist("a", a, 0)
             acc = self.sampled(groups, columns, runs, starts, a, b, d)
@@ -77,7 +80,12 @@ class Emulated:
         if spec.residual:
             assert residual.shape == d.shape and residual.dtype == d.dtype
             self.insist("residual", residual, 2, major=spec.residual, align=1)
+        assert (z is not None) == spec.stores_z
         scale = alpha if spec.scale else 1.0
+        if spec.stores_z:
+            assert z.shape == d.shape and z.stride() == d.stride()
+            self.insist("z", z, 2)
+            z.copy_(reference.linear_terms(acc, bias, residual, scale, beta))
         d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
 
     def insist(self, name, tensor, operand, *, major=None, align=None):

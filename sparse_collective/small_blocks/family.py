@@ -108,7 +108,9 @@ class SmallBlocks(BsrFamily):
         epilogue, other = facts.epilogue, "the kernels with a block row a tile have them"
         if block.batch and epilogue.residual and epilogue.activation == "gelu":  # 32 bytes of stack
             return f"a batch, a residual and GELU leave no registers; {other}"
-        if cfg.tile_n > 128 and (epilogue.residual or epilogue.function or not facts.tma_store):
+        if epilogue.stores_z and not facts.tma_store:  # 96 bytes
+            return f"a result and z stored element by element leave no registers; {other}"
+        if cfg.tile_n > 128 and (epilogue.residual or epilogue.function or epilogue.stores_z or not facts.tma_store):
             # compiled: 32 to 456 bytes of stack with a residual
             return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room"
         return legality.smem_sm90(facts)

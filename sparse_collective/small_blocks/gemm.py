@@ -84,6 +84,7 @@ class SmallBlocksGemm(BsrGemm):
         d: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        z: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
         group: Int32,
@@ -102,6 +103,8 @@ class SmallBlocksGemm(BsrGemm):
         mD = self.swapped_output(d)
         if const_expr(residual is not None):
             residual = self.swapped_output(residual)
+        if const_expr(z is not None):
+            z = self.swapped_output(z)
         if const_expr(bias is not None):
             stride = bias.stride[0]
             if const_expr(facts.epilogue.bias_items):
@@ -112,7 +115,7 @@ class SmallBlocksGemm(BsrGemm):
         source = SweepSource(
             crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices, blocks
         )
-        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
+        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, z, alpha, beta), group, max_ctas, stream)
 
     def swapped_output(self, d: cute.Tensor) -> cute.Tensor:
         """(N, M, 1, L)"""

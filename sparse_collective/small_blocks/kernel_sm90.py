@@ -124,11 +124,10 @@ class SmallBlocksSm90:
             (self.columns, self.slice),
             num_multicast=cfg.cluster_m,
         )
-        tma_d, tD = None, mD
-        if const_expr(self.store.tma):
-            tma_d, tD = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), mD, cute.slice_(sD_layout, (None, None, 0)), (64, self.store.epi_n)
-            )
+        tma_d, tD = self.store.make_tma(mD, sD_layout)
+        tma_z, tZ = None, None
+        if const_expr(self.facts.epilogue.stores_z):
+            tma_z, tZ = self.store.make_tma(args.z, sD_layout)
         rows = const_expr(ROWS * CONSUMERS * cfg.cluster_m)
         scheduler = TileScheduler(
             cute.ceil_div(mD.shape[1], rows), cute.ceil_div(mD.shape[0], self.columns), mD.shape[3], group
@@ -144,7 +143,7 @@ class SmallBlocksSm90:
         )
         clusters = cutlass.min(scheduler.count, max_ctas // cfg.cluster_m)
         extent = (mD.shape[0], mD.shape[1])
-        self.kernel(tma_a, tA, tma_b, tB, tma_d, tD, mma, source, args, scheduler, extent).launch(
+        self.kernel(tma_a, tA, tma_b, tB, tma_d, tD, tma_z, tZ, mma, source, args, scheduler, extent).launch(
             grid=(clusters * cfg.cluster_m, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(cfg.cluster_m, 1, 1),
@@ -163,6 +162,8 @@ class SmallBlocksSm90:
         mB: cute.Tensor,
         tma_d: cute.CopyAtom,
         mD: cute.Tensor,
+        tma_z: cute.CopyAtom | None,
+        mZ: cute.Tensor | None,
         mma: cute.TiledMma,
         source,
         args: EpilogueArgs,
@@ -208,9 +209,9 @@ class SmallBlocksSm90:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             thr_mma = mma.get_slice(tidx % WARPGROUP)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.columns, ROWS)), Float32)  # (MMA, slabs, 1)
-            gD = mD
-            if const_expr(self.store.tma):
-                gD = cute.local_tile(mD, (64, self.store.epi_n), (None, None, None, None))
+            outs = [(tma_d, self.store.tiles(mD))]
+            if const_expr(self.facts.epilogue.stores_z):
+                outs += [(tma_z, self.store.tiles(mZ))]
             # Opaque to the compiler, which would compute them again for each block.
             ring = storage.sA.data_ptr().toint() + consumer * self.ring_bytes
             ring = cute.arch.make_warp_uniform(wgmma.descriptor_low(ring, True))
@@ -223,7 +224,7 @@ class SmallBlocksSm90:
                 acc.fill(0.0)
                 stage, phase, head = self.mma(chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer)
                 self.store.store(
-                    acc, args, tma_d, gD, sD, thr_mma, mma, extent, ((n, m * cfg.cluster_m + rank, 0),), (l, l),
+                    acc, args, outs, sD, thr_mma, mma, extent, ((n, m * cfg.cluster_m + rank, 0),), (l, l),
                     consumer, storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
