@@ -108,14 +108,14 @@ class StoreSm80:
             rD[v] = acc[v % 4, first[0], first[1] + v // 4]
         rZ = cute.make_rmem_tensor(4 * count, Float32) if const_expr(self.spec.stores_z) else None
         epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], None, rZ)
-        at = (first[1] * 8 + col) * self.size + row * self.pitch
-        if const_expr(not self.n_major):
-            at = (first[0] * 16 + row) * self.size + col * self.pitch
-        for r, m, which in [(rD, mD, 0), (rZ, args.z, 1)][: self.outs]:
-            if const_expr(self.vectorised):
-                self.write(r, buffer + which * self.slab_bytes + at)
-            else:
+        for r, m in [(rD, mD), (rZ, args.z)][: self.outs]:
+            if const_expr(not self.vectorised):
                 self.store_direct(r, cD, m, extent, tile[2:])
+            elif const_expr(self.n_major):
+                self.write(r, buffer + row * self.pitch + (first[1] * 8 + col) * self.size)
+            else:
+                self.write(r, buffer + col * self.pitch + (first[0] * 16 + row) * self.size)
+            buffer = buffer + self.slab_bytes
 
     @cute.jit
     def write(self, rD: cute.Tensor, at: Int32):
