@@ -15,7 +15,8 @@ columns in which a row of its cluster has a block, in chunks of 64 columns of W,
     chunk      4 threads + the bytes of B and of A         1 thread of each of the 12 warps of every CTA in the cluster
 
 A's blocks lie in one ring for each consumer, without stages: a chunk takes as many slots as it has blocks, and gives
-them back with the chunk. What is there says a word of bits a consumer and chunk: bit r * steps + s for slice s of row
+them back with the chunk. Those of a transposed view lie there as they are stored, (bk, bm), and WGMMA transposes them:
+its N is then contiguous, in rows one swizzle atom wide. What is there says a word of bits a consumer and chunk: bit r * steps + s for slice s of row
 r. The list of slices, the words, and the blocks in the order in which they are met, are made once per pattern
 (sweep.py).
 """
@@ -102,7 +103,7 @@ class SmallBlocksSm90:
     @cute.jit
     def __call__(
         self,
-        mA: cute.Tensor,  # (bm / fold, bk fold, nnz), of a batch (.., .., L nnz)
+        mA: cute.Tensor,  # (bm / fold, bk fold, nnz), of a batch (.., .., L nnz); contiguous along bk, of a view bm
         mB: cute.Tensor,  # (N, K, L), or (N, K, 1) for all items of a batch
         mD: cute.Tensor,  # (N, M, 1, L)
         source,

@@ -41,7 +41,7 @@ class SmallBlockTables(Family):
 
 def tables_of(W, cluster: int, b_k_major: bool) -> BlockTables:
     """Those of a BsrMatrix, made once, for clusters of so many CTAs. `b_k_major`: whether the dense operand is
-    contiguous along K."""
+    contiguous along K. The order of a transposed view has the numbers of the blocks that its base stores."""
     return W.derived(("small blocks", cluster, b_k_major), lambda: _of_stored(_make(W, cluster, b_k_major), W))
 
 
