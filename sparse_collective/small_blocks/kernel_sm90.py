@@ -16,9 +16,9 @@ columns in which a row of its cluster has a block, in chunks of 64 columns of W,
 
 A's blocks lie in one ring for each consumer, without stages: a chunk takes as many slots as it has blocks, and gives
 them back with the chunk. Those of a transposed view lie there as they are stored, (bk, bm), and WGMMA transposes them:
-its N is then contiguous, in rows one swizzle atom wide. What is there says a word of bits a consumer and chunk: bit r * steps + s for slice s of row
-r. The list of slices, the words, and the blocks in the order in which they are met, are made once per pattern
-(sweep.py).
+its N is then contiguous, in rows one swizzle atom wide. What is there says a word of bits a consumer and chunk: bit
+r * steps + s for slice s of row r. The list of slices, the words, and the blocks in the order in which they are met,
+are made once per pattern (tables.py).
 """
 
 from dataclasses import replace
