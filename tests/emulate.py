@@ -222,7 +222,9 @@ class Emulated:
 
     def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
-        facts, (bm, bk) = self.facts, values.shape[-2:]
+        facts, (bm, bk) = self.facts, (self.facts.block.bm, self.facts.block.bk)
+        assert values.is_contiguous() and values.shape[-2:] == ((bk, bm) if facts.block.permuted else (bm, bk))
+        assert facts.block.permuted == (facts.majors[0] == "m")
         if facts.block.batch:  # one item after the other; of a single b each takes the same
             assert facts.block.batch == "values" and facts.block.run == 0 and values.dim() == facts.ranks[0] == 4
             single = Emulated(replace(facts, block=replace(facts.block, batch=None)))
@@ -247,7 +249,8 @@ class Emulated:
                     unit = needed[i + s // g.gather] * g.gather + s % g.gather  # of g.width columns
                     part = slice(unit % g.parts * g.width, (unit % g.parts + 1) * g.width)
                     k, row = unit * g.width, (first + r) * bm
-                    block = values[int(order[at + j])][:, part].float()
+                    stored = values[int(order[at + j])]
+                    block = (stored.mT if facts.block.permuted else stored)[:, part].float()
                     out[..., row : row + bm, :] += block @ b[..., k : k + g.width, :]
                 if needed[i] % g.parts == g.parts - 1:
                     at += len(bits)

@@ -97,8 +97,6 @@ class SmallBlocks(BsrFamily):
             return reason
         if block.batch == "patterns" or block.run:
             return "a pattern for each item, or runs of columns with an item each: the tables are those of one pattern"
-        if block.permuted:
-            return "a transposed view: this kernel reads blocks that are contiguous along K"
         if reason := Geometry.refuse(block.bm, block.bk):
             return reason
         if cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
