@@ -9,7 +9,7 @@ from cute_kernels.runtime import library
 from cute_kernels.torch_op import epilogue_gradient, function_named, named_function, result_to_save, wants_z
 
 from .bsr import BsrMatrix
-from .eager import call
+from .eager import GATED, call
 from .gradients import bias_gradient, operand_gradient, values_gradient
 
 NAME = "sparse_collective::bsr"
@@ -118,6 +118,8 @@ def _items(crow_indices, values) -> tuple:
 def _shape(op: str, *inputs) -> tuple:
     *matrix, b = inputs
     rows, items = _extents(*matrix)[0], _items(matrix[1], matrix[3])
+    if op == GATED:
+        rows = rows // 2
     if op == "bsr_matmul":
         return (*(items or b.shape[:-2]), rows, b.shape[-1])
     if items and op == "bsr_linear":
