@@ -1,6 +1,7 @@
 """bsr_matmul, bsr_linear and bsr_grouped_linear: what a torch user calls with a block-sparse weight.
 
-Under torch.compile the calls go through the registered ops `sparse_collective::bsr` and `sparse_collective::bsr_out`.
+Under torch.compile the calls go through the registered ops `sparse_collective::bsr` and `sparse_collective::bsr_out`,
+under the transforms of torch.func through a differentiable form of the first.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from cute_kernels.reference import GATE, gate
 
 from . import eager
 from .bsr import BsrMatrix
+from .gradients import differentiable
 from .sampled import eager as sampled
 
 Epilogue = Callable[[Tensor], Tensor]
@@ -202,13 +204,12 @@ def _call(op: str, *terms) -> Tensor:
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
+    elif torch._C._are_functorch_transforms_active():
+        from .transforms import transformed_bsr as run
     else:
-        W, b, bias, activation, residual, out, epilogue, *groups = terms
+        W, b, bias, _, residual, out, *_ = terms
         if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
-            from .gradients import Bsr
-
-            groups = groups[0] if groups else None
-            return Bsr.apply(op, W, W.stored, b, bias, activation, residual, epilogue, groups)
+            run = differentiable
     return run(op, *terms)
 
 
