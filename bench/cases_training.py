@@ -14,10 +14,10 @@ from tests.reference import truth
 
 from . import peers
 from .cases import CUBE, DENSE_CUBE, of_rows, randn
+from .cases_models import EIGHTH, model_cases
 from .peers import Call, Operands, verified
 from .rows import Candidate, Case, Problem
 
-EIGHTH = 1 / 8
 LAYER = "nn.Linear"
 COMPILED = "nn.Linear, compiled"
 
@@ -76,7 +76,7 @@ def layer(bm: int, bk: int, asked: float | None = None, *, activation: str = "",
     With an activation it has a bias, too, and both are compiled by torch.
     """
     per_row = round(EIGHTH * CUBE / bk)
-    problem = Problem("layer", CUBE, tokens, CUBE, (bm, bk), per_row * bk / CUBE, epilogue=activation)
+    problem = Problem("layer", CUBE, tokens, CUBE, (bm, bk), per_row * bk / CUBE, epilogue=activation, products=3)
     shared = functools.cache(lambda: (randn(tokens, CUBE).requires_grad_(), randn(tokens, CUBE)))
 
     def step(function: Callable, *parameters: torch.Tensor) -> Call:
@@ -113,7 +113,7 @@ def layer(bm: int, bk: int, asked: float | None = None, *, activation: str = "",
 
 
 def training_cases(mode: str) -> Iterator[Case]:
-    """Rows of 8192 tokens, features and outputs."""
+    """Rows of 8192 tokens, features and outputs, and those of models."""
     for block, asked in (((128, 128), 0.82), ((64, 64), 0.55), ((32, 32), 0.3)):
         yield sampled(*block, asked)
     for block, asked in (((128, 128), 0.9), ((64, 64), 0.7), ((32, 32), 0.4)):
@@ -121,22 +121,10 @@ def training_cases(mode: str) -> Iterator[Case]:
     yield layer(128, 128, 6.3)
     yield layer(64, 64, 4.5)
     yield layer(128, 128, 6.0, activation="gelu")
+    yield from model_cases(mode)
     if mode == "full":
         yield sampled(128, 128, accumulate=True)
         yield sampled(16, 16)
         yield transposed(16, 16)
         yield layer(32, 32)
         yield layer(256, 64)
-
-
-def host_calls() -> dict[str, Callable]:
-    """A layer's forward that autograd watches, beside torch's."""
-    W, x = of_rows(64, 64, (64, 64), 1), randn(64, 64)
-    W.check_indices()
-    values, weight = W.values.requires_grad_(), randn(64, 64).requires_grad_()
-    A = W.with_values(values)
-    return {
-        "bsr_linear, differentiable": lambda: bsr_linear(x, A),
-        "nn.functional.linear": lambda: torch.nn.functional.linear(x, weight),
-        "sddmm": functools.partial(sddmm, x, x, W, torch.empty_like(W.values).detach()),
-    }
