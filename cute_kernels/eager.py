@@ -22,8 +22,8 @@ from .runtime.device import device_arch, forced_path, plans_kernel
 _PLANS = PlanCache()
 
 
-def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
-    """ops.gemm, of a call that torch.compile does not trace."""
+def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False):
+    """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
     tensors = (a, b) if out is None else (a, b, out)
@@ -34,22 +34,25 @@ def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     try:
         terms = (
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
-            out is None, bias is None, residual is None,
+            out is None, bias is None, residual is None, with_z,
         )  # fmt: skip
     except AttributeError:
         terms = None  # whatever it is, the plan's checks will name it
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        given = Terms(bias, activation, residual, alpha, beta, epilogue)
+        given = Terms(bias, activation, residual, alpha, beta, epilogue, with_z)
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if plan.function is None:
-        return without_kernel(plan, a, b, Terms(bias, activation, residual, alpha, beta, epilogue), out)
+        return without_kernel(plan, a, b, Terms(bias, activation, residual, alpha, beta, epilogue, with_z), out)
     if out is None:
         out = plan.new_out()
     d = result = plan.new_out() if plan.staged else out
+    z = kept = plan.new_out() if with_z else None
     if plan.views:
-        a, b, d, bias, residual = viewed(plan.views, a, b, d, bias, residual)
-    plan.function(a, b, d, bias, residual, alpha, beta, plan.group, plan.max_ctas)
+        a, b, d, bias, residual, z = viewed((*plan.views, plan.views[2]), a, b, d, bias, residual, z)
+    plan.function(a, b, d, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
+    if with_z:
+        return out, kept
     return out.copy_(result) if plan.staged else out
 
 
@@ -57,6 +60,8 @@ def without_kernel(plan: Plan, a, b, terms: Terms, out):
     """CPU tensors run the reference; an empty result needs nothing at all."""
     if not plan.empty:
         return reference.gemm(a, b, terms, out, plan.out_dtype)
+    if terms.with_z:
+        return plan.new_out(), plan.new_out()
     return plan.new_out() if out is None else out
 
 

@@ -1,7 +1,9 @@
 """Backward of a product's epilogue, and of gemm.
 
-y = f(activation(z)), z = alpha * a @ b + bias + beta * residual. Saved for backward are the operands, and y where
-the activation is a ReLU. Others need z, which is not stored: the product is computed once more, without them.
+y = f(activation(z)), z = alpha * a @ b + bias + beta * residual. Saved for backward are the operands and, of what the
+product made, the least that tells the derivative: nothing without an activation or function, y of a ReLU, else z, which
+the forward kernel stores beside y. So a layer with GELU keeps as many bytes as torch's does. Where the product was
+computed by an op that did not store z (torch's own opcheck calls it so), backward computes it again.
 """
 
 from collections.abc import Callable
@@ -10,44 +12,62 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import eager, reference
+from . import eager
 from .dtypes import accumulator
+from .epilogue_gradient.eager import epilogue_gradient
 from .matmul.terms import epilogue_program
 
-BACKWARD = {
-    "gelu": lambda dy, z: torch.ops.aten.gelu_backward(dy, z),
-    "gelu_tanh": lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
-    "silu": torch.ops.aten.silu_backward,
-}
+
+def saved_of(activation: str | None, epilogue) -> str:
+    """What backward wants of the forward product: "y", "z" or ""."""
+    if epilogue is not None:
+        return "z"
+    return {None: "", "relu": "y"}.get(activation, "z")
 
 
-def saves_result(activation: str | None, epilogue) -> bool:
-    """Whether backward wants y itself."""
-    return activation == "relu" and epilogue is None
+def with_saved(run: Callable, activation: str | None, epilogue) -> tuple[Tensor, Tensor | None]:
+    """(y, what saved_of says of it): run(with_z) gives y, or (y, z)."""
+    saved = saved_of(activation, epilogue)
+    if saved == "z":
+        return run(True)
+    y = run(False)
+    return y, y if saved == "y" else None
 
 
-def through_epilogue(dy: Tensor, activation: str | None, epilogue, y: Tensor | None, z: Callable) -> Tensor:
-    """The gradient of z, of dy's shape and dtype. y: where saves_result says so; z(): makes z anew."""
+def through_epilogue(
+    dy: Tensor,
+    activation: str | None,
+    epilogue,
+    saved: Tensor | None,
+    sums: bool,
+    gradient: Callable = epilogue_gradient,
+) -> tuple[Tensor, Tensor | None]:
+    """(dz, the sums of its columns in fp32 or None), of dy's shape and dtype.
+
+    gradient: epilogue_gradient, or the op of it.
+    """
     if activation is None and epilogue is None:
-        return dy
-    if saves_result(activation, epilogue):
-        return torch.ops.aten.threshold_backward(dy, y, 0)
-    if epilogue is None:
-        return BACKWARD[activation](dy, z())
-    at = z()
-    at = at.to(accumulator(at.dtype))
-    # Element by element, so its derivative is that along ones.
-    along = torch.func.jvp(
-        lambda z: reference.apply_epilogue(z, None, activation, None, 1.0, 1.0, epilogue), (at,), (torch.ones_like(at),)
-    )[1]
-    return (dy * along).to(dy.dtype)
+        return dy, column_sums(dy) if sums else None
+    return gradient(dy, saved, activation, epilogue, sums)
+
+
+def column_sums(t: Tensor) -> Tensor:
+    """Of (..., columns): (columns,), in fp32, of float64 in float64."""
+    return t.reshape(-1, t.shape[-1]).sum(0, dtype=accumulator(t.dtype))
+
+
+def of_columns(bias: Tensor | None) -> bool:
+    """Whether a bias has one value for each column of the result, so that its gradient is the sums of columns."""
+    return bias is not None and (bias.dim() == 1 or bias.shape[0] == 1 and bias.dim() == 2 and bias.shape[1] > 1)
 
 
 def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
     if gradient.shape == like.shape:
         return gradient.to(like.dtype)
-    return gradient.to(accumulator(gradient.dtype)).sum_to_size(like.shape).to(like.dtype)
+    added = gradient.dim() - like.dim()
+    dims = [*range(added), *(i + added for i, n in enumerate(like.shape) if n == 1 != gradient.shape[i + added])]
+    return gradient.sum(dims, keepdim=True, dtype=accumulator(gradient.dtype)).reshape(like.shape).to(like.dtype)
 
 
 class Gemm(torch.autograd.Function):
@@ -56,35 +76,38 @@ class Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue):
         epilogue = None if epilogue is None else epilogue_program("gemm", epilogue)  # as it is now
-        y = _eager_gemm(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue)
-        ctx.save_for_backward(a, b, bias, residual, y if saves_result(activation, epilogue) else None)
+
+        def run(with_z):
+            return eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue, with_z)
+
+        y, saved = with_saved(run, activation, epilogue)
+        ctx.save_for_backward(a, b, bias, residual, saved)
         ctx.terms = activation, alpha, beta, epilogue
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return gemm_backward(_eager_gemm, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
+        return gemm_backward(_product, epilogue_gradient, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
 
 
-def _eager_gemm(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue):
-    return eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue)
+def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None)
 
 
-def gemm_backward(gemm: Callable, saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor) -> tuple:
-    """The gradients of all nine inputs of Gemm, whose arguments `gemm` takes."""
-    (a, b, bias, residual, y), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
-
-    def product(a, b):
-        return gemm(a, b, None, None, None, alpha, 1.0, None, None)
-
-    def z():
-        return gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None)
-
-    dz = through_epilogue(dy, activation, epilogue, y, z)
+def gemm_backward(
+    product: Callable, gradient: Callable, saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor
+) -> tuple:
+    """The gradients of all nine inputs of Gemm. product(a, b, alpha) is alpha * a @ b, gradient epilogue_gradient, or
+    both the ops of them."""
+    (a, b, bias, _, kept), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
+    sums = needs_bias and of_columns(bias)
+    dz, total = through_epilogue(dy, activation, epilogue, kept, sums, gradient)
     operand = dz.to(a.dtype)
-    da = sum_to(product(operand, b.mT), a) if needs_a else None
-    db = sum_to(product(a.mT, operand), b) if needs_b else None
-    dbias = sum_to(dz, bias) if needs_bias else None
+    da = sum_to(product(operand, b.mT, alpha), a) if needs_a else None
+    db = sum_to(product(a.mT, operand, alpha), b) if needs_b else None
+    dbias = None
+    if needs_bias:
+        dbias = total.view_as(bias).to(bias.dtype) if sums else sum_to(dz, bias)
     dresidual = dz * beta if needs_residual else None
     return da, db, dbias, None, dresidual, None, None, None, None

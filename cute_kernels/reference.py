@@ -8,13 +8,19 @@ from .dtypes import accumulator
 from .traced.evaluate import evaluate
 
 
-def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
-    """The epilogue's terms, in their order, on an fp32 or fp64 accumulator (..., M, N); function: a Program."""
+def linear_terms(acc, bias, residual, alpha, beta):
+    """The epilogue's terms before the activation, in their order, on an fp32 or fp64 accumulator (..., M, N)."""
     x = acc * alpha if alpha != 1.0 else acc
     if bias is not None:
         x = x + bias.to(x.dtype)
     if residual is not None:
         x = x + beta * residual.to(x.dtype)
+    return x
+
+
+def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
+    """All of the epilogue's terms; function: a Program."""
+    x = linear_terms(acc, bias, residual, alpha, beta)
     if activation is not None:
         x = functions.ACTIVATIONS[activation](x)
     if function is not None:
@@ -30,7 +36,11 @@ def gemm(a, b, terms, out, out_dtype):
 
 
 def finish(acc, terms, out, out_dtype):
-    """The epilogue of an accumulator, rounded once; into `out`, or contiguous."""
+    """The epilogue of an accumulator, rounded once; into `out`, or contiguous. (y, z) if the terms are with z."""
     t = terms
+    if t.with_z:
+        z = linear_terms(acc, t.bias, t.residual, t.alpha, t.beta)
+        y = apply_epilogue(z, None, t.activation, None, 1.0, 1.0, t.epilogue)
+        return y.to(out_dtype).contiguous(), z.to(out_dtype).contiguous()
     result = apply_epilogue(acc, t.bias, t.activation, t.residual, t.alpha, t.beta, t.epilogue)
     return result.to(out_dtype).contiguous() if out is None else out.copy_(result)

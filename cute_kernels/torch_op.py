@@ -10,7 +10,9 @@ import types
 import torch
 
 from . import eager
-from .gradients import gemm_backward, saves_result
+from .checks import watched
+from .epilogue_gradient import eager as epilogue_gradients
+from .gradients import gemm_backward, saved_of
 from .matmul.terms import epilogue_program
 from .runtime import library
 
@@ -125,24 +127,80 @@ TERMS = (
 )
 
 
+def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | None:
+    """Of an op's output, y or (y, z), what its backward wants; None also where that is z and the op gave y alone."""
+    y, z = output if isinstance(output, tuple) else (output, None)
+    return {"y": y, "z": z, "": None}[saved_of(activation, epilogue)]
+
+
 def _setup_context(ctx, inputs, output):
     a, b, bias, activation, residual, alpha, beta, _, epilogue = inputs
-    ctx.save_for_backward(a, b, bias, residual, output if saves_result(activation, epilogue) else None)
+    ctx.save_for_backward(a, b, bias, residual, result_to_save(output, activation, epilogue))
     ctx.terms = activation, alpha, beta, epilogue
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dy, *_):
     activation, alpha, beta, epilogue = ctx.terms
-    terms = activation, alpha, beta, function_named(epilogue)
-    given = len(ctx.needs_input_grad)  # without the last ones that are their defaults
+    given, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # without the last that are their defaults
     needed = (*ctx.needs_input_grad, *(False,) * (9 - given))
-    return gemm_backward(torch.ops.cute_kernels.gemm, ctx.saved_tensors, *terms, needed, dy)[:given]
+    a, b, bias, residual, kept = ctx.saved_tensors
+    if kept is None and saved_of(activation, epilogue):
+        kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype)
+
+    def product(a, b, alpha):
+        return gemm(a, b, None, None, None, alpha)
+
+    saved = a, b, bias, residual, kept
+    return gemm_backward(product, epilogue_gradient, saved, activation, alpha, beta, epilogue, needed, dy)[:given]
 
 
-library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=(_setup_context, _backward))
+def _run_with_z(a, b, *, out, epilogue, **terms):
+    return eager.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms, with_z=True)
+
+
+def _fake_with_z(a, b, **terms):
+    return _fake(a, b, **terms), _fake(a, b, **terms)
+
+
+GRADIENT = _setup_context, _backward
+library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=GRADIENT)
+library.register_pair("cute_kernels::gemm_and_z", "Tensor a, Tensor b", TERMS, _run_with_z, _fake_with_z, GRADIENT)
+
+
+def _run_epilogue_gradient(dy, saved, activation, epilogue, sums):
+    dz, total = epilogue_gradients.epilogue_gradient(dy, saved, activation, function_named(epilogue), sums)
+    return dz, dy.new_empty(0) if total is None else total
+
+
+def _fake_epilogue_gradient(dy, saved, activation, epilogue, sums):
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    total = dy.new_empty(dy.shape[-1], dtype=wide) if sums else dy.new_empty(0)
+    return torch.empty_like(dy, memory_format=torch.contiguous_format), total
+
+
+_epilogue_gradient = torch.library.custom_op(
+    "cute_kernels::epilogue_gradient",
+    _run_epilogue_gradient,
+    mutates_args=(),
+    schema="(Tensor dy, Tensor saved, str? activation, str? epilogue, bool sums) -> (Tensor, Tensor)",
+)
+_epilogue_gradient.register_fake(_fake_epilogue_gradient)
+
+
+def epilogue_gradient(dy, saved, activation, epilogue: str | None, sums: bool):
+    """epilogue_gradient.eager's, as an op; `epilogue` is a registered name."""
+    dz, total = torch.ops.cute_kernels.epilogue_gradient(dy, saved, activation, epilogue, sums)
+    return dz, total if sums else None
+
+
+def wants_z(activation, epilogue, *tensors) -> bool:
+    """Whether a call that is being traced must store z for backward."""
+    return saved_of(activation, epilogue) == "z" and watched(*tensors)
 
 
 def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
     """gemm inside a torch.compile trace."""
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named_function(epilogue)
+    if out is None and wants_z(activation, epilogue, a, b, bias, residual):
+        return torch.ops.cute_kernels.gemm_and_z(a, b, *terms)[0]
     return library.call("cute_kernels::gemm", (a, b), out, terms)

@@ -38,6 +38,7 @@ class BsrGemm:
         d: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        z: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
         group: Int32 | None,
@@ -59,6 +60,8 @@ class BsrGemm:
         mD = self.output(d, rows)
         if const_expr(residual is not None):
             residual = self.output(residual, rows)
+        if const_expr(z is not None):
+            z = self.output(z, rows)
         if const_expr(bias is not None):
             # (bias extent, outer_m): a row bias continues with every block row, a column bias is the same for all
             stride = bias.stride[0]
@@ -72,7 +75,7 @@ class BsrGemm:
         source = BsrSource(
             crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run, numbers
         )
-        args = EpilogueArgs(bias, residual, alpha, beta)
+        args = EpilogueArgs(bias, residual, z, alpha, beta)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 
     def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:

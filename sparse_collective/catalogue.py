@@ -152,6 +152,13 @@ def _small_blocks(family, spec: ArchSpec) -> Iterator[GemmFacts]:
         yield bsr(spec, spec.path, config, (32, 32), **change)
     for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": full()}):
         yield bsr(spec, spec.path, narrow, (32, 32), **change)
+    view, matmul = ({"permuted": True, "majors": majors} for majors in (("m", "k", "m"), ("m", "n", "n")))
+    for block in ((16, 16), (32, 32), (64, 64)):
+        for each in (config, narrow):
+            yield linear(spec, spec.path, each, block, **view)
+            yield bsr(spec, spec.path, each, block, **matmul)
+    yield linear(spec, spec.path, config, (16, 128), **view, epilogue=loaded_layer)
+    yield bsr(spec, spec.path, config, (32, 32), **matmul, batch="values", ranks=(4, 3, 3))
 
 
 def row_pairs_kernels(family, arch: str) -> list[GemmFacts]:

@@ -59,8 +59,8 @@ def groups_of(op, x, groups, offsets, group_rows):
     return torch.searchsorted(offsets, first, right=True, out_int32=True)
 
 
-def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
-    """An op of this package, where torch.compile does not trace it."""
+def call(op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False):
+    """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
         epilogue = epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
@@ -78,30 +78,34 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None):
     try:
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(),
-            out is None, bias is None, residual is None, groups is None,
+            out is None, bias is None, residual is None, groups is None, with_z,
         )  # fmt: skip
     except AttributeError:
         terms = None
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        given = Terms(bias, activation, residual, epilogue=epilogue)
+        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z)
         plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups))
     if plan.function is None:
-        return _without_kernel(plan, W, b, Terms(bias, activation, residual, epilogue=epilogue), out, groups)
+        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z)
+        return _without_kernel(plan, W, b, given, out, groups)
     if out is None:
         out = plan.new_out()
     d = result = plan.new_out() if plan.staged else out
+    z = kept = plan.new_out() if with_z else None
     if plan.views:
-        b, d, bias, residual = viewed(plan.views, b, d, bias, residual)
+        b, d, bias, residual, z = viewed((*plan.views, plan.views[1]), b, d, bias, residual, z)
     if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
     if values.data_ptr() & 15:
         values = alignment.aligned(values)
-    _launch(plan, W, values, b, d, bias, residual, groups)
+    _launch(plan, W, values, b, d, bias, residual, z, groups)
+    if with_z:
+        return out, kept
     return out.copy_(result) if plan.staged else out
 
 
-def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
+def _launch(plan: Plan, W, values, b, d, bias, residual, z, groups) -> None:
     """Run the plan's kernel on the tensors as it views them."""
     family, function, group, order = plan.family, plan.function, plan.group, None
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
@@ -109,7 +113,7 @@ def _launch(plan: Plan, W, values, b, d, bias, residual, groups) -> None:
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order, group = family.work_order(W, tiles), 1
     pattern = family.pattern(plan.facts, W, order, groups)
-    function(W.crow_indices, *pattern, values, b, d, bias, residual, 1.0, 1.0, group, ctas)
+    function(W.crow_indices, *pattern, values, b, d, bias, residual, z, 1.0, 1.0, group, ctas)
 
 
 def _takes_order(W) -> bool:
@@ -142,7 +146,7 @@ def _ordered(plan: Plan) -> tuple:
 def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     """CPU tensors multiply the stored blocks by torch; an empty result needs nothing at all."""
     if plan.empty:
-        return plan.new_out() if out is None else out
+        return (plan.new_out(), plan.new_out()) if terms.with_z else plan.new_out() if out is None else out
     bias = terms.bias
     if groups is not None:
         acc = on_cpu.grouped_linear(W, b, groups)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cute_kernels.dtypes import accumulator
-from cute_kernels.gradients import saves_result, sum_to, through_epilogue
+from cute_kernels.gradients import of_columns, sum_to, through_epilogue, with_saved
 from cute_kernels.matmul.terms import epilogue_program
 
 from . import eager
@@ -25,8 +25,12 @@ class Bsr(torch.autograd.Function):
     @staticmethod
     def forward(ctx, op, W, stored, b, bias, activation, residual, epilogue, groups):
         epilogue = None if epilogue is None else epilogue_program(op, epilogue)  # as it is now
-        y = eager.call(op, W, b, bias, activation, residual, None, epilogue, groups)
-        ctx.save_for_backward(stored, b, bias, residual, groups, y if saves_result(activation, epilogue) else None)
+
+        def run(with_z):
+            return eager.call(op, W, b, bias, activation, residual, None, epilogue, groups, with_z)
+
+        y, saved = with_saved(run, activation, epilogue)
+        ctx.save_for_backward(stored, b, bias, residual, groups, saved)
         ctx.call = op, W, activation, epilogue
         return y
 
@@ -34,16 +38,15 @@ class Bsr(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         op, W, activation, epilogue = ctx.call
-        _, b, bias, residual, groups, y = ctx.saved_tensors
+        _, b, bias, _, groups, saved = ctx.saved_tensors
         _, _, needs_values, needs_b, needs_bias, _, needs_residual, _, _ = ctx.needs_input_grad
-
-        def z():
-            return eager.call(op, W, b, bias, None, residual, None, None, groups)
-
-        dz = through_epilogue(dy, activation, epilogue, y, z)
+        sums = needs_bias and of_columns(bias)
+        dz, total = through_epilogue(dy, activation, epilogue, saved, sums)
         dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
         db = operand_gradient(op, W, b, dz, groups) if needs_b else None
-        dbias = bias_gradient(op, dz, bias, groups) if needs_bias else None
+        dbias = None
+        if needs_bias:
+            dbias = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
         return None, None, dvalues, db, dbias, None, dz if needs_residual else None, None, None
 
 
@@ -103,9 +106,9 @@ def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> T
     """Of a bias for all rows, for each row, or for each item of a batch."""
     if op == "bsr_matmul" or bias.dim() == 1:
         return sum_to(dz, bias)
-    wide = dz.to(accumulator(dz.dtype))
+    wide = accumulator(dz.dtype)
     if groups is None:  # (L, M) of dz (L, N, M)
-        return wide.sum(-2).to(bias.dtype)
-    runs = wide.unflatten(0, (len(groups), -1)).sum(1)
+        return dz.sum(-2, dtype=wide).to(bias.dtype)
+    runs = dz.unflatten(0, (len(groups), -1)).sum(1, dtype=wide)
     items = groups.clamp(0, len(bias) - 1).long()  # the nearest item's, where there is no such number
     return runs.new_zeros(bias.shape).index_add_(0, items, runs).to(bias.dtype)

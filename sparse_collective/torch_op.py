@@ -1,10 +1,12 @@
 """The block-sparse ops as torch.library knows them: a BsrMatrix crosses the schema as its tensors and columns."""
 
+import functools
+
 import torch
 
-from cute_kernels.gradients import saves_result, through_epilogue
+from cute_kernels.gradients import of_columns, saved_of, through_epilogue
 from cute_kernels.runtime import library
-from cute_kernels.torch_op import function_named, named_function
+from cute_kernels.torch_op import epilogue_gradient, function_named, named_function, result_to_save, wants_z
 
 from .bsr import BsrMatrix
 from .eager import call
@@ -21,8 +23,10 @@ MATRIX_ARGUMENTS = 6
 GRADIENTS = (None,) * 14  # of all inputs and terms
 
 
-def _run(op, *inputs, out, out_dtype, epilogue, **terms):
+def _run(op, *inputs, out, out_dtype, epilogue, with_z=False, **terms):
     *matrix, b = inputs
+    if with_z:
+        return call(op, _matrix(*matrix), b, out=None, epilogue=function_named(epilogue), **terms, with_z=True)
     if out is None:
         out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype or b.dtype)
     return call(op, _matrix(*matrix), b, out=out, epilogue=function_named(epilogue), **terms)
@@ -39,36 +43,41 @@ def _setup_context(ctx, inputs, output):
     op, *inputs = inputs
     matrix, (b, bias, activation, residual, _, epilogue, groups) = inputs[:MATRIX_ARGUMENTS], inputs[MATRIX_ARGUMENTS:]
     transposed, crow, col, values, columns, check = matrix
-    y = output if saves_result(activation, epilogue) else None
-    ctx.save_for_backward(crow, col, values, b, bias, residual, groups, y)
+    saved = result_to_save(output, activation, epilogue)
+    ctx.save_for_backward(crow, col, values, b, bias, residual, groups, saved)
     ctx.call = op, transposed, columns, check, activation, epilogue
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dy, *_):
     op, transposed, columns, check, activation, epilogue = ctx.call
-    crow, col, values, b, bias, residual, groups, y = ctx.saved_tensors
+    crow, col, values, b, bias, residual, groups, kept = ctx.saved_tensors
     given, ops = len(ctx.needs_input_grad), torch.ops.sparse_collective  # without the last ones that are their defaults
     needed = (*ctx.needs_input_grad, *(False,) * (len(GRADIENTS) - given))
     needs_values, needs_b, needs_bias, needs_residual = needed[4], needed[7], needed[8], needed[10]
     inputs = op, transposed, crow, col, values, columns, check, b
-
-    def z():
-        return ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups)
-
-    dz = through_epilogue(dy, activation, function_named(epilogue), y, z)
+    if kept is None and saved_of(activation, epilogue):
+        kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups)
+    sums = needs_bias and of_columns(bias)
+    dz, total = through_epilogue(dy, activation, epilogue, kept, sums, epilogue_gradient)
     gradients = list(GRADIENTS)
     if needs_values:
         gradients[4] = ops.bsr_values_gradient(*inputs, dz, groups)
     if needs_b:
         gradients[7] = ops.bsr_operand_gradient(*inputs, dz, groups)
     if needs_bias:
-        gradients[8] = bias_gradient(op, dz, bias, groups)
+        gradients[8] = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
     if needs_residual:
         gradients[10] = dz
     return tuple(gradients[:given])
 
 
-library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=(_setup_context, _backward))
+def _fake_with_z(*inputs, **terms):
+    return _fake(*inputs, **terms), _fake(*inputs, **terms)
+
+
+GRADIENT = _setup_context, _backward
+library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=GRADIENT)
+library.register_pair(f"{NAME}_and_z", INPUTS, TERMS, functools.partial(_run, with_z=True), _fake_with_z, GRADIENT)
 
 
 def _gradient_op(name: str, gradient, of: int) -> None:
@@ -127,4 +136,7 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None)
     base = W if W.base is None else W.base
     matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
     terms = bias, activation, residual, None, named_function(epilogue), groups
-    return library.call(NAME, (op, W.base is not None, *matrix, b), out, terms)
+    inputs = op, W.base is not None, *matrix, b
+    if out is None and wants_z(activation, epilogue, base.stored, b, bias, residual):
+        return torch.ops.sparse_collective.bsr_and_z(*inputs, *terms)[0]
+    return library.call(NAME, inputs, out, terms)

@@ -40,14 +40,17 @@ class Emulated:
 
     def __call__(self, *args):
         insist_on_arguments(self.facts, args)
-        *operands, bias, residual, alpha, beta, group, max_ctas = args
+        *operands, alpha, beta, group, max_ctas = args
+        sampled = self.facts.block is not None and self.facts.block.operand == "d"
+        z = None if sampled else operands.pop()
+        *operands, bias, residual = operands
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if self.facts.block is None:
             a, b, d = operands
             self.insist("a", a, 0)
             acc = a.float() @ b.float()
-        elif self.facts.block.operand == "d":
+        elif sampled:
             groups, columns, runs, starts, a, b, d = operands
             self.insist("a", a, 0)
             acc = self.sampled(groups, columns, runs, starts, a, b, d)
@@ -77,7 +80,12 @@ class Emulated:
         if spec.residual:
             assert residual.shape == d.shape and residual.dtype == d.dtype
             self.insist("residual", residual, 2, major=spec.residual, align=1)
+        assert (z is not None) == spec.stores_z
         scale = alpha if spec.scale else 1.0
+        if spec.stores_z:
+            assert z.shape == d.shape and z.stride() == d.stride()
+            self.insist("z", z, 2)
+            z.copy_(reference.linear_terms(acc, bias, residual, scale, beta))
         d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
 
     def insist(self, name, tensor, operand, *, major=None, align=None):
@@ -214,7 +222,9 @@ class Emulated:
 
     def swept(self, crow, counts, slices, words, order, values, b):
         """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
-        facts, (bm, bk) = self.facts, values.shape[-2:]
+        facts, (bm, bk) = self.facts, (self.facts.block.bm, self.facts.block.bk)
+        assert values.is_contiguous() and values.shape[-2:] == ((bk, bm) if facts.block.permuted else (bm, bk))
+        assert facts.block.permuted == (facts.majors[0] == "m")
         if facts.block.batch:  # one item after the other; of a single b each takes the same
             assert facts.block.batch == "values" and facts.block.run == 0 and values.dim() == facts.ranks[0] == 4
             single = Emulated(replace(facts, block=replace(facts.block, batch=None)))
@@ -239,7 +249,8 @@ class Emulated:
                     unit = needed[i + s // g.gather] * g.gather + s % g.gather  # of g.width columns
                     part = slice(unit % g.parts * g.width, (unit % g.parts + 1) * g.width)
                     k, row = unit * g.width, (first + r) * bm
-                    block = values[int(order[at + j])][:, part].float()
+                    stored = values[int(order[at + j])]
+                    block = (stored.mT if facts.block.permuted else stored)[:, part].float()
                     out[..., row : row + bm, :] += block @ b[..., k : k + g.width, :]
                 if needed[i] % g.parts == g.parts - 1:
                     at += len(bits)

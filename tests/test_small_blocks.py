@@ -13,7 +13,7 @@ from cute_kernels.matmul import candidates
 from cute_kernels.matmul.catalogue import COL
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.families import unsupported
-from sparse_collective import bsr_matmul, catalogue
+from sparse_collective import bsr_linear, bsr_matmul, catalogue
 from sparse_collective.row_pairs.tables_family import tables_of as pair_tables_of
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
 from sparse_collective.small_blocks.tables import block_tables, table_shapes
@@ -22,9 +22,10 @@ from sparse_collective.small_blocks.tables_kernel import block_tables_on_gpu
 from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from . import cases
-from .bsr_parts import bsr, operands
+from .bsr_parts import BOTH_OPS, Operations, batch, bsr, operands
 from .conformance import FAMILIES
 from .products import check
+from .reference import normal
 
 BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))
 BLOCKS += ((16, 128), (64, 128), (32, 192))  # wider than a chunk
@@ -41,6 +42,74 @@ def test_patterns(device, monkeypatch, config, pattern, block):
     FAMILIES["small blocks sm_90"].force(monkeypatch, config)
     W = bsr(pattern, block, device, grid=(800 // block[0] + 1, 700 // block[1] + 2))
     assert check(bsr_matmul, *operands(bsr_matmul, W, 264)).facts.config == config
+
+
+# Transposed views
+
+
+def view(pattern, block, device="cpu", grid=None, **more):
+    """W.t() of a matrix whose view has blocks of this shape, and `grid` of them."""
+    rows, cols = grid or (800 // block[0] + 1, 700 // block[1] + 2)
+    return bsr(pattern, block[::-1], device, grid=(cols, rows), **more).t()
+
+
+@pytest.mark.sm_90
+@BOTH_OPS
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_transposed_views(device, monkeypatch, pattern, block, op):
+    """The dense operand is row-major, so its K is contiguous in one of the ops."""
+    FAMILIES["small blocks sm_90"].force(monkeypatch)
+    W = view(pattern, block, device)
+    facts = check(op, *operands(op, W, 264)).facts
+    assert (facts.family, facts.block.permuted) == ("small blocks", True)
+
+
+@pytest.mark.sm_90
+@BOTH_OPS
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("block", [(16, 16), (32, 32), (64, 64), (16, 128)], ids=str)
+def test_transposed_views_in_every_configuration(device, monkeypatch, block, config, op):
+    """Several work tiles for each CTA on a GPU, so that rings go on between them."""
+    FAMILIES["small blocks sm_90"].force(monkeypatch, config)
+    rows, columns = (2600, 8200) if device == "cuda" else (400, 136)
+    W = view("power_law", block, device, (rows // block[0], 600 // block[1] + 1))
+    assert check(op, *operands(op, W, columns)).facts.config == config
+
+
+@pytest.mark.sm_90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block", [(16, 16), (32, 32), (64, 16)], ids=str)
+def test_layers_of_transposed_views(device, monkeypatch, block, index_dtype, dtype):
+    FAMILIES["small blocks sm_90"].force(monkeypatch)
+    W = view("empty_rows", block, device, dtype=dtype, index_dtype=index_dtype)
+    x = normal(136, W.shape[1], device=device, dtype=dtype)
+    check(bsr_linear, x, W, bias=normal(W.shape[0], device=device, dtype=dtype), activation="gelu")
+
+
+@pytest.mark.sm_90
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("block", [(16, 16), (32, 32), (64, 64)], ids=str)
+def test_batches_of_transposed_views(device, monkeypatch, block, shared):
+    FAMILIES["small blocks sm_90"].force(monkeypatch)
+    W = batch("values", block[::-1], device, grid=(9, 14))[0].t()
+    lead = () if shared else W.shape[:1]
+    x, bias = (normal(*shape, device=device) for shape in ((*lead, 72, W.shape[2]), W.shape[:2]))
+    check(bsr_linear, x, W, bias=bias, activation="gelu")
+    check(bsr_matmul, W, normal(*lead, W.shape[2], 136, device=device))
+
+
+def test_the_plan_of_a_view_names_stored_blocks_and_waits_for_nothing():
+    W = view("bernoulli", (16, 32), grid=(40, 9))
+    pattern = W.crow_indices, W.col_indices, W.shape, W.blocksize
+    with Operations() as operations:
+        plan = tables_of(W, 1, False)
+    assert not operations.asked()
+    copied = block_tables(*pattern, 1, False)
+    assert all(torch.equal(*pair) for pair in zip(plan[:3], copied, strict=False))
+    assert plan.order.dtype == torch.int32 and torch.equal(plan.order, W.numbers[copied.order.long()])
+    assert not torch.equal(plan.order, copied.order), "a pattern whose order changes"
 
 
 # The plan

@@ -20,7 +20,7 @@ def contiguous_mode(facts: GemmFacts, operand: int, major: str | None = None) ->
 
 
 def epilogue_args(facts: GemmFacts) -> tuple:
-    """Fakes of (bias, residual, alpha, beta); a term that the epilogue lacks is None."""
+    """Fakes of (bias, residual, z, alpha, beta); a term that the epilogue lacks is None."""
     from cutlass import Float32
 
     spec = facts.epilogue
@@ -30,7 +30,8 @@ def epilogue_args(facts: GemmFacts) -> tuple:
     residual = None
     if spec.residual:
         residual = fake_tensor(facts.out_dtype, facts.ranks[2], contiguous_mode(facts, 2, spec.residual), 1)
-    return bias, residual, Float32(1.0), Float32(1.0)
+    z = matrix(facts, 2) if spec.stores_z else None
+    return bias, residual, z, Float32(1.0), Float32(1.0)
 
 
 def launch_args(facts: GemmFacts) -> tuple:

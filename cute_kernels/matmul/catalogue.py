@@ -170,6 +170,7 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     terms = ["alpha"] if spec.scale else []
     terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias else []
     terms += [f"residual({spec.residual})"] if spec.residual else []
+    terms += ["z"] if spec.stores_z else []
     terms += [spec.activation] if spec.activation else []
     terms += ["function"] if spec.function else []
     return "+".join(terms)

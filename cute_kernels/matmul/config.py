@@ -103,6 +103,7 @@ class EpilogueSpec:
     x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col";
                                     with `bias_items` each item of a batch of A has its own
     x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
+    z = x                           stores_z: what backward needs is stored, too, as D is
     x = activation(x)               a name in functions.ACTIVATIONS
     x = function(x)                 the user's own, traced
     """
@@ -114,6 +115,7 @@ class EpilogueSpec:
     residual: str | None = None
     activation: str | None = None
     function: Program | None = None
+    stores_z: bool = False
 
     @property
     def is_light(self) -> bool:

@@ -44,6 +44,7 @@ class DenseGemm:
         d: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        z: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
         group: Int32,
@@ -58,10 +59,12 @@ class DenseGemm:
         mD = self.output(d)
         if const_expr(residual is not None):
             residual = self.output(residual)
+        if const_expr(z is not None):
+            z = self.output(z)
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         source = self.source(cute.ceil_div(K, cfg.tile_k), La)
-        args = EpilogueArgs(bias, residual, alpha, beta)
+        args = EpilogueArgs(bias, residual, z, alpha, beta)
         self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
 
     def source(self, k_tiles: Int32, a_batch: Int32):

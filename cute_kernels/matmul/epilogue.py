@@ -19,10 +19,11 @@ from ..traced.lower import lower
 @dataclass(frozen=True)
 class EpilogueArgs:
     """Tensors and scalars of the terms: bias (bias extent, outer_m) or (bias extent, outer_m, items of A), residual
-    (M, N, outer_m, L) like mD."""
+    (M, N, outer_m, L) like mD, and z, which is written."""
 
     bias: cute.Tensor | None
     residual: cute.Tensor | None
+    z: cute.Tensor | None
     alpha: Float32
     beta: Float32
 
@@ -41,6 +42,7 @@ def apply(
     extent: tuple,  # (M, N), at least 1: nothing outside is read from the residual or the bias
     outer: tuple,  # (outer_m, l) and, where the bias has one for each, the item of A
     one: Float32 | None = None,  # a 1.0 that the bias is multiplied by: see StoreSm90.anchored
+    rZ: cute.Tensor | None = None,  # (2 * 2 * J,), of any dtype: what enters the activation goes there
 ):
     """Run the epilogue on one chunk of accumulators, in registers."""
     size = const_expr(cute.size(rD))
@@ -71,6 +73,8 @@ def apply(
             m, n = cutlass.min(cD[v][0], extent[0] - 1), cutlass.min(cD[v][1], extent[1] - 1)
             rC[v] = args.residual[m, n, outer[0], outer[1]].to(Float32)
         x = x + args.beta * rC.load()
+    if const_expr(spec.stores_z):
+        rZ.store(x.to(rZ.element_type))
     if const_expr(spec.activation is not None):
         x = ACTIVATIONS[spec.activation](x)
     rD.store(x)

@@ -149,14 +149,10 @@ class GemmSm90:
         tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n)
         tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
         tma_b, tB = self.make_load(mB, self.boxes_of_b(), self.box_n, cfg.cluster_m > 1, cfg.cluster_m)
-        tma_d, tD = None, mD
-        if const_expr(self.store.tma):
-            tma_d, tD = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(),
-                mD,
-                cute.slice_(sD_layout, (None, None, 0)),
-                (64, self.store.epi_n),
-            )
+        tma_d, tD = self.store.make_tma(mD, sD_layout)
+        tma_z, tZ = None, None
+        if const_expr(self.facts.epilogue.stores_z):
+            tma_z, tZ = self.store.make_tma(args.z, sD_layout)
         columns = mD.shape[1] if const_expr(source.columns is None) else source.columns
         scheduler = TileScheduler(
             cute.ceil_div(tiles_m, cfg.cluster_m),
@@ -168,7 +164,7 @@ class GemmSm90:
         clusters = cutlass.min(scheduler.count, max_ctas // self.cluster)
         extent = (mD.shape[0], mD.shape[1])
         self.kernel(
-            tma_a, tA, tma_b, tB, tma_d, tD, tiled_mma, self.make_mma(1, 1), source, args, scheduler, extent
+            tma_a, tA, tma_b, tB, tma_d, tD, tma_z, tZ, tiled_mma, self.make_mma(1, 1), source, args, scheduler, extent
         ).launch(
             grid=(clusters * self.cluster, 1, 1),
             block=(self.threads, 1, 1),
@@ -188,6 +184,8 @@ class GemmSm90:
         mB: cute.Tensor,
         tma_d: cute.CopyAtom,
         mD: cute.Tensor,
+        tma_z: cute.CopyAtom | None,
+        mZ: cute.Tensor | None,
         tiled_mma: cute.TiledMma,
         tiled_mma_group: cute.TiledMma,
         source,
@@ -256,10 +254,9 @@ class GemmSm90:
             tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))  # (MMA, MMA_N, MMA_K, PIPE)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
             thr_mma_group = tiled_mma_group.get_slice(tidx % WARPGROUP)
-            # (64, epi_n, rest_m, rest_n, outer_m, L)
-            gD = mD
-            if const_expr(self.store.tma):
-                gD = cute.local_tile(mD, (64, self.store.epi_n), (None, None, None, None))
+            outs = [(tma_d, self.store.tiles(mD))]
+            if const_expr(self.facts.epilogue.stores_z):
+                outs += [(tma_z, self.store.tiles(mZ))]
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             first, step = block // self.cluster, ctas // self.cluster
@@ -287,7 +284,7 @@ class GemmSm90:
                     self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), group, rank_k, phase)
                     phase = phase ^ 1
                 self.store.store(
-                    acc, args, tma_d, gD, sD, thr_mma_group, tiled_mma_group, extent,
+                    acc, args, outs, sD, thr_mma_group, tiled_mma_group, extent,
                     self.places(k_tiles, n * cfg.cluster_n + rank_n, group), (l, k_tiles.l), group,
                     storage.one.data_ptr(), rank_k,
                 )  # fmt: skip

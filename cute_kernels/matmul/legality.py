@@ -74,7 +74,7 @@ def sm80(facts: GemmFacts) -> str:
         # compiled: 8 and 24 bytes of stack
         return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
     pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
-    store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n
+    store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n * (1 + facts.epilogue.stores_z)
     needed = max(facts.operand_bytes, store)
     if needed > spec.smem:
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem} a block"

@@ -47,7 +47,8 @@ class StoreSm80:
         self.pitch = self.line * self.size + (8 * self.size if self.n_major else 16)
         self.slab_bytes = SLAB * self.pitch
         assert self.line <= WARP * self.vector, "a warp stores whole lines"
-        self.bytes = cfg.warps_m * cfg.warps_n * 2 * self.slab_bytes if self.vectorised else 0
+        self.outs = 1 + self.spec.stores_z  # D and, where it is stored, z
+        self.bytes = cfg.warps_m * cfg.warps_n * 2 * self.outs * self.slab_bytes if self.vectorised else 0
 
     @cute.jit
     def store(
@@ -71,7 +72,7 @@ class StoreSm80:
         mode = const_expr(0 if self.n_major or not self.vectorised else 1)
         for slab in range_constexpr((self.mmas_m, self.mmas_n // 2)[mode]):
             if origin[mode] + slab * SLAB < extent[mode]:
-                buffer = smem + (warp * 2 + slab % 2) * self.slab_bytes
+                buffer = smem + (warp * 2 + slab % 2) * self.outs * self.slab_bytes
                 if const_expr(mode == 0):
                     for j in range_constexpr(0, self.mmas_n, self.products):
                         self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (slab, j), self.products)
@@ -81,6 +82,8 @@ class StoreSm80:
                 if const_expr(self.vectorised):
                     cute.arch.sync_warp()
                     self.flush(mD, buffer, extent, origin, tile, lane, slab)
+                    if const_expr(self.spec.stores_z):
+                        self.flush(args.z, buffer + self.slab_bytes, extent, origin, tile, lane, slab)
 
     @cute.jit
     def store_chunk(
@@ -103,13 +106,16 @@ class StoreSm80:
         rD = cute.make_rmem_tensor(4 * count, Float32)
         for v in range_constexpr(4 * count):
             rD[v] = acc[v % 4, first[0], first[1] + v // 4]
-        epilogue.apply(self.spec, args, rD, cD, extent, tile[2:])
-        if const_expr(not self.vectorised):
-            self.store_direct(rD, cD, mD, extent, tile[2:])
-        elif const_expr(self.n_major):
-            self.write(rD, buffer + row * self.pitch + (first[1] * 8 + col) * self.size)
-        else:
-            self.write(rD, buffer + col * self.pitch + (first[0] * 16 + row) * self.size)
+        rZ = cute.make_rmem_tensor(4 * count, Float32) if const_expr(self.spec.stores_z) else None
+        epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], None, rZ)
+        for r, m in [(rD, mD), (rZ, args.z)][: self.outs]:
+            if const_expr(not self.vectorised):
+                self.store_direct(r, cD, m, extent, tile[2:])
+            elif const_expr(self.n_major):
+                self.write(r, buffer + row * self.pitch + (first[1] * 8 + col) * self.size)
+            else:
+                self.write(r, buffer + col * self.pitch + (first[0] * 16 + row) * self.size)
+            buffer = buffer + self.slab_bytes
 
     @cute.jit
     def write(self, rD: cute.Tensor, at: Int32):

@@ -77,13 +77,23 @@ class StoreSm90:
     def layout_enum(self):
         return LayoutEnum.ROW_MAJOR if self.n_major else LayoutEnum.COL_MAJOR
 
+    def make_tma(self, mD: cute.Tensor, sD_layout) -> tuple:
+        """(TMA atom, D in its coordinates); without TMA (None, mD)."""
+        if not self.tma:
+            return None, mD
+        smem = cute.slice_(sD_layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, smem, (SLAB_M, self.epi_n))
+
+    def tiles(self, mD: cute.Tensor) -> cute.Tensor:
+        """(64, epi_n, rest_m, rest_n, outer_m, L); without TMA mD itself."""
+        return cute.local_tile(mD, (SLAB_M, self.epi_n), (None, None, None, None)) if self.tma else mD
+
     @cute.jit
     def store(
         self,
         acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup; of a split tile, this CTA's share of it
         args: epilogue.EpilogueArgs,
-        tma_d: cute.CopyAtom,
-        gD: cute.Tensor,  # (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
+        outs: tuple,  # (TMA atom, gD) of D and, where the epilogue stores it, of z
         sD: cute.Tensor,  # (64, epi_n, PIPE)
         thr_mma,  # this thread's slice of a one-warpgroup tiled MMA
         tiled_mma_group: cute.TiledMma,
@@ -94,8 +104,9 @@ class StoreSm90:
         anchor: cute.Pointer,  # 1.0 in shared memory
         rank=None,  # of the CTAs that share a split tile, which
     ):
+        # gD: (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
+        gD = outs[0][1]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        warp = cute.arch.make_warp_uniform(tidx // 32)
         group_m = group % self.warps_m
         first_column = group % self.team // self.warps_m * self.group_n
         out_m, out_n, outer_m = places[0]
@@ -109,9 +120,7 @@ class StoreSm90:
             copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
             tRS_sD = copy_r2s.get_slice(tidx).partition_D(sD)  # (R2S, R2S_M, R2S_N, PIPE)
             shape = cute.shape(copy_r2s.get_slice(tidx).partition_S(sD))[:3]
-            bSG_sD, bSG_gD = cpasync.tma_partition(
-                tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
-            )
+            stores = [(tma, *self.partition(tma, sD, g)) for tma, g in outs]
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
         piece = const_expr(min(values, PIECE) if self.anchored else values)
         rD = cute.make_rmem_tensor(piece, Float32)
@@ -128,7 +137,7 @@ class StoreSm90:
                 outer = (cutlass.min(outer_m, self.blocks(gD) - 1), *batch)
             slab = out_m * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
             if const_expr(self.tma):
-                rOut = cute.make_rmem_tensor(shape, self.dtype)
+                rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_one(anchor) if const_expr(self.anchored) else None
                 for v in range_constexpr(piece):
@@ -140,27 +149,58 @@ class StoreSm90:
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
                     cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
-                epilogue.apply(self.spec, args, rD, cD, extent, outer, factor)
+                parts = []  # of D's chunk and z's
                 if const_expr(self.tma):
-                    part = cute.make_tensor(rOut.iterator + first, cute.make_layout(piece))
-                    part.store(rD.load().to(self.dtype))
+                    layout = cute.make_layout(piece)
+                    parts = [cute.make_tensor(rOut.iterator + first, layout) for rOut in rOuts]
+                elif const_expr(self.spec.stores_z):
+                    parts = [rD, cute.make_rmem_tensor(piece, Float32)]
+                rZ = parts[1] if const_expr(self.spec.stores_z) else None
+                epilogue.apply(self.spec, args, rD, cD, extent, outer, factor, rZ)
+                if const_expr(self.tma):
+                    parts[0].store(rD.load().to(self.dtype))
                 else:
                     there = extent
                     if const_expr(self.boxes > 1):
                         there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
                     self.store_direct(rD, cD, gD, there, outer[:2])
+                    if const_expr(self.spec.stores_z):
+                        self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
             if const_expr(self.tma):
-                buffer = group * self.buffers + i % self.buffers
-                if warp == 0:
-                    cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-                self.sync(group)
-                cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                self.sync(group)
-                if warp == 0:
-                    n = col0 // self.epi_n + e
-                    cute.copy(tma_d, bSG_sD[None, buffer], bSG_gD[None, slab, n, outer_m, batch[0]])
-                    cute.arch.cp_async_bulk_commit_group()
+                place = (slab, col0 // self.epi_n + e, outer_m, batch[0])
+                for which in range_constexpr(len(outs)):
+                    buffer = group * self.buffers + (i * len(outs) + which) % self.buffers
+                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group)
+
+    def partition(self, tma: cute.CopyAtom, sD: cute.Tensor, gD: cute.Tensor) -> tuple:
+        """(TMA, PIPE) and (TMA, rest_m, rest_n, outer_m, L)"""
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+
+    @cute.jit
+    def store_chunk(
+        self,
+        copy_r2s: cute.TiledCopy,
+        rOut: cute.Tensor,
+        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE)
+        store: tuple,  # (TMA atom, its part of sD, its part of gD)
+        buffer: Int32,
+        place: tuple,  # (rest_m, rest_n, outer_m, L)
+        group: Int32,
+    ):
+        """A chunk from registers through a buffer of the ring."""
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % WARPGROUP // 32)
+        tma, bSG_sD, bSG_gD = store
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+        self.sync(group)
+        cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync(group)
+        if warp == 0:
+            cute.copy(tma, bSG_sD[None, buffer], bSG_gD[None, *place])
+            cute.arch.cp_async_bulk_commit_group()
 
     def blocks(self, gD: cute.Tensor):
         """The extent of outer_m."""

@@ -23,6 +23,7 @@ class Terms:
     alpha: float = 1.0
     beta: float = 1.0
     epilogue: Callable | None = None
+    with_z: bool = False  # whether what enters the activation is a second result
 
     def spec(self, op: str, kind: str | None) -> EpilogueSpec:
         """The static half of the epilogue, with a bias of this kind (see bias_kind); checks what has no shape."""
@@ -39,6 +40,7 @@ class Terms:
             residual=None if self.residual is None else "any",
             activation=self.activation,
             function=None if self.epilogue is None else epilogue_program(op, self.epilogue),
+            stores_z=self.with_z,
         )
 
 

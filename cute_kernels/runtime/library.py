@@ -5,6 +5,17 @@ from collections.abc import Callable
 import torch
 
 
+def named_terms(inputs: str, terms: str) -> tuple[int, Callable]:
+    """How many inputs a schema has, and a function that names the terms which come after them.
+
+    The dispatcher leaves out the last terms if they are their defaults.
+    """
+    arguments = torch._C.parse_schema(f"op({inputs}, {terms}) -> ()").arguments
+    at = len(inputs.split(","))
+    names, defaults = [a.name for a in arguments[at:]], [a.default_value for a in arguments[at:]]
+    return at, lambda given: dict(zip(names, (*given, *defaults[len(given) :]), strict=True))
+
+
 def register(
     name: str, inputs: str, terms: str, run: Callable, fake: Callable, *, more: str = "", gradient: tuple | None = None
 ) -> None:
@@ -18,13 +29,7 @@ def register(
         more: the output after the first as a schema has it, such as "Tensor"; "" for a single output.
         gradient: (setup_context, backward) of torch.library.register_autograd, for the op that allocates its output.
     """
-    arguments = torch._C.parse_schema(f"op({inputs}, {terms}) -> ()").arguments
-    at = len(inputs.split(","))
-    names, defaults = [a.name for a in arguments[at:]], [a.default_value for a in arguments[at:]]
-
-    def named(given: tuple) -> dict:
-        """Terms by name; the dispatcher leaves out the last ones if they are their defaults."""
-        return dict(zip(names, (*given, *defaults[len(given) :]), strict=True))
+    at, named = named_terms(inputs, terms)
 
     def after_first(result):
         return result[1] if more else None
@@ -50,6 +55,20 @@ def register(
     schema = f"({inputs}, Tensor(a{at}!) out, {terms}) -> {rest}"
     op = torch.library.custom_op(f"{name}_out", write, mutates_args=("out",), schema=schema)
     op.register_fake(fake_write)
+
+
+def register_pair(name: str, inputs: str, terms: str, run: Callable, fake: Callable, gradient: tuple) -> None:
+    """The op (inputs, terms) -> (Tensor, Tensor) of such functions as `register` takes, without a variant for out."""
+    at, named = named_terms(inputs, terms)
+    op = torch.library.custom_op(
+        name,
+        lambda *given: run(*given[:at], out=None, **named(given[at:])),
+        mutates_args=(),
+        schema=f"({inputs}, {terms}) -> (Tensor, Tensor)",
+    )
+    op.register_fake(lambda *given: fake(*given[:at], **named(given[at:])))
+    setup_context, backward = gradient
+    op.register_autograd(backward, setup_context=setup_context)
 
 
 def call(name: str, inputs: tuple, out, terms: tuple):

@@ -53,6 +53,14 @@ _LOG2_TAIL = (-1.0000454187393188, -1.150726556777954, -0.4601375162601471)
 _LOG2_TAIL += (-0.05168679729104042, 0.007026067469269037, -0.00046467085485346615)
 
 
+def _tail(u):
+    """Phi(-u) of u >= 0."""
+    exponent = u * _LOG2_TAIL[-1] + _LOG2_TAIL[-2]
+    for coefficient in _LOG2_TAIL[-3::-1]:
+        exponent = exponent * u + coefficient
+    return _exp2(exponent)
+
+
 def gelu(x):
     """Exact GELU, x * Phi(x), as x / 2 + u / 2 - u * Phi(-u) with u = |x|.
 
@@ -60,10 +68,7 @@ def gelu(x):
     instructions, of which one is an exponential.
     """
     u = cute.math.absf(x)
-    exponent = u * _LOG2_TAIL[-1] + _LOG2_TAIL[-2]
-    for coefficient in _LOG2_TAIL[-3::-1]:
-        exponent = exponent * u + coefficient
-    return u * (0.5 - _exp2(exponent)) + 0.5 * x
+    return u * (0.5 - _tail(u)) + 0.5 * x
 
 
 def gelu_tanh(x):
@@ -71,6 +76,20 @@ def gelu_tanh(x):
     # -2 v log2(e), with v = sqrt(2 / pi) (x + 0.044715 x^3)
     exponent = x * (x * x * -0.1029432395800235 - 2.302208198144325)
     return x * reciprocal(1.0 + _exp2(exponent))
+
+
+def gelu_slope(x):
+    """The derivative of gelu, Phi(x) + x phi(x), of one accumulator; errs by 2e-5, for 16-bit results."""
+    above = 0.5 - _tail(cute.math.absf(x))  # Phi(u) - 1/2
+    density = _exp2(x * x * (-0.5 * LOG2E)) * 0.3989422804014327
+    return 0.5 + cute.math.copysign(above, x) + x * density
+
+
+def gelu_tanh_slope(x):
+    """The derivative of gelu_tanh: s + x s (1 - s) 2 v', s = sigmoid(2 v)."""
+    square = x * x
+    s = reciprocal(1.0 + _exp2(x * (square * -0.1029432395800235 - 2.302208198144325)))
+    return s + x * s * (1.0 - s) * (square * 0.2140644430230464 + 1.5957691216057308)
 
 
 ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}

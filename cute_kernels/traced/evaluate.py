@@ -22,6 +22,8 @@ OPERATIONS = {
     "asin": torch.asin, "acos": torch.acos, "atan": torch.atan, "erf": torch.erf, "erfc": torch.erfc,
     "sigmoid": torch.sigmoid, "silu": nnf.silu, "gelu": nnf.gelu,
     "gelu_tanh": lambda x: nnf.gelu(x, approximate="tanh"),
+    "gelu_slope": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x),
+    "gelu_tanh_slope": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
     "floor": torch.floor, "ceil": torch.ceil, "round": torch.round, "trunc": torch.trunc,
     "isnan": torch.isnan,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,

@@ -2,7 +2,7 @@
 
 Integers wrap; floor division and remainder take the divisor's sign, as torch's and Python's do and C's do not; NaN
 compares false, differs from everything and wins a maximum; rounding is to even. Functions of floats are libdevice's but
-for gelu, sigmoid and silu, whose errors activations.py states.
+for sigmoid, silu, gelu and its slopes, whose errors activations.py states.
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ OPERATIONS = {
     "rcp": lambda x: 1.0 / x, "round": _math("roundeven"),
     "sigmoid": activations.sigmoid, "silu": activations.silu, "gelu": activations.gelu,
     "gelu_tanh": activations.gelu_tanh,
+    "gelu_slope": activations.gelu_slope, "gelu_tanh_slope": activations.gelu_tanh_slope,
     "isnan": lambda x: x != x,
     "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y, "ge": lambda x, y: x >= y,
     "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.gradients import saves_result, through_epilogue
+from cute_kernels.gradients import saved_of, through_epilogue
 from cute_kernels.ops import gemm
 
 from ..bsr import _block_view
@@ -199,7 +199,7 @@ class DenseGradients(_Hooks):
     def _see(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         if not output.requires_grad:
             return
-        x, y = x.detach(), output.detach() if saves_result(getattr(module, "activation", None), None) else None
+        x, y = x.detach(), output.detach()
 
         @torch.no_grad()
         def keep(dy: Tensor) -> None:
@@ -210,17 +210,13 @@ class DenseGradients(_Hooks):
         output.register_hook(keep)
 
     @staticmethod
-    def _before_activation(module: nn.Module, x: Tensor, y: Tensor | None, dy: Tensor) -> Tensor:
+    def _before_activation(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
         activation = getattr(module, "activation", None)
-        if activation is None:
-            return dy
-
-        def z() -> Tensor:
+        if saved_of(activation, None) == "z":
             W = module.weight.with_values(module.values.detach().to(dy.dtype))
             bias = None if module.bias is None else module.bias.detach().to(dy.dtype)
-            return bsr_linear(x.to(dy.dtype), W, bias)
-
-        return through_epilogue(dy, activation, None, y, z)
+            y = bsr_linear(x.to(dy.dtype), W, bias)
+        return through_epilogue(dy, activation, None, y, False)[0]
 
     def clear(self) -> None:
         """Forget all calls."""

@@ -90,6 +90,8 @@ class RowPairs(BsrFamily):
             )
         if facts.epilogue.residual:  # compiled: 8 to 120 bytes of stack
             return "the loops of a pair leave no registers for a residual; kernels with a block row a tile have them"
+        if facts.epilogue.stores_z and cfg.tile_n // cfg.warps_n > 128:  # 8 bytes, with GELU
+            return "more than 128 accumulators a thread leave no registers for a second result"
         by_row = facts.epilogue.bias == "row" and facts.majors[2] == "n"
         if by_row and cfg.tile_n // cfg.warps_n > 128:  # as well, with GELU
             return "more than 128 accumulators a thread leave no registers for a bias that each row has its own of"

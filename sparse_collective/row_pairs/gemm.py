@@ -110,6 +110,7 @@ class RowPairsGemm(BsrGemm):
         d: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        z: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
         group: Int32,
@@ -127,6 +128,8 @@ class RowPairsGemm(BsrGemm):
         mD = self.whole_output(d)
         if const_expr(residual is not None):
             residual = self.whole_output(residual)
+        if const_expr(z is not None):
+            z = self.whole_output(z)
         if const_expr(bias is not None):
             stride = bias.stride[0]
             if const_expr(self.facts.epilogue.bias_items):
@@ -135,7 +138,7 @@ class RowPairsGemm(BsrGemm):
                 bias = view(bias, (bias.shape[0], 1), (stride, 0))
         steps = self.facts.k_tiles_per_block
         source = PairedSource(crow_indices, ends, entries, steps, order, blocks, items)
-        args = EpilogueArgs(bias, residual, alpha, beta)
+        args = EpilogueArgs(bias, residual, z, alpha, beta)
         self.kernel(mA, mB, mD, source, args, ends.shape[0], group, max_ctas, stream)
 
     def whole_output(self, d: cute.Tensor) -> cute.Tensor:

@@ -91,7 +91,7 @@ class Sampled(ProductFamily):
             values.append(fake_tensor(facts.out_dtype, rank, rank - 1, facts.aligns[2], (*outer, block.bm, block.bk)))
         runs = (fake_tensor("int32", 1, 0, 1) if block.run else None for _ in range(2))
         tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1), *runs
-        bias, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
+        bias, _, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
         residual = values[1] if facts.epilogue.residual else None
         return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args(facts)
 

@@ -186,7 +186,7 @@ class SampledGemm:
             groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, N // bk,
             runs, starts, block.run // cfg.tile_k, rows,
         )  # fmt: skip
-        args = EpilogueArgs(bias, residual, alpha, beta)
+        args = EpilogueArgs(bias, residual, None, alpha, beta)
         self.kernel(mA, mB, mD, source, args, groups.shape[0] * tiles_m, group, max_ctas, stream)
 
     def blocks(self, d: cute.Tensor) -> cute.Tensor:

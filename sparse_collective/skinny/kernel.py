@@ -290,8 +290,11 @@ class SkinnyKernel:
                 rD[0] = sSum[i, j, 0]
                 for w in range_constexpr(1, cfg.warps):
                     rD[0] = rD[0] + sSum[i, j, w]
-                epilogue.apply(self.facts.epilogue, args, rD, [coord], extent, (row, l, k_tiles.l))
+                rZ = cute.make_rmem_tensor(1, Float32) if const_expr(self.facts.epilogue.stores_z) else None
+                epilogue.apply(self.facts.epilogue, args, rD, [coord], extent, (row, l, k_tiles.l), None, rZ)
                 mD[coord[0], coord[1], row, l] = rD[0].to(self.out_dtype)
+                if const_expr(self.facts.epilogue.stores_z):
+                    args.z[coord[0], coord[1], row, l] = rZ[0].to(self.out_dtype)
 
 
 class SkinnyGemm(BsrGemm):

@@ -97,8 +97,6 @@ class SmallBlocks(BsrFamily):
             return reason
         if block.batch == "patterns" or block.run:
             return "a pattern for each item, or runs of columns with an item each: the tables are those of one pattern"
-        if block.permuted:
-            return "a transposed view: this kernel reads blocks that are contiguous along K"
         if reason := Geometry.refuse(block.bm, block.bk):
             return reason
         if cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
@@ -108,7 +106,9 @@ class SmallBlocks(BsrFamily):
         epilogue, other = facts.epilogue, "the kernels with a block row a tile have them"
         if block.batch and epilogue.residual and epilogue.activation == "gelu":  # 32 bytes of stack
             return f"a batch, a residual and GELU leave no registers; {other}"
-        if cfg.tile_n > 128 and (epilogue.residual or epilogue.function or not facts.tma_store):
+        if epilogue.stores_z and not facts.tma_store:  # 96 bytes
+            return f"a result and z stored element by element leave no registers; {other}"
+        if cfg.tile_n > 128 and (epilogue.residual or epilogue.function or epilogue.stores_z or not facts.tma_store):
             # compiled: 32 to 456 bytes of stack with a residual
             return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room"
         return legality.smem_sm90(facts)

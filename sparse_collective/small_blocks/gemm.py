@@ -46,7 +46,7 @@ class SweepSource:
     counts: cute.Tensor  # (groups,)
     slices: cute.Tensor  # (groups, slices of a row)
     words: cute.Tensor  # (groups, chunks of a row, 4 or 8)
-    order: cute.Tensor  # (max(nnz, 1),)
+    order: cute.Tensor  # (max(nnz, 1),) of the stored blocks
     cluster: cutlass.Constexpr[int]
     rows: cutlass.Constexpr[int]  # block rows of a consumer
     per_chunk: cutlass.Constexpr[int]  # slices
@@ -79,11 +79,12 @@ class SmallBlocksGemm(BsrGemm):
         slices: cute.Tensor,
         words: cute.Tensor,
         order: cute.Tensor,
-        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk)
+        values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk); of a transposed view (.., bk, bm)
         b: cute.Tensor,
         d: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        z: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
         group: Int32,
@@ -91,17 +92,17 @@ class SmallBlocksGemm(BsrGemm):
         stream: cuda.CUstream,
     ):
         facts = self.facts
-        bm, bk = facts.block.bm, facts.block.bk
-        fold = const_expr(self.kernel.geometry.fold)
         blocks, matrices = None, values.shape[0]
         if const_expr(facts.block.batch is not None):
             blocks, matrices = values.shape[1], values.shape[0] * values.shape[1]
-        mA = view(values, (bm // fold, bk * fold, matrices), (bk * fold, 1, bm * bk))
+        mA = self.block_view(values, matrices)
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, K, L), (sN, sK, sL))
         mD = self.swapped_output(d)
         if const_expr(residual is not None):
             residual = self.swapped_output(residual)
+        if const_expr(z is not None):
+            z = self.swapped_output(z)
         if const_expr(bias is not None):
             stride = bias.stride[0]
             if const_expr(facts.epilogue.bias_items):
@@ -112,7 +113,13 @@ class SmallBlocksGemm(BsrGemm):
         source = SweepSource(
             crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices, blocks
         )
-        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, alpha, beta), group, max_ctas, stream)
+        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, z, alpha, beta), group, max_ctas, stream)
+
+    def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:
+        """(bm / fold, bk fold, blocks), contiguous along the second mode; of a transposed view along the first."""
+        bm, bk, fold = self.facts.block.bm, self.facts.block.bk, self.kernel.fold
+        stride = (1, bm, bm * bk) if self.facts.block.permuted else (bk * fold, 1, bm * bk)
+        return view(values, (bm // fold, bk * fold, blocks), stride)
 
     def swapped_output(self, d: cute.Tensor) -> cute.Tensor:
         """(N, M, 1, L)"""

@@ -15,9 +15,10 @@ columns in which a row of its cluster has a block, in chunks of 64 columns of W,
     chunk      4 threads + the bytes of B and of A         1 thread of each of the 12 warps of every CTA in the cluster
 
 A's blocks lie in one ring for each consumer, without stages: a chunk takes as many slots as it has blocks, and gives
-them back with the chunk. What is there says a word of bits a consumer and chunk: bit r * steps + s for slice s of row
-r. The list of slices, the words, and the blocks in the order in which they are met, are made once per pattern
-(sweep.py).
+them back with the chunk. Those of a transposed view lie there as they are stored, (bk, bm), and WGMMA transposes them:
+its N is then contiguous, in rows one swizzle atom wide. What is there says a word of bits a consumer and chunk: bit
+r * steps + s for slice s of row r. The list of slices, the words, and the blocks in the order in which they are met,
+are made once per pattern (tables.py).
 """
 
 from dataclasses import replace
@@ -51,7 +52,8 @@ class SmallBlocksSm90:
         cfg = facts.config
         self.facts, self.cfg = facts, cfg
         self.geometry = Geometry.of_block(facts.block.bm, facts.block.bk, facts.majors[1] == "k")
-        fold = self.geometry.fold
+        self.a_m_major = facts.block.permuted
+        fold = self.fold = 1 if self.a_m_major else self.geometry.fold
         self.block_tile = facts.block.bm // fold, self.geometry.width * fold  # of A, as TMA sees it
         self.slice = self.geometry.width * self.geometry.gather  # rows of B
         self.dtype = cutlass_dtype(facts.dtype)
@@ -61,6 +63,9 @@ class SmallBlocksSm90:
         self.slot_bytes = facts.block.bm * self.geometry.width * 2
         self.ring_bytes = cfg.chunks * ROWS * CHUNK * 2  # of A, a consumer
         self.slots = self.ring_bytes // self.slot_bytes
+        row_bytes = 2 * (facts.block.bm if self.a_m_major else self.geometry.width)
+        self.a_high = wgmma.descriptor_high(row_bytes)
+        self.a_step = 16 * (row_bytes if self.a_m_major else 2) >> 4  # 16 columns of a block, in units of 16 bytes
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.store = StoreSm90(swapped(facts), ROWS, self.out_dtype, anchor_bias=False)
         self.smem_bytes = None  # known once traced
@@ -70,7 +75,7 @@ class SmallBlocksSm90:
     def layouts(self) -> tuple:
         """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
         store = self.store
-        sA = smem_layout(self.dtype, *self.block_tile, self.slots * CONSUMERS, True)
+        sA = smem_layout(self.dtype, *self.block_tile, self.slots * CONSUMERS, not self.a_m_major)
         slices = self.cfg.stages * self.geometry.slices
         sB = smem_layout(self.dtype, self.columns, self.slice, slices, not self.b_n_major)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * CONSUMERS, store.n_major)
@@ -98,7 +103,7 @@ class SmallBlocksSm90:
     @cute.jit
     def __call__(
         self,
-        mA: cute.Tensor,  # (bm / fold, bk fold, nnz), of a batch (.., .., L nnz)
+        mA: cute.Tensor,  # (bm / fold, bk fold, nnz), of a batch (.., .., L nnz); contiguous along bk, of a view bm
         mB: cute.Tensor,  # (N, K, L), or (N, K, 1) for all items of a batch
         mD: cute.Tensor,  # (N, M, 1, L)
         source,
@@ -124,11 +129,10 @@ class SmallBlocksSm90:
             (self.columns, self.slice),
             num_multicast=cfg.cluster_m,
         )
-        tma_d, tD = None, mD
-        if const_expr(self.store.tma):
-            tma_d, tD = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), mD, cute.slice_(sD_layout, (None, None, 0)), (64, self.store.epi_n)
-            )
+        tma_d, tD = self.store.make_tma(mD, sD_layout)
+        tma_z, tZ = None, None
+        if const_expr(self.facts.epilogue.stores_z):
+            tma_z, tZ = self.store.make_tma(args.z, sD_layout)
         rows = const_expr(ROWS * CONSUMERS * cfg.cluster_m)
         scheduler = TileScheduler(
             cute.ceil_div(mD.shape[1], rows), cute.ceil_div(mD.shape[0], self.columns), mD.shape[3], group
@@ -144,7 +148,7 @@ class SmallBlocksSm90:
         )
         clusters = cutlass.min(scheduler.count, max_ctas // cfg.cluster_m)
         extent = (mD.shape[0], mD.shape[1])
-        self.kernel(tma_a, tA, tma_b, tB, tma_d, tD, mma, source, args, scheduler, extent).launch(
+        self.kernel(tma_a, tA, tma_b, tB, tma_d, tD, tma_z, tZ, mma, source, args, scheduler, extent).launch(
             grid=(clusters * cfg.cluster_m, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(cfg.cluster_m, 1, 1),
@@ -163,6 +167,8 @@ class SmallBlocksSm90:
         mB: cute.Tensor,
         tma_d: cute.CopyAtom,
         mD: cute.Tensor,
+        tma_z: cute.CopyAtom | None,
+        mZ: cute.Tensor | None,
         mma: cute.TiledMma,
         source,
         args: EpilogueArgs,
@@ -208,12 +214,12 @@ class SmallBlocksSm90:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             thr_mma = mma.get_slice(tidx % WARPGROUP)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.columns, ROWS)), Float32)  # (MMA, slabs, 1)
-            gD = mD
-            if const_expr(self.store.tma):
-                gD = cute.local_tile(mD, (64, self.store.epi_n), (None, None, None, None))
+            outs = [(tma_d, self.store.tiles(mD))]
+            if const_expr(self.facts.epilogue.stores_z):
+                outs += [(tma_z, self.store.tiles(mZ))]
             # Opaque to the compiler, which would compute them again for each block.
             ring = storage.sA.data_ptr().toint() + consumer * self.ring_bytes
-            ring = cute.arch.make_warp_uniform(wgmma.descriptor_low(ring, True))
+            ring = cute.arch.make_warp_uniform(wgmma.descriptor_low(ring, not self.a_m_major))
             chunks_at = wgmma.descriptor_low(storage.sB.data_ptr().toint(), not self.b_n_major)
             chunks_at = cute.arch.make_warp_uniform(chunks_at)
             stage, phase, head = Int32(0), Int32(0), Int32(0)
@@ -223,7 +229,7 @@ class SmallBlocksSm90:
                 acc.fill(0.0)
                 stage, phase, head = self.mma(chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer)
                 self.store.store(
-                    acc, args, tma_d, gD, sD, thr_mma, mma, extent, ((n, m * cfg.cluster_m + rank, 0),), (l, l),
+                    acc, args, outs, sD, thr_mma, mma, extent, ((n, m * cfg.cluster_m + rank, 0),), (l, l),
                     consumer, storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
@@ -359,7 +365,7 @@ class SmallBlocksSm90:
                             slot = ring + (head & ((self.ring_bytes >> 4) - 1))
                             for k in range_constexpr(width // 16):
                                 step = const_expr(s // gather * b_slice + (s % gather * (width // 16) + k) * b_step)
-                                self.multiply(acc, r, chunk + step, slot + k * 2)
+                                self.multiply(acc, r, chunk + step, slot + k * self.a_step)
                             head += self.slot_bytes >> 4
             warpgroup.commit_group()
             warpgroup.wait_group(1)
@@ -390,7 +396,7 @@ class SmallBlocksSm90:
         """
         bm, row_bytes = self.facts.block.bm, self.slice * 2
         slabs = range(self.columns // SLAB)
-        order = [v ^ (v // 4 % 2 if self.geometry.fold > 1 else 0) for v in range(bm // 2)]
+        order = [v ^ (v // 4 % 2 if self.fold > 1 else 0) for v in range(bm // 2)]
         at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in order]
         result = wgmma.multiply(
             [acc[i] for i in at],
@@ -401,7 +407,8 @@ class SmallBlocksSm90:
             SLAB * row_bytes >> 4,
             self.b_n_major,
             slot,
-            wgmma.descriptor_high(self.geometry.width * 2),
+            self.a_high,
+            self.a_m_major,
         )
         for i, value in zip(at, result):
             acc[i] = value

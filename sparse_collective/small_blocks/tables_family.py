@@ -41,8 +41,15 @@ class SmallBlockTables(Family):
 
 def tables_of(W, cluster: int, b_k_major: bool) -> BlockTables:
     """Those of a BsrMatrix, made once, for clusters of so many CTAs. `b_k_major`: whether the dense operand is
-    contiguous along K."""
-    return W.derived(("small blocks", cluster, b_k_major), lambda: _make(W, cluster, b_k_major))
+    contiguous along K. The order of a transposed view has the numbers of the blocks that its base stores."""
+    return W.derived(("small blocks", cluster, b_k_major), lambda: _of_stored(_make(W, cluster, b_k_major), W))
+
+
+def _of_stored(tables: BlockTables, W) -> BlockTables:
+    """The tables with the numbers of the blocks that a transposed view's base stores."""
+    if W.numbers is None or W.nnz == 0:
+        return tables
+    return tables._replace(order=W.numbers.index_select(0, tables.order))
 
 
 def _make(W, *kind) -> BlockTables:

@@ -34,7 +34,8 @@ class Geometry:
 
         Swizzled as twice as wide, what was copied is a tile with its own swizzle in which odd groups of 8 rows have
         neighbours swapped: the wider swizzle flips one more bit of the address, the lowest of the row's number, by
-        the bit that tells such groups.
+        the bit that tells such groups. Blocks of a transposed view are not folded: their rows are along K, whose
+        order must be that of B.
         """
         return 2 if self.width < CHUNK else 1
 

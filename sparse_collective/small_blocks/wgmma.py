@@ -15,7 +15,10 @@ PTX_TYPE = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def descriptor_high(row_bytes: int) -> int:
-    """Upper half of the descriptor of a tile whose rows of `row_bytes` are swizzled in groups of 8."""
+    """Upper half of the descriptor of a tile whose rows of `row_bytes` are swizzled in groups of 8.
+
+    Rows are along K of a K-major tile. Of one that is M- or N-major a row is one k, and all of the tile's M or N.
+    """
     return SWIZZLE[row_bytes] << 30 | 8 * row_bytes >> 4
 
 
@@ -35,6 +38,7 @@ def multiply(
     a_transposed: bool,
     b: Int32,
     b_high: int,
+    b_transposed: bool,
     *,
     loc=None,
     ip=None,
@@ -45,9 +49,9 @@ def multiply(
         acc: fp32 registers of this thread, n / 2 for each slab, one slab after the other.
         n: columns of B.
         a, b: lower halves of the descriptors of the first slab of A (64, 16) and of B (n, 16), both in shared memory.
-        a_high, b_high: their upper halves; B is K-major.
+        a_high, b_high: their upper halves.
         a_step: from one slab of A to the next, in units of 16 bytes.
-        a_transposed: whether A is M-major.
+        a_transposed, b_transposed: whether A is M-major, and B N-major.
 
     Must be executed by all four warps of a warpgroup, between warpgroup.fence and commit_group.
     """
@@ -60,7 +64,7 @@ def multiply(
     for slab in range(total // per_slab):
         registers = ", ".join(f"${slab * per_slab + v}" for v in range(per_slab))
         lines.append(f"add.u32 low, ${2 * total}, {slab * a_step}; mov.b64 da, {{low, {a_high}}};")
-        lines.append(f"{name} {{{registers}}}, da, db, p, 1, 1, {int(a_transposed)}, 0;")
+        lines.append(f"{name} {{{registers}}}, da, db, p, 1, 1, {int(a_transposed)}, {int(b_transposed)};")
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in acc]
     operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     out = llvm.inline_asm(

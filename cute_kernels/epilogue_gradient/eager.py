@@ -1,0 +1,53 @@
+"""The gradient of z, of y = f(activation(z)), as it runs: by the kernel, or where that does not serve by torch."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..dtypes import NAMES, accumulator
+from ..runtime.device import device_arch
+from ..runtime.families import function_for, unsupported
+from ..traced.derivative import derivative, followed_by
+from ..traced.evaluate import evaluate
+from ..traced.program import Program
+from . import family  # noqa: F401 (importing it registers the family)
+from .config import ROWS, VECTOR, EpilogueGradientFacts
+
+derivative_of = functools.lru_cache(1024)(lambda activation, program: derivative(followed_by(activation, program)))
+
+
+def epilogue_gradient(
+    dy: Tensor, saved: Tensor, activation: str | None, program: Program | None, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dz, sums of dz's columns in fp32 or None): dz = dy f'(saved), in fp32 and rounded once.
+
+    The kernel takes contiguous bfloat16 and float16 of one dtype, of a multiple of 8 columns; torch takes the rest.
+
+    Args:
+        dy: (..., cols), the gradient of y; of other strides than contiguous it is copied.
+        saved: z, or y of a ReLU without a function; contiguous, of dy's shape.
+        sums: whether columns are to be added up.
+    """
+    slope = derivative_of(activation, program)
+    cols = dy.shape[-1] if dy.dim() else 1
+    facts = None
+    if dy.is_cuda and dy.dtype == saved.dtype and cols % VECTOR == 0 and dy.numel():
+        arch, *_ = device_arch(dy.get_device())
+        facts = EpilogueGradientFacts(arch.target, NAMES.get(dy.dtype, str(dy.dtype)), slope, sums)
+    if facts is None or unsupported(facts) or saved.data_ptr() & 15:
+        return _by_torch(dy, saved, slope, sums)
+    dy = dy.contiguous()
+    if dy.data_ptr() & 15:
+        dy = dy.clone()
+    dz = torch.empty_like(dy)
+    rows = dy.numel() // cols
+    partial = dy.new_empty(-(-rows // ROWS), cols, dtype=torch.float32) if sums else None
+    function_for(facts)(*(t.view(rows, cols) for t in (dy, saved, dz)), partial)
+    return dz, partial.sum(0) if sums else None
+
+
+def _by_torch(dy: Tensor, saved: Tensor, slope: Program, sums: bool) -> tuple[Tensor, Tensor | None]:
+    wide = accumulator(dy.dtype)
+    dz = dy.to(wide) * evaluate(slope, [saved.to(wide)])
+    return dz.to(dy.dtype), dz.reshape(-1, dz.shape[-1]).sum(0) if sums else None

@@ -1,0 +1,66 @@
+"""Where the small-block kernel's products read its blocks in shared memory, by a model of TMA and of descriptors.
+
+TMA swizzles what it copies; WGMMA reads by descriptors, in the canonical layouts that PTX documents. Both are played
+here on the elements of one block, with the box, the descriptor and the steps that the kernel has.
+"""
+
+import pytest
+import torch
+
+from cute_kernels.arch import ARCHS
+from cute_kernels.matmul.config import BlockFacts
+from sparse_collective import catalogue
+from sparse_collective.small_blocks import wgmma
+from sparse_collective.small_blocks.family import SMALL_BLOCKS
+from sparse_collective.small_blocks.kernel_sm90 import SmallBlocksSm90
+
+SPEC = ARCHS["sm_90"]
+SPAN = {code: row_bytes for row_bytes, code in wgmma.SWIZZLE.items()}
+BLOCKS = [(bm, bk) for bm in (16, 32, 64) for bk in (16, 32, 64, 128)]
+K = 16  # of a product
+
+
+def swizzled(address: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    """Which 16 bytes of a row: those of the address, flipped by the number of the 128 bytes that they lie in."""
+    return address ^ (address >> 7 & row_bytes // 16 - 1) << 4
+
+
+def copied(box: torch.Tensor, address: int, smem: torch.Tensor) -> None:
+    """TMA: the rows of a box of 16-bit elements one after another, swizzled as wide as they are."""
+    places = address + 2 * torch.arange(box.numel())
+    smem[swizzled(places, 2 * box.shape[1]) // 2] = box.flatten()
+
+
+def read(smem: torch.Tensor, low: int, high: int, rows: int, transposed: bool) -> torch.Tensor:
+    """WGMMA: the operand (rows, 16) of a descriptor of one atom along the rows, or along K where that is contiguous."""
+    span, stride, start = SPAN[high >> 30 & 3], (high & 0x3FFF) << 4, (low & 0x3FFF) << 4
+    row, k = torch.arange(rows)[:, None], torch.arange(K)
+    assert 2 * (rows if transposed else K) <= span, "no second atom: the leading offset is not used"
+    line, element = (k, row) if transposed else (row, k)
+    return smem[swizzled(start + line // 8 * stride + line % 8 * span + 2 * element, span) // 2]
+
+
+def kernel_of(block: tuple[int, int], permuted: bool) -> SmallBlocksSm90:
+    config = SMALL_BLOCKS.candidates("sm_90", BlockFacts(*block, "int32"), SPEC)[0]
+    view = {"permuted": True, "majors": ("m", "k", "m")} if permuted else {}
+    return SmallBlocksSm90(catalogue.linear(SPEC, "sm_90", config, block, **view))
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize(("bm", "bk"), BLOCKS)
+def test_products_read_what_was_copied(bm, bk, permuted, slot):
+    kernel = kernel_of((bm, bk), permuted)
+    width, address = kernel.geometry.width, 1024 + slot * kernel.slot_bytes
+    block = torch.arange(bm * width).view(bm, width)
+    smem = torch.full((address + kernel.slot_bytes,), -1)
+    box = block.t() if permuted else block.reshape(kernel.block_tile)
+    assert kernel.block_tile == (box.t() if permuted else box).shape
+    copied(box.contiguous(), address, smem)
+    rows = torch.arange(bm)
+    if kernel.fold > 1:  # odd groups of 8 have come with neighbours swapped
+        rows = rows ^ rows // 8 % 2
+    for k in range(width // K):
+        low = wgmma.descriptor_low(address, not permuted) + k * kernel.a_step
+        found = read(smem, low, kernel.a_high, bm, permuted)
+        assert torch.equal(found, block[rows, k * K : (k + 1) * K])
