@@ -16,7 +16,7 @@ from tests.reference import truth
 from . import peers
 from . import peers_training as training
 from .cases import CUBE, DENSE_CUBE, of_rows, randn
-from .cases_models import EIGHTH, model_cases
+from .cases_models import EIGHTH, model_cases, sampled_rows
 from .peers import Call, Operands, verified
 from .rows import Candidate, Case, Problem
 
@@ -66,7 +66,7 @@ def transposed(bm: int, bk: int, asked: float | None = None, triton: str = "") -
     def ours():
         W, dy = operands()
         out, view = dy.new_empty(CUBE, CUBE), W.t()
-        rows = torch.linspace(0, CUBE - 1, peers.SAMPLE).long().cuda()
+        rows = sampled_rows(CUBE, dy.device)
         call = verified(
             Call(lambda: bsr_linear(dy, view, out=out)),
             lambda: (rows, truth(dy[rows], W.to_dense(), dtype=torch.float32)),
@@ -132,7 +132,7 @@ def layer(
 
 
 def training_cases(mode: str) -> Iterator[Case]:
-    """Rows of 8192 tokens, features and outputs, and those of models. Few have Triton's peers in "quick": they compile."""
+    """Rows of 8192 tokens, features and outputs, and those of models. "quick" has few Triton peers, which compile."""
     full = mode == "full"
     for block, asked in (((128, 128), 0.82), ((64, 64), 0.55), ((32, 32), 0.3)):
         yield sampled(*block, asked, triton=mode if full or block == (128, 128) else "")

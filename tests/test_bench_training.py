@@ -2,15 +2,17 @@
 
 import gc
 import itertools
+import sys
 
 import pytest
 import torch
 
 from bench import cases_models as models
+from bench import cases_training as gradients
 from bench import findings_training as findings
-from bench.cases_training import training_cases
 from bench.peers import WrongResult
 from bench.rows import OURS
+from sparse_collective import random_bsr
 
 SMALL = {"device": "cpu", "block": (32, 32), "density": 0.25}
 STACK = SMALL | {"layers": 3, "dim": 64, "heads": 2, "hidden": 256, "shape": (2, 64), "backend": "aot_eager"}
@@ -34,7 +36,7 @@ def measured(case, **us):
 
 
 def test_rows_and_what_is_asked_of_them():
-    quick, full = (list(training_cases(mode)) for mode in ("quick", "full"))
+    quick, full = (list(gradients.training_cases(mode)) for mode in ("quick", "full"))
     for rows in (quick, full):
         assert len({case.name for case in rows}) == len(rows)
         for case in rows:
@@ -50,6 +52,26 @@ def test_rows_and_what_is_asked_of_them():
     assert flops["layer 128x128, 0.125, forward and backward"] == 3 * 2 * 8192**3 / 8
     step = flops["training step of 12 transformer blocks, 128x128, 0.125, compiled"]
     assert step == 12 * 2 * 3 * (2 * 8192 * 2048 * 8192) / 8
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": True}, {"triton": "quick"}], ids=str)
+@pytest.mark.parametrize("op", ["sampled", "transposed", "layer"])
+def test_rows_of_gradients(emulated, monkeypatch, op, options):
+    """Ours is right, and cuBLAS beside it; without Triton its peers say so."""
+    monkeypatch.setattr(gradients, "CUBE", 256)
+    monkeypatch.setattr(gradients, "randn", lambda *shape: torch.randn(*shape, dtype=torch.bfloat16))
+    monkeypatch.setattr(gradients, "of_rows", lambda M, K, block, n: random_bsr((M, K), block, per_row=n))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    if op != "sampled" and "accumulate" in options:
+        options = {"activation": "gelu"} if op == "layer" else {}
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    row = measured(getattr(gradients, op)(32, 32, 0.5, **options), **{OURS: 2.0})
+    assert (
+        row.ratio in (0.5, 0.0625) and row.problem.density == 1 / 8
+    )  # of the dense cube's, which does eight times more
+    assert all("triton cannot be imported" in peer.error for peer in row.peers[1:]) and bool(row.plan) == (
+        op != "layer"
+    )
 
 
 @pytest.fixture
