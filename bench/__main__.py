@@ -26,7 +26,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import cases, cases_attention, cases_training, ceilings, compare, findings_attention, record, table
+from . import (
+    cases,
+    cases_attention,
+    cases_training,
+    ceilings,
+    compare,
+    findings_attention,
+    findings_training,
+    record,
+    table,
+)
 from .gates import command as gates
 from .rows import Case, Row, reason
 from .timing import host_cost
@@ -57,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     mode = measure.add_mutually_exclusive_group()
     for name, text in (("quick", "a minute, attention three (the default)"), ("full", "every row and every peer")):
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
-    text = "rows whose name contains this; writes no file; host, errors: those"
+    text = "rows whose name contains this; writes no file; host, errors, memory: those"
     measure.add_argument("--only", default="", metavar="TEXT", help=text)
     measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
     measure.add_argument("--limit", type=float, metavar="SECONDS", help="begin no row of a suite later than this")
@@ -157,7 +167,7 @@ def host_costs(calls: dict[str, Callable]) -> dict[str, float]:
 SUITES = {
     "block-sparse": Suite(cases.sparse_cases, cases.host_calls),
     "gemm": Suite(cases.gemm_cases, cases.host_calls),
-    "training": Suite(cases_training.training_cases, cases_training.host_calls),
+    "training": Suite(cases_training.training_cases, findings_training.host_calls, findings_training.measure),
     "attention": Suite(cases_attention.attention_cases, findings_attention.host_calls, findings_attention.measure),
 }
 # What runs with no command. Attention runs alone: its first peer to be imported changes CuTe DSL for the process.

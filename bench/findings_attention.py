@@ -1,16 +1,14 @@
 """What the attention suite finds beside its rows: checks over several of them, host costs, errors against fp64."""
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as nnf
-from rich.text import Text
 
 from . import peers_attention as peers
 from .cases_attention import EIGHTH, FORWARD, HELD, OUR_DENSE, OUR_KEPT, dense_problem, named, operands, ours_of
+from .checks import Check, show
 from .peers_attention import FA4, FLASH
 from .rows import OURS, Row, reason
 from .table import grid, make_console
@@ -22,26 +20,6 @@ ERRORS = (((1, 4096, 8, 128), False), ((1, 4096, 8, 64), True), ((1, 4096, 4, 25
 # Over theirs. What is compared is mostly one rounding of the output, the same for all; the largest error is that of a
 # single element.
 RMS, LARGEST = 1.01, 1.1
-
-
-@dataclass(frozen=True)
-class Check:
-    """A number that is asked for, of more than one row or of none. `value` is None where it could not be measured."""
-
-    name: str
-    value: float | None
-    asked: float
-    at_most: bool = False  # whether `value` is to be no larger than `asked`, rather than no smaller
-
-    @property
-    def ok(self) -> bool:
-        if self.value is None or math.isnan(self.value):
-            return False
-        return self.value <= self.asked if self.at_most else self.value >= self.asked
-
-    def __str__(self) -> str:
-        shown = "not measured" if self.value is None else f"{self.value:.3f}"
-        return f"{self.name}: {shown}, asked {'at most' if self.at_most else 'at least'} {self.asked:g}"
 
 
 def checks(rows: Sequence[Row], host: dict[str, float], errors: Sequence[dict]) -> list[Check]:
@@ -122,6 +100,5 @@ def measure(rows: Sequence[Row], host: dict[str, float], only: str = "") -> dict
             cells = (e.get("error") or f"{e['max']:.2e}, {e['rms']:.3e}" for e in entry["errors"].values())
             table.add_row(entry["shape"], *cells)
         console.print(table)
-    for check in found:
-        console.print(Text(f"{check}{'' if check.ok else ' MISSED'}", style="green" if check.ok else "bold red"))
-    return {"errors": wrong, "checks": [asdict(check) | {"ok": check.ok} for check in found]}
+    show(found, console)
+    return {"errors": wrong, "checks": [check.as_dict() for check in found]}

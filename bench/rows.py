@@ -17,7 +17,7 @@ FASTEST = "the fastest peer"  # what a row may be held against, instead of a pee
 class Problem:
     """What is computed, as result files name it. `block` is None and `density` 1 for a dense product."""
 
-    op: str  # gemm, bsr_matmul, bsr_linear, bsr_grouped_linear
+    op: str  # gemm, bsr_matmul, bsr_linear, ...; of a layer or a model what it is
     M: int
     N: int
     K: int
@@ -29,16 +29,18 @@ class Problem:
     epilogue: str = ""  # "bias+gelu_tanh"; "" for none
     items: int = 1  # of W, among which each run of columns has one
     pattern: str = "uniform"  # of the kept blocks: equally many in each row, at random; or one of patterns.PATTERNS
+    products: int = 1  # of these extents, in any order: of a layer, forward and backward, three
 
     @property
     def flops(self) -> float:
         """The useful ones: two for each multiply-add with a stored element."""
-        return 2.0 * self.M * self.N * self.K * self.density
+        return 2.0 * self.M * self.N * self.K * self.density * self.products
 
     @property
     def bytes(self) -> float:
         """The least that passes through device memory: stored elements of every A, all of B and D, once."""
-        return 2.0 * (self.items * self.M * self.K * self.density + self.K * self.N + self.M * self.N)
+        each = self.items * self.M * self.K * self.density + self.K * self.N + self.M * self.N
+        return 2.0 * self.products * each
 
 
 @dataclass

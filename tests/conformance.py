@@ -16,9 +16,11 @@ from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import families, load_all
 from sparse_collective import eager as sparse_ops
+from sparse_collective.sampled import eager as sampled_ops
 
 from .guard_zones import Placement
 from .products import DTYPES, LINEAR, OPS, Case, Signature, in_memory, leaky, make, run
+from .sampled_products import place_of_blocks
 
 __all__ = ["DTYPES", "FAMILIES", "FEW", "OPS", "Case", "Signature", "axes_of", "case_of", "cases_of", "make", "run"]
 
@@ -45,20 +47,27 @@ class Kernels:
     def name(self) -> str:
         return f"{self.family.name}{' split K' if self.split else ''} {self.path}"
 
+    @property
+    def sampled(self) -> bool:
+        """Whether these are of sddmm."""
+        return self.family.ops == ("sddmm",)
+
     def listed(self, block: tuple[int, int] | None) -> list:
         """The configurations that are tried for such blocks; None is a dense product."""
-        facts = None if block is None else BlockFacts(*block, "int32")
+        facts = None if block is None else BlockFacts(*block, "int32", operand="d" if self.sampled else "a")
         found = self.family.candidates(self.path, facts, SPEC) if self.family.serves(facts) else []
         return [config for config in found if (config.split > 1) == self.split]
 
     @cached_property
     def blocks(self) -> tuple:
-        plain = signature_of(self, "bsr_matmul", PLAIN)
+        plain = signature_of(self, "sddmm" if self.sampled else "bsr_matmul", PLAIN)
         return tuple(block for block in ALL_BLOCKS if self.takes(replace(plain, block=block)))
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
         """Those of which it takes some call."""
+        if self.sampled:
+            return ("sddmm",) if self.blocks else ()
         runs = [signature_of(self, "bsr_grouped_linear", PLAIN | {"block": block, "run": 256}) for block in self.blocks]
         grouped = any(self.takes(f) for f in runs)
         return (("gemm",) if self.listed(None) else ()) + (SPARSE[: 2 + grouped] if self.blocks else ())
@@ -71,8 +80,11 @@ class Kernels:
         return (facts.path, facts.family) == (self.path, self.family.name) and (facts.config.split > 1) == self.split
 
     def takes(self, f: Signature) -> bool:
-        """Whether some configuration supports it; out is taken to be stored element by element, which is hardest."""
-        linear, batch = f.op in LINEAR, f.batch if f.block else None
+        """Whether some configuration supports it; out is taken to be stored element by element, which is hardest.
+
+        That of sddmm never is: it is contiguous, or copied.
+        """
+        linear, batch, sampled = f.op in LINEAR, f.batch if f.block else None, f.op == "sddmm"
         bias = f.bias and ("col" if f.bias == "col" and not linear else "row")
         facts = GemmFacts(
             arch=SPEC.target,
@@ -80,10 +92,10 @@ class Kernels:
             config=None,
             dtype=NAMES[DTYPES[f.dtype]],
             out_dtype=NAMES[DTYPES[f.out_dtype]],
-            majors=("k", "n", "n"),
-            aligns=(8, 8, 1),
+            majors=("m" if f.view else "k", "n", "n"),
+            aligns=(8, 8, 16 // DTYPES[f.out_dtype].itemsize if sampled else 1),
             transposed=linear,
-            block=f.block and BlockFacts(*f.block, f.index, batch, f.run),
+            block=f.block and BlockFacts(*f.block, f.index, batch, f.run, "d" if sampled else "a", f.view),
             epilogue=EpilogueSpec(
                 scale=f.scaled,
                 bias=bias,
@@ -107,7 +119,7 @@ class Kernels:
 
             monkeypatch.setattr(family, "candidates", listed)
         monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
-        for ops in (dense_ops, sparse_ops):
+        for ops in (dense_ops, sparse_ops, sampled_ops):
             monkeypatch.setattr(ops, "_PLANS", PlanCache())
 
     def configs(self) -> dict[Any, list[tuple[int, int] | None]]:
@@ -128,6 +140,7 @@ PLAIN |= {"batch": "values"}
 TYPES = [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "fp16"), ("fp16", "bf16")]
 SIZES = [(200, 264, 136), (1, 264, 128), (256, 1, 1000), (8, 8, 8), (128, 127, 1), (136, 248, 0), (72, 520, 200)]
 SIZES += [(520, 72, 456)]
+ADDED = ("added to", "added to, unaligned")  # what becomes of out, of sddmm alone
 EPILOGUES = {
     "nothing": {},
     "relu": {"activation": "relu", "scaled": True},
@@ -153,6 +166,9 @@ def axes_of(family: Kernels, op: str) -> dict[str, list]:
     }
     if op == "gemm":
         return axes | {"size": SIZES, "batch": [None, "both"]}
+    if op == "sddmm":  # of a batch always by runs; the result is contiguous
+        axes["transposed"] = [(a, b, False) for a in (False, True) for b in (False, True)]
+        axes |= {"epilogue": ["nothing"], "out": ["aligned", "unaligned", "its own", *ADDED]}
     grouped = op == "bsr_grouped_linear"
     axes |= {
         "block": [*family.blocks],
@@ -162,12 +178,14 @@ def axes_of(family: Kernels, op: str) -> dict[str, list]:
         "batch": ["values", "patterns"] if grouped else [None, "values", "patterns"],
         "index": ["int32", "int64"],
     }
-    return axes | {"run": [64, 128, 192, 256]} if grouped else axes
+    if grouped or op == "sddmm":
+        axes["run"] = [64, 128, 192, 256]
+    return axes if op == "sddmm" else axes | {"view": [False, True]}
 
 
 def signature_of(family: Kernels, op: str, chosen: dict) -> Signature:
     """The epilogue is what the op has of the chosen one."""
-    terms = dict(EPILOGUES[chosen["epilogue"]])
+    terms = {"residual": chosen["out"] in ADDED} if op == "sddmm" else dict(EPILOGUES[chosen["epilogue"]])
     batch = chosen["batch"]
     if op != "gemm":
         terms.pop("scaled", None)
@@ -175,10 +193,11 @@ def signature_of(family: Kernels, op: str, chosen: dict) -> Signature:
         terms.pop("residual", None)
     if terms.get("bias") == "row" and op != "gemm":
         terms["bias"] = "items" if batch else "row" if op == "bsr_matmul" else "col"
+    run = 0 if op == "sddmm" and batch is None else chosen.get("run", 64 if op == "sddmm" else 0)
     return Signature(
-        op, family.path, *chosen["types"], chosen["align"], 1 if chosen["out"] == "unaligned" else 8,
-        chosen["transposed"], block=chosen.get("block"), batch=batch, run=chosen.get("run", 0),
-        index=chosen.get("index", "int32"), **terms,
+        op, family.path, *chosen["types"], chosen["align"], 1 if "unaligned" in chosen["out"] else 8,
+        chosen["transposed"], block=chosen.get("block"), batch=batch, run=run, index=chosen.get("index", "int32"),
+        view=chosen.get("view", False), **terms,
     )  # fmt: skip
 
 
@@ -204,6 +223,12 @@ def case_of(family: Kernels, op: str, chosen: dict, seed: int) -> Case:
         matmul = op == "bsr_matmul"
         shapes = (1, 1), (*lead, *((k * bk, tokens) if matmul else (tokens, k * bk)))
         shapes += ((*lead, *((m * bm, tokens) if matmul else (tokens, m * bm))),)
+    if op == "sddmm":
+        n = 1 + n % 6 if f.run else n
+        tokens = n * max(f.run, 1)
+        a, b = (place(*each, False) for each in (((m * bm, tokens), f.align, a_t), ((tokens, k * bk), f.align, b_t)))
+        places = a, b, place_of_blocks(f.align_out), Placement()
+        return Case(f, m, n, k, items, 0.5, None, places, chosen["out"] != "its own", seed, chosen.get("pattern"))
     wide = chosen["out"] == "wide"
     places = (
         place(shapes[0], f.align, a_t, wide), place(shapes[1], f.align, b_t, wide),
@@ -250,6 +275,17 @@ FAMILIES = {
 }
 
 
+LARGE = (
+    ("bsr_matmul", 8200, {}), ("bsr_linear", 3000, {}), ("bsr_matmul", 1032, {"pattern": "empty_rows"}),
+    ("bsr_linear", 3000, {"batch": "values"}), ("bsr_linear", 3000, {"view": True}),
+)  # fmt: skip
+SAMPLED_LARGE = (
+    ("sddmm", 3000, {}), ("sddmm", 1032, {"pattern": "empty_rows", "out": "added to"}),
+    ("sddmm", 5, {"batch": "values", "run": 128}), ("sddmm", 5, {"batch": "patterns", "run": 64}),
+    ("sddmm", 1032, {"types": ("bf16", "fp32"), "out": "added to"}),
+)  # fmt: skip
+
+
 def large_cases(family: Kernels, block: tuple[int, int] | None, device: str) -> list[Case]:
     """For one configuration: on a GPU several tiles for each cluster, so that rings and phases go on between them."""
     chosen = {"types": TYPES[0], "epilogue": "relu", "out": "aligned", "align": 8, "batch": None}
@@ -262,10 +298,7 @@ def large_cases(family: Kernels, block: tuple[int, int] | None, device: str) -> 
             found.append(case_of(family, "gemm", chosen | {"size": (264, 136, 200), "batch": "both"}, 2))
             continue
         chosen |= {"block": block, "rows": 0, "pattern": "power_law"}
-        for op, columns, more in (
-            ("bsr_matmul", 8200, {}), ("bsr_linear", 3000, {}), ("bsr_matmul", 1032, {"pattern": "empty_rows"}),
-            ("bsr_linear", 3000, {"batch": "values"}),
-        ):  # fmt: skip
+        for op, columns, more in SAMPLED_LARGE if family.sampled else LARGE:
             if not gpu or family.columns is FEW:
                 columns = min(columns, 16)
             case = case_of(family, op, chosen | {"columns": columns} | more, 3)

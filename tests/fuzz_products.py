@@ -1,4 +1,4 @@
-"""Random products for the fuzz: gemm, bsr_matmul, bsr_linear and bsr_grouped_linear in guarded memory.
+"""Random products for the fuzz: gemm, bsr_matmul, bsr_linear, bsr_grouped_linear and sddmm in guarded memory.
 
 A `Family` is a signature, which many cases share, so that kernels are few; `run` makes the call of a case.
 """
@@ -12,6 +12,7 @@ from .conformance import FAMILIES, axes_of, signature_of
 from .guard_zones import Placement
 from .products import OPS, Case, Signature, in_memory
 from .products import run as run
+from .sampled_products import place_of_blocks
 
 Family = Signature
 ALIGNS = [8, 1, 8, 2, 4, 1]  # on the sm_80 path
@@ -21,7 +22,7 @@ def families(seed: int = 0, each: int = 16) -> list[Family]:
     """`each` of them for every op and path, drawn once: each axis of the conformance cases goes through its values."""
     draw, found = random.Random(seed), []
     for op, path in itertools.product(OPS, ("sm_90", "sm_80")):
-        kernels = FAMILIES[("dense " if op == "gemm" else "bsr ") + path]
+        kernels = FAMILIES[{"gemm": "dense", "sddmm": "sampled"}.get(op, "bsr") + f" {path}"]
         axes = axes_of(kernels, op) | ({"align": ALIGNS} if path == "sm_80" else {})
         turns = {axis: [values[i % len(values)] for i in range(each)] for axis, values in axes.items()}
         for row in turns.values():
@@ -82,6 +83,14 @@ def cases(draw, family: Family, most: int = 300):
         else:
             (n,) = widths(draw(st.one_of(extents(most, align), st.integers(0, 17) if align == 8 else st.nothing())))
         M, K, tokens = m * f.block[0], k * f.block[1], n * max(f.run, 1)
+        if f.op == "sddmm":
+            a, b = (
+                draw(placements(shape, f.align, transposed))
+                for shape, transposed in zip(((M, tokens), (tokens, K)), f.majors, strict=False)
+            )
+            places = a, b, place_of_blocks(f.align_out), Placement()
+            give_out, seed = give_out or f.residual, draw(st.integers(0, 2**31))
+            return Case(f, m, n, k, items, density, None, places, give_out, seed)
         if f.op == "bsr_matmul":
             shapes = (), (*lead, K, tokens), (*lead, M, tokens)
         else:

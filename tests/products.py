@@ -16,13 +16,14 @@ import cute_kernels
 from attention.decode.choose import splits as forced_splits
 from cute_kernels import explain, gemm
 from cute_kernels import functions as F
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
 
 from .cases import PATTERNS
 from .guard_zones import Placement, Wrong, Zones
 from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned, poisoned_empty
+from .sampled_products import sampled_truth
 
-OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear)}
+OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear, sddmm)}
 LINEAR = ("bsr_linear", "bsr_grouped_linear")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 A, B, OUT, RESIDUAL = range(4)  # whose places a case has
@@ -48,6 +49,7 @@ class Call:
     name: str = ""
     path: str | None = None
     splits: int = 0  # among how many CTAs decoding is split; 0: as the op thinks best
+    before: Tensor | None = None  # what `out` holds before the call, which adds to it; None: NaN
 
     @contextlib.contextmanager
     def forced(self) -> Iterator[None]:
@@ -62,10 +64,10 @@ class Call:
         return self.terms if self.out is None else self.terms | {"out": self.out}
 
     def __call__(self):
-        """What the op returns; its output is full of NaN beforehand."""
+        """What the op returns; beforehand its output holds `before`, or is full of NaN."""
         with self.forced(), poisoned_empty() if self.out is None else contextlib.nullcontext():
             if self.out is not None:
-                self.out.fill_(torch.nan)
+                self.out.fill_(torch.nan) if self.before is None else self.out.copy_(self.before)
             return self.op(*self.args, **self.given())
 
     def run(self) -> tuple[Tensor, ...]:
@@ -113,16 +115,21 @@ def plainly(op: str, args: tuple, terms: dict) -> tuple[Tensor, Tensor, dict]:
     return x if x.dim() > 1 else x[None], weights, terms | {"bias": bias}
 
 
-def product(op: Callable, args: tuple, terms: dict, out=None, dtype=None, zones: Zones | None = None) -> Call:
+def product(
+    op: Callable, args: tuple, terms: dict, out=None, dtype=None, zones: Zones | None = None, before=None
+) -> Call:
     """A call of one of OPS. Its truth is that of these terms, whatever becomes of the call's own.
 
-    `dtype`: of the output that the op allocates, the operands' unless told. The judge also looks at `zones`.
+    `dtype`: of the output that the op allocates, the operands' unless told. The judge also looks at `zones`. `before`:
+    what an op that adds to `out` finds there.
     """
     name, expected, zones = op.__name__, dict(terms), zones or Zones()
     moving = next(arg for arg in args[::-1] if isinstance(arg, Tensor) and arg.is_floating_point())
     dtype = out.dtype if out is not None else dtype or moving.dtype
 
     def truth() -> tuple[Tensor, Tensor]:
+        if name == "sddmm":
+            return sampled_truth(args, expected, before, dtype)
         left, right, fused = plainly(name, args, expected)
         found = exact_and_torch(left, right, dtype, **fused)
         if name == "bsr_grouped_linear":
@@ -149,7 +156,7 @@ def product(op: Callable, args: tuple, terms: dict, out=None, dtype=None, zones:
                 except AssertionError as error:
                     raise Wrong("result", str(error)) from None
 
-    return Call(op, args, dict(terms), out, moving, judge, truth, zones)
+    return Call(op, args, dict(terms), out, moving, judge, truth, zones, before=before)
 
 
 def check(op: Callable, *args, out=None, out_dtype=None, **terms):
@@ -186,7 +193,7 @@ class Signature:
     majors: tuple[bool, bool, bool] = (False,) * 3
     bias: str | None = None  # "col", "row" or, of a batch, "items"
     activation: str | None = None
-    residual: bool = False
+    residual: bool = False  # of sddmm: it adds to out
     block: tuple[int, int] | None = None
     batch: str | None = None  # of gemm "both", of W "values" or "patterns"
     run: int = 0
@@ -194,6 +201,7 @@ class Signature:
     bias_dtype: str | None = None  # the operands', unless told
     scaled: bool = False  # gemm's alpha and beta
     function: bool = False  # a user's own epilogue
+    view: bool = False  # W is the transposed view of another matrix
 
     @property
     def name(self) -> str:
@@ -202,7 +210,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. gemm: a (m, k) @ b (k, n). Others: W of m x k blocks, and n tokens, or runs of tokens."""
+    """One call. gemm: a (m, k) @ b (k, n). Others: W, or a pattern, of m x k blocks, and n tokens, or runs of them."""
 
     signature: Signature
     m: int
@@ -231,25 +239,27 @@ def in_memory(dims: int, transposed: bool) -> tuple[int, ...]:
 
 
 def matrix(case: Case, zones: Zones, device) -> BsrMatrix:
-    """W in guarded memory."""
+    """W in guarded memory, or what it is a view of."""
     f, L = case.signature, case.items if case.signature.batch == "patterns" else 1
+    rows, cols = (case.k, case.m) if f.view else (case.m, case.k)
+    bm, bk = f.block[::-1] if f.view else f.block
     if case.pattern:
         first = ITEM_PATTERNS.index(case.pattern) if L > 1 and case.pattern in ITEM_PATTERNS else 0
         names = [case.pattern, *(ITEM_PATTERNS[(first + l) % len(ITEM_PATTERNS)] for l in range(1, L))]
-        mask = torch.stack([PATTERNS[name](case.m, case.k) for name in names]).to(device)
+        mask = torch.stack([PATTERNS[name](rows, cols) for name in names]).to(device)
     else:
-        mask = torch.rand(L, case.m, case.k, device=device) < case.density
-    ends = mask.new_zeros(L * case.m + 1, dtype=torch.int64)
+        mask = torch.rand(L, rows, cols, device=device) < case.density
+    ends = mask.new_zeros(L * rows + 1, dtype=torch.int64)
     ends[1:] = mask.sum(-1).flatten().cumsum(0)
-    numbers = torch.arange(L, device=device)[:, None] * case.m + torch.arange(case.m + 1, device=device)
+    numbers = torch.arange(L, device=device)[:, None] * rows + torch.arange(rows + 1, device=device)
     crow, col = ends[numbers], mask.nonzero()[:, 2]
     sums = max(1, round(len(col) / max(1, L * case.m) * f.block[1]))  # terms of an element of a typical row
     items = (case.items,) if f.batch == "values" else ()
-    values = normal(*items, len(col), *f.block, dtype=DTYPES[f.dtype], device=device, k=sums)
+    values = normal(*items, len(col), bm, bk, dtype=DTYPES[f.dtype], device=device, k=sums)
     index, lead = getattr(torch, f.index), (case.items,) if f.batch else ()
     parts = {"crow": (crow if f.batch == "patterns" else crow[0]).to(index), "col": col.to(index), "values": values}
-    shape = *lead, case.m * f.block[0], case.k * f.block[1]
-    return BsrMatrix(*(zones.input(t, name=name) for name, t in parts.items()), shape)
+    W = BsrMatrix(*(zones.input(t, name=name) for name, t in parts.items()), (*lead, rows * bm, cols * bk))
+    return W.t() if f.view else W
 
 
 def make(case: Case, device: str = "cpu") -> Call:
@@ -270,6 +280,10 @@ def make(case: Case, device: str = "cpu") -> Call:
     if f.op == "gemm":
         args = given("a", A, *lead, case.m, case.k), given("b", B, *lead, case.k, case.n, k=case.k)
         shape = *lead, case.m, case.n
+    elif f.op == "sddmm":
+        W, tokens = matrix(case, zones, drawn), case.n * max(f.run, 1)
+        args = given("a", A, W.shape[-2], tokens, k=tokens), given("b", B, tokens, W.shape[-1]), W
+        shape, terms = W.values.shape, {"accumulate": f.residual}
     else:
         W, tokens = matrix(case, zones, drawn), case.n * max(f.run, 1)
         M, K = W.shape[-2:]
@@ -287,15 +301,22 @@ def make(case: Case, device: str = "cpu") -> Call:
         terms |= {"alpha": 0.5, "beta": -1.5}
     if f.function:
         terms["epilogue"] = leaky
-    if f.residual:
+    before = None
+    if f.residual and f.op == "sddmm":
+        before = normal(*shape, dtype=DTYPES[f.out_dtype], device=drawn).to(device)
+    elif f.residual:
         terms["residual"] = given("residual", RESIDUAL, *shape, dtype=f.out_dtype)
     if f.run:
         groups = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=drawn)
-        args += (zones.input(groups, name="groups"),)
+        groups = zones.input(groups, name="groups")
+        if f.op == "sddmm":
+            terms["groups"] = groups
+        else:
+            args += (groups,)
     out = None
     if case.give_out or f.out_dtype != f.dtype:
         out = zones.output(shape, DTYPES[f.out_dtype], place(OUT, shape))
-    return replace(product(OPS[f.op], args, terms, out, zones=zones), path=f.path)
+    return replace(product(OPS[f.op], args, terms, out, zones=zones, before=before), path=f.path)
 
 
 def run(case: Case, device: str = "cpu", runs: int = 1, expect: Callable = None) -> None:

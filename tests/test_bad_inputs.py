@@ -209,8 +209,8 @@ OWN = {
     "bsr_linear": WEIGHTS + LEARNT + LINEAR,
     "bsr_grouped_linear": WEIGHTS + GROUPED,
 }
-CASES = [(op, lambda c, change=change, x=OPERANDS[op][1]: change(c, x), *rest) for op in OPS for change, *rest in ALL]
-CASES += [(op, *entry) for op in OPS for entry in OWN[op]]
+CASES = [(op, lambda c, change=change, x=OPERANDS[op][1]: change(c, x), *rest) for op in OWN for change, *rest in ALL]
+CASES += [(op, *entry) for op in OWN for entry in OWN[op]]
 
 
 def moved(call, device):
