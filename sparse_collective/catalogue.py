@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
-from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, dense, first, full
-from cute_kernels.matmul.config import BlockFacts, GemmFacts
+from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
+GATED = EpilogueSpec(activation="silu", gated=True)
 BLOCKS = ((128, 128), (128, 64), (256, 64), (64, 64), (512, 112), (32, 32), (16, 16), (48, 112), (64, 256))
 
 
@@ -42,6 +43,9 @@ def bsr_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
             found.append(bsr(spec, path, config, block))
             if block == (128, 128):
                 found.append(linear(spec, path, config, block, epilogue=LINEAR))
+                if path == "sm_90":
+                    found.append(linear(spec, path, config, block, epilogue=kept("row")))
+                    found.append(linear(spec, path, config, block, epilogue=GATED, ordered=True))
     found += variations(family, spec, path)
     found += unaligned(family, spec)
     found += batches(family, spec, path)
@@ -75,10 +79,14 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
         {"epilogue": full()},
     ]
     layer = [{}, {"majors": ("k", "n", "m")}, {"aligns": (8, 8, 1)}, {"epilogue": LIGHT}, {**fp32, "epilogue": LINEAR}]
+    layer += [{"epilogue": kept("row")}, {"epilogue": kept("row"), "aligns": (8, 8, 1)}]
+    layer += [{"epilogue": GATED, "aligns": (8, 8, 1)}, {"epilogue": GATED, **fp32}]
     found = [facts for change in matmul for facts in main(family, bsr, spec, path, (128, 128), **change)]
     found += [facts for change in layer for facts in main(family, linear, spec, path, (128, 128), **change)]
     found += [facts for block in ((256, 64), (64, 64)) for facts in main(family, bsr, spec, path, block, ordered=True)]
-    return found + main(family, linear, spec, path, (32, 32), epilogue=LINEAR)
+    for epilogue in (LINEAR, kept("row")):
+        found += main(family, linear, spec, path, (32, 32), epilogue=epilogue)
+    return found + main(family, linear, spec, path, (256, 128), epilogue=GATED)
 
 
 def transposed_views(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
@@ -143,6 +151,7 @@ def _small_blocks(family, spec: ArchSpec) -> Iterator[GemmFacts]:
             yield bsr(spec, spec.path, config, block)
             yield linear(spec, spec.path, config, block)
             yield linear(spec, spec.path, config, block, epilogue=loaded_layer)
+            yield linear(spec, spec.path, config, block, epilogue=kept("row"))
             yield bsr(spec, spec.path, config, block, epilogue=COL)
     config, _, narrow, *_ = configs  # 256 columns, and 128
     yield bsr(spec, spec.path, config, (32, 32), batch="values", ranks=(4, 3, 3))
@@ -174,6 +183,7 @@ def _row_pairs(family, spec: ArchSpec) -> Iterator[GemmFacts]:
     for config in configs:
         yield linear(spec, spec.path, config, (64, 64))
         yield linear(spec, spec.path, config, (64, 128), epilogue=layer)
+        yield linear(spec, spec.path, config, (64, 64), epilogue=kept("row"))
         yield bsr(spec, spec.path, config, (64, 64), epilogue=col)
         yield bsr(spec, spec.path, config, (64, 64), ordered=True, epilogue=col)
         yield bsr(spec, spec.path, config, (64, 64), epilogue=heavy)
@@ -214,6 +224,7 @@ def _skinny(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
     for config in family.candidates(path, BlockFacts(*wide, "int32"), spec):
         yield linear(spec, path, config, wide)
         yield linear(spec, path, config, narrow, epilogue=LINEAR)
+        yield linear(spec, path, config, wide, epilogue=kept("row"))
         yield bsr(spec, path, config, uneven, epilogue=full())
         yield linear(spec, path, config, wide, majors=("k", "any", "any"), aligns=(8, 1, 1), epilogue=LINEAR)
         yield bsr(spec, path, config, uneven, batch="patterns", ranks=(3, 3, 3), index_dtype="int64", epilogue=full())

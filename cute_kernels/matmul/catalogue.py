@@ -33,6 +33,11 @@ def loaded(bias: str, residual: str) -> EpilogueSpec:
 COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
 
 
+def kept(bias: str) -> EpilogueSpec:
+    """What a layer in training has, which stores what enters its activation."""
+    return EpilogueSpec(bias=bias, bias_dtype="bfloat16", activation="gelu", stores_z=True)
+
+
 @functools.cache
 def full() -> EpilogueSpec:
     """All terms. Made when it is asked for: tracing the function imports torch's compiler, which takes seconds."""
@@ -70,7 +75,8 @@ def dense_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         plain = dense(spec, spec.path, config)
         # The narrowest tiles take only a K-major B.
         majors = ("k", "k" if family.unsupported(plain) else "n", "n")
-        found += [dense(spec, spec.path, config, majors=majors, epilogue=e) for e in (EpilogueSpec(), COL)]
+        epilogues = (EpilogueSpec(), COL, kept("col")) if spec.path == "sm_90" else (EpilogueSpec(), COL)
+        found += [dense(spec, spec.path, config, majors=majors, epilogue=e) for e in epilogues]
     found += variations(family, spec, spec.path)
     found += unaligned(family, spec)
     if spec.path != "sm_80":
@@ -95,6 +101,9 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
         {"epilogue": LIGHT},
         {"epilogue": ROW},
         {"epilogue": full()},
+        {"epilogue": kept("col")},
+        {"epilogue": replace(full(), residual=None, stores_z=True)},
+        {"epilogue": kept("col"), "aligns": (8, 8, 1)},
         {"epilogue": loaded("col", "any")},
         {"ranks": (3, 3, 3)},
         {"ranks": (2, 3, 3)},  # one A for the whole batch

@@ -72,7 +72,9 @@ class BsrLinear(BsrModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, self.bias)
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # see BsrModule.weight
+        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, bias)
 
     @classmethod
     def from_linear(

@@ -1,0 +1,73 @@
+"""dz = dy f'(z) and the sums of its columns, in one pass: the kernel, and torch where it does not serve."""
+
+import pytest
+import torch
+
+from cute_kernels.epilogue_gradient import eager
+from cute_kernels.matmul.terms import epilogue_program
+
+from .reference import normal
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def truth(dy, saved, activation, function=None):
+    z = saved.double().requires_grad_()
+    approximate = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
+    y = z if activation is None else getattr(torch.nn.functional, activation.removesuffix("_tanh"))(z, **approximate)
+    y = y if function is None else function(y)
+    return torch.autograd.grad(y, z, dy.double())[0]
+
+
+def check(dy, saved, activation, function=None, sums=True):
+    program = None if function is None else epilogue_program("gemm", function)
+    dz, total = eager.epilogue_gradient(dy, saved, activation, program, sums)
+    exact = truth(dy, saved, activation, function)
+    assert dz.shape == dy.shape and dz.dtype == dy.dtype and dz.is_contiguous()
+    eps = torch.finfo(dy.dtype).eps if dy.dtype != torch.float32 else 1e-5
+    assert ((dz.double() - exact).abs() <= 0.6 * eps * exact.abs() + 5e-5 * dy.double().abs() + 1e-7).all()
+    if sums:
+        assert total.shape == dy.shape[-1:] and total.dtype == torch.float32
+        columns = exact.reshape(-1, dy.shape[-1])
+        assert ((total.double() - columns.sum(0)).abs() <= 1e-4 * (columns.abs().sum(0) + 1)).all()
+    else:
+        assert total is None
+    return dz, total
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(64, 256), (1, 8), (200, 1000), (3, 70, 264), (65, 24), (40, 33), (0, 16)], ids=str)
+def test_against_fp64(place, dtype, activation, shape):
+    dy, z = (normal(*shape, device=place, dtype=dtype) * 3 for _ in range(2))
+    saved = torch.relu(z) if activation == "relu" else z
+    check(dy, saved, activation)
+    check(dy, saved, activation, sums=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_of_other_strides(place):
+    z = normal(96, 128, device=place)
+    for dy in (normal(128, 96, device=place).t(), normal(96, 1, device=place).expand(96, 128)):
+        check(dy, z, "gelu")
+    check(normal(96 * 128 + 1, device=place)[1:].view(96, 128), z, "silu")  # not aligned
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_function_of_ones_own(place):
+    def function(x):
+        return torch.where(x > 0, x * torch.tanh(x), 0.1 * x)
+
+    for activation in (None, "silu"):
+        check(normal(130, 264, device=place), normal(130, 264, device=place), activation, function)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_on_every_run():
+    dy, z = (normal(1000, 520, device="cuda") for _ in range(2))
+    dz, total = eager.epilogue_gradient(dy, z, "gelu", None, True)
+    for _ in range(20):
+        again, sums = eager.epilogue_gradient(dy, z, "gelu", None, True)
+        assert torch.equal(again, dz) and torch.equal(sums, total)
