@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from cute_kernels.reference import gate
 from sparse_collective.nn import BsrLinear, DenseGradients, SwiGLU, change_pattern_
 from tests.reference import truth
 
@@ -93,8 +94,8 @@ def swiglu(
     @torch.no_grad()
     def expected(layer: SwiGLU) -> tuple[Tensor, Tensor]:
         rows, wide = sampled_rows(tokens, device), torch.float32
-        gate, up, down = (part.weight.to_dense().t() for part in (layer.gate, layer.up, layer.down))
-        inner = truth(x()[rows], gate, activation="silu", dtype=wide) * truth(x()[rows], up, dtype=wide)
+        both, down = (part.weight.to_dense().t() for part in (layer.gate_up, layer.down))
+        inner = gate(truth(x()[rows], both, dtype=wide), "silu")
         return rows, truth(inner, down, dtype=wide)
 
     def ours():

@@ -7,6 +7,8 @@ from . import functions
 from .dtypes import accumulator
 from .traced.evaluate import evaluate
 
+GATE = 64  # features of a gate, and of what it multiplies, in turn
+
 
 def linear_terms(acc, bias, residual, alpha, beta):
     """The epilogue's terms before the activation, in their order, on an fp32 or fp64 accumulator (..., M, N)."""
@@ -35,9 +37,18 @@ def gemm(a, b, terms, out, out_dtype):
     return finish(torch.matmul(a.to(wide), b.to(wide)), terms, out, out_dtype)
 
 
+def gate(z, activation):
+    """Of z (..., 2 H), of whose columns 64 belong to the gate, 64 to what it multiplies, and so on: (..., H)."""
+    g, u = z.unflatten(-1, (-1, 2, GATE)).unbind(-2)
+    return ((g if activation is None else functions.ACTIVATIONS[activation](g)) * u).flatten(-2)
+
+
 def finish(acc, terms, out, out_dtype):
     """The epilogue of an accumulator, rounded once; into `out`, or contiguous. (y, z) if the terms are with z."""
     t = terms
+    if t.gated:
+        result = gate(acc, t.activation)
+        return result.to(out_dtype).contiguous() if out is None else out.copy_(result)
     if t.with_z:
         z = linear_terms(acc, t.bias, t.residual, t.alpha, t.beta)
         y = apply_epilogue(z, None, t.activation, None, 1.0, 1.0, t.epilogue)

@@ -3,12 +3,22 @@
 BsrMatrix                 the format; shares its tensors with torch.sparse_bsr
 bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)
 bsr_linear(x, W, ...)     x (..., K) @ W.T
-bsr_grouped_linear(...)   the same with an item of a batch W for each run of x's rows: a mixture of experts
+bsr_gated_linear(x, W)    silu(x @ G.T) * (x @ U.T), of a W that holds both
+bsr_grouped_linear(...)   bsr_linear with an item of a batch W for each run of x's rows: a mixture of experts
 sddmm(a, b, pattern)      the stored blocks of a dense a @ b: a weight's gradient
 """
 
 from . import torch_functions  # noqa: F401 (importing it makes W @ b a product)
 from .bsr import BsrMatrix, random_bsr
-from .ops import bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
+from .ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, interleaved, sddmm
 
-__all__ = ["BsrMatrix", "bsr_grouped_linear", "bsr_linear", "bsr_matmul", "random_bsr", "sddmm"]
+__all__ = [
+    "BsrMatrix",
+    "bsr_gated_linear",
+    "bsr_grouped_linear",
+    "bsr_linear",
+    "bsr_matmul",
+    "interleaved",
+    "random_bsr",
+    "sddmm",
+]

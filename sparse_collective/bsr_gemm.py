@@ -91,7 +91,7 @@ class BsrGemm:
         return shape, stride
 
     def output(self, d: cute.Tensor, rows: Int32) -> cute.Tensor:
-        """(bm, N, M / bm, L)"""
-        bm = self.facts.block.bm
+        """(bm, N, M / bm, L); of a gated product half as many rows."""
+        bm = self.facts.block.bm // (1 + self.facts.epilogue.gated)
         (_, N, L), (sM, sN, sL) = self.oriented(d)
         return view(d, (bm, N, rows, L), (sM, sN, sM * bm, sL))

@@ -30,6 +30,7 @@ from .bsr import BsrMatrix
 from .checks import RUN_MULTIPLE, check_group_numbers
 from .tile_order import reference as tile_order
 
+GATED = "bsr_gated_linear"
 _PLANS = PlanCache()
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
@@ -84,10 +85,10 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None, with_
         terms = None
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z)
+        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED)
         plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups))
     if plan.function is None:
-        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z)
+        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED)
         return _without_kernel(plan, W, b, given, out, groups)
     if out is None:
         out = plan.new_out()
@@ -144,7 +145,11 @@ def _ordered(plan: Plan) -> tuple:
 
 
 def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
-    """CPU tensors multiply the stored blocks by torch; an empty result needs nothing at all."""
+    """CPU tensors multiply the stored blocks by torch, a gate without a kernel is torch's; an empty result needs
+    nothing at all."""
+    if plan.unfused:
+        y = reference.gate(call("bsr_linear", W, b, None, None, None, None, None), terms.activation)
+        return y if out is None else out.copy_(y)
     if plan.empty:
         return (plan.new_out(), plan.new_out()) if terms.with_z else plan.new_out() if out is None else out
     bias = terms.bias
@@ -158,7 +163,7 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     else:
         tokens = b if W.batch is not None else flatten_batch(torch.atleast_2d(b), 2)[0]  # (..., K) is (tokens, K)
         acc = on_cpu.product(W, tokens.mT).mT
-        acc = acc if W.batch is not None else acc.reshape(plan.out_shape)
+        acc = acc if W.batch is not None else acc.reshape(*b.shape[:-1], W.shape[-2])
         if bias is not None and bias.dim() == 2:
             terms = replace(terms, bias=bias[:, None])
     return reference.finish(acc, terms, out, plan.out_dtype)
@@ -197,7 +202,10 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
         batch = ()
     else:
         batch = _batch(op, W, name, b)
-    shape = (*batch, *b.shape[-2:-1], M) if linear else (*batch, M, b.shape[-1])
+    if op == GATED:
+        check_gated(W)
+    features = M // 2 if op == GATED else M
+    shape = (*batch, *b.shape[-2:-1], features) if linear else (*batch, M, b.shape[-1])
     out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", terms.residual, shape, out_dtype)
@@ -236,6 +244,18 @@ def _check_groups(op: str, W, x, groups) -> None:
         raise ValueError(
             f"{op}: {rows} rows of x in {runs} groups: each must have the same number of rows, a multiple of "
             f"{RUN_MULTIPLE}; pad each expert's rows with zeros"
+        )
+
+
+def check_gated(W) -> None:
+    """ValueError for a W that bsr_gated_linear does not take."""
+    W = as_bsr(GATED, W)
+    if W.batch is not None:
+        raise ValueError(f"{GATED}: W is a batch; use bsr_linear, and multiply by torch")
+    if W.shape[0] % (2 * reference.GATE):
+        raise ValueError(
+            f"{GATED}: W has {W.shape[0]} rows; {reference.GATE} of the gate and {reference.GATE} that it multiplies "
+            "come in turn, so they must be a multiple of both"
         )
 
 
@@ -304,7 +324,14 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         W.stats,
     )
     arch, sms, card = device_arch(b.get_device())
-    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    try:
+        plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    except ValueError as reason:
+        if plan.op != GATED:
+            raise
+        plan.unfused = True
+        plan.notes.append(f"not fused: torch computes the gate of a plain product ({reason})")
+        return
     plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block
@@ -361,6 +388,11 @@ def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *
 def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
     """The plan of the same call of bsr_linear."""
     return _explained("bsr_linear", W, x, Terms(bias, activation, epilogue=epilogue), out)
+
+
+def plan_bsr_gated_linear(x, W, activation="silu", out=None) -> Plan:
+    """The plan of the same call of bsr_gated_linear."""
+    return _explained(GATED, W, x, Terms(activation=activation, gated=True), out)
 
 
 def plan_bsr_grouped_linear(

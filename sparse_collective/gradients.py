@@ -20,10 +20,14 @@ from .sampled.tables import rows_of
 
 
 class Bsr(torch.autograd.Function):
-    """bsr_matmul, bsr_linear or bsr_grouped_linear, differentiable once in values, b, bias and residual."""
+    """bsr_matmul, bsr_linear or bsr_grouped_linear, differentiable once in values, b, bias and residual.
+
+    Not to be applied under a transform of torch.func; see `differentiable`.
+    """
 
     @staticmethod
-    def forward(ctx, op, W, stored, b, bias, activation, residual, epilogue, groups):
+    def forward(ctx, call, stored, b, bias, residual, groups):
+        op, W, activation, epilogue = call
         epilogue = None if epilogue is None else epilogue_program(op, epilogue)  # as it is now
 
         def run(with_z):
@@ -39,7 +43,7 @@ class Bsr(torch.autograd.Function):
     def backward(ctx, dy):
         op, W, activation, epilogue = ctx.call
         _, b, bias, _, groups, saved = ctx.saved_tensors
-        _, _, needs_values, needs_b, needs_bias, _, needs_residual, _, _ = ctx.needs_input_grad
+        _, needs_values, needs_b, needs_bias, needs_residual, _ = ctx.needs_input_grad
         sums = needs_bias and of_columns(bias)
         dz, total = through_epilogue(dy, activation, epilogue, saved, sums)
         dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
@@ -47,7 +51,15 @@ class Bsr(torch.autograd.Function):
         dbias = None
         if needs_bias:
             dbias = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
-        return None, None, dvalues, db, dbias, None, dz if needs_residual else None, None, None
+        return None, dvalues, db, dbias, dz if needs_residual else None, None
+
+
+_apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without torch.func's part, some 3 us a call
+
+
+def differentiable(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Tensor:
+    """An op without out, of arguments that autograd watches and no transform of torch.func."""
+    return _apply((op, W, activation, epilogue), W.stored, b, bias, residual, groups)
 
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:

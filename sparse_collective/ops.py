@@ -1,6 +1,7 @@
 """bsr_matmul, bsr_linear and bsr_grouped_linear: what a torch user calls with a block-sparse weight.
 
-Under torch.compile the calls go through the registered ops `sparse_collective::bsr` and `sparse_collective::bsr_out`.
+Under torch.compile the calls go through the registered ops `sparse_collective::bsr` and `sparse_collective::bsr_out`,
+under the transforms of torch.func through a differentiable form of the first.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
+from cute_kernels.matmul.terms import check_activation
+from cute_kernels.reference import GATE, gate
 
 from . import eager
 from .bsr import BsrMatrix
+from .gradients import differentiable
 from .sampled import eager as sampled
 
 Epilogue = Callable[[Tensor], Tensor]
@@ -75,6 +79,45 @@ def bsr_linear(
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
     return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
+
+
+def bsr_gated_linear(
+    x: Tensor, W: BsrMatrix | Tensor, activation: str | None = "silu", out: Tensor | None = None
+) -> Tensor:
+    """activation(x @ G.T) * (x @ U.T): the first half of a gated feed-forward layer, in one kernel.
+
+    Args:
+        x: (..., K) of W's dtype, of any strides.
+        W: (2 H, K) BsrMatrix or torch.sparse_bsr tensor: of its rows 64 are G's, 64 U's, and so on (see interleaved).
+        activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
+        out: (..., H); its dtype is the result's.
+
+    Returns:
+        (..., H), `out` if it was given.
+
+    One kernel serves blocks of 128 rows and more on Hopper, where no gradient is wanted: what the two halves are never
+    reaches memory. Elsewhere torch computes the gate of bsr_linear's result, which is rounded to W's dtype before;
+    `explain` says so. Raises as bsr_matmul does.
+    """
+    if out is None and watched(W, x):
+        check_activation(eager.GATED, activation)
+        eager.check_gated(W)
+        return gate(bsr_linear(x, W), activation)
+    return _call(eager.GATED, W, x, None, activation, None, out, None)
+
+
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of both in turn, 64 of each, as bsr_gated_linear wants them: of (H, ...) and (H, ...) (2 H, ...).
+
+    Raises:
+        ValueError: the shapes differ, or H is no multiple of 64.
+    """
+    if gate.shape != up.shape or gate.dim() == 0 or gate.shape[0] % GATE:
+        raise ValueError(
+            f"interleaved: shapes {tuple(gate.shape)} and {tuple(up.shape)}; they must be one, (H, ...) with H a "
+            f"multiple of {GATE}"
+        )
+    return torch.stack([t.unflatten(0, (-1, GATE)) for t in (gate, up)], 1).flatten(0, 2)
 
 
 def bsr_grouped_linear(
@@ -161,17 +204,17 @@ def _call(op: str, *terms) -> Tensor:
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
+    elif torch._C._are_functorch_transforms_active():
+        from .transforms import transformed_bsr as run
     else:
-        W, b, bias, activation, residual, out, epilogue, *groups = terms
+        W, b, bias, _, residual, out, *_ = terms
         if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
-            from .gradients import Bsr
-
-            groups = groups[0] if groups else None
-            return Bsr.apply(op, W, W.stored, b, bias, activation, residual, epilogue, groups)
+            run = differentiable
     return run(op, *terms)
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)
 explains(bsr_linear, eager.plan_bsr_linear)
+explains(bsr_gated_linear, eager.plan_bsr_gated_linear)
 explains(bsr_grouped_linear, eager.plan_bsr_grouped_linear)
 explains(sddmm, sampled.plan_sddmm)

@@ -9,7 +9,7 @@ from cute_kernels.runtime import library
 from cute_kernels.torch_op import epilogue_gradient, function_named, named_function, result_to_save, wants_z
 
 from .bsr import BsrMatrix
-from .eager import call
+from .eager import GATED, call
 from .gradients import bias_gradient, operand_gradient, values_gradient
 
 NAME = "sparse_collective::bsr"
@@ -118,6 +118,8 @@ def _items(crow_indices, values) -> tuple:
 def _shape(op: str, *inputs) -> tuple:
     *matrix, b = inputs
     rows, items = _extents(*matrix)[0], _items(matrix[1], matrix[3])
+    if op == GATED:
+        rows = rows // 2
     if op == "bsr_matmul":
         return (*(items or b.shape[:-2]), rows, b.shape[-1])
     if items and op == "bsr_linear":
@@ -131,12 +133,18 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None)
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
     any other is checked in each call, with a synchronisation.
     """
-    if not isinstance(W, BsrMatrix):
-        raise TypeError(f"{op}: under torch.compile W must be a BsrMatrix; make it outside with BsrMatrix.from_torch")
-    base = W if W.base is None else W.base
-    matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
-    terms = bias, activation, residual, None, named_function(epilogue), groups
-    inputs = op, W.base is not None, *matrix, b
-    if out is None and wants_z(activation, epilogue, base.stored, b, bias, residual):
+    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups)
+    if out is None and wants_z(activation, epilogue, inputs[4], b, bias, residual):
         return torch.ops.sparse_collective.bsr_and_z(*inputs, *terms)[0]
     return library.call(NAME, inputs, out, terms)
+
+
+def flat(op, W, b, bias, activation, residual, epilogue, groups) -> tuple[tuple, tuple]:
+    """(inputs, terms) of the registered op."""
+    if not isinstance(W, BsrMatrix):
+        raise TypeError(
+            f"{op}: under torch.compile and torch.func W must be a BsrMatrix; make it outside with BsrMatrix.from_torch"
+        )
+    base = W if W.base is None else W.base
+    matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
+    return (op, W.base is not None, *matrix, b), (bias, activation, residual, None, named_function(epilogue), groups)

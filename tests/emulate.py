@@ -61,8 +61,12 @@ class Emulated:
         self.insist("b", b, 1)
         self.insist("d", d, 2)
         self.insist_on_whole_granules(d)
-        assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
         spec = self.facts.epilogue
+        if spec.gated:
+            assert acc.shape[:-1] == d.shape[:-1] and acc.shape[-1] == 2 * d.shape[-1]
+            d.copy_(reference.gate(acc, spec.activation))
+            return
+        assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
         assert (bias is not None) == bool(spec.bias) and (residual is not None) == bool(spec.residual)
         if spec.bias_items:
             assert self.facts.block.batch and spec.bias == "row" and bias.is_contiguous() and bias.dim() == 2

@@ -8,26 +8,45 @@ import pytest
 import torch
 from torch import nn
 
-from sparse_collective.nn import BsrGroupedLinear, BsrMixtureOfExperts, SwiGLU
+from sparse_collective.nn import BsrGroupedLinear, BsrMixtureOfExperts, SwiGLU, densify_
 from sparse_collective.nn.feed_forward import routing_of
 
 from .nn_parts import BF16, blocks_of, masked, near
 from .reference import normal
 
 
-def test_swiglu(place):
-    layer = SwiGLU(128, 192, blocksize=(32, 32), density=0.5, bias=True, device=place, dtype=BF16)
-    gate, up, down = (masked(m)[0] for m in (layer.gate, layer.up, layer.down))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("block", [(32, 32), (128, 64)])
+def test_swiglu(place, bias, block):
+    layer = SwiGLU(128, 192, blocksize=block, density=0.5, bias=bias, device=place, dtype=BF16)
+    gate_up, down = (masked(m)[0] for m in (layer.gate_up, layer.down))
     x = normal(20, 128, device=place).requires_grad_()
     x64 = x.detach().double().requires_grad_()
-    y, exact = layer(x), down(nn.functional.silu(gate(x64)) * up(x64))
+    gate, up = gate_up(x64).unflatten(-1, (-1, 2, 64)).transpose(1, 2).flatten(2).unbind(1)
+    y, exact = layer(x), down(nn.functional.silu(gate) * up)
     near(y, exact, 2)
+    with torch.no_grad():
+        near(layer(x), exact, 2)
     dy = normal(*y.shape, device=place)
     y.backward(dy)
     exact.backward(dy.double())
     near(x.grad, x64.grad, 2)
-    for mine, theirs in ((layer.gate, gate), (layer.up, up), (layer.down, down)):
+    for mine, theirs in ((layer.gate_up, gate_up), (layer.down, down)):
         near(mine.values.grad, blocks_of(mine, theirs.weight.grad), 2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu_from_linears(bias):
+    gate, up = (nn.Linear(64, 128, bias) for _ in range(2))
+    down = nn.Linear(128, 64, bias)
+    layer, x = SwiGLU.from_linears(gate, up, down, (32, 32)), torch.randn(5, 64)
+    torch.testing.assert_close(layer(x), down(nn.functional.silu(gate(x)) * up(x)))
+    densify_(layer)
+    torch.testing.assert_close(layer(x), down(nn.functional.silu(gate(x)) * up(x)))
+    with pytest.raises(ValueError, match="both have a bias"):
+        SwiGLU.from_linears(gate, nn.Linear(64, 128, not bias), down)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        SwiGLU(64, 96, density=0.5)
 
 
 @pytest.mark.parametrize("one_pattern", [True, False])

@@ -486,6 +486,7 @@ def test_what_is_left_alone():
     model.complex = nn.Linear(64, 64, dtype=torch.complex64)
     model.own = BsrLinear(64, 64, blocksize=(32, 32), density=0.5)
     model.gated = SwiGLU(64, 64, blocksize=(32, 32), density=0.5)
+    model.fused = BsrLinear(64, 64, blocksize=(32, 32), density=0.5, activation="silu")
     model.twice = nn.Module()
     model.twice.a = model.twice.b = nn.Linear(64, 64)
     report = sparsify_(model, SparsityConfig((32, 32), 0.5))
@@ -497,8 +498,8 @@ def test_what_is_left_alone():
         "complex": "values cannot be torch.complex64; use one of torch.bfloat16, torch.float16, torch.float32",
     }
     report = densify_(model)
-    assert [c.name for c in report.changed] == ["own", "gated.up", "gated.down", "twice.a"]
-    assert [(c.name, c.skipped) for c in report.skipped] == [("gated.gate", "applies silu, which nn.Linear does not")]
+    assert [c.name for c in report.changed] == ["own", "gated.gate_up", "gated.down", "twice.a"]
+    assert [(c.name, c.skipped) for c in report.skipped] == [("fused", "applies silu, which nn.Linear does not")]
     with pytest.raises(ValueError, match="use BsrLinear.from_linear"):
         sparsify_(nn.Linear(64, 64), SparsityConfig())
     with pytest.raises(ValueError, match="to_linear"):

@@ -173,4 +173,5 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     terms += ["z"] if spec.stores_z else []
     terms += [spec.activation] if spec.activation else []
     terms += ["function"] if spec.function else []
+    terms += ["gated"] if spec.gated else []
     return "+".join(terms)

@@ -106,6 +106,7 @@ class EpilogueSpec:
     z = x                           stores_z: what backward needs is stored, too, as D is
     x = activation(x)               a name in functions.ACTIVATIONS
     x = function(x)                 the user's own, traced
+    x = x * u                       gated: of A's rows 64 make x, then 64 make u, and so on; D has half as many
     """
 
     scale: bool = False
@@ -116,6 +117,7 @@ class EpilogueSpec:
     activation: str | None = None
     function: Program | None = None
     stores_z: bool = False
+    gated: bool = False
 
     @property
     def is_light(self) -> bool:

@@ -20,11 +20,27 @@ def general(facts: GemmFacts) -> str:
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
     if any(n < 1 for n in vars(cfg).values()):
         return f"{cfg}: every count must be at least 1"
+    if reason := _gated(facts):
+        return reason
     if block and block.operand == "a" and block.run and block.run % (cfg.tile_n * cfg.cluster_n):
         return (
             f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
             f"{block.run} long: the columns must divide it"
         )
+    return ""
+
+
+def _gated(facts: GemmFacts) -> str:
+    """What a gate asks: that a warpgroup has both the 64 rows of the gate and those that it multiplies."""
+    cfg, spec = facts.config, facts.epilogue
+    if not spec.gated:
+        return ""
+    if facts.path != "sm_90" or facts.family not in ("dense", "bsr"):
+        return "a gate in the epilogue: the sm_90 kernel with a block row a tile has it"
+    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z:
+        return "a gate in the epilogue goes with an activation alone"
+    if cfg.warps_m > 1 or cfg.tile_m % 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
+        return f"tile {cfg}: a gate needs whole tiles of 128 rows of a block in one warpgroup"
     return ""
 
 

@@ -16,6 +16,7 @@ class Plan(CallPlan):
     uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
     tiles: tuple = ()  # of one whose work tiles may be ordered: sparse_collective.tile_order's Tiles
+    unfused: bool = False  # of a gated product: whether torch computes the gate of a plain one
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
 
     def kernel_lines(self) -> list[str]:

@@ -71,6 +71,7 @@ class StoreSm90:
         self.boxes = cfg.boxes_b
         self.per_box = cfg.tile_n // self.boxes // self.epi_n  # chunks
         self.split = cfg.split
+        self.gated = facts.epilogue.gated
         self.buffers = cfg.ring
 
     @property
@@ -124,7 +125,7 @@ class StoreSm90:
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
         piece = const_expr(min(values, PIECE) if self.anchored else values)
         rD = cute.make_rmem_tensor(piece, Float32)
-        share = const_expr(self.slabs * self.chunks // self.split)
+        share = const_expr(self.slabs * self.chunks // self.split // (1 + self.gated))
         for i in range_constexpr(share):
             chunk = i if const_expr(self.split == 1) else rank * share + i
             s, e = chunk // self.chunks, chunk % self.chunks
@@ -135,13 +136,17 @@ class StoreSm90:
             outer = (outer_m, *batch)
             if const_expr(self.boxes > 1):  # an absent box lies past the last block: nothing there may be read
                 outer = (cutlass.min(outer_m, self.blocks(gD) - 1), *batch)
+            at = const_expr(i * values)  # of the chunk's accumulators
             slab = out_m * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
+            if const_expr(self.gated):  # every second slab is what a gate multiplies
+                at = const_expr((2 * (i // self.chunks) * self.chunks + i % self.chunks) * values)
+                slab = out_m * (self.tile_m // SLAB_M // 2) + s
             if const_expr(self.tma):
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_one(anchor) if const_expr(self.anchored) else None
                 for v in range_constexpr(piece):
-                    rD[v] = acc[i * values + first + v]
+                    rD[v] = acc[at + first + v]
                     if const_expr(self.anchored and not self.by_bias):
                         rD[v] = rD[v] * one
                 if const_expr(self.split == 1):
@@ -157,6 +162,9 @@ class StoreSm90:
                     parts = [rD, cute.make_rmem_tensor(piece, Float32)]
                 rZ = parts[1] if const_expr(self.spec.stores_z) else None
                 epilogue.apply(self.spec, args, rD, cD, extent, outer, factor, rZ)
+                if const_expr(self.gated):
+                    for v in range_constexpr(piece):
+                        rD[v] = rD[v] * acc[at + self.chunks * values + first + v]
                 if const_expr(self.tma):
                     parts[0].store(rD.load().to(self.dtype))
                 else:

@@ -24,15 +24,13 @@ class Terms:
     beta: float = 1.0
     epilogue: Callable | None = None
     with_z: bool = False  # whether what enters the activation is a second result
+    gated: bool = False  # see EpilogueSpec
 
     def spec(self, op: str, kind: str | None) -> EpilogueSpec:
         """The static half of the epilogue, with a bias of this kind (see bias_kind); checks what has no shape."""
         for name in ("alpha", "beta"):
             check_scalar(op, name, getattr(self, name))
-        known = isinstance(self.activation, str) and self.activation in ACTIVATIONS
-        if self.activation is not None and not known:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"{op}: unknown activation {self.activation!r}; known are {known} and None")
+        check_activation(op, self.activation)
         return EpilogueSpec(
             scale=self.alpha != 1.0,
             bias=kind,
@@ -41,7 +39,15 @@ class Terms:
             activation=self.activation,
             function=None if self.epilogue is None else epilogue_program(op, self.epilogue),
             stores_z=self.with_z,
+            gated=self.gated,
         )
+
+
+def check_activation(op: str, activation) -> None:
+    """ValueError for one that is not known."""
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{op}: unknown activation {activation!r}; known are {known} and None")
 
 
 def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | None:

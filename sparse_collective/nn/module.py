@@ -142,11 +142,17 @@ class BsrModule(nn.Module):
         Raises:
             ValueError: the indices are no pattern, as after to_empty().
         """
-        values = self.values
         if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
-            return self._matrix(values, check=not self._checked)
-        kept = self._weight
-        fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
+            return self._matrix(self.values, check=not self._checked)
+        kept, buffers = self._weight, self._buffers
+        values = self._parameters.get("values")  # without Module.__getattr__, 0.5 us a call
+        if values is None:  # a parametrized one is an attribute of another kind
+            values = self.values
+        fits = (
+            kept is not None
+            and kept.crow_indices is buffers["crow_indices"]
+            and kept.col_indices is buffers["col_indices"]
+        )
         if fits and kept.stored is values and self._dtype is values.dtype:
             return kept
         if not fits or kept.stored.shape != values.shape:
