@@ -5,7 +5,7 @@
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
                     its kernels' registers, spills and shared memory
-    training        gradients of block-sparse products and layers, forward and backward, beside dense ones
+    training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     plot, compare   figures of result files; two runs beside each other

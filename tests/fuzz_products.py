@@ -52,15 +52,18 @@ def placements(draw, shape, align: int, transposed: bool = False):
 
 
 def extents(most: int, align: int):
-    """0 and 1 now and then, else up to `most`; where copies are narrow, odd multiples of `align`."""
+    """1 now and then, else up to `most`; where copies are narrow, odd multiples of `align`. 0: see EMPTY."""
     if align == 8:
         near = st.integers(0, most // 8).flatmap(lambda j: st.integers(1, 17).map(lambda more: 8 * j + more))
-        return st.one_of(st.sampled_from([0, 1]), near, st.integers(1, most))
-    return st.one_of(st.just(0), st.integers(0, max(most // (2 * align) - 1, 0)).map(lambda j: (2 * j + 1) * align))
+        return st.one_of(st.just(1), near, st.integers(1, most))
+    return st.integers(0, max(most // (2 * align) - 1, 0)).map(lambda j: (2 * j + 1) * align)
 
 
 # On the sm_80 path a copy is as wide as the contiguous extent allows: to have few kernels, the widest or the narrowest.
-wide_or_odd = st.sampled_from([lambda *n: [8 * (x // 8) for x in n], lambda *n: [x | 1 for x in n]])
+wide_or_odd = st.sampled_from([lambda *n: [8 * max(1, x // 8) for x in n], lambda *n: [x | 1 for x in n]])
+
+# What a case has none of. Drawn apart: with a 0 among the values of each, seven products of ten were empty.
+EMPTY = [""] * 16 + ["m", "n", "k", "blocks"]
 
 
 @st.composite
@@ -69,19 +72,22 @@ def cases(draw, family: Family, most: int = 300):
     f = family
     # On the sm_80 path a contiguous extent decides how wide copies are; a row of W's blocks is always wide.
     align = f.align if f.path == "sm_80" else 8
-    items, density = draw(st.integers(1, 3)) if f.batch else 1, draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+    empty, items = draw(st.sampled_from(EMPTY)), draw(st.integers(1, 3)) if f.batch else 1
+    density = 0.0 if empty == "blocks" else draw(st.sampled_from([1.0, 0.5, 0.2]))  # the simplest first
     leading, give_out = None, draw(st.sampled_from([True, True, True, False]))
     lead = (items,) if f.batch and not f.run else ()
     widths = draw(wide_or_odd) if f.path == "sm_80" and align == 8 else lambda *n: n
     if f.op == "gemm":
         m, n, k = widths(*(draw(extents(most, align)) for _ in range(3)))
+        m, n, k = (0 if empty == name else extent for name, extent in (("m", m), ("n", n), ("k", k)))
         shapes = (*lead, m, k), (*lead, k, n), (*lead, m, n)
     else:
-        m, k = (draw(st.integers(0, max(1, most // side))) for side in f.block)
+        m, k = (draw(st.integers(1, max(4, most // side))) for side in f.block)
         if f.run:
-            n = draw(st.integers(0, max(2, most // f.run)))
+            n = draw(st.integers(1, max(2, most // f.run)))
         else:
-            (n,) = widths(draw(st.one_of(extents(most, align), st.integers(0, 17) if align == 8 else st.nothing())))
+            (n,) = widths(draw(st.one_of(extents(most, align), st.integers(1, 17) if align == 8 else st.nothing())))
+        m, n, k = (0 if empty == name else extent for name, extent in (("m", m), ("n", n), ("k", k)))
         M, K, tokens = m * f.block[0], k * f.block[1], n * max(f.run, 1)
         if f.op == "sddmm":
             a, b = (

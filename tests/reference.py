@@ -119,6 +119,8 @@ def dense_of(W) -> Tensor:
     """The dense matrix, or the batch of them, that a BsrMatrix or a torch.sparse_bsr tensor is."""
     if isinstance(W, Tensor):
         return W.to_dense()
+    if W.base is not None:  # a view's own index is what is to be checked
+        return dense_of(W.base).mT
     counts = W.crow_indices.diff().flatten()  # of the blocks of each row, or of each row of each item
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     blocks = W.values.new_zeros(*W.values.shape[:-3], len(counts), W.shape[-1] // W.blocksize[1], *W.blocksize)
