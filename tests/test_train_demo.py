@@ -114,10 +114,9 @@ def test_layers_share_a_graph_under_autocast():
 
 
 def test_the_rate_rises_and_falls():
-    plan = replace(runs.CPU, steps=100)
-    rates = [runs.learning_rate(plan, step) for step in range(100)]
-    assert max(rates) == rates[9] == plan.rate and rates[0] == pytest.approx(plan.rate / 10)
-    assert rates[10:] == sorted(rates[10:], reverse=True) and plan.rate / 10 < rates[-1] < plan.rate / 9
+    rates = [runs.learning_rate(step, 100, 3.0) for step in range(100)]
+    assert max(rates) == rates[9] == 3.0 and rates[0] == pytest.approx(0.3)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.3 < rates[-1] < 0.33
 
 
 def test_the_command_in_a_tiny_form(topics_alone, monkeypatch, tmp_path, capsys):

@@ -1,10 +1,14 @@
-"""python -m demo.train: train a byte-level transformer dense and block-sparse; without a GPU, in a tiny form."""
+"""python -m demo.train: train a byte-level transformer dense and block-sparse; without a GPU, in a tiny form.
+
+--minilm: prune a sentence model to blocks, and train it until its embeddings recover.
+"""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.table import make_console
 
 from ..device import why_no_gpu
-from . import report, runs, text
+from . import minilm, recovery, report, runs, text
 
 DEMO = Path(__file__).resolve().parents[1]
 NAMES = {"dense": runs.DENSE, "sparse": runs.SPARSE, "wide": runs.WIDE}
@@ -31,16 +35,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
     parser.add_argument("--steps", type=positive, help="optimizer steps of each run")
     parser.add_argument("--only", choices=NAMES, help="one of the runs")
-    parser.add_argument("--png", type=Path, default=DEMO / "train.png", help="the picture (default: demo/train.png)")
+    parser.add_argument("--minilm", action="store_true", help="prune all-MiniLM-L6-v2 and train it until it recovers")
+    parser.add_argument("--png", type=Path, help="the picture (default: demo/train.png, or demo/minilm.png)")
     parser.add_argument("--json", type=Path, help="write the figures, versions, device and command here, too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.minilm and args.only:
+        parser.error("--only names a run of the byte-level transformer; leave it out with --minilm")
+    args.png = args.png or DEMO / ("minilm.png" if args.minilm else "train.png")
+    return args
 
 
 def progress(console: Console) -> Progress:
-    columns = "[progress.description]{task.description}", "{task.fields[found]}"
     times = TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), *times, TextColumn(columns[1]),
-                    console=console)  # fmt: skip
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
+    return Progress(*columns, TextColumn("{task.fields[found]}"), console=console)
 
 
 def train_bytes(args: argparse.Namespace, argv: Sequence[str], console: Console) -> None:
@@ -79,6 +87,40 @@ def train_bytes(args: argparse.Namespace, argv: Sequence[str], console: Console)
     console.print(f"Picture: {args.png}")
 
 
+def recover_minilm(args: argparse.Namespace, argv: Sequence[str], console: Console) -> None:
+    """Recovery at each density, its table, picture and result file."""
+    no_gpu = why_no_gpu()
+    device, steps = "cpu" if no_gpu else "cuda", args.steps or recovery.STEPS
+    teacher = minilm.load().to(device).requires_grad_(False)
+    sentences = recovery.texts()
+    inputs = [[tokens.to(device) for tokens in minilm.batches(minilm.tokenize(part), recovery.TOKENS)]
+              for part in sentences]  # fmt: skip
+    console.print(
+        f"{no_gpu + ' ' if no_gpu else ''}all-MiniLM-L6-v2, its feed-forward layers in "
+        f"{'x'.join(map(str, recovery.BLOCKSIZE))} blocks.\nText: Python's help topics and docstrings, "
+        f"{len(sentences[0]):,} sentences to train on and {len(sentences[1])} of other documents held out."
+    )
+    found = []
+    with progress(console) as bar:
+        for density in recovery.DENSITIES:
+            task = bar.add_task(f"density {density:.1%}", total=steps, found="preparing")
+
+            def tell(step: int, cosine: float, task=task) -> None:
+                bar.update(task, completed=step, found=f"cosine {cosine:.3f}")
+
+            found.append(recovery.recover(teacher, density, *inputs, steps, tell)[1])
+    where = report.environment(not no_gpu)
+    title = f"Cosine with the dense model's embeddings, {steps} steps, {'fp32' if no_gpu else 'bf16'}; {where['card']}"
+    console.print(report.recovery_table(found, title))
+    if args.json:
+        plan = {"blocksize": recovery.BLOCKSIZE, "rate": recovery.RATE, "tokens_a_step": recovery.TOKENS}
+        plan |= {"sentences": len(sentences[0]), "held_out_sentences": len(sentences[1]), "low": recovery.LOW}
+        report.write_json(args.json, "minilm", where, argv, found, plan=plan)
+    curves = partial(report.draw_curves, found=found)
+    report.write_png(args.png, curves, partial(report.draw_before_and_after, found=found), 1)
+    console.print(f"Picture: {args.png}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """What is wrong with a path, and Ctrl-C, is one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
@@ -87,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in filter(None, (args.png, args.json)):  # before minutes of work, and not after them
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
-        train_bytes(args, argv, make_console(150))
-    except OSError as error:
+        (recover_minilm if args.minilm else train_bytes)(args, argv, make_console(150))
+    except (OSError, minilm.MissingModel) as error:
         print(f"python -m demo.train: error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError:

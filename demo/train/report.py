@@ -13,11 +13,12 @@ import torch
 from rich.table import Table
 
 from bench import record
-from bench.figure import Axes, percent, series
+from bench.figure import Axes, density_axis, percent, series
 from bench.table import grid
 from cute_kernels.runtime.keys import source_fingerprint
 
 from ..figure import write_png
+from .recovery import LOW, Recovery
 from .runs import Run
 
 
@@ -51,6 +52,47 @@ def draw(path: Path, runs: Sequence[Run], device: str) -> None:
     right = partial(draw_runs, runs=runs, value=lambda run: run.seconds)
     tokens = partial(left, label="million tokens (bytes)", title="Loss against tokens")
     write_png(path, tokens, partial(right, label="seconds of training steps", title=f"Loss against time, {device}"), 1)
+
+
+def recovery_table(found: Sequence[Recovery], title: str) -> Table:
+    """A line for each density: cosines of held-out sentences with the dense model's, before and after training."""
+    low = f"lowest {percent(LOW)}"
+    numbers = ["density", "parameters", "cosine before", low, "after", low, "tokens", "minutes"]
+    table = grid(["feed-forward layers"], numbers, title=title)
+    for row in found:
+        cosines = (row.cosine[0], row.low_cosine[0], row.cosine[-1], row.low_cosine[-1])
+        cells = [
+            percent(row.density),
+            f"{row.parameters:,} of {row.dense_parameters:,}",
+            *map("{:.3f}".format, cosines),
+        ]
+        table.add_row("pruned, then trained", *cells, f"{row.tokens:,}", f"{row.seconds / 60:.1f}")
+    return table
+
+
+def draw_curves(ax: Axes, found: Sequence[Recovery]) -> None:
+    """Mean cosine against steps; the first point is of the pruned model that was not trained."""
+    for row, (colour, marker) in zip(found, series(len(found)), strict=True):
+        ax.plot(row.steps, row.cosine, color=colour, marker=marker, label=f"{percent(row.density)} of the blocks")
+    ax.set_ylim(top=1.0)
+    ax.set_xlabel("training steps")
+    ax.set_ylabel("cosine with the dense model's embeddings")
+    ax.set_title("Sentences of documents that were held out", fontsize=10)
+    ax.legend(frameon=False, fontsize=8)
+
+
+def draw_before_and_after(ax: Axes, found: Sequence[Recovery]) -> None:
+    """Means, and the lowest twentieth dashed, against density."""
+    densities = [row.density for row in found]
+    for name, at, (colour, marker) in zip(("pruned alone", "trained"), (0, -1), series(2), strict=True):
+        ax.plot(densities, [row.cosine[at] for row in found], color=colour, marker=marker, label=f"{name}, mean")
+        low = [row.low_cosine[at] for row in found]
+        ax.plot(densities, low, color=colour, marker=marker, ls="--", label=f"{name}, lowest {percent(LOW)} at most")
+    density_axis(ax, densities)
+    ax.set_ylim(0, 1)
+    ax.set_ylabel("cosine")
+    ax.set_title("Before and after", fontsize=10)
+    ax.legend(frameon=False, fontsize=8)
 
 
 def environment(gpu: bool) -> dict:

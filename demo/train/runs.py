@@ -86,13 +86,18 @@ def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
     return text[starts[:, None] + torch.arange(length, device=text.device)]
 
 
-def learning_rate(plan: Plan, step: int) -> float:
+def learning_rate(step: int, steps: int, peak: float) -> float:
     """A linear warmup, then a cosine to a tenth."""
-    warmup = max(1, round(WARMUP * plan.steps))
+    warmup = max(1, round(WARMUP * steps))
     if step < warmup:
-        return plan.rate * (step + 1) / warmup
-    done = (step - warmup) / max(1, plan.steps - warmup)
-    return plan.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def precision(device: torch.device) -> torch.autocast:
+    """A context in which a GPU multiplies in bf16; on a CPU all is fp32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def optimizer_of(model: Decoder, plan: Plan, device: torch.device) -> torch.optim.Optimizer:
@@ -102,11 +107,11 @@ def optimizer_of(model: Decoder, plan: Plan, device: torch.device) -> torch.opti
     return torch.optim.AdamW(options, lr=plan.rate, betas=BETAS, fused=device.type == "cuda")
 
 
-def evaluated(model: Decoder, text: Tensor, plan: Plan, cast: Callable) -> float:
+def evaluated(model: Decoder, text: Tensor, plan: Plan) -> float:
     """The mean loss of evenly spread windows of the text."""
     length = plan.shape.context + 1
     starts = torch.linspace(0, len(text) - length, plan.windows, dtype=torch.float64).long().to(text.device)
-    with torch.no_grad(), cast():
+    with torch.no_grad(), precision(text.device):
         losses = [model.loss(windows_at(text, some, length)) for some in starts.split(plan.batch)]
     return torch.stack(losses).mean().item()
 
@@ -124,10 +129,6 @@ def train(
     """
     device, shape = train_text.device, plan.shapes()[name]
     gpu = device.type == "cuda"
-
-    def cast() -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=gpu)
-
     torch.manual_seed(SEED)
     model = Decoder(shape).to(device)
     optimizer = optimizer_of(model, plan, device)
@@ -142,7 +143,7 @@ def train(
             layer.compile(fullgraph=True)
 
     def backward(step: int) -> Tensor:
-        with cast():
+        with precision(device):
             loss = model.loss(windows_at(train_text, starts[step], shape.context + 1))
         loss.backward()
         return loss.detach()
@@ -152,7 +153,7 @@ def train(
         run.tokens.append(step * plan.batch * shape.context)
         run.seconds.append(sum(times) / 1e3)
         run.train_loss.append(torch.stack(losses).mean().item() if losses else None)
-        run.held_out_loss.append(evaluated(model, held_out, plan, cast))
+        run.held_out_loss.append(evaluated(model, held_out, plan))
         losses.clear()
 
     if gpu:
@@ -164,7 +165,7 @@ def train(
     for step in range(plan.steps):
         clock.mark()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(plan, step)
+            group["lr"] = learning_rate(step, plan.steps, plan.rate)
         losses.append(backward(step))
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import re
 import sysconfig
 import textwrap
 import warnings
@@ -54,3 +55,14 @@ def split() -> tuple[list[str], list[str]]:
 def as_bytes(texts: list[str]) -> Tensor:
     """(n,) uint8, documents one after another."""
     return torch.from_numpy(np.frombuffer("\n\n".join(texts).encode(), np.uint8).copy())
+
+
+def sentences(texts: list[str]) -> list[str]:
+    """Each once: those of 5 words or more, with few signs that are no letters."""
+    found = {}
+    for paragraph in re.split(r"\n\s*\n", "\n\n".join(texts)):
+        for sentence in re.split(r"(?<=[.!?:])\s+(?=[A-Z])", " ".join(paragraph.split())):
+            letters = sum(c.isalpha() or c == " " for c in sentence)
+            if len(sentence.split()) >= 5 and letters >= 0.9 * len(sentence):
+                found[sentence] = None
+    return list(found)
