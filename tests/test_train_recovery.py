@@ -47,15 +47,17 @@ def test_embeddings_do_not_depend_on_padding():
 
 
 def test_pruned_layers_are_the_feed_forward_ones():
-    dense, inputs = teacher(), minilm.batches(some_texts(20), 64)
-    student, found = recovery.pruned(dense, 0.5, inputs)
-    sparse = {name for name, module in student.named_modules() if isinstance(module, BsrLinear)}
-    assert sparse == {f"layers.{i}.{name}" for i in range(2) for name in ("up", "down")}
+    dense, student, inputs = teacher(), teacher(), minilm.batches(some_texts(20), 64)
+    recovery.prune_feed_forward_(student, 1.0)
+    torch.testing.assert_close(student(inputs[0])[-1], dense(inputs[0])[-1])
+    assert recovery.loss_of(student(inputs[0]), dense(inputs[0]), inputs[0]) < 1e-5
     biases = 2 * (TINY.dim + TINY.hidden)
-    assert found.parameters - biases == (found.dense_parameters - biases) / 2
-    whole, _ = recovery.pruned(dense, 1.0, inputs)
-    torch.testing.assert_close(whole(inputs[0])[-1], dense(inputs[0])[-1])
-    assert recovery.loss_of(whole(inputs[0]), dense(inputs[0]), inputs[0]) < 1e-5
+    for density in (0.5, 0.25):
+        recovery.prune_feed_forward_(student, density)
+        sparse = {name for name, module in student.named_modules() if isinstance(module, BsrLinear)}
+        assert sparse == {f"layers.{i}.{name}" for i in range(2) for name in ("up", "down")}
+        stored, whole = (recovery.feed_forward_parameters(model) - biases for model in (student, dense))
+        assert stored == density * whole
 
 
 def test_the_loss_does_not_count_padding():
@@ -71,14 +73,19 @@ def test_steps_of_distillation_reduce_the_loss(monkeypatch):
     dense, train, held_out = teacher(), minilm.batches(some_texts(60), 128), minilm.batches(some_texts(12, 1), 64)
     before = copy.deepcopy(dense.state_dict())
     told = []
-    student, found = recovery.recover(dense, 0.25, train, held_out, 20, lambda *told_: told.append(told_))
-    start, _ = recovery.pruned(dense, 0.25, train)
+    student, untrained = copy.deepcopy(dense), copy.deepcopy(dense)
+    more = (train, held_out, 20, lambda *now: told.append(now))
+    first, found = (recovery.recover(student, dense, density, *more) for density in (0.5, 0.25))
+    recovery.prune_feed_forward_(untrained, 0.25)
     losses = [
-        sum(recovery.loss_of(m(tokens), dense(tokens), tokens).item() for tokens in train) for m in (start, student)
+        sum(recovery.loss_of(model(tokens), dense(tokens), tokens).item() for tokens in train)
+        for model in (untrained, student)
     ]
-    assert losses[1] < 0.7 * losses[0]
-    assert found.cosine[-1] > found.cosine[0] and found.steps == [0, 4, 8, 12, 16, 20] and len(told) == 20
-    assert found.tokens > 20 * 60 and found.seconds > 0
+    assert losses[1] < 0.7 * losses[0] and found.parameters < first.parameters < found.dense_parameters
+    expected = recovery.embedded(dense, held_out)
+    assert (found.at_once, found.low_at_once) == recovery.similarity(untrained, held_out, expected)
+    assert found.cosine[-1] > max(found.cosine[0], found.at_once) and found.steps == [0, 4, 8, 12, 16, 20]
+    assert len(told) == 40 and found.tokens > 20 * 60 and found.seconds > 0
     assert all(torch.equal(t, before[name]) for name, t in dense.state_dict().items()), "the teacher stays"
     assert torch.equal(student.words.weight, dense.words.weight)
 

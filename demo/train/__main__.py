@@ -4,6 +4,7 @@
 """
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ def recover_minilm(args: argparse.Namespace, argv: Sequence[str], console: Conso
         f"{'x'.join(map(str, recovery.BLOCKSIZE))} blocks.\nText: Python's help topics and docstrings, "
         f"{len(sentences[0]):,} sentences to train on and {len(sentences[1])} of other documents held out."
     )
-    found = []
+    found, student = [], copy.deepcopy(teacher)
     with progress(console) as bar:
         for density in recovery.DENSITIES:
             task = bar.add_task(f"density {density:.1%}", total=steps, found="preparing")
@@ -108,9 +109,11 @@ def recover_minilm(args: argparse.Namespace, argv: Sequence[str], console: Conso
             def tell(step: int, cosine: float, task=task) -> None:
                 bar.update(task, completed=step, found=f"cosine {cosine:.3f}")
 
-            found.append(recovery.recover(teacher, density, *inputs, steps, tell)[1])
+            found.append(recovery.recover(student, teacher, density, *inputs, steps, tell))
     where = report.environment(not no_gpu)
-    title = f"Cosine with the dense model's embeddings, {steps} steps, {'fp32' if no_gpu else 'bf16'}; {where['card']}"
+    title = (
+        f"Cosine with the dense model's embeddings, {steps} steps each, {'fp32' if no_gpu else 'bf16'}; {where['card']}"
+    )
     console.print(report.recovery_table(found, title))
     if args.json:
         plan = {"blocksize": recovery.BLOCKSIZE, "rate": recovery.RATE, "tokens_a_step": recovery.TOKENS}

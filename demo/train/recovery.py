@@ -1,7 +1,8 @@
 """Prune a sentence model's feed-forward layers to blocks, and train it until its embeddings recover.
 
-The dense model is the teacher: the loss is what the sentence embeddings lack to a cosine of 1, and the relative squared
-error of the states after each layer. Cosines are reported of texts from documents that were not trained on.
+It is pruned in stages: each density starts from the trained model of the one before. The dense model is the teacher:
+the loss is what the sentence embeddings lack to a cosine of 1, and the relative squared error of the states after each
+layer. Cosines are reported of texts from documents that were not trained on.
 """
 
 import copy
@@ -13,18 +14,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparse_collective.nn import InputNorms, SparsityConfig, sparsify_
+from sparse_collective.nn import BsrLinear, SparsityConfig, prune_, sparsify_
 
 from . import minilm, text
 from .runs import CLIP, SEED, learning_rate, precision
 
 DENSITIES = (0.5, 0.25, 0.125)
 BLOCKSIZE = (32, 32)
-STEPS = 250
+STEPS = 300  # at each density
 TOKENS = 1024  # of a step, with padding
 RATE = 1e-3
 BETAS = (0.9, 0.98)
-CALIBRATION = 8  # batches whose inputs weigh the blocks
 HELD_OUT = 500  # sentences
 EVALUATIONS = 5
 LOW = 0.05  # the quantile that is shown beside the mean
@@ -32,16 +32,18 @@ LOW = 0.05  # the quantile that is shown beside the mean
 
 @dataclass
 class Recovery:
-    """One density: mean cosines of held-out sentences with the dense model's, and of the worst twentieth at best."""
+    """One density: cosines of held-out sentences with the dense model's, as a mean and as the quantile LOW."""
 
     density: float
-    parameters: int  # stored in the layers that were pruned
+    parameters: int  # of the layers that are pruned
     dense_parameters: int
+    at_once: float  # mean and quantile of the dense model pruned to this density, not trained
+    low_at_once: float
     steps: list[int] = field(default_factory=list)
-    cosine: list[float] = field(default_factory=list)  # at each of `steps`; the first is before any training
-    low_cosine: list[float] = field(default_factory=list)  # the quantile LOW
-    tokens: int = 0  # trained on, without padding
-    seconds: float = 0.0  # of training, without evaluations
+    cosine: list[float] = field(default_factory=list)  # at each of `steps`, the first before this density's training
+    low_cosine: list[float] = field(default_factory=list)
+    tokens: int = 0  # trained on at this density, without padding
+    seconds: float = 0.0  # of its training, without evaluations
 
 
 def texts() -> tuple[list[str], list[str]]:
@@ -52,16 +54,18 @@ def texts() -> tuple[list[str], list[str]]:
     return train, held_out[:: max(1, len(held_out) // HELD_OUT)][:HELD_OUT]
 
 
-def pruned(teacher: minilm.MiniLM, density: float, inputs: Sequence[Tensor]) -> tuple[minilm.MiniLM, Recovery]:
-    """A copy whose feed-forward layers keep blocks by the size of weights and of what they are multiplied with."""
-    student = copy.deepcopy(teacher).requires_grad_(True)
-    with InputNorms(student) as norms, torch.no_grad(), precision(inputs[0].device):
-        for tokens in inputs:
-            student(tokens)
-    config = SparsityConfig(BLOCKSIZE, {"*.up": density, "*.down": density}, norms)
-    changes = sparsify_(student, config).changed
-    dense, stored = (sum(getattr(change, name) for change in changes) for name in ("before", "after"))
-    return student, Recovery(density, stored, dense)
+def prune_feed_forward_(model: minilm.MiniLM, density: float) -> None:
+    """Keep the largest blocks of the feed-forward layers: of dense ones, or of those that are stored yet."""
+    if any(isinstance(module, BsrLinear) for module in model.modules()):
+        for layer in model.layers:
+            prune_(layer.up, density)
+            prune_(layer.down, density)
+    else:
+        sparsify_(model, SparsityConfig(BLOCKSIZE, {"*.up": density, "*.down": density}))
+
+
+def feed_forward_parameters(model: minilm.MiniLM) -> int:
+    return sum(p.numel() for layer in model.layers for part in (layer.up, layer.down) for p in part.parameters())
 
 
 def loss_of(student: list[Tensor], teacher: list[Tensor], tokens: Tensor) -> Tensor:
@@ -84,23 +88,35 @@ def embedded(model: minilm.MiniLM, inputs: Sequence[Tensor]) -> Tensor:
         return torch.cat([minilm.embeddings(model(tokens)[-1].float(), tokens) for tokens in inputs])
 
 
+def similarity(model: minilm.MiniLM, inputs: Sequence[Tensor], expected: Tensor) -> tuple[float, float]:
+    """Mean and quantile LOW of the cosines with expected (texts, dim) embeddings."""
+    cosines = (embedded(model, inputs) * expected).sum(-1)
+    return cosines.mean().item(), cosines.quantile(LOW).item()
+
+
 def recover(
+    student: minilm.MiniLM,
     teacher: minilm.MiniLM,
     density: float,
     train: Sequence[Tensor],
     held_out: Sequence[Tensor],
     steps: int,
     tell: Callable[[int, float], None],
-) -> tuple[minilm.MiniLM, Recovery]:
-    """Prune and train; tables of words and places stay as they are.
+) -> Recovery:
+    """Prune the student (further) and train it, in place; tables of words and places stay as they are.
 
     Args:
+        student: a copy of the teacher, or what this function has made of it at a higher density.
         train, held_out: (B, S) tokens of some texts each, on the teacher's device.
         tell: called with the number of steps and the last mean cosine, after each step.
     """
-    order = random.Random(SEED)
-    student, found = pruned(teacher, density, order.sample(train, min(CALIBRATION, len(train))))
-    expected = embedded(teacher, held_out)
+    order, expected = random.Random(f"{SEED} {density}"), embedded(teacher, held_out)
+    at_once = copy.deepcopy(teacher)
+    prune_feed_forward_(at_once, density)
+    prune_feed_forward_(student, density)
+    sizes = (feed_forward_parameters(model) for model in (student, teacher))
+    found = Recovery(density, *sizes, *similarity(at_once, held_out, expected))
+    student.requires_grad_(True)
     for table in (student.words, student.places, student.kinds):
         table.requires_grad_(False)
     parameters = [p for p in student.parameters() if p.requires_grad]
@@ -108,10 +124,10 @@ def recover(
     queue: list[Tensor] = []
 
     def note(step: int) -> None:
-        cosines = (embedded(student, held_out) * expected).sum(-1)
+        mean, low = similarity(student, held_out, expected)
         found.steps.append(step)
-        found.cosine.append(cosines.mean().item())
-        found.low_cosine.append(cosines.quantile(LOW).item())
+        found.cosine.append(mean)
+        found.low_cosine.append(low)
 
     def train_step(step: int) -> None:
         if not queue:  # an epoch
@@ -138,4 +154,4 @@ def recover(
         if (step + 1) % every == 0 or step + 1 == steps:
             note(step + 1)
         tell(step + 1, found.cosine[-1])
-    return student, found
+    return found

@@ -55,25 +55,28 @@ def draw(path: Path, runs: Sequence[Run], device: str) -> None:
 
 
 def recovery_table(found: Sequence[Recovery], title: str) -> Table:
-    """A line for each density: cosines of held-out sentences with the dense model's, before and after training."""
+    """A line for each density: cosines of held-out sentences with the dense model's."""
     low = f"lowest {percent(LOW)}"
-    numbers = ["density", "parameters", "cosine before", low, "after", low, "tokens", "minutes"]
-    table = grid(["feed-forward layers"], numbers, title=title)
+    numbers = ["density", "parameters", "pruned at once", low, "pruned in stages", "trained", low, "tokens", "minutes"]
+    table = grid([], numbers, title=title)
     for row in found:
-        cosines = (row.cosine[0], row.low_cosine[0], row.cosine[-1], row.low_cosine[-1])
+        cosines = (row.at_once, row.low_at_once, row.cosine[0], row.cosine[-1], row.low_cosine[-1])
         cells = [
             percent(row.density),
             f"{row.parameters:,} of {row.dense_parameters:,}",
             *map("{:.3f}".format, cosines),
         ]
-        table.add_row("pruned, then trained", *cells, f"{row.tokens:,}", f"{row.seconds / 60:.1f}")
+        table.add_row(*cells, f"{row.tokens:,}", f"{row.seconds / 60:.1f}")
     return table
 
 
 def draw_curves(ax: Axes, found: Sequence[Recovery]) -> None:
-    """Mean cosine against steps; the first point is of the pruned model that was not trained."""
+    """Mean cosine against steps, density after density: each line begins where the model was pruned further."""
+    done = 0
     for row, (colour, marker) in zip(found, series(len(found)), strict=True):
-        ax.plot(row.steps, row.cosine, color=colour, marker=marker, label=f"{percent(row.density)} of the blocks")
+        steps = [done + step for step in row.steps]
+        ax.plot(steps, row.cosine, color=colour, marker=marker, label=f"{percent(row.density)} of the blocks")
+        done = steps[-1]
     ax.set_ylim(top=1.0)
     ax.set_xlabel("training steps")
     ax.set_ylabel("cosine with the dense model's embeddings")
@@ -84,14 +87,17 @@ def draw_curves(ax: Axes, found: Sequence[Recovery]) -> None:
 def draw_before_and_after(ax: Axes, found: Sequence[Recovery]) -> None:
     """Means, and the lowest twentieth dashed, against density."""
     densities = [row.density for row in found]
-    for name, at, (colour, marker) in zip(("pruned alone", "trained"), (0, -1), series(2), strict=True):
-        ax.plot(densities, [row.cosine[at] for row in found], color=colour, marker=marker, label=f"{name}, mean")
-        low = [row.low_cosine[at] for row in found]
-        ax.plot(densities, low, color=colour, marker=marker, ls="--", label=f"{name}, lowest {percent(LOW)} at most")
+    lines = {
+        "pruned at once": ([row.at_once for row in found], [row.low_at_once for row in found]),
+        "trained": ([row.cosine[-1] for row in found], [row.low_cosine[-1] for row in found]),
+    }
+    for (name, (mean, low)), (colour, marker) in zip(lines.items(), series(2), strict=True):
+        ax.plot(densities, mean, color=colour, marker=marker, label=f"{name}, mean")
+        ax.plot(densities, low, color=colour, marker=marker, ls="--", label=f"{name}, {percent(LOW)} are below")
     density_axis(ax, densities)
     ax.set_ylim(0, 1)
     ax.set_ylabel("cosine")
-    ax.set_title("Before and after", fontsize=10)
+    ax.set_title("Before and after training", fontsize=10)
     ax.legend(frameon=False, fontsize=8)
 
 
@@ -99,8 +105,8 @@ def environment(gpu: bool) -> dict:
     """Where this runs: card or kind of CPU, versions, commit and date."""
     if gpu:
         return record.environment() | {"python": platform.python_version()}
-    capability = torch.backends.cpu.get_cpu_capability()
-    where = {"card": f"CPU, {platform.machine()}, {capability}, {torch.get_num_threads()} threads"}
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    where = {"card": f"CPU, {platform.machine()}, {capability}, {threads} thread{'s' * (threads > 1)}"}
     where |= {"torch": torch.__version__, "python": platform.python_version(), "sources": source_fingerprint()}
     return where | {"commit": record.commit(), "date": datetime.date.today().isoformat()}
 
