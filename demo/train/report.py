@@ -81,7 +81,7 @@ def draw_curves(ax: Axes, found: Sequence[Recovery]) -> None:
     ax.set_xlabel("training steps")
     ax.set_ylabel("cosine with the dense model's embeddings")
     ax.set_title("Sentences of documents that were held out", fontsize=10)
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def draw_before_and_after(ax: Axes, found: Sequence[Recovery]) -> None:
