@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench.table import make_console
-from cute_kernels.arch import arch_of
 from sparse_collective import BsrMatrix
 
 from . import accuracy, figure, long_context, timing
+from .device import why_no_gpu
 from .layer import FeedForward, load_layer
 
 DENSITIES = (0.5, 0.25, 0.125)
@@ -33,17 +33,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text = "where the picture goes (default: demo/demo.png); attention.png beside it"
     parser.add_argument("--png", type=Path, default=ROOT / "demo" / "demo.png", help=text)
     return parser.parse_args(argv)
-
-
-def why_no_gpu() -> str:
-    """Empty if this machine's GPU runs the kernels, otherwise the reason."""
-    if not torch.cuda.is_available():
-        return "There is no CUDA GPU here."
-    try:
-        arch_of(torch.cuda.get_device_capability())
-    except RuntimeError as error:
-        return f"The GPU here ({torch.cuda.get_device_name()}) cannot run the kernels: {error}."
-    return ""
 
 
 def show_accuracy(console: Console, layer: FeedForward) -> list[accuracy.Accuracy]:

@@ -232,6 +232,19 @@ def test_schedules():
     assert cosine_fraction(50, 0.3, 100) == pytest.approx(0.15)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_graph_of_the_step_before_may_live(dtype):
+    """A training loop's `loss` does."""
+    layer, x = BsrLinear(64, 64, blocksize=(16, 16), density=1.0, dtype=dtype), torch.randn(4, 64, dtype=dtype)
+    for density in (1.0, 0.5, 0.25):
+        prune_(layer, density)
+        loss = layer(x).sum()
+        loss.backward()
+        assert layer.values.grad.shape == layer.values.shape == (16 * density, 16, 16)
+        layer.zero_grad()
+    del loss
+
+
 def test_prune_by_a_schedule():
     layer = layer_of(density=1.0, grid=(8, 8), block=(16, 16))
     optimizer = torch.optim.AdamW(layer.parameters())

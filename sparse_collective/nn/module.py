@@ -334,7 +334,7 @@ class BsrModule(nn.Module):
         """Room for so many blocks, without contents. `values` stays the same Parameter, without a gradient."""
         *lead, _, bm, bk = self.values.shape
         self.values.grad = None
-        self.values.data = self.values.data.new_empty(*lead, nnz, bm, bk)
+        put_data(self.values, self.values.data.new_empty(*lead, nnz, bm, bk))
         self.col_indices = self.col_indices.new_empty(nnz)
 
     def extra_repr(self) -> str:
@@ -344,6 +344,16 @@ class BsrModule(nn.Module):
         facts += f"bias={getattr(self, 'bias', None) is not None}, blocksize={self.blocksize}, "
         facts += f"density={self.density:.4g}, blocks={self.nnz} of {patterns * math.prod(self.grid)}"
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
+
+
+def put_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Other data in the same Parameter, of another shape; its gradient must be None.
+
+    As long as a graph of an earlier step lives, autograd expects gradients of the shape that the Parameter had then.
+    torch forgets that where the dtype changes, and only there.
+    """
+    parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
+    parameter.data = data
 
 
 # Of any device: 0.1 us, where to ask for that of a tensor takes 0.8

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .linear import BsrLinear
+from .module import put_data
 from .pattern import Pattern, indices_of, moved, origins, top_keys, top_keys_of_rows
 from .scores import Blocks, Scores, plain
 
@@ -203,7 +204,8 @@ def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Op
             values.grad.copy_(gradient)
     else:
         values.grad = None
-        values.data, layer.col_indices = blocks, pattern[1]
+        put_data(values, blocks)
+        layer.col_indices = pattern[1]
         values.grad = gradient
     layer.crow_indices.copy_(pattern[0])
     if optimizer is not None:

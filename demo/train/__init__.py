@@ -1,0 +1,1 @@
+"""Training with block-sparse layers: a byte-level transformer from scratch, and a pruned MiniLM that recovers."""
