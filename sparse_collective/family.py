@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from cute_kernels.arch import ArchSpec
 from cute_kernels.matmul import cost
 from cute_kernels.matmul.candidates import tile_k_of
-from cute_kernels.matmul.catalogue import epilogues_of
+from cute_kernels.matmul.catalogue import epilogues_of, gates
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.problem import Problem
@@ -26,7 +26,7 @@ class BsrFamily(ProductFamily):
     crow_indices, what `pattern` gives, values, b, d, and what every product takes.
     """
 
-    ops = ("bsr_matmul", "bsr_linear")
+    ops = ("bsr_matmul", "bsr_linear", "bsr_gated_linear")
     orders = True
 
     def serves(self, block: BlockFacts | None) -> bool:
@@ -46,10 +46,10 @@ class BsrFamily(ProductFamily):
         return fake_tensor(facts.block.index_dtype, 1, 0, 1), order, groups, numbers
 
     def usual(self, op: str, spec: ArchSpec, block: BlockFacts, dtype: str) -> Iterator[GemmFacts]:
-        linear = op == "bsr_linear"
+        linear = op != "bsr_matmul"
         make, shape = catalogue.linear if linear else catalogue.bsr, (block.bm, block.bk)
         for config in self.candidates(spec.path, block, spec):
-            for epilogue in epilogues_of("row" if linear else "col", dtype):
+            for epilogue in gates() if op == "bsr_gated_linear" else epilogues_of("row" if linear else "col", dtype):
                 terms = {"epilogue": epilogue, "index_dtype": block.index_dtype, "dtype": dtype, "out_dtype": dtype}
                 for ordered in (False, True) if self.orders else (False,):
                     yield make(spec, spec.path, config, shape, ordered=ordered, **terms)

@@ -8,7 +8,7 @@ import torch._dynamo.testing
 
 from cute_kernels import functions as F
 from cute_kernels import gemm, torch_op
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective import torch_op as sparse_torch_op
 
 from .bsr_parts import DEVICES, FORMS, batch, bsr, operands
@@ -97,8 +97,30 @@ def bsr_calls(device):
         yield into, ("bsr_grouped_linear", *parts_of(W), x[0], out[0]), {"groups": groups}
 
 
+def gradient_calls(device):
+    """What a traced call with gradients runs: a product with z, and the gradient of its epilogue."""
+    a, b = (t.requires_grad_() for t in dense_operands(device))
+    bias = normal(16, device=device).requires_grad_()
+    for kwargs in ({"activation": "gelu"}, {"epilogue": torch_op.register_function(lambda x: x * torch.tanh(x))}):
+        yield torch.ops.cute_kernels.gemm_and_z.default, (a, b, bias), kwargs
+        yield torch.ops.cute_kernels.gemm.default, (a, b, bias), kwargs
+    W, x = weights(device), normal(24, 160, device=device).requires_grad_()
+    parts = list(parts_of(W))
+    parts[3] = W.values.clone().requires_grad_()
+    bias = normal(64, device=device).requires_grad_()
+    for activation in ("silu", "relu"):
+        yield torch.ops.sparse_collective.bsr.default, ("bsr_linear", *parts, x, bias, activation), {}
+    yield torch.ops.sparse_collective.bsr_and_z.default, ("bsr_linear", *parts, x, bias, "gelu"), {}
+    gated = random_bsr((256, 160), (128, 32), density=0.5).to(device)
+    yield torch.ops.sparse_collective.bsr.default, ("bsr_gated_linear", *parts_of(gated), x.detach(), None, "silu"), {}
+    dy, z = normal(24, 64, device=device), normal(24, 64, device=device)
+    name = torch_op.register_function(lambda x: x * torch.tanh(x))
+    for terms in (("gelu", None, True), (None, name, False)):
+        yield torch.ops.cute_kernels.epilogue_gradient.default, (dy, z, *terms), {}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("calls", [gemm_calls, bsr_calls])
+@pytest.mark.parametrize("calls", [gemm_calls, bsr_calls, gradient_calls])
 def test_opcheck(device, calls):
     for op, args, kwargs in calls(device):
         torch.library.opcheck(op, args, kwargs)

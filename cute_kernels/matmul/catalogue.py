@@ -140,6 +140,11 @@ def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
     ]
 
 
+def gates() -> list[EpilogueSpec]:
+    """A gate with each activation."""
+    return [EpilogueSpec(activation=name, gated=True) for name in (None, *functions.ACTIVATIONS)]
+
+
 # -- in words -------------------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,8 @@ class ProductFamily(Family):
         Shapes decide between the configurations, so all of them are here; sparse ones with and without an order of work
         tiles. gemm's b may also be the transpose of a contiguous weight. The bias has the operands' dtype, one value
         for each output feature. Not here, and compiled on their first call: batches that do not fold into rows,
-        residuals, fp32 outputs, alpha, functions of one's own, and batches of block-sparse matrices.
+        residuals, fp32 outputs, alpha, functions of one's own, batches of block-sparse matrices, and what training
+        needs besides.
         """
         spec = arch_named(request.arch)
         blocks = [BlockFacts(*block, index) for block in request.blocks for index in request.index_dtypes]

@@ -16,7 +16,7 @@ class TileOrder(Family):
     """The kernel that orders work tiles."""
 
     name = "tile order"
-    ops = ("bsr_matmul", "bsr_linear")
+    ops = ("bsr_matmul", "bsr_linear", "bsr_gated_linear")
 
     def entry(self, facts: OrderFacts):
         from .kernel import TileDealer
