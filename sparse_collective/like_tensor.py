@@ -9,8 +9,8 @@ from . import checks as arguments
 
 WORKS = (
     "with a BsrMatrix W these work: W @ b, x @ W.T and x @ W, torch.matmul of the same, torch.nn.functional.linear(x, "
-    "W, bias), and bsr_matmul, bsr_linear, bsr_grouped_linear and sddmm of sparse_collective; for anything else take "
-    "W.values, W.to_dense() or W.to_torch()"
+    "W, bias), and bsr_matmul, bsr_linear, bsr_gated_linear, bsr_grouped_linear and sddmm of sparse_collective; for "
+    "anything else take W.values, W.to_dense() or W.to_torch()"
 )
 FUNCTIONS = {}  # torch function -> what it is with a BsrMatrix among its arguments; see torch_functions.py
 FORMS = "(device), (dtype), (device, dtype) or (other), then non_blocking and copy"

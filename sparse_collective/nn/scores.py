@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cute_kernels.gradients import saved_of, through_epilogue
 from cute_kernels.ops import gemm
 
-from ..bsr import _block_view
+from ..conversions import block_view
 from ..ops import bsr_linear
 from .linear import BsrLinear
 
@@ -59,9 +59,9 @@ class Blocks:
             return cls(module, values.detach(), gradient, module.col_indices.long())
         if isinstance(module, nn.Linear) and blocksize is not None:
             weight, gradient = plain(module.weight), module.weight.grad
-            blocks = _block_view(weight.detach(), blocksize)
+            blocks = block_view(weight.detach(), blocksize)
             columns = torch.arange(blocks.shape[1], device=weight.device).repeat(blocks.shape[0])
-            gradient = None if gradient is None else _block_view(gradient, blocksize).flatten(0, 1)
+            gradient = None if gradient is None else block_view(gradient, blocksize).flatten(0, 1)
             return cls(module, blocks.flatten(0, 1), gradient, columns)
         raise TypeError(f"blocks are scored of a BsrLinear, or of an nn.Linear and a blocksize; got {type(module)}")
 
@@ -263,5 +263,5 @@ def gradient_block_norms(
             total = found if total is None else total.add_(found)
         if group is not None:
             torch.distributed.all_reduce(total, group=group)
-        norms.append(torch.linalg.vector_norm(_block_view(total, blocksize), dim=(2, 3)))
+        norms.append(torch.linalg.vector_norm(block_view(total, blocksize), dim=(2, 3)))
     return torch.cat(norms) if norms else torch.zeros(0, x.shape[1] // bk, device=x.device)

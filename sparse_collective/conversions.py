@@ -1,0 +1,211 @@
+"""What a BsrMatrix is made of, and what it becomes: dense tensors, torch's own BSR tensors, batches and their items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from . import checks as arguments
+
+
+class Conversions:
+    """The conversions of BsrMatrix, which inherits them."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_torch(cls, t: Tensor, *, check: bool = True) -> Self:
+        """The matrix in a 2-D `torch.sparse_bsr` tensor, sharing its tensors. Differentiable.
+
+        Of a 3-D one, a batch with a pattern for each item: shares values and col_indices, and makes crow_indices anew,
+        because torch counts the blocks of each item from 0.
+
+        Raises:
+            TypeError: `t` is no tensor or has another layout.
+            ValueError: `t` has several batch dimensions or dense ones, or is refused by the constructor.
+        """
+        if not isinstance(t, Tensor):
+            raise TypeError(f"from_torch needs a torch.sparse_bsr tensor, got {type(t).__name__}")
+        if t.layout is not torch.sparse_bsr:
+            also = ", or use BsrMatrix.from_dense" if t.layout is torch.strided else ""
+            raise TypeError(f"t must be sparse_bsr, not {t.layout}; pass t.to_sparse_bsr((bm, bk)){also}")
+        crow, col, values = t.crow_indices(), t.col_indices(), t.values()
+        if crow.dim() > 2:
+            raise ValueError(f"from_torch needs a matrix or one batch dimension, got shape {tuple(t.shape)}")
+        if t.dense_dim():
+            raise ValueError(f"from_torch needs no dense dimensions, got {t.dense_dim()} in {tuple(t.shape)}")
+        if crow.dim() == 2:
+            items, nnz = col.shape
+            crow = crow + torch.arange(items, dtype=crow.dtype, device=crow.device)[:, None] * nnz
+            col, values = col.flatten(), values.flatten(0, 1)
+        return cls(crow, col, values, t.shape, check=check)
+
+    @classmethod
+    def stack(cls, matrices: Sequence[Self]) -> Self:
+        """A batch of these matrices, of one shape and block shape, each with its own pattern; copies. Differentiable.
+
+        Raises:
+            TypeError: an element is no BsrMatrix, or dtypes differ.
+            ValueError: there are none, one is a batch, or shapes, block shapes or devices differ.
+        """
+        matrices = list(matrices)
+        if not matrices:
+            raise ValueError("stack needs at least one matrix, got none")
+        for i, m in enumerate(matrices):
+            if not isinstance(m, cls):
+                raise TypeError(f"stack needs BsrMatrix, got {arguments.describe(m)} at {i}")
+            if m.batch is not None:
+                raise ValueError(f"stack needs single matrices, got a batch of shape {m.shape} at {i}; see unbind")
+            for name in ("shape", "blocksize", "device", "dtype"):
+                mine, first = getattr(m, name), getattr(matrices[0], name)
+                if mine != first:
+                    kind = TypeError if name == "dtype" else ValueError
+                    raise kind(f"stack needs matrices of one {name}, got {first} at 0 and {mine} at {i}")
+            if m.crow_indices.dtype is not matrices[0].crow_indices.dtype:
+                raise TypeError(f"stack needs indices of one dtype, got another one at {i}")
+        first, begin, crow = matrices[0], 0, []
+        for m in matrices:
+            crow.append(m.crow_indices + begin)
+            begin += m.nnz
+        parts = torch.stack(crow), torch.cat([m.col_indices for m in matrices]), torch.cat([m.values for m in matrices])
+        state = {"check": any(m.check for m in matrices), "checked": all(m.checked for m in matrices)}
+        even = all(m.even and m.nnz == first.nnz for m in matrices)
+        return cls._make(*parts, (len(matrices), *first.shape), even=even, **state)
+
+    def unbind(self) -> list[Self]:
+        """The items of a batch, each a matrix that shares col_indices and values. Differentiable.
+
+        With a pattern for each item this synchronises, to learn where items begin.
+
+        Raises:
+            ValueError: this is no batch, or the indices are wrong (see `check_indices`).
+        """
+        if self.batch is None:
+            raise ValueError(f"unbind needs a batch, got one matrix of shape {self.shape}")
+        if self.check:
+            self.check_indices()
+        shape, state = self.shape[1:], {"check": self.check, "checked": self.checked, "even": self.even}
+        if self.batch == "values":
+            pattern = self.crow_indices, self.col_indices
+            return [self._make(*pattern, v, shape, **state, stats=self.stats) for v in self.values]
+        found = []
+        for crow, begin, end in zip(self.crow_indices, *self.crow_indices[:, [0, -1]].t().tolist(), strict=True):
+            parts = crow - begin, self.col_indices[begin:end], self.values[begin:end]
+            found.append(self._make(*parts, shape, **state))
+        return found
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        blocksize: Sequence[int],
+        *,
+        mask: Tensor | None = None,
+        density: float | None = None,
+        index_dtype: torch.dtype = torch.int32,
+    ) -> Self:
+        """Copies the chosen blocks of a dense matrix. Differentiable.
+
+        Args:
+            dense: (M, K) bfloat16, float16, float32 or, on the CPU, float64, of any strides.
+            blocksize: (bm, bk).
+            mask: (M / bm, K / bk) bool on the device of `dense`, True where a block is kept. Synchronises.
+            density: in [0, 1]; keeps the round(density * number of blocks) blocks of largest Frobenius norm.
+                NaN ranks first; of equal norms the earlier block, in row-major order.
+            index_dtype: torch.int32 or torch.int64.
+
+        With neither, keeps the blocks that hold a non-zero element (NaN is non-zero). Synchronises.
+
+        Raises:
+            RuntimeError: under torch.compile without a density: a graph cannot hold what synchronises.
+            TypeError: `dense` or `mask` is no strided tensor, or a dtype is not supported.
+            ValueError: both mask and density are given, or an extent, a device or the density is wrong.
+        """
+        if torch.compiler.is_compiling() and density is None:
+            raise RuntimeError(
+                "from_dense synchronises without density=, so torch.compile cannot trace it: call it outside of the "
+                "compiled function, and inside make other values for its pattern with with_values"
+            )
+        if not arguments.is_strided(dense):
+            raise TypeError(f"dense must be a strided tensor, got {arguments.describe(dense)}")
+        if dense.dim() != 2:
+            several = "; convert the items of a batch one by one, and stack them" if dense.dim() == 3 else ""
+            raise ValueError(f"dense must have 2 dimensions (M, K), got shape {tuple(dense.shape)}{several}")
+        arguments.check_dtypes(dense.dtype, index_dtype, dense.device)
+        if mask is not None and density is not None:
+            raise ValueError("mask and density are both given; pass at most one of them")
+        blocksize = arguments.pair(blocksize, "blocksize")
+        rows, cols = arguments.block_grid(dense.shape, blocksize)
+        blocks = block_view(dense, blocksize)  # (rows, cols, bm, bk)
+        if density is not None:
+            arguments.check_density(density)
+            norms = torch.linalg.vector_norm(blocks.detach(), dim=(2, 3), dtype=torch.float64).flatten()
+            order = norms.argsort(descending=True, stable=True)
+            kept = order[: round(density * rows * cols)].sort().values
+            row, col = kept // max(cols, 1), kept % max(cols, 1)
+        else:
+            if mask is None:
+                mask = (blocks.detach() != 0).any(dim=3).any(dim=2)
+            if not arguments.is_strided(mask) or mask.dtype is not torch.bool:
+                raise TypeError(f"mask must be a strided bool tensor, got {arguments.describe(mask)}")
+            if mask.shape != (rows, cols) or mask.device != dense.device:
+                got = f"{tuple(mask.shape)} on {mask.device}"
+                raise ValueError(f"mask must have shape {(rows, cols)} on {dense.device}, got {got}")
+            row, col = mask.nonzero(as_tuple=True)
+        values = blocks[row, col].contiguous()  # (nnz, bm, bk)
+        return cls._make(row_starts(row, rows, index_dtype), col.to(index_dtype), values, dense.shape)
+
+    def to_torch(self) -> Tensor:
+        """The same matrix as a `torch.sparse_bsr` tensor sharing the three tensors. Differentiable.
+
+        torch's batches hold equally many blocks in each item, and a pattern for each: of a batch with one pattern the
+        indices are copied; of one with a pattern for each item crow_indices is made anew, which synchronises.
+
+        Raises:
+            ValueError: the items of a batch hold different numbers of blocks.
+        """
+        crow, col, values = self.crow_indices, self.col_indices, self.values
+        if self.batch == "values":
+            crow, col = (t.expand(self.shape[0], -1).contiguous() for t in (crow, col))
+        elif self.batch == "patterns":
+            items = self.shape[0]
+            each = self.nnz // max(items, 1)
+            begins = torch.arange(items, dtype=crow.dtype, device=crow.device) * each
+            if each * items != self.nnz or bool(((crow[:, 0] != begins) | (crow[:, -1] != begins + each)).any()):
+                raise ValueError(
+                    "a torch.sparse_bsr batch holds equally many blocks in each item, and this one does not; "
+                    "convert the matrices of unbind() one by one"
+                )
+            crow, col, values = crow - begins[:, None], col.view(items, each), values.unflatten(0, (items, each))
+        return torch.sparse_bsr_tensor(crow, col, values, self.shape, check_invariants=False)
+
+    def to_dense(self) -> Tensor:
+        """A new (M, K) or (L, M, K) tensor of the dtype of `values`, zero outside the blocks. Differentiable.
+
+        Raises:
+            ValueError: the indices are wrong (see `check_indices`).
+        """
+        if self.check:
+            self.check_indices()
+        dense = self.values.new_zeros(self.shape)
+        row, col = self.row_of_block().long(), self.col_indices.long()
+        if self.batch == "values":
+            block_view(dense, self.blocksize)[:, row, col] = self.values
+        else:  # items below each other are one matrix
+            block_view(dense.flatten(0, -2), self.blocksize)[row, col] = self.values
+        return dense
+
+
+def block_view(dense: Tensor, blocksize: Sequence[int]) -> Tensor:
+    """A view (..., M / bm, K / bk, bm, bk) of an (..., M, K) tensor of any strides."""
+    (*_, m, k), (bm, bk) = dense.shape, blocksize
+    return dense.unflatten(-1, (k // bk, bk)).unflatten(-3, (m // bm, bm)).transpose(-3, -2)
+
+
+def row_starts(row: Tensor, n_rows: int, index_dtype: torch.dtype) -> Tensor:
+    """(n_rows + 1,) where each row begins in the sorted (nnz,) `row`; no synchronisation, unlike bincount."""
+    starts = torch.arange(n_rows + 1, dtype=row.dtype, device=row.device)
+    return torch.searchsorted(row, starts, out_int32=index_dtype is torch.int32)
