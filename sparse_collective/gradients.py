@@ -15,6 +15,7 @@ from cute_kernels.matmul.terms import epilogue_program
 
 from . import eager
 from .bsr import BsrMatrix
+from .checks import RUN_MULTIPLE
 from .sampled.eager import sddmm
 from .sampled.tables import rows_of
 
@@ -81,6 +82,11 @@ def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor
             return sddmm(right, left.mT, W.base, None, False, None)
         return sddmm(left, right.mT, W, None, False, None)
     pattern = single(W) if W.base is None else single(W.base)
+    if W.batch == "values" and dz.shape[-1] % RUN_MULTIPLE == 0 and b.dim() == 3:  # each item is a run of columns
+        numbers = torch.arange(len(dz), dtype=torch.int32, device=dz.device)
+        left, right = (t.mT.flatten(0, 1) for t in (dz, b))  # (columns of all items, M or K)
+        left, right = (left, right) if W.base is None else (right, left)
+        return sddmm(left.t(), right, W if W.base is None else W.base, None, False, None, numbers)
     if W.batch == "values":
         out = torch.empty_like(W.stored)
         for item, (left, right) in enumerate(zip(dz, b.expand(len(dz), *b.shape[-2:]), strict=True)):

@@ -78,9 +78,10 @@ def test_bsr(device, op, block, grid, view):
     near(values.grad, blocks[W.row_of_block().long(), W.col_indices.long()], 2)
 
 
+@pytest.mark.parametrize("tokens", [24, 64])  # 64: items are runs of one sampled product
 @pytest.mark.parametrize("form", ["values", "patterns"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_batches(device, form, shared):
+def test_batches(device, form, shared, tokens):
     items, block, grid = 3, (32, 64), (3, 2)
     generator = torch.Generator().manual_seed(2)
     shape = tuple(g * s for g, s in zip(grid, block, strict=True))
@@ -94,7 +95,7 @@ def test_batches(device, form, shared):
     values = leaf(W.values)
     W = W.with_values(values)
     dense = leaf(W.to_dense().detach().double())
-    x = leaf(normal(24, shape[1], device=device) if shared else normal(items, 24, shape[1], device=device))
+    x = leaf(normal(tokens, shape[1], device=device) if shared else normal(items, tokens, shape[1], device=device))
     bias = leaf(normal(items, shape[0], device=device))
     y = bsr_linear(x, W, bias)
     dy = normal(*y.shape, device=device)
