@@ -19,6 +19,9 @@ class Plan(CallPlan):
     unfused: bool = False  # of a gated product: whether torch computes the gate of a plain one
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
 
+    def instead(self) -> str:
+        return "that of the plain product" if self.unfused else super().instead()
+
     def kernel_lines(self) -> list[str]:
         f = self.facts
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]

@@ -51,11 +51,14 @@ class CallPlan:
         """The kernel in words."""
         return [f"configuration: {self.facts.config}"]
 
+    def instead(self) -> str:
+        """What the call does without a kernel of its own, in words."""
+        return "none, nothing to compute" if self.empty else "none, CPU tensors run the reference"
+
     def __str__(self) -> str:
         lines = [f"{self.op} -> {tuple(self.out_shape)} {self.out_dtype} on {self.device}"]
         if self.facts is None:
-            why = "nothing to compute" if self.empty else "CPU tensors run the reference"
-            lines.append(f"kernel: none, {why}")
+            lines.append(f"kernel: {self.instead()}")
         else:
             lines += [f"path: {self.facts.path}, compiled for {self.facts.arch}", *self.kernel_lines()]
         return "\n  ".join(lines + self.notes)
