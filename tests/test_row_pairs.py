@@ -19,7 +19,7 @@ from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.row_pairs.family import ROW_PAIRS
 from sparse_collective.row_pairs.tables import pair_tables, starts_of
 from sparse_collective.row_pairs.tables_kernel import pair_tables_on_gpu
-from sparse_collective.tile_order import reference as balance
+from sparse_collective.tile_order import reference
 
 from . import cases
 from .bsr_parts import INDEX_DTYPES, bsr, operands, parts
@@ -45,7 +45,7 @@ def test_patterns(device, monkeypatch, config, rows, block, pattern):
     FAMILIES["row pairs sm_90"].force(monkeypatch, config)
     W = bsr(PATTERNS[pattern](rows, 7), block, device)
     for ordered in (True, False):
-        monkeypatch.setattr(balance, "ENABLED", ordered)
+        monkeypatch.setattr(reference, "ENABLED", ordered)
         assert check(bsr_matmul, *operands(bsr_matmul, W, 264)).facts.config == config
 
 
