@@ -1,6 +1,7 @@
 """The house stands as docs/architecture.md says: which way imports go, and how long functions are."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -13,6 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cute_kernels", "sparse_collective", "attention")  # each may import those before it
 KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
 LONGEST = 120  # lines of a function
+SCRIPTS = {
+    path.name
+    for name in (*PACKAGES, "bench", "demo", "docs", "examples", "tests")
+    for path in (ROOT / name).rglob("*.py")
+}
 FILES = {path: ast.parse(path.read_text()) for name in (*PACKAGES, "bench") for path in (ROOT / name).rglob("*.py")}
 
 
@@ -72,6 +78,12 @@ def test_functions_can_be_seen_at_once():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= LONGEST
     ]
     assert not long
+
+
+def test_files_that_are_named_exist():
+    """In comments and docstrings, as "see tables.py"."""
+    named = {(path, name) for path in FILES for name in re.findall(r"\w+\.py\b", path.read_text())}
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in SCRIPTS]
 
 
 @pytest.mark.parametrize("kernel", barriers.USES)

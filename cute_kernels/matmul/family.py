@@ -58,7 +58,10 @@ class ProductFamily(Family):
         cfg = facts.config
         if not facts.warp_specialised:
             return None
-        return "product", {PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.teams, PRODUCT_ORDER: 2 * (cfg.teams - 1)}
+        return "product", {
+            PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
+            PRODUCT_ORDER: 2 * (cfg.consumer_groups - 1),
+        }
 
     def threads(self, entry) -> int:
         return entry.kernel.threads

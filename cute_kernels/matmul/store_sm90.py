@@ -54,7 +54,7 @@ class StoreSm90:
         self.dtype = dtype
         self.tile_m, self.tile_n = cfg.tile_m, cfg.tile_n
         self.warps_m = cfg.warps_m
-        self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
+        self.warpgroups = cfg.warps_m * cfg.warps_n  # that share a tile
         self.group_n = group_n  # columns of one warpgroup
         self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
         box_n = cfg.tile_n // cfg.boxes_b if cfg.boxes_b > 1 else group_n
@@ -109,7 +109,7 @@ class StoreSm90:
         gD = outs[0][1]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         group_m = group % self.warps_m
-        first_column = group % self.team // self.warps_m * self.group_n
+        first_column = group % self.warpgroups // self.warps_m * self.group_n
         out_m, out_n, outer_m = places[0]
         col0 = out_n * self.tile_n + first_column
         # (MMA, 1, 1): (row, column) of each accumulator inside a slab

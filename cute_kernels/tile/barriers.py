@@ -2,7 +2,7 @@
 
     kernel          barriers   threads                        for
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
-    product         8, 9       both consumer warpgroups       the order in which ping-pong teams multiply
+    product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros

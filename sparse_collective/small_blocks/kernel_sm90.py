@@ -1,9 +1,10 @@
-"""The sweep kernel (sm_90): many low block rows in one CTA, which loads each chunk of B once for all of them.
+"""The small-block kernel (sm_90): many low block rows in one CTA, which loads each chunk of B once for all of them.
 
 A block 16 high fills a quarter of WGMMA's 64 rows, and every block row that loads its own copy of B uses it for 16 rows
 only: then L2 is the limit. So the operands are swapped, with 64 dense columns as WGMMA's M and one block's height as
-its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It sweeps over the block
-columns in which a row of its cluster has a block, in chunks of 64 columns of W, which need not be neighbours:
+its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It goes
+through the block columns in which a row of its cluster has a block, in chunks of 64 columns of W, which need not be
+neighbours:
 
     warp 0             B: the chunk, multicast to the CTAs of a cluster, which own other rows of the same columns; each
                        of its block columns (a slice) by one TMA
