@@ -86,6 +86,11 @@ def test_files_that_are_named_exist():
     assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in SCRIPTS]
 
 
+def test_inline_ptx_is_in_one_file():
+    users = {path.relative_to(ROOT) for path in FILES if re.search(r"\binline_(asm|ptx)\b", path.read_text())}
+    assert users == {Path("cute_kernels/tile/ptx.py")}
+
+
 @pytest.mark.parametrize("kernel", barriers.USES)
 def test_named_barriers_of_a_kernel_are_not_shared(kernel):
     numbers = [first + i for first, count, _ in barriers.USES[kernel] for i in range(count)]

@@ -37,13 +37,14 @@ from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.matmul.store_sm90 import WARPGROUP, StoreSm90
 from cute_kernels.scheduler import TileScheduler
 from cute_kernels.tile.hopper import ALIGN, smem_layout
+from cute_kernels.tile.ptx import wgmma_slabs
 
-from . import wgmma
+from .descriptors import MMA_M, descriptor_high, descriptor_low
 from .tables import BATCH
 from .tile import CHUNK, CONSUMERS, ROWS, Geometry
 
 REGISTERS = (32, 160)  # a thread of producers, of consumers: 65,536 over 128 and 384
-SLAB = wgmma.MMA_M
+SLAB = MMA_M
 
 
 class SmallBlocksSm90:
@@ -65,7 +66,7 @@ class SmallBlocksSm90:
         self.ring_bytes = cfg.chunks * ROWS * CHUNK * 2  # of A, a consumer
         self.slots = self.ring_bytes // self.slot_bytes
         row_bytes = 2 * (facts.block.bm if self.a_m_major else self.geometry.width)
-        self.a_high = wgmma.descriptor_high(row_bytes)
+        self.a_high = descriptor_high(row_bytes)
         self.a_step = 16 * (row_bytes if self.a_m_major else 2) >> 4  # 16 columns of a block, in units of 16 bytes
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.store = StoreSm90(swapped(facts), ROWS, self.out_dtype, anchor_bias=False)
@@ -220,8 +221,8 @@ class SmallBlocksSm90:
                 outs += [(tma_z, self.store.tiles(mZ))]
             # Opaque to the compiler, which would compute them again for each block.
             ring = storage.sA.data_ptr().toint() + consumer * self.ring_bytes
-            ring = cute.arch.make_warp_uniform(wgmma.descriptor_low(ring, not self.a_m_major))
-            chunks_at = wgmma.descriptor_low(storage.sB.data_ptr().toint(), not self.b_n_major)
+            ring = cute.arch.make_warp_uniform(descriptor_low(ring, not self.a_m_major))
+            chunks_at = descriptor_low(storage.sB.data_ptr().toint(), not self.b_n_major)
             chunks_at = cute.arch.make_warp_uniform(chunks_at)
             stage, phase, head = Int32(0), Int32(0), Int32(0)
             for index in cutlass.range(first, scheduler.count, step, unroll=1):
@@ -399,12 +400,12 @@ class SmallBlocksSm90:
         slabs = range(self.columns // SLAB)
         order = [v ^ (v // 4 % 2 if self.fold > 1 else 0) for v in range(bm // 2)]
         at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in order]
-        result = wgmma.multiply(
+        result = wgmma_slabs(
             [acc[i] for i in at],
             bm,
             self.facts.dtype,
             chunk,
-            wgmma.descriptor_high(128 if self.b_n_major else row_bytes),
+            descriptor_high(128 if self.b_n_major else row_bytes),
             SLAB * row_bytes >> 4,
             self.b_n_major,
             slot,
