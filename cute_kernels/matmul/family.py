@@ -63,8 +63,8 @@ class ProductFamily(Family):
             PRODUCT_ORDER: 2 * (cfg.consumer_groups - 1),
         }
 
-    def threads(self, entry) -> int:
-        return entry.kernel.threads
+    def kernel(self, entry):
+        return entry.kernel
 
     def dynamic_smem(self, entry) -> int:
         return entry.kernel.smem_bytes

@@ -3,7 +3,7 @@
     warpgroup 0        producer; one of its warps issues all TMA loads, the others idle
     warpgroups 1..     consumers; each owns tile_m / warps_m rows and tile_n / warps_n columns of its group's tile
 
-    pipeline   producer arrives          consumers arrive (per stage)
+    pipeline   producer arrives          consumers arrive (per stage; `arrivals`)
     AB ring    1 thread + bytes of TMA   1 thread for each warp of a group and each CTA that shares operands
 
     cooperative   producer  | load 0 | load 1 | load 2 | ...                    runs ahead by the ring's stages
@@ -35,6 +35,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from ..dtypes import cutlass_dtype
 from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
+from ..tile.barriers import Arrivals
 from ..tile.hopper import ALIGN, WARPGROUP, smem_layout
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
@@ -62,10 +63,13 @@ class GemmSm90:
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
         self.store = StoreSm90(facts, self.group_n, self.out_dtype)
+        sharers = cfg.cluster_m + cfg.cluster_n - 1  # CTAs of this one's row and column
+        self.arrivals = {"AB": Arrivals(1, 4 * self.warpgroups, groups=cfg.consumer_groups, sharers=sharers)}
         self.exchange = None
         if cfg.split > 1:
             accumulators = cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP)  # of a thread
             self.exchange = SplitKSm90(cfg.split, self.warpgroups, accumulators)
+            self.arrivals["exchange"] = self.exchange.arrivals
         self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ storage
@@ -389,12 +393,12 @@ class GemmSm90:
         """The AB ring and the cluster's layout (cluster_m, cluster_n, 1); returns after every barrier is visible."""
         cfg = self.cfg
         cta_layout = cute.make_layout((cfg.cluster_m, cfg.cluster_n, 1))
-        sharers = cfg.cluster_m + cfg.cluster_n - 1
+        arrivals = self.arrivals["AB"]
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=cfg.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.warpgroups * 4),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
             tx_count=(cfg.tile_m + cfg.tile_n) * cfg.tile_k * self.dtype.width // 8,
             # CTAs that differ in the last mode, K, share no operands: each arrives at its own barriers.
             cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, cfg.split)),

@@ -41,7 +41,7 @@ from cute_kernels.tile.ptx import wgmma_slabs
 
 from .descriptors import MMA_M, descriptor_high, descriptor_low
 from .tables import BATCH
-from .tile import CHUNK, CONSUMERS, ROWS, Geometry
+from .tile import CHUNK, CONSUMERS, ROWS, Geometry, chunk_arrivals
 
 REGISTERS = (32, 160)  # a thread of producers, of consumers: 65,536 over 128 and 384
 SLAB = MMA_M
@@ -69,6 +69,8 @@ class SmallBlocksSm90:
         self.a_high = descriptor_high(row_bytes)
         self.a_step = 16 * (row_bytes if self.a_m_major else 2) >> 4  # 16 columns of a block, in units of 16 bytes
         self.threads = WARPGROUP * (1 + CONSUMERS)
+        self.cluster = cfg.cluster_m
+        self.arrivals = {"chunk": chunk_arrivals(cfg.cluster_m)}
         self.store = StoreSm90(swapped(facts), ROWS, self.out_dtype, anchor_bias=False)
         self.smem_bytes = None  # known once traced
 
@@ -195,11 +197,12 @@ class SmallBlocksSm90:
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, slice, PIPE x slices)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        arrivals = self.arrivals["chunk"]
         if warp == 0:
             with cute.arch.elect_one():
                 for s in range_constexpr(cfg.stages):
-                    cute.arch.mbarrier_init(full + s, 1 + CONSUMERS)
-                    cute.arch.mbarrier_init(empty + s, 4 * CONSUMERS * cfg.cluster_m)
+                    cute.arch.mbarrier_init(full + s, arrivals.full)
+                    cute.arch.mbarrier_init(empty + s, arrivals.empty)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.store.anchored):
             if tidx == 0:
