@@ -5,7 +5,7 @@ cover about 132 / group row tiles by `group` column tiles: for a dense product a
 block-sparse one a panel of B (K x group x tile_n elements) that stays in L2 while every block row passes over it.
 
 Work tiles of a sparse product differ in length. A table then says in which order they come, so that all workers finish
-together: see sparse_collective.balance.
+together: see sparse_collective.tile_order.
 """
 
 from dataclasses import dataclass

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("cute_kernels.tuned")
 ENABLED_VARIABLE = "CUTE_KERNELS_TUNED"
 SHIPPED = Path(__file__).with_suffix("")  # the folder of the package's own tables
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

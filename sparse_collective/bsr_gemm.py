@@ -30,7 +30,7 @@ class BsrGemm:
         self,
         crow_indices: cute.Tensor,  # (M / bm + 1,), or (L, M / bm + 1) of a pattern an item
         col_indices: cute.Tensor,  # (nnz,)
-        order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
+        order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see tile_order
         groups: cute.Tensor | None,  # (N / run,) int32, of a grouped product
         numbers: cute.Tensor | None,  # (nnz,) int32, of a transposed view: which stored block each block is
         values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk) of one pattern; of a transposed view (.., bk, bm)

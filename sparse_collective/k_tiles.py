@@ -53,7 +53,7 @@ class BsrSource:
     col_indices: cute.Tensor  # (nnz,)
     tiles_m: cutlass.Constexpr[int]  # row tiles a block
     steps: cutlass.Constexpr[int]  # K-tiles a block
-    order: cute.Tensor | None = None  # (tiles, 2), of the work tiles, where rows differ in length (balance.py)
+    order: cute.Tensor | None = None  # (tiles, 2), of the work tiles, where rows differ in length (tile_order)
     batch: cutlass.Constexpr[str | None] = None  # BlockFacts.batch
     items: Int32 | None = None  # L, of a batch
     groups: cute.Tensor | None = None  # (runs,) int32: the item of each run of columns

@@ -120,12 +120,12 @@ class Where:
             return f"warp {index_m + index_n * cfg.warps_m} (m {index_m}, n {index_n})"
         slab = row // 64
         group = slab % cfg.warps_m + index_n * cfg.warps_m
-        if cfg.teams > 1:
-            group += self.team(self.tile(place)) * cfg.warps_m * cfg.warps_n
+        if cfg.consumer_groups > 1:
+            group += self.consumer_group(self.tile(place)) * cfg.warps_m * cfg.warps_n
         return f"consumer warpgroup {group}, 64-row slab {slab} of the tile"
 
-    def team(self, tile) -> int:
-        """Which of a ping-pong kernel's teams takes a tile: they alternate along a CTA's work tiles."""
+    def consumer_group(self, tile) -> int:
+        """Which of a ping-pong kernel's consumer groups takes a tile: they alternate along a CTA's work tiles."""
         l, row, col = tile
         m, n = row // self.cfg.cluster_m, col // self.cfg.cluster_n  # in clusters, as the scheduler counts
         rows, cols = -(-self.all_m // self.cfg.cluster_m), -(-self.all_n // self.cfg.cluster_n)
@@ -133,4 +133,4 @@ class Where:
         width = min(self.group, cols - panel * self.group)
         index = l * rows * cols + panel * rows * self.group + m * width + n - panel * self.group
         clusters = min(rows * cols * self.batch, self.ctas // self.cfg.cluster)
-        return index // clusters % self.cfg.teams
+        return index // clusters % self.cfg.consumer_groups

@@ -56,7 +56,7 @@ class Emulated:
             acc = self.sampled(groups, columns, runs, starts, a, b, d)
         else:
             *parts, b, d = operands
-            kind = {"small blocks": self.swept, "row pairs": self.paired}.get(self.facts.family, self.sparse)
+            kind = {"small blocks": self.small_blocks, "row pairs": self.paired}.get(self.facts.family, self.sparse)
             acc = kind(*parts, b)
         self.insist("b", b, 1)
         self.insist("d", d, 2)
@@ -224,8 +224,8 @@ class Emulated:
                 values[p, :, part] = a[row][:, k] @ b[columns[p]][part][:, k].mT
         return out
 
-    def swept(self, crow, counts, slices, words, order, values, b):
-        """The same, in the order of the sweep kernel: every group's chunks, and in each what its words say is there."""
+    def small_blocks(self, crow, counts, slices, words, order, values, b):
+        """The same, in the order of the small-block kernel: every group's chunks, and in each what its words say."""
         facts, (bm, bk) = self.facts, (self.facts.block.bm, self.facts.block.bk)
         assert values.is_contiguous() and values.shape[-2:] == ((bk, bm) if facts.block.permuted else (bm, bk))
         assert facts.block.permuted == (facts.majors[0] == "m")
@@ -234,7 +234,7 @@ class Emulated:
             single = Emulated(replace(facts, block=replace(facts.block, batch=None)))
             items = b if b.dim() == 3 else [b] * len(values)
             tables = crow, counts, slices, words, order
-            return torch.stack([single.swept(*tables, v, x) for v, x in zip(values, items, strict=True)])
+            return torch.stack([single.small_blocks(*tables, v, x) for v, x in zip(values, items, strict=True)])
         g, cluster = Geometry.of_block(bm, bk, facts.majors[1] == "k"), facts.config.cluster_m
         assert crow.dtype == getattr(torch, facts.block.index_dtype)
         assert counts.dtype == slices.dtype == words.dtype == order.dtype == torch.int32

@@ -223,7 +223,7 @@ def test_uneven_rows_run_on_all_multiprocessors(emulated, monkeypatch):
 
 @BOTH_FORMS
 def test_many_uneven_and_even_rows_of_a_batch(device, path, form):
-    """More work tiles than multiprocessors; rows of one pattern are dealt by length, those of several are not."""
+    """More work tiles than multiprocessors; rows of one pattern are ordered by length, those of several are not."""
     for names, even in ((("power_law", "bernoulli", "all_blocks"), False), (("uniform",) * 3, True)):
         W, _ = batch(form, device=device, names=names, grid=(24, 24))
         check(bsr_matmul, W, normal(3, W.shape[2], 520, device=device))

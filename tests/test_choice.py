@@ -153,7 +153,7 @@ def unsound(facts: GemmFacts) -> str:
         "accumulators fit": cfg.tile_m * cfg.tile_n // threads <= 192,
         "a TMA box": facts.path == "sm_80" or max(cfg.tile_m, cfg.tile_n) <= 256,
         "a pipeline": cfg.stages >= (3 if facts.path == "sm_80" else 2),
-        "threads": threads * cfg.teams + 128 <= 1024,
+        "threads": threads * cfg.consumer_groups + 128 <= 1024,
     }
     return ", ".join(rule for rule, kept in rules.items() if not kept)
 

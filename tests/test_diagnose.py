@@ -34,7 +34,7 @@ def wrong_at(*places, shape=(512, 512), value=9.0):
 
 
 TALL, SPLIT_N = GemmConfig(256, 128, 64, 4, 2, 1), GemmConfig(64, 256, 64, 4, 1, 2)
-PAIRS, LOW = RowPairsConfig(128, 128, 64, 4, 1, 1, teams=2), GemmConfig(64, 128, 64, 4, 2, 2)
+PAIRS, LOW = RowPairsConfig(128, 128, 64, 4, 1, 1, consumer_groups=2), GemmConfig(64, 128, 64, 4, 2, 2)
 FAULTS = {  # configuration, path, shape, block, the elements at fault, what is said of them
     "a warp": (
         SM80, "sm_80", (512, 512), None, (slice(128 + 64, 256), slice(64, 96)),  # lower left warp of tile (1, 1)
@@ -98,8 +98,8 @@ def test_tiles_come_worst_first_and_few():
 
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)])
-def test_ping_pong_teams_follow_the_scheduler(cluster):
-    config = GemmConfig(64, 64, 64, 4, 1, 1, *cluster, teams=2)
+def test_ping_pong_groups_follow_the_scheduler(cluster):
+    config = GemmConfig(64, 64, 64, 4, 1, 1, *cluster, consumer_groups=2)
     plan = plan_of(config, "sm_90", (64 * 6, 64 * 10), ctas=8, group=3)
     where = Where(plan, (1, 64 * 6, 64 * 10))
     clusters = 8 // (cluster[0] * cluster[1])
@@ -109,7 +109,7 @@ def test_ping_pong_teams_follow_the_scheduler(cluster):
             m, n, l = TileScheduler.decode.__wrapped__(scheduler, index)
             for rank_m, rank_n in itertools.product(*map(range, cluster)):
                 tile = l, m * cluster[0] + rank_m, n * cluster[1] + rank_n
-                assert where.team(tile) == order % 2
+                assert where.consumer_group(tile) == order % 2
 
 
 def test_transposed_and_folded_views():

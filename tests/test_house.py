@@ -1,18 +1,26 @@
 """The house stands as docs/architecture.md says: which way imports go, and how long functions are."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cute_kernels.runtime.families import families, load_all
+from cute_kernels.runtime.families import Family, families, load_all
 from cute_kernels.tile import barriers
+from cute_kernels.tile.barriers import Arrivals
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cute_kernels", "sparse_collective", "attention")  # each may import those before it
 KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
 LONGEST = 120  # lines of a function
+SCRIPTS = {
+    path.name
+    for name in (*PACKAGES, "bench", "demo", "docs", "examples", "tests")
+    for path in (ROOT / name).rglob("*.py")
+}
 FILES = {path: ast.parse(path.read_text()) for name in (*PACKAGES, "bench") for path in (ROOT / name).rglob("*.py")}
 
 
@@ -74,6 +82,17 @@ def test_functions_can_be_seen_at_once():
     assert not long
 
 
+def test_files_that_are_named_exist():
+    """In comments and docstrings, as "see tables.py"."""
+    named = {(path, name) for path in FILES for name in re.findall(r"\w+\.py\b", path.read_text())}
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in SCRIPTS]
+
+
+def test_inline_ptx_is_in_one_file():
+    users = {path.relative_to(ROOT) for path in FILES if re.search(r"\binline_(asm|ptx)\b", path.read_text())}
+    assert users == {Path("cute_kernels/tile/ptx.py")}
+
+
 @pytest.mark.parametrize("kernel", barriers.USES)
 def test_named_barriers_of_a_kernel_are_not_shared(kernel):
     numbers = [first + i for first, count, _ in barriers.USES[kernel] for i in range(count)]
@@ -98,8 +117,36 @@ def test_counts_that_would_hang(monkeypatch, uses, threads, counts, message):
         barriers.check("toy", threads, counts)
 
 
+@pytest.mark.parametrize(
+    ("arrivals", "message"),
+    [
+        (Arrivals(1, 12), "12 warps give a stage back, in 1 groups of consumers; the CTA has 8 consumer warps"),
+        (Arrivals(1, 8, groups=2), "8 warps give a stage back, in 2 groups of consumers; the CTA has 8 consumer warps"),
+        (Arrivals(5, 8), "5 warps fill a stage, of 4 producer warps"),
+        (Arrivals(1, 8, threads=4), "4 threads of a warp arrive; one does, or all 32"),
+        (Arrivals(1, 8, sharers=3), "3 CTAs give a stage back, of a cluster of 2"),
+    ],
+)
+def test_arrivals_that_would_hang(arrivals, message):
+    with pytest.raises(ValueError, match=f"product: pipeline AB: {message}"):
+        barriers.check_arrivals("product", 384, 2, {"AB": arrivals})
+
+
+def test_arrivals_are_checked_before_a_kernel_is_compiled():
+    class Toy(Family):
+        def named_barriers(self, facts):
+            return "decode", {barriers.DECODE_CONSUMERS: 1}
+
+        def entry(self, facts):
+            return SimpleNamespace(threads=160, cluster=1, arrivals={"K, V": Arrivals(1, 8)})
+
+    with pytest.raises(ValueError, match="the CTA has 4 consumer warps"):
+        Toy().compile(None)
+
+
 def test_every_kernel_says_which_barriers_it_uses():
-    """All kernels of the sm_90 path do but those of few columns, whose warps meet at __syncthreads alone."""
+    """And who arrives at its mbarriers. All kernels of the sm_90 path do but those of few columns, whose warps meet at
+    __syncthreads alone."""
     load_all()
     for family in families():
         for facts in family.catalogue("sm_90"):
@@ -107,4 +154,6 @@ def test_every_kernel_says_which_barriers_it_uses():
             specialised = family.warp_specialised(facts) or (family.name == "decode" and facts.path == "sm_90")
             assert (used is not None) == specialised, family.title(facts)
             if used:
-                barriers.check(used[0], family.threads(family.entry(facts)), used[1])
+                kernel = family.kernel(family.entry(facts))
+                barriers.check(used[0], kernel.threads, used[1])
+                barriers.check_arrivals(used[0], kernel.threads, kernel.cluster, kernel.arrivals)

@@ -19,7 +19,7 @@ from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.row_pairs.family import ROW_PAIRS
 from sparse_collective.row_pairs.tables import pair_tables, starts_of
 from sparse_collective.row_pairs.tables_kernel import pair_tables_on_gpu
-from sparse_collective.tile_order import reference as balance
+from sparse_collective.tile_order import reference
 
 from . import cases
 from .bsr_parts import INDEX_DTYPES, bsr, operands, parts
@@ -45,7 +45,7 @@ def test_patterns(device, monkeypatch, config, rows, block, pattern):
     FAMILIES["row pairs sm_90"].force(monkeypatch, config)
     W = bsr(PATTERNS[pattern](rows, 7), block, device)
     for ordered in (True, False):
-        monkeypatch.setattr(balance, "ENABLED", ordered)
+        monkeypatch.setattr(reference, "ENABLED", ordered)
         assert check(bsr_matmul, *operands(bsr_matmul, W, 264)).facts.config == config
 
 
@@ -136,9 +136,9 @@ def test_what_the_predicate_refuses():
     row = replace(ROW, residual=None)
     assert "bias" in reason(wide, epilogue=row) and reason(narrow, epilogue=row) == ""
     assert unsupported(sparse_catalogue.linear(SPEC, "sm_90", wide, (64, 64), epilogue=row)) == ""
-    for change in ({"cluster_m": 2, "cluster_n": 1}, {"tile_m": 64}, {"warps_m": 2, "teams": 1}):
+    for change in ({"cluster_m": 2, "cluster_n": 1}, {"tile_m": 64}, {"warps_m": 2, "consumer_groups": 1}):
         assert "a pair is 128 rows" in reason(replace(wide, **change))
     one, several = ({"batch": form, "ranks": ranks} for form, ranks in (("values", (4, 3, 3)), ("patterns", (3, 3, 3))))
     assert reason(wide, **one) == "" and "one pattern" in reason(wide, **several)
     assert "one pattern" in reason(narrow, **one, run=256)
-    assert "sm_90 path only" in reason(replace(wide, cluster_n=1, teams=1, tile_n=128), path="sm_80")
+    assert "sm_90 path only" in reason(replace(wide, cluster_n=1, consumer_groups=1, tile_n=128), path="sm_80")

@@ -1,6 +1,6 @@
 """Small blocks: the plan of their kernel, and products of patterns that fill it in every way.
 
-Without a GPU the plan is walked as the kernel walks it (emulate.swept); with one the kernel runs.
+Without a GPU the plan is walked as the kernel walks it (emulate.small_blocks); with one the kernel runs.
 """
 
 import pytest

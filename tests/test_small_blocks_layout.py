@@ -10,12 +10,12 @@ import torch
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts
 from sparse_collective import catalogue
-from sparse_collective.small_blocks import wgmma
+from sparse_collective.small_blocks.descriptors import SWIZZLE, descriptor_low
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
 from sparse_collective.small_blocks.kernel_sm90 import SmallBlocksSm90
 
 SPEC = ARCHS["sm_90"]
-SPAN = {code: row_bytes for row_bytes, code in wgmma.SWIZZLE.items()}
+SPAN = {code: row_bytes for row_bytes, code in SWIZZLE.items()}
 BLOCKS = [(bm, bk) for bm in (16, 32, 64) for bk in (16, 32, 64, 128)]
 K = 16  # of a product
 
@@ -61,6 +61,6 @@ def test_products_read_what_was_copied(bm, bk, permuted, slot):
     if kernel.fold > 1:  # odd groups of 8 have come with neighbours swapped
         rows = rows ^ rows // 8 % 2
     for k in range(width // K):
-        low = wgmma.descriptor_low(address, not permuted) + k * kernel.a_step
+        low = descriptor_low(address, not permuted) + k * kernel.a_step
         found = read(smem, low, kernel.a_high, bm, permuted)
         assert torch.equal(found, block[rows, k * K : (k + 1) * K])

@@ -8,15 +8,16 @@ import random
 
 import pytest
 
-from .mbarrier import Barrier, play
+from sparse_collective.small_blocks.tile import CONSUMERS, chunk_arrivals
 
-CONSUMERS = 3
+from .mbarrier import Barrier, play
 
 
 class Cta:
     def __init__(self, cluster: int, stages: int, slots: int):
-        self.full = [Barrier(1 + CONSUMERS) for _ in range(stages)]
-        self.empty = [Barrier(4 * CONSUMERS * cluster) for _ in range(stages)]
+        arrivals = chunk_arrivals(cluster)
+        self.full = [Barrier(arrivals.full) for _ in range(stages)]
+        self.empty = [Barrier(arrivals.empty) for _ in range(stages)]
         self.b = [None] * stages  # which chunk lies in a stage; parts of it that have landed
         self.a = [[None] * slots for _ in range(CONSUMERS)]  # which block lies in a slot
 

@@ -10,7 +10,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
 from cute_kernels.matmul import candidates, cost
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
-from cute_kernels.matmul.split_k_sm90 import swaps
+from cute_kernels.matmul.split_k_sm90 import SplitKSm90, swaps
 from cute_kernels.runtime.families import unsupported
 from sparse_collective.family import in_step
 from sparse_collective.k_tiles import BsrSource
@@ -65,14 +65,15 @@ def test_parts_are_sorted_by_whom_they_go_to(split):
 
 class Cta:
     def __init__(self, split: int, groups: int):
-        self.arrived = [Barrier(1) for _ in range(groups)]
-        self.free = [Barrier(4 * (split - 1)) for _ in range(groups)]
+        arrivals = SplitKSm90(split, groups, 64).arrivals
+        self.arrived = [Barrier(arrivals.full) for _ in range(groups)]
+        self.free = [Barrier(arrivals.empty) for _ in range(groups)]
         self.slots = [[None] * (split - 1) for _ in range(groups)]
         self.running = groups
 
 
 def warpgroup(ctas, rank, w, tiles, flights, sums):
-    """ExchangeSm90.reduce for each work tile, and its drain; a part is (tile, sender, whose part)."""
+    """SplitKSm90.reduce for each work tile, and its drain; a part is (tile, sender, whose part)."""
     split, cta, phase = len(ctas), ctas[rank], 0
     for tile in range(tiles):
         cta.arrived[w].arrive(announced=split - 1)
@@ -123,7 +124,7 @@ def test_what_is_refused():
     assert reason(split=2) == reason(split=4, store_row=64) == ""
     assert "1, 2 or 4" in reason(split=3)
     assert "2 chunks of a warpgroup's store among 4" in reason(split=4)
-    for changes in ({"cluster_m": 2}, {"cluster_n": 2}, {"warps_m": 1, "teams": 2}):
+    for changes in ({"cluster_m": 2}, {"cluster_n": 2}, {"warps_m": 1, "consumer_groups": 2}):
         assert "cooperative" in reason(split=2, **changes)
     assert "bytes of shared memory" in reason(split=2, stages=7)
     assert "sm_90" in unsupported(GemmFacts("sm_80", "sm_80", GemmConfig(64, 64, 32, 4, 2, 2, split=2)))

@@ -1,6 +1,6 @@
 """The order of work tiles: every tile once, and workers that finish together; the kernel that makes it; the op with it.
 
-Without a GPU torch's table is checked, and the order kernel's arithmetic held to it; with one the kernels run.
+Without a GPU torch's table is checked, and the kernel's arithmetic held to it; with one the kernels run.
 """
 
 from types import SimpleNamespace
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective import bsr_matmul
-from sparse_collective.tile_order import kernel as order_kernel
+from sparse_collective.tile_order import kernel
 from sparse_collective.tile_order.family import order_of
-from sparse_collective.tile_order.kernel import Deal, Divisors, Mark, fits, work_order_on_gpu
-from sparse_collective.tile_order.reference import LONG, MOST_DEALS, OVERHEAD, Tiles, work_order
+from sparse_collective.tile_order.kernel import Divisors, Mark, Placement, fits, work_order_on_gpu
+from sparse_collective.tile_order.reference import LONG, MOST_CHUNKS, OVERHEAD, Tiles, work_order
 
 from . import cases
 from .bsr_parts import BOTH_OPS, INDEX_DTYPES, bsr, operands
@@ -121,10 +121,10 @@ def test_the_kernels_steps_give_the_same_table(lengths, **tiles):
     assert torch.equal(emulated_order(crow, **tiles), work_order(crow, **tiles))
 
 
-@pytest.mark.parametrize("workers", [1, 5, 132, order_kernel.MOST_WORKERS])
+@pytest.mark.parametrize("workers", [1, 5, 132, kernel.MOST_WORKERS])
 @pytest.mark.parametrize("rows", [1, 64, 300])
 def test_the_kernels_steps_of_larger_problems(rows, workers):
-    """Several rounds a deal, and so cards dealt to and fro; panels and classes that end inside a deal."""
+    """Several rounds a chunk, and so slots taken to and fro; panels and classes that end inside a chunk."""
     crow = crow_of(torch.randint(0, 40, (rows,)) // torch.randint(1, 20, (rows,)))
     tiles = {"row_tiles": 2, "steps": 2, "tiles_n": 43, "batch": 2, "group": 8, "workers": workers}
     assert torch.equal(emulated_order(crow, **tiles), work_order(crow, **tiles))
@@ -132,68 +132,68 @@ def test_the_kernels_steps_of_larger_problems(rows, workers):
 
 def emulated_order(crow, *, row_tiles, steps, tiles_n, batch, group, workers):
     """The kernel step by step, all threads at once, by its own arithmetic."""
-    with mock.patch.object(order_kernel, "cutlass", SimpleNamespace(min=np.minimum, max=np.maximum)):
-        dealt, workers, group = workers is not None, workers or 1, min(group, tiles_n)
+    with mock.patch.object(kernel, "cutlass", SimpleNamespace(min=np.minimum, max=np.maximum)):
+        to_workers, workers, group = workers is not None, workers or 1, min(group, tiles_n)
         rows, tiles_m = len(crow) - 1, (len(crow) - 1) * row_tiles
-        slots = -(-tiles_m * tiles_n * batch // workers) * workers
-        rounds = -(-(slots // workers) // MOST_DEALS)
+        entries = -(-tiles_m * tiles_n * batch // workers) * workers
+        rounds = -(-(entries // workers) // MOST_CHUNKS)
         by = Divisors(tiles_m, row_tiles, tiles_n, group, workers, rounds * workers)
-        deal = Deal(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
+        placement = Placement(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
 
         cost = np.diff(crow.long().numpy()) * steps + OVERHEAD
         keys, long = sorted_rows(cost), int((cost * rows >= LONG * cost.sum()).sum()) * row_tiles
-        column, tile = deal.split(np.arange(deal.items))
+        column, tile = placement.split(np.arange(placement.items))
         rank = tile // row_tiles
-        position = slot = deal.position(column, tile, long)
-        table = np.full((slots, 2), -1)
-        if dealt:
-            number, deals = position // deal.step, -(-slots // deal.step)
-            bounds = np.minimum(np.arange(deals + 1) * deal.step, deal.items)
-            marks = [[np.broadcast_to(part, bounds.shape) for part in deal.mark(bounds, long, s)] for s in (0, 1)]
-            marks = np.array(marks)  # (class, part, deal)
-            short, _ = deal.class_of(tile, long)
-            begin, end = (Mark(*(marks[short, part, number + i] for part in range(3))) for i in (0, 1))
-            turn, card = deal.card(deal.place(column, tile, long, number, begin, end), number)
-            cards = np.zeros((deals, workers), dtype=np.int64)
-            np.add.at(cards, (number, card), -(keys[rank] >> 32))
-            slot = turn * workers + deal_cards(cards)[number, card]
-        table[slot] = np.stack([(keys[rank] & 0xFFFFFFFF) * row_tiles + tile % row_tiles, column], 1)
+        position = entry = placement.position(column, tile, long)
+        table = np.full((entries, 2), -1)
+        if to_workers:
+            chunk, chunks = position // placement.chunk_items, -(-entries // placement.chunk_items)
+            bounds = np.minimum(np.arange(chunks + 1) * placement.chunk_items, placement.items)
+            marks = [[np.broadcast_to(part, bounds.shape) for part in placement.mark(bounds, long, s)] for s in (0, 1)]
+            marks = np.array(marks)  # (class, part, chunk)
+            short, _ = placement.class_of(tile, long)
+            begin, end = (Mark(*(marks[short, part, chunk + i] for part in range(3))) for i in (0, 1))
+            round_, slot = placement.slot(placement.place(column, tile, long, chunk, begin, end), chunk)
+            costs = np.zeros((chunks, workers), dtype=np.int64)
+            np.add.at(costs, (chunk, slot), -(keys[rank] >> 32))
+            entry = round_ * workers + assign_slots(costs)[chunk, slot]
+        table[entry] = np.stack([(keys[rank] & 0xFFFFFFFF) * row_tiles + tile % row_tiles, column], 1)
         return torch.from_numpy(table).int()
 
 
 def sorted_rows(cost):
     """Keys of rows as the kernel's network of exchanges leaves them."""
     bits = max(1, (len(cost) - 1).bit_length())
-    keys = np.full(1 << bits, order_kernel.NO_ROW)
+    keys = np.full(1 << bits, kernel.NO_ROW)
     keys[: len(cost)] = -cost << 32 | np.arange(len(cost))
     for k in range(1, bits + 1):
         for j in range(k):
-            low, high = order_kernel.pair(np.arange(1 << (bits - 1)), k - 1 - j)
+            low, high = kernel.pair(np.arange(1 << (bits - 1)), k - 1 - j)
             swap = (keys[low] > keys[high]) == ((low >> k) & 1 == 0)
             keys[low], keys[high] = np.where(swap, keys[high], keys[low]), np.where(swap, keys[low], keys[high])
     assert (np.diff(keys[: len(cost)]) > 0).all()
     return keys
 
 
-def deal_cards(cards):
-    """The worker of each card, (deals, workers), from the cards' costs."""
-    workers = np.arange(cards.shape[1])
-    loads, taken = workers.copy(), np.zeros_like(cards)
-    for number in range(len(cards)):
+def assign_slots(costs):
+    """The worker of each slot, (chunks, workers), from the slots' costs."""
+    workers = np.arange(costs.shape[1])
+    loads, taken = workers.copy(), np.zeros_like(costs)
+    for chunk in range(len(costs)):
         rank = (loads < loads[:, None]).sum(1)
-        loads = loads + cards[number, rank] * order_kernel.MOST_WORKERS
-        taken[number, rank] = workers
+        loads = loads + costs[chunk, rank] * kernel.MOST_WORKERS
+        taken[chunk, rank] = workers
     return taken
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-@pytest.mark.parametrize("workers", [None, 1, 7, 66, 132, order_kernel.MOST_WORKERS])
+@pytest.mark.parametrize("workers", [None, 1, 7, 66, 132, kernel.MOST_WORKERS])
 @pytest.mark.parametrize(
     ("rows", "row_tiles", "tiles_n", "batch", "group"),
     [
         (1, 1, 1, 1, 1), (1, 2, 3, 2, 8), (64, 1, 43, 1, 8), (63, 2, 9, 3, 4), (512, 1, 32, 1, 4), (1025, 1, 5, 2, 2),
-        (4096, 1, 16, 1, 3), (order_kernel.MOST_ROWS, 1, 2, 1, 1),
+        (4096, 1, 16, 1, 3), (kernel.MOST_ROWS, 1, 2, 1, 1),
     ],
 )  # fmt: skip
 def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group, workers, index_dtype):
@@ -205,9 +205,7 @@ def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "workers"), [(64, 132), (64, order_kernel.MOST_WORKERS + 1), (order_kernel.MOST_ROWS + 1, 9)]
-)
+@pytest.mark.parametrize(("rows", "workers"), [(64, 132), (64, kernel.MOST_WORKERS + 1), (kernel.MOST_ROWS + 1, 9)])
 def test_beyond_the_kernels_limits_torch_orders(rows, workers):
     W = bsr(cases.power_law(rows, 8), (16, 16), "cuda")
     tiles = {"row_tiles": 1, "steps": 1, "tiles_n": 20, "batch": 1, "group": 4, "workers": workers}
@@ -216,7 +214,7 @@ def test_beyond_the_kernels_limits_torch_orders(rows, workers):
 
 def test_what_the_kernel_serves():
     tiles = {"row_tiles": 2, "steps": 1, "tiles_n": 20, "batch": 3, "group": 4, "workers": 132}
-    assert fits(1, **tiles) and fits(order_kernel.MOST_ROWS, **tiles) and fits(64, **{**tiles, "workers": None})
-    assert not fits(order_kernel.MOST_ROWS + 1, **tiles)
-    assert not fits(64, **{**tiles, "workers": order_kernel.MOST_WORKERS + 1})
-    assert not fits(64, **{**tiles, "tiles_n": order_kernel.MOST_ITEMS // 64})
+    assert fits(1, **tiles) and fits(kernel.MOST_ROWS, **tiles) and fits(64, **{**tiles, "workers": None})
+    assert not fits(kernel.MOST_ROWS + 1, **tiles)
+    assert not fits(64, **{**tiles, "workers": kernel.MOST_WORKERS + 1})
+    assert not fits(64, **{**tiles, "tiles_n": kernel.MOST_ITEMS // 64})

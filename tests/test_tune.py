@@ -180,11 +180,11 @@ def test_a_random_dozen_compiles(path):
 
 # -- compiling --------------------------------------------------------------------------------------------------
 
-SOUND = GemmFacts("sm_90a", "sm_90", GemmConfig(64, 64, 64, 4, 1, 1, teams=2), majors=("k", "n", "n"))
+SOUND = GemmFacts("sm_90a", "sm_90", GemmConfig(64, 64, 64, 4, 1, 1, consumer_groups=2), majors=("k", "n", "n"))
 # 256 accumulators a thread, past the predicate: the compiler has 240 registers.
 SPILLS = GemmFacts("sm_90a", "sm_90", GemmConfig(256, 256, 64, 2, 2, 1, ring=1), majors=("k", "n", "n"))
 # 24 columns are no whole stmatrix.
-BREAKS = GemmFacts("sm_90a", "sm_90", GemmConfig(64, 24, 64, 3, 1, 1, teams=2), majors=("k", "n", "n"))
+BREAKS = GemmFacts("sm_90a", "sm_90", GemmConfig(64, 24, 64, 3, 1, 1, consumer_groups=2), majors=("k", "n", "n"))
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def test_what_is_stale_or_refused_is_ignored_with_a_note_and_the_next_one_serves
     [
         ("", "{"),
         ("", "[]"),
-        ('"format": 1', '"format": 2'),
+        ('"format": 2', '"format": 1'),
         ('"tile_m": 128', '"tile_m": -128'),
         ('"tile_m": 128', '"tile_m": "128"'),
         ('"tile_m"', '"tile_q"'),

@@ -53,6 +53,8 @@ class DecodeSm90:
         self.mainloop = MainloopSm90(facts, lazy=False)
         self.dtype = self.mainloop.dtype
         self.threads = WARPGROUP + 32
+        self.cluster = 1
+        self.arrivals = {"K, V": self.mainloop.arrivals}
         self.box, self.boxes = facts.box, facts.config.tile_n // facts.box
         self.storage = self.smem_bytes = None  # known once traced
 

@@ -92,8 +92,8 @@ def describe(facts: FlashFacts) -> dict[str, str]:
 
 
 def divided(sass: str) -> list[str]:
-    """Instructions of a whole warpgroup between the vote that sends some of its warps to weigh their scores again, and
-    the mma.sync instructions by which they do."""
+    """Instructions of a whole warpgroup between the vote that sends some of its warps to compute their scores again,
+    and the mma.sync instructions by which they do."""
     found, since = [], []
     for opcode in inspect.instructions(sass):
         if opcode.startswith("VOTE"):

@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.tile.barriers import FORWARD_OOB
+from cute_kernels.tile.barriers import FORWARD_OOB, Arrivals
 from cute_kernels.tile.ptx import read_special_register
 
 from .config import FlashFacts
@@ -52,6 +52,10 @@ class FlashForwardSm90:
         self.facts, self.cfg = facts, facts.config
         self.mainloop = MainloopSm90(facts, lazy=True)
         self.threads = WARPGROUP * (1 + facts.config.groups)
+        self.cluster = 1
+        self.arrivals = {"Q, K, V": self.mainloop.arrivals}
+        if facts.config.dynamic:
+            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32)
         self.storage = self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ launch
@@ -289,11 +293,12 @@ class FlashForwardSm90:
         pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim)
         pipe_k, pipe_v = loop.make_kv_rings(storage)
         if cfg.dynamic:
+            arrivals = self.arrivals["queue"]
             queue = pipeline.PipelineAsync.create(
                 barrier_storage=storage.barriers_queue.data_ptr(),
                 num_stages=SLOTS,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 32),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPGROUP * cfg.groups),
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
                 defer_sync=True,
             )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)

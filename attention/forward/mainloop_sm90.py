@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.tile.barriers import FORWARD_ORDER
+from cute_kernels.tile.barriers import FORWARD_ORDER, Arrivals
 from cute_kernels.tile.hopper import ALIGN, smem_layout, start_product
 from cute_kernels.tile.ptx import compute_before_waits
 
@@ -74,6 +74,7 @@ class MainloopSm90:
     def __init__(self, facts: FlashFacts, lazy: bool):
         self.facts, self.cfg, self.lazy = facts, facts.config, lazy
         self.dtype = cutlass_dtype(facts.dtype)
+        self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
 
     # ------------------------------------------------------------------ storage, products, rings
 
@@ -133,8 +134,8 @@ class MainloopSm90:
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.cfg.groups),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.full),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.empty),
             tx_count=elements * self.dtype.width // 8,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,

@@ -22,25 +22,27 @@ def with_stages(cfg, spec: ArchSpec, store_bytes: int, most: int = 8):
 
 
 def sm90(
-    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, teams=1, ring=2, store_row=128, *, split=1, spec
+    tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, consumer_groups=1, ring=2, store_row=128, *,
+    split=1, spec,
 ) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit."""
     cfg = GemmConfig(
-        tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, teams, ring, store_row, split=split,
+        tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring, store_row,
+        split=split,
     )  # fmt: skip
-    return with_stages(cfg, spec, ring * warps_m * warps_n * teams * 64 * store_row)
+    return with_stages(cfg, spec, ring * warps_m * warps_n * consumer_groups * 64 * store_row)
 
 
 def dense_sm90(spec: ArchSpec) -> list[GemmConfig]:
     """Configurations worth trying, best first among equals."""
     shared_high, shared_low = split_sm90(64, spec)
     return [
-        sm90(128, 192, 64, 1, 1, 2, 1, teams=2, ring=1, spec=spec),
+        sm90(128, 192, 64, 1, 1, 2, 1, consumer_groups=2, ring=1, spec=spec),
         sm90(128, 256, 64, 2, 1, 2, 1, spec=spec),
         sm90(256, 128, 64, 2, 1, 1, 2, spec=spec),
         sm90(128, 256, 64, 2, 1, spec=spec),
         sm90(256, 128, 64, 2, 1, spec=spec),
-        sm90(128, 128, 64, 1, 1, 1, 2, teams=2, spec=spec),
+        sm90(128, 128, 64, 1, 1, 1, 2, consumer_groups=2, spec=spec),
         sm90(128, 128, 64, 2, 1, spec=spec),
         sm90(128, 64, 64, 2, 1, ring=1, spec=spec),
         sm90(64, 256, 64, 1, 2, spec=spec),

@@ -17,9 +17,9 @@ class GemmConfig:
 
     `warps_m` x `warps_n` is how the tile is split among its consumers: warps on sm_80, warpgroups on sm_90.
     A cluster (sm_90 only) of `cluster_m` x `cluster_n` CTAs multicasts B down its M side and A along its N side.
-    `teams` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two teams of consumers work on alternate tiles,
-    so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of store buffers, each
-    64 rows by `store_row` bytes.
+    `consumer_groups` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two groups of consumers work
+    on alternate tiles, so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of
+    store buffers, each 64 rows by `store_row` bytes.
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
     their sums through each other's shared memory (split_k_sm90).
     """
@@ -37,7 +37,7 @@ class GemmConfig:
     warps_n: int
     cluster_m: int = 1
     cluster_n: int = 1
-    teams: int = 1
+    consumer_groups: int = 1
     ring: int = 2
     store_row: int = 128
     split: int = 1
@@ -68,11 +68,11 @@ class GemmConfig:
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k}/{self.stages} {self.warps_m}x{self.warps_n}"
         text += f" k/{self.split}" if self.split > 1 else ""
         text += f" c{self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return text + (" pp" if self.teams == 2 else "")
+        return text + (" pp" if self.consumer_groups == 2 else "")
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages} split {self.warps_m}x{self.warps_n}"
-        text += " ping-pong" if self.teams == 2 else ""
+        text += " ping-pong" if self.consumer_groups == 2 else ""
         text += f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         return text + (f" K among {self.split} CTAs" if self.split > 1 else "")
 
@@ -222,4 +222,4 @@ class GemmFacts:
     def store_bytes(self) -> int:
         """Shared memory of the sm_90 store rings, of all warpgroups."""
         cfg = self.config
-        return cfg.ring * cfg.warps_m * cfg.warps_n * cfg.teams * 64 * cfg.store_row if self.tma_store else 0
+        return cfg.ring * cfg.warps_m * cfg.warps_n * cfg.consumer_groups * 64 * cfg.store_row if self.tma_store else 0

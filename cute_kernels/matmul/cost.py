@@ -3,8 +3,8 @@
 The model of one work tile, in clocks of an SM: its tensor-core time (2048 multiply-adds a clock) or the time its
 operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card), whichever is
 longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none of its store;
-of two ping-pong teams one stores while the other multiplies. Where K is split among the CTAs of a cluster, each takes
-its share of the loop and of the store, and the exchange comes between them.
+of two ping-pong consumer groups one stores while the other multiplies. Where K is split among the CTAs of a cluster,
+each takes its share of the loop and of the store, and the exchange comes between them.
 """
 
 from .config import BlockFacts, GemmConfig
@@ -54,7 +54,7 @@ def persistent(cfg, problem: Problem, sms: int, tiles_m: int, loop: float) -> fl
         store += EXCHANGE_CLOCKS + cfg.split_k_bytes / EXCHANGE_BYTES_PER_CLOCK
         operands = (density * extents.M + extents.N) * extents.K * extents.L * problem.width
         loop = max(loop, operands / DRAM_BYTES_PER_CLOCK / waves)
-    alone = cfg.teams == 1 or waves == 1  # no other tile to multiply while this one is stored
+    alone = cfg.consumer_groups == 1 or waves == 1  # no other tile to multiply while this one is stored
     tile = loop + store if alone else max(loop, (loop + store) / 2)
     longest = problem.stats.longest
     longest = 0.0 if longest is None else loop * longest / max(density, 1e-9) + store

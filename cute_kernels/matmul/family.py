@@ -40,7 +40,7 @@ class ProductFamily(Family):
 
     def sources(self, path: str) -> tuple[str, ...]:
         """The modules that decide the speed of its kernels on a path: tuned picks hold as long as these stay."""
-        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler")
+        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.ptx")
         names += tuple(f"matmul.{part}_{path.replace('_', '')}" for part in ("kernel", "mainloop", "store"))
         names += ("tile.hopper", "matmul.split_k_sm90") if path == "sm_90" else ("tile.ampere",)
         return tuple(f"cute_kernels.{name}" for name in names)
@@ -58,10 +58,13 @@ class ProductFamily(Family):
         cfg = facts.config
         if not facts.warp_specialised:
             return None
-        return "product", {PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.teams, PRODUCT_ORDER: 2 * (cfg.teams - 1)}
+        return "product", {
+            PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
+            PRODUCT_ORDER: 2 * (cfg.consumer_groups - 1),
+        }
 
-    def threads(self, entry) -> int:
-        return entry.kernel.threads
+    def kernel(self, entry):
+        return entry.kernel
 
     def dynamic_smem(self, entry) -> int:
         return entry.kernel.smem_bytes

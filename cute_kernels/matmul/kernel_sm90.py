@@ -1,23 +1,24 @@
 """The sm_90 GEMM kernel: persistent, warp-specialised, TMA in, WGMMA, TMA out.
 
     warpgroup 0        producer; one of its warps issues all TMA loads, the others idle
-    warpgroups 1..     consumers; each owns tile_m / warps_m rows and tile_n / warps_n columns of its team's tile
+    warpgroups 1..     consumers; each owns tile_m / warps_m rows and tile_n / warps_n columns of its group's tile
 
-    pipeline   producer arrives          consumers arrive (per stage)
-    AB ring    1 thread + bytes of TMA   1 thread for each warp of a team and each CTA that shares operands
+    pipeline   producer arrives          consumers arrive (per stage; `arrivals`)
+    AB ring    1 thread + bytes of TMA   1 thread for each warp of a group and each CTA that shares operands
 
     cooperative   producer  | load 0 | load 1 | load 2 | ...                    runs ahead by the ring's stages
-                  team 0    |  mma 0  | store 0 |  mma 1  | store 1 | ...
+                  group 0   |  mma 0  | store 0 |  mma 1  | store 1 | ...
     ping-pong     producer  | load 0 | load 1 | load 2 | ...
-                  team 0    |  mma 0  | store 0 |  mma 2  | store 2 | ...
-                  team 1             |  mma 1  | store 1 |  mma 3  | ...
+                  group 0   |  mma 0  | store 0 |  mma 2  | store 2 | ...
+                  group 1            |  mma 1  | store 1 |  mma 3  | ...
 
-One ring feeds both teams in tile order; a team steps over the stages that are not its own.
+A consumer group is the warpgroups that share a tile. One ring feeds both groups in tile order; a group steps over the
+stages that are not its own.
 
-With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (exchange_sm90), and each stores a part:
+With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (split_k_sm90), and each stores a part:
 
-    CTA 0             team 0    |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
-    CTA 1             team 0    |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
+    CTA 0             group 0   |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
+    CTA 1             group 0   |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
 
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
 """
@@ -34,6 +35,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from ..dtypes import cutlass_dtype
 from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
+from ..tile.barriers import Arrivals
 from ..tile.hopper import ALIGN, WARPGROUP, smem_layout
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
@@ -50,20 +52,24 @@ class GemmSm90:
         self.facts, self.cfg = facts, cfg
         self.dtype = cutlass_dtype(facts.dtype)
         self.out_dtype = cutlass_dtype(facts.out_dtype)
-        self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
-        self.consumers = self.team * cfg.teams
+        self.warpgroups = cfg.warps_m * cfg.warps_n  # of a consumer group
+        self.consumers = self.warpgroups * cfg.consumer_groups
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster  # CTAs that take work tiles together
-        self.mainloop = mainloop(facts.k_blocks, cfg.teams, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.mainloop = mainloop(facts.k_blocks, cfg.consumer_groups, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
         self.store = StoreSm90(facts, self.group_n, self.out_dtype)
+        sharers = cfg.cluster_m + cfg.cluster_n - 1  # CTAs of this one's row and column
+        self.arrivals = {"AB": Arrivals(1, 4 * self.warpgroups, groups=cfg.consumer_groups, sharers=sharers)}
         self.exchange = None
         if cfg.split > 1:
-            self.exchange = SplitKSm90(cfg.split, self.team, cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP))
+            accumulators = cfg.tile_m * self.group_n // (cfg.warps_m * WARPGROUP)  # of a thread
+            self.exchange = SplitKSm90(cfg.split, self.warpgroups, accumulators)
+            self.arrivals["exchange"] = self.exchange.arrivals
         self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ storage
@@ -196,7 +202,7 @@ class GemmSm90:
         cfg = self.cfg
         tidx = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
+        warpgroup = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
         block = cute.arch.block_idx()[0]
         ctas = cute.arch.grid_dim()[0]
         rank = block % self.cluster
@@ -248,8 +254,8 @@ class GemmSm90:
                 )
         else:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
-            groups = cute.make_layout(self.team, stride=WARPGROUP)
-            thr_mma = tiled_mma.get_slice(groups(group % self.team))
+            groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
+            thr_mma = tiled_mma.get_slice(groups(warpgroup % self.warpgroups))
             tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))  # (MMA, MMA_M, MMA_K, PIPE)
             tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))  # (MMA, MMA_N, MMA_K, PIPE)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
@@ -261,36 +267,38 @@ class GemmSm90:
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             first, step = block // self.cluster, ctas // self.cluster
             end = scheduler.end(first, step)
-            team = group // self.team
+            consumer_group = warpgroup // self.warpgroups
             phase = Int32(0)  # of the exchange
             bounds = self.bounds(first, scheduler, source, rank_m)
-            if const_expr(cfg.teams > 1):
-                if team == 1:
-                    self.mainloop.pass_turn(team)  # team 0 goes first
+            if const_expr(cfg.consumer_groups > 1):
+                if consumer_group == 1:
+                    self.mainloop.order_arrive(consumer_group)  # group 0 goes first
                     read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
                     bounds = self.bounds(first + step, scheduler, source, rank_m)
-                first = first + team * step
-            for index in cutlass.range(first, end, step * cfg.teams, unroll=1):
+                first = first + consumer_group * step
+            for index in cutlass.range(first, end, step * cfg.consumer_groups, unroll=1):
                 m, n, l = scheduler.decode(index)
                 k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
                 other = bounds
-                if const_expr(cfg.teams > 1):
+                if const_expr(cfg.consumer_groups > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
-                bounds = self.bounds(index + step * cfg.teams, scheduler, source, rank_m)
-                read, release = self.mainloop.mma(k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, team)
-                if const_expr(cfg.teams > 1):
+                bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
+                read, release = self.mainloop.mma(
+                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group
+                )
+                if const_expr(cfg.consumer_groups > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
                 if const_expr(self.exchange is not None):
-                    self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), group, rank_k, phase)
+                    self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
                     phase = phase ^ 1
                 self.store.store(
                     acc, args, outs, sD, thr_mma_group, tiled_mma_group, extent,
-                    self.places(k_tiles, n * cfg.cluster_n + rank_n, group), (l, k_tiles.l), group,
+                    self.places(k_tiles, n * cfg.cluster_n + rank_n, warpgroup), (l, k_tiles.l), warpgroup,
                     storage.one.data_ptr(), rank_k,
                 )  # fmt: skip
             self.store.drain()
             if const_expr(self.exchange is not None):
-                self.exchange.drain(storage.exchange_barriers.data_ptr(), group, phase)
+                self.exchange.drain(storage.exchange_barriers.data_ptr(), warpgroup, phase)
 
     @cute.jit
     def produce(
@@ -356,12 +364,12 @@ class GemmSm90:
         m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
         return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
 
-    def places(self, k_tiles, n: Int32, group: Int32) -> tuple:
+    def places(self, k_tiles, n: Int32, warpgroup: Int32) -> tuple:
         """Which tile of D a work tile is; where it has boxes, which one each of this warpgroup's is."""
         boxes = self.cfg.boxes_b // self.cfg.warps_n
         if self.cfg.boxes_b == 1:
             return (k_tiles.out(n),)
-        first = group % self.team // self.cfg.warps_m * boxes
+        first = warpgroup % self.warpgroups // self.cfg.warps_m * boxes
         return tuple(k_tiles.out(first + box) for box in range(boxes))
 
     def share(self, k_tiles, rank_k: Int32):
@@ -372,7 +380,7 @@ class GemmSm90:
 
     @cute.jit
     def skip(self, index, end, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):
-        """Step over the stages of a work tile that the other team consumes."""
+        """Step over the stages of a work tile that the other consumer group reads."""
         if index < end:
             m, _, l = scheduler.decode(index)
             count = source.for_tile(m * self.cfg.cluster_m + rank_m, l, bounds).count
@@ -385,12 +393,12 @@ class GemmSm90:
         """The AB ring and the cluster's layout (cluster_m, cluster_n, 1); returns after every barrier is visible."""
         cfg = self.cfg
         cta_layout = cute.make_layout((cfg.cluster_m, cfg.cluster_n, 1))
-        sharers = cfg.cluster_m + cfg.cluster_n - 1
+        arrivals = self.arrivals["AB"]
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=cfg.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.team * 4),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
             tx_count=(cfg.tile_m + cfg.tile_n) * cfg.tile_k * self.dtype.width // 8,
             # CTAs that differ in the last mode, K, share no operands: each arrives at its own barriers.
             cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, cfg.split)),

@@ -54,8 +54,8 @@ def gemm(facts: GemmFacts) -> str:
 def sm80(facts: GemmFacts) -> str:
     """What the sm_80 kernel asks."""
     cfg, spec = facts.config, facts.spec
-    if cfg.cluster * cfg.teams > 1:
-        return "clusters, ping-pong teams and a split K exist on the sm_90 path only"
+    if cfg.cluster * cfg.consumer_groups > 1:
+        return "clusters, ping-pong and a split K exist on the sm_90 path only"
     if cfg.stages < 3:
         return f"{cfg.stages} stages; the cp.async pipeline needs 3"
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
@@ -160,14 +160,14 @@ def _tile_sm90(facts: GemmFacts) -> str:
 
 
 def _schedule_sm90(facts: GemmFacts) -> str:
-    """What the teams, the pipeline and the cluster ask, and whether shared memory holds it all."""
+    """What the consumer groups, the pipeline and the cluster ask, and whether shared memory holds it all."""
     cfg = facts.config
-    if cfg.teams > 2:
-        return f"{cfg.teams} teams: two take turns"
-    if cfg.warps_m * cfg.warps_n * cfg.teams != 2:
+    if cfg.consumer_groups > 2:
+        return f"{cfg.consumer_groups} consumer groups: ping-pong is of two"
+    if cfg.warps_m * cfg.warps_n * cfg.consumer_groups != 2:
         return (
-            f"{cfg.warps_m * cfg.warps_n * cfg.teams} consumer warpgroups: the register budgets, and the barrier of "
-            "two teams, are made for exactly two"
+            f"{cfg.warps_m * cfg.warps_n * cfg.consumer_groups} consumer warpgroups: the register budgets, and the "
+            "barriers that order two consumer groups, are made for exactly two"
         )
     if cfg.stages < 2:
         return "one stage: a K-tile is released when the next one has been issued"
@@ -193,7 +193,7 @@ def _split(facts: GemmFacts) -> str:
         return ""
     if cfg.split not in (2, 4):
         return f"K among {cfg.split} CTAs: 1, 2 or 4 of them share it"
-    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.teams > 1:
+    if cfg.cluster_m * cfg.cluster_n > 1 or cfg.consumer_groups > 1:
         return f"{cfg}: K is split in cooperative kernels, without a cluster that shares operands"
     group_n = cfg.tile_n // cfg.warps_n
     chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))

@@ -18,11 +18,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from ..arch import MMA_K
 from ..tile.ampere import TileSteps
 from ..tile.element import ELEMENT
-
-
-def keep(value: Int64) -> Int64:
-    """The value, made once: the compiler sees no way to compute it anew in a loop, which it would prefer to do."""
-    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
+from ..tile.ptx import opaque
 
 
 class MainloopSm80(TileSteps):
@@ -68,7 +64,7 @@ class MainloopSm80(TileSteps):
         row0 = rest * op.rows
         row, k = (row0 + line, element) if op.k_major else (cutlass.min(row0 + element, mX.shape[0] - op.vector), line)
         source = (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
-        return row0, line, element, op.offset(line, element * ELEMENT), keep(source)
+        return row0, line, element, op.offset(line, element * ELEMENT), opaque(source)
 
     @cute.jit
     def copy(

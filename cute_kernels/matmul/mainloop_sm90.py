@@ -7,9 +7,9 @@
 Exactly one K-tile's WGMMAs are in flight while the next one's are issued, so the tensor cores never drain between
 stages. Where the tiles lie is the source's business (k_tiles.py).
 
-Two ping-pong teams take turns: a team starts when the other has issued its last WGMMA. The turn keeps the tensor cores
-from being shared, and it is what makes stepping over the other team's stages safe: an mbarrier tells only the parity
-of its phase, so whoever waits must never be more than one phase away.
+Two ping-pong consumer groups multiply in an order that named barriers keep: one starts when the other has issued its
+last WGMMA. The order keeps the tensor cores from being shared, and it is what makes stepping over the other group's
+stages safe: an mbarrier tells only the parity of its phase, so whoever waits must never be more than one phase away.
 """
 
 import cutlass
@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..tile.barriers import PRODUCT_ORDER
 from ..tile.hopper import start_product
 
-TURN_THREADS = 256  # one team waits, the other arrives
+ORDER_THREADS = 256  # one consumer group waits, the other arrives
 
 
 class MainloopSm90:
@@ -32,9 +32,9 @@ class MainloopSm90:
     # temporaries.
     registers = (24, 240)
 
-    def __init__(self, k_blocks: tuple[int, ...], teams: int, multicast_a: bool, multicast_b: bool):
+    def __init__(self, k_blocks: tuple[int, ...], consumer_groups: int, multicast_a: bool, multicast_b: bool):
         self.k_blocks = k_blocks
-        self.teams = teams
+        self.consumer_groups = consumer_groups
         self.multicast_a = multicast_a
         self.multicast_b = multicast_b
 
@@ -114,15 +114,14 @@ class MainloopSm90:
         pipeline,
         read,
         release,
-        team: cutlass.Int32,
+        consumer_group: cutlass.Int32,
     ):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         period = const_expr(len(self.k_blocks))
-        if const_expr(self.teams > 1):
-            cute.arch.barrier(barrier_id=PRODUCT_ORDER + team, number_of_threads=TURN_THREADS)
+        self.order_wait(consumer_group)
         if k_tiles.count == 0:
             acc.fill(0.0)
-            self.pass_turn(team)
+            self.order_arrive(consumer_group)
         else:
             # The first period starts the accumulation, so that no register is cleared beforehand.
             for j in range_constexpr(period):
@@ -141,16 +140,21 @@ class MainloopSm90:
                     pipeline.consumer_release(release)
                     release.advance()
                     read.advance()
-            self.pass_turn(team)
+            self.order_arrive(consumer_group)
             warpgroup.wait_group(0)
             pipeline.consumer_release(release)
             release.advance()
         return read, release
 
-    def pass_turn(self, team):
-        """Let the other team start its mainloop."""
-        if self.teams > 1:
-            cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER + 1 - team, number_of_threads=TURN_THREADS)
+    def order_wait(self, consumer_group):
+        """Wait until it is this consumer group that may start its mainloop."""
+        if self.consumer_groups > 1:
+            cute.arch.barrier(barrier_id=PRODUCT_ORDER + consumer_group, number_of_threads=ORDER_THREADS)
+
+    def order_arrive(self, consumer_group):
+        """Let the other consumer group start its mainloop."""
+        if self.consumer_groups > 1:
+            cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER + 1 - consumer_group, number_of_threads=ORDER_THREADS)
 
     @cute.jit
     def multiply(

@@ -20,6 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
 
+from ..tile.barriers import Arrivals
 from ..tile.hopper import WARPGROUP
 
 VECTOR = 4  # fp32 of one store
@@ -39,6 +40,8 @@ class SplitKSm90:
         self.part = accumulators // split  # of a thread
         self.bytes = (split - 1) * self.part * WARPGROUP * 4  # that one warpgroup receives
         self.barriers = 2 * groups
+        # Of one warpgroup's barriers: `arrived` is full, `free` is empty.
+        self.arrivals = Arrivals(1, 4, groups=groups, sharers=split - 1)
 
     def layout(self) -> cute.Layout:
         """(VECTOR, thread, step, sender, warpgroup)"""
@@ -48,8 +51,8 @@ class SplitKSm90:
     def init(self, barriers: cute.Pointer):
         """By one thread, before the cluster's barriers are made visible."""
         for group in range_constexpr(self.groups):
-            cute.arch.mbarrier_init(barriers + group, 1)
-            cute.arch.mbarrier_init(barriers + self.groups + group, 4 * (self.split - 1))
+            cute.arch.mbarrier_init(barriers + group, self.arrivals.full)
+            cute.arch.mbarrier_init(barriers + self.groups + group, self.arrivals.empty)
 
     @cute.jit
     def reduce(

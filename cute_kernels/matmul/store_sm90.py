@@ -17,32 +17,18 @@ Where D's strides or contiguous extent do not meet TMA's rule (multiples of 16 b
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from ..tile.barriers import PRODUCT_STORE
 from ..tile.hopper import WARPGROUP
+from ..tile.ptx import load_volatile
 from . import epilogue
 from .epilogue import coordinates
 
 SLAB_M = 64  # rows of one WGMMA
 PIECE = 32  # accumulators that an epilogue works on at a time
-
-
-@dsl_user_op
-def load_one(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
-    """The 1.0 at a shared-memory address, by a load that the compiler may not move across a barrier."""
-    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
-    text, constraints = "ld.volatile.shared.f32 $0, [$1];", "=f,r"
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), [address], text, constraints,
-            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
 
 
 class StoreSm90:
@@ -54,7 +40,7 @@ class StoreSm90:
         self.dtype = dtype
         self.tile_m, self.tile_n = cfg.tile_m, cfg.tile_n
         self.warps_m = cfg.warps_m
-        self.team = cfg.warps_m * cfg.warps_n  # warpgroups that share a tile
+        self.warpgroups = cfg.warps_m * cfg.warps_n  # that share a tile
         self.group_n = group_n  # columns of one warpgroup
         self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
         box_n = cfg.tile_n // cfg.boxes_b if cfg.boxes_b > 1 else group_n
@@ -109,7 +95,7 @@ class StoreSm90:
         gD = outs[0][1]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         group_m = group % self.warps_m
-        first_column = group % self.team // self.warps_m * self.group_n
+        first_column = group % self.warpgroups // self.warps_m * self.group_n
         out_m, out_n, outer_m = places[0]
         col0 = out_n * self.tile_n + first_column
         # (MMA, 1, 1): (row, column) of each accumulator inside a slab
@@ -144,7 +130,7 @@ class StoreSm90:
             if const_expr(self.tma):
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
-                one = load_one(anchor) if const_expr(self.anchored) else None
+                one = load_volatile(anchor) if const_expr(self.anchored) else None
                 for v in range_constexpr(piece):
                     rD[v] = acc[at + first + v]
                     if const_expr(self.anchored and not self.by_bias):

@@ -77,9 +77,9 @@ class Family:
         """Its kernel's name in tile.barriers and, by first number, how many it uses; None for one without."""
         return None
 
-    def threads(self, entry: Any) -> int:
-        """Of a CTA of a kernel that has named barriers."""
-        return entry.threads
+    def kernel(self, entry: Any) -> Any:
+        """Of one with named barriers: what has a CTA's `threads`, a cluster's CTAs as `cluster`, and `arrivals`."""
+        return entry
 
     def dynamic_smem(self, entry: Any) -> int:
         """Bytes of shared memory that the launch asks for, once compiled."""
@@ -107,8 +107,10 @@ class Family:
         """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
         entry = self.entry(facts)
         if used := self.named_barriers(facts):
-            kernel, counts = used
-            barriers.check(kernel, self.threads(entry), counts)
+            name, counts = used
+            kernel = self.kernel(entry)
+            barriers.check(name, kernel.threads, counts)
+            barriers.check_arrivals(name, kernel.threads, kernel.cluster, kernel.arrivals)
         compiled = compile_for(facts.arch, entry, *self.arguments(facts), keep_cubin=keep_cubin)
         return Built(compiled, {"smem": self.dynamic_smem(entry), **self.describe(facts)})
 

@@ -1,14 +1,20 @@
-"""Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 is __syncthreads.
+"""Barriers, checked on the host: a wrong count is a hang, and nothing else tells.
+
+Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 is __syncthreads.
 
     kernel          barriers   threads                        for
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
-    product         8, 9       both consumer warpgroups       the order in which ping-pong teams multiply
+    product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros
 
 The small-block kernel's store is a product's; it has three consumers, and so barriers 1 to 3.
+
+Mbarriers: a kernel says in `arrivals` who arrives at those of each of its pipelines, and makes them from that.
 """
+
+from dataclasses import dataclass
 
 PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
 FORWARD_ORDER, FORWARD_OOB = 1, 8
@@ -16,6 +22,7 @@ DECODE_CONSUMERS = 1
 
 MOST = 16
 WARP, WARPGROUP = 32, 128
+PRODUCER_WARPS = {"product": 4, "forward": 4, "decode": 1}  # of a CTA, also idle ones; all others are consumers
 USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
     "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
@@ -26,7 +33,7 @@ USES = {  # kernel -> (first barrier, how many at most, threads that meet at eac
 def check(kernel: str, cta_threads: int, counts: dict[int, int]) -> None:
     """ValueError unless a CTA of so many threads can meet at these barriers of a kernel: first number -> how many.
 
-    A kernel's host side asks this before it compiles: a wrong count is a hang, and nothing else tells.
+    A kernel's host side asks this before it compiles.
     """
     if unknown := counts.keys() - {first for first, *_ in USES[kernel]}:
         raise ValueError(f"{kernel}: barriers from {min(unknown)} on are not in the table")
@@ -43,3 +50,50 @@ def check(kernel: str, cta_threads: int, counts: dict[int, int]) -> None:
         numbers += range(first, first + count)
     if len(set(numbers)) < len(numbers) or max(numbers) >= MOST:
         raise ValueError(f"{kernel}: barriers {numbers[1:]}; each is one of 1 to {MOST - 1}, for one use")
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Who arrives at the two mbarriers of a stage: producers at `full`, besides the bytes of TMA, consumers at `empty`.
+
+    With several consumer groups each stage is read by one of them.
+    """
+
+    producers: int  # warps
+    consumers: int  # warps of a CTA that read a stage
+    threads: int = 1  # of a warp, that arrive
+    groups: int = 1  # of consumers
+    sharers: int = 1  # CTAs whose consumers give the stage back
+
+    @property
+    def full(self) -> int:
+        """Arrivals that fill a stage."""
+        return self.producers * self.threads
+
+    @property
+    def empty(self) -> int:
+        """Arrivals that give a stage back."""
+        return self.consumers * self.threads * self.sharers
+
+
+def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[str, Arrivals]) -> None:
+    """ValueError unless the warps of a CTA of so many threads, in a cluster of so many CTAs, make these arrivals.
+
+    Every consumer warp reads every stage of its group: with fewer arrivals a stage would be loaded while some still
+    read it, with more it would never be free.
+    """
+    producers = PRODUCER_WARPS[kernel]
+    consumers = cta_threads // WARP - producers
+    for name, each in arrivals.items():
+        where = f"{kernel}: pipeline {name}"
+        if each.consumers * each.groups != consumers:
+            raise ValueError(
+                f"{where}: {each.consumers} warps give a stage back, in {each.groups} groups of consumers; the "
+                f"CTA has {consumers} consumer warps"
+            )
+        if not 0 < each.producers <= producers:
+            raise ValueError(f"{where}: {each.producers} warps fill a stage, of {producers} producer warps")
+        if each.threads not in (1, WARP):
+            raise ValueError(f"{where}: {each.threads} threads of a warp arrive; one does, or all {WARP}")
+        if not 0 < each.sharers <= cluster:
+            raise ValueError(f"{where}: {each.sharers} CTAs give a stage back, of a cluster of {cluster}")

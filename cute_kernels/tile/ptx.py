@@ -1,8 +1,20 @@
-"""Inline PTX: what the compiler must not move or keep."""
+"""Inline PTX, all that there is: what CuTe has no call for, and what the compiler must not move or keep."""
 
-from cutlass import Float32, Int32
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result, operands: list, text: str, constraints: str, *, side_effects: bool, loc, ip):
+    """The value of type `result`, or of None, of inline PTX with operands that are IR values."""
+    return llvm.inline_asm(
+        result, operands, text, constraints,
+        has_side_effects=side_effects, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+# -- where values are computed --------------------------------------------------------------------------------
 
 # ptxas does not know that a sum of exponentials is never negative.
 STORE_IF_NEGATIVE = """{ .reg .pred p, q;
@@ -17,20 +29,13 @@ def compute_before_waits(a: Float32, b: Float32, address: Int32, *, loc=None, ip
     sums and never happens, since no sum is negative.
     """
     operands = [x.ir_value(loc=loc, ip=ip) for x in (a, b, address)]
-    llvm.inline_asm(
-        None, operands, STORE_IF_NEGATIVE, "f,f,r",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    _asm(None, operands, STORE_IF_NEGATIVE, "f,f,r", side_effects=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def read_special_register(register: str, *, loc=None, ip=None) -> Int32:
     """A special register of PTX, such as "tid.x", read at this place, so that no register holds it from before."""
-    number = llvm.inline_asm(
-        T.i32(), [], f"mov.u32 $0, %{register};", "=r",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return Int32(number)
+    return Int32(_asm(T.i32(), [], f"mov.u32 $0, %{register};", "=r", side_effects=True, loc=loc, ip=ip))
 
 
 # ptxas does not know that no arithmetic results in a NaN of this pattern.
@@ -41,8 +46,105 @@ SELECT = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.f32 $0, 0f00000000
 def value_after(value: Float32, other: Float32, *, loc=None, ip=None) -> Float32:
     """`value`, which the compiler cannot use before `other` has been computed."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (value, other)]
-    result = llvm.inline_asm(
-        T.f32(), operands, SELECT, "=f,f,f",
-        has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return Float32(result)
+    return Float32(_asm(T.f32(), operands, SELECT, "=f,f,f", side_effects=False, loc=loc, ip=ip))
+
+
+def opaque(value: Int32 | Int64) -> Int32 | Int64:
+    """The value, of which the compiler does not know how it was made: it cannot make it anew somewhere else."""
+    kind = type(value)
+    return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
+
+
+# -- loads ----------------------------------------------------------------------------------------------------
+
+VECTOR_BYTES = 16
+VECTOR_WORDS = VECTOR_BYTES // 4  # registers
+VECTOR_HALVES = VECTOR_BYTES // 2  # elements of 16 bits
+
+
+@dsl_user_op
+def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
+    """The fp32 value at a shared-memory address, by a load that the compiler may not move across a barrier."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    text = "ld.volatile.shared.f32 $0, [$1];"
+    return Float32(_asm(T.f32(), [address], text, "=f,r", side_effects=True, loc=loc, ip=ip))
+
+
+def load_vector(at: Int64, valid, stream: bool) -> tuple:
+    """16 bytes of global memory as four registers; zeros where not `valid` (None: always valid).
+
+    stream: keep them out of L1.
+    """
+    load = "ld.global.nc" + (".L1::no_allocate" if stream else "") + ".v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    types = [Int32] * VECTOR_WORDS
+    if valid is None:
+        return cute.arch.inline_ptx(load, write_only_types=types, read_only_args=[at])
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(VECTOR_WORDS))
+    text = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} @p {load} }}"
+    return cute.arch.inline_ptx(text, write_only_types=types, read_only_args=[at, Int32(valid)])
+
+
+def load_elements(at: Int64, step: Int64, valid) -> tuple:
+    """Eight elements of 16 bits, `step` bytes apart in global memory, as four registers; zeros as of load_vector."""
+    lines = [f".reg .b16 h<{VECTOR_HALVES}>;", ".reg .b64 a;", "mov.b64 a, {$r0};"]
+    guard = ""
+    if valid is not None:
+        lines += [".reg .pred p;", "setp.ne.s32 p, {$r2}, 0;"] + [f"mov.b16 h{i}, 0;" for i in range(VECTOR_HALVES)]
+        guard = "@p "
+    for i in range(VECTOR_HALVES):
+        lines += [f"{guard}ld.global.nc.b16 h{i}, [a];", "add.s64 a, a, {$r1};"]
+    lines += [f"mov.b32 {{$w{i}}}, {{ h{2 * i}, h{2 * i + 1} }};" for i in range(VECTOR_WORDS)]
+    args = [at, step] if valid is None else [at, step, Int32(valid)]
+    text = "{ " + " ".join(lines) + " }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32] * VECTOR_WORDS, read_only_args=args)
+
+
+# -- products -------------------------------------------------------------------------------------------------
+
+WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16"}
+
+
+@dsl_user_op
+def wgmma_slabs(
+    acc: list,
+    n: int,
+    dtype: str,
+    a: Int32,
+    a_high: int,
+    a_step: int,
+    a_transposed: bool,
+    b: Int32,
+    b_high: int,
+    b_transposed: bool,
+    *,
+    loc=None,
+    ip=None,
+) -> list:
+    """acc + A @ B for several 64-row slabs of A and one B, as WGMMAs of 64 x n x 16; returns the new accumulators.
+
+    Args:
+        acc: fp32 registers of this thread, n / 2 for each slab, one slab after the other.
+        n: columns of B.
+        a, b: lower halves of the descriptors of the first slab of A (64, 16) and of B (n, 16), both in shared memory.
+        a_high, b_high: their upper halves.
+        a_step: from one slab of A to the next, in units of 16 bytes.
+        a_transposed, b_transposed: whether A is M-major, and B N-major.
+
+    Must be executed by all four warps of a warpgroup, between warpgroup.fence and commit_group.
+    """
+    per_slab = n // 2
+    total = len(acc)
+    kind = WGMMA_TYPE[dtype]
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+    lines = [".reg .pred p; .reg .b32 low; .reg .b64 da, db;", "setp.eq.u32 p, 0, 0;"]
+    lines.append(f"mov.b64 db, {{${2 * total + 1}, {b_high}}};")
+    for slab in range(total // per_slab):
+        registers = ", ".join(f"${slab * per_slab + v}" for v in range(per_slab))
+        lines.append(f"add.u32 low, ${2 * total}, {slab * a_step}; mov.b64 da, {{low, {a_high}}};")
+        lines.append(f"{name} {{{registers}}}, da, db, p, 1, 1, {int(a_transposed)}, {int(b_transposed)};")
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in acc]
+    operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    result = llvm.StructType.get_literal([T.f32()] * total)
+    constraints = ",".join(["=f"] * total + [str(i) for i in range(total)] + ["r", "r"])
+    out = _asm(result, operands, "{ " + " ".join(lines) + " }", constraints, side_effects=True, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(total)]

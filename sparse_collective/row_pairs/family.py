@@ -46,8 +46,8 @@ class RowPairs(BsrFamily):
         if path != "sm_90" or block.bm != PAIRED_ROWS or block.bk % 64:
             return []
         shapes = [
-            sm90(128, 192, 64, 1, 1, 1, 2, teams=2, ring=1, spec=spec),
-            sm90(128, 128, 64, 1, 1, 1, 2, teams=2, spec=spec),  # for epilogues that take more registers
+            sm90(128, 192, 64, 1, 1, 1, 2, consumer_groups=2, ring=1, spec=spec),
+            sm90(128, 128, 64, 1, 1, 1, 2, consumer_groups=2, spec=spec),  # for epilogues that take more registers
             sm90(128, 256, 64, 1, 2, 1, 2, spec=spec),
         ]
         return [RowPairsConfig(**vars(shape)) for shape in shapes]

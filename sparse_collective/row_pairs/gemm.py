@@ -67,7 +67,7 @@ class PairedSource:
     ends: cute.Tensor  # (pairs, 3)
     entries: cute.Tensor  # (3, nnz)
     steps: cutlass.Constexpr[int]
-    order: cute.Tensor | None = None  # (tiles, 2), of the work tiles (balance.py)
+    order: cute.Tensor | None = None  # (tiles, 2), of the work tiles; see tile_order
     blocks: Int32 | None = None  # of an item, of a batch
     items: Int32 | None = None
     columns = None
@@ -104,7 +104,7 @@ class RowPairsGemm(BsrGemm):
         crow_indices: cute.Tensor,  # (M / bm + 1,)
         ends: cute.Tensor,  # (pairs, 3)
         entries: cute.Tensor,  # (3, nnz)
-        order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see balance.py
+        order: cute.Tensor | None,  # (tiles, 2), of the work tiles; see tile_order
         values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk)
         b: cute.Tensor,
         d: cute.Tensor,

@@ -17,8 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.matmul.mainloop_sm90 import TURN_THREADS, MainloopSm90
-from cute_kernels.tile.barriers import PRODUCT_ORDER
+from cute_kernels.matmul.mainloop_sm90 import MainloopSm90
 
 HALVES = 2  # of a tile: block rows
 
@@ -77,13 +76,12 @@ class RowPairsMainloopSm90(MainloopSm90):
         pipeline,
         read,
         release,
-        team: Int32,
+        consumer_group: Int32,
     ):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         ends = k_tiles.ends
-        acc.fill(0.0)  # a row's first K-tile may lie in any of the loops; the other team multiplies meanwhile
-        if const_expr(self.teams > 1):
-            cute.arch.barrier(barrier_id=PRODUCT_ORDER + team, number_of_threads=TURN_THREADS)
+        acc.fill(0.0)  # a row's first K-tile may lie in any of the loops; the other consumer group multiplies now
+        self.order_wait(consumer_group)
         begin = Int32(0)
         for part in range_constexpr(len(k_tiles.kinds)):
             end = ends[part]
@@ -96,7 +94,7 @@ class RowPairsMainloopSm90(MainloopSm90):
                     release.advance()
                 read.advance()
             begin = end
-        self.pass_turn(team)
+        self.order_arrive(consumer_group)
         warpgroup.wait_group(0)
         if k_tiles.count > 0:
             pipeline.consumer_release(release)

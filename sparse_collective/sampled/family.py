@@ -153,8 +153,8 @@ def _sm90_tile(facts: GemmFacts) -> str:
     """What WGMMA, TMA and the store ask of a tile of boxes."""
     cfg = facts.config
     group_n = cfg.tile_n // cfg.warps_n
-    if (cfg.warps_m * cfg.warps_n, cfg.teams, cfg.cluster, cfg.split) != (2, 1, 1, 1):
-        return f"{cfg}: sampled products have two consumer warpgroups, no teams, clusters or split"
+    if (cfg.warps_m * cfg.warps_n, cfg.consumer_groups, cfg.cluster, cfg.split) != (2, 1, 1, 1):
+        return f"{cfg}: sampled products have two consumer warpgroups, no ping-pong, clusters or split"
     if cfg.tile_m % (64 * cfg.warps_m) or group_n > 256 or cfg.tile_m * cfg.tile_n > 128 * 256:
         return f"tile {cfg}: 64 rows, and at most 256 columns and 128 accumulators a thread, for each warpgroup"
     if cfg.tile_m >= facts.block.bm + 64:

@@ -75,7 +75,7 @@ class Skinny(BsrFamily):
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem}" if needed > spec.smem else ""
 
     def sources(self, path: str) -> tuple[str, ...]:
-        return *super().sources(path), "sparse_collective.skinny.kernel", "sparse_collective.skinny.vector_loads"
+        return *super().sources(path), "sparse_collective.skinny.kernel"
 
     def entry(self, facts: GemmFacts):
         from .kernel import SkinnyGemm

@@ -38,10 +38,10 @@ from cute_kernels.matmul import epilogue
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.tile.element import ELEMENT
+from cute_kernels.tile.ptx import VECTOR_WORDS, load_elements, load_vector, opaque
 
 from ..bsr_gemm import BsrGemm
 from .config import PAD, VECTOR, loads_vectors, registers
-from .vector_loads import WORDS, load_elements, load_vector
 
 WARP, LANES_K = 32, 4  # lanes of a warp; those that share a row
 RESERVED = 1024  # bytes of shared memory that a CTA takes besides its own
@@ -139,8 +139,7 @@ class SkinnyKernel:
     @cute.jit
     def decode(self, tiles_n: Int32, per_strip: Int32):
         """(m, n, l) of this CTA; by instructions of its own in each place where it is asked for."""
-        index = cute.arch.block_idx()[0]
-        index = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[index])
+        index = opaque(cute.arch.block_idx()[0])
         m, n, l = index & NOT_NEGATIVE, Int32(0), Int32(0)
         if per_strip > 1:  # a division takes a while
             index = m
@@ -230,7 +229,7 @@ class SkinnyKernel:
             for row in range_constexpr(2 * self.mmas_m):
                 offset = const_expr((row * 8 * mA.stride[0] + (s - first) * LANES_K * VECTOR) * ELEMENT)
                 words = load_vector(at + offset, self.valid(k_tiles, i), stream=True)
-                for w in range_constexpr(WORDS):
+                for w in range_constexpr(VECTOR_WORDS):
                     rA[(*a_register(row, w), s)] = words[w]
 
     @cute.jit
@@ -256,7 +255,7 @@ class SkinnyKernel:
                 else:
                     words = load_elements(at, Int64(step), valid)
                 at = at + LANES_K * VECTOR * step
-                for w in range_constexpr(WORDS):
+                for w in range_constexpr(VECTOR_WORDS):
                     rB[(*b_register(j, w), s)] = words[w]
 
     # ------------------------------------------------------------------ sums, epilogue, store

@@ -20,7 +20,7 @@ class SmallBlocksConfig:
     warps_m: ClassVar[int] = CONSUMERS
     warps_n: ClassVar[int] = 1
     cluster_n: ClassVar[int] = 1
-    teams: ClassVar[int] = 1
+    consumer_groups: ClassVar[int] = 1
     ring: ClassVar[int] = 1
     split: ClassVar[int] = 1
     boxes_b: ClassVar[int] = 1

@@ -116,12 +116,12 @@ class SmallBlocks(BsrFamily):
     def sources(self, path: str) -> tuple[str, ...]:
         return (
             *super().sources(path),
+            "sparse_collective.small_blocks.descriptors",
             "sparse_collective.small_blocks.gemm",
             "sparse_collective.small_blocks.kernel_sm90",
             "sparse_collective.small_blocks.tables",
             "sparse_collective.small_blocks.tables_kernel",
             "sparse_collective.small_blocks.tile",
-            "sparse_collective.small_blocks.wgmma",
         )
 
     def entry(self, facts: GemmFacts):

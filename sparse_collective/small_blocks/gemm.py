@@ -1,4 +1,4 @@
-"""The sparse collective over the sweep kernel: groups of rows and their chunks in place of work tiles and K-tiles."""
+"""BsrGemm around the small-block kernel: groups of rows and their chunks in place of work tiles and K-tiles."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ from .tile import CONSUMERS
 
 
 @dataclass(frozen=True)
-class SweptChunks:
-    """The chunks that one CTA's group of rows sweeps over, and the slices of B they consist of; see sweep.SweepPlan."""
+class GroupChunks:
+    """The chunks that one CTA's group of rows multiplies, and the slices of B they consist of; see tables.py."""
 
     slices: cute.Tensor  # (slices of a row,)
     words: cute.Tensor  # (chunks of a row, 4 or 8)
@@ -39,8 +39,8 @@ class SweptChunks:
 
 
 @dataclass(frozen=True)
-class SweepSource:
-    """The source of the sweep kernel: what a group of rows needs, and its blocks in the order they are met."""
+class ChunkSource:
+    """The small-block kernel's source: what a group of rows needs, and its blocks in the order they are met."""
 
     crow_indices: cute.Tensor  # (M / bm + 1,) int32 or int64
     counts: cute.Tensor  # (groups,)
@@ -52,8 +52,8 @@ class SweepSource:
     per_chunk: cutlass.Constexpr[int]  # slices
     blocks: Int32 | None = None  # of an item, of a batch: block p of item l is matrix p + l * blocks of values
 
-    def for_tile(self, m, rank) -> SweptChunks:
-        return SweptChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.per_chunk)
+    def for_tile(self, m, rank) -> GroupChunks:
+        return GroupChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.per_chunk)
 
     def first_block(self, m, rank, consumer) -> Int32:
         """Where in `order` a consumer's blocks begin."""
@@ -65,7 +65,7 @@ class SweepSource:
 
 
 class SmallBlocksGemm(BsrGemm):
-    """The same product as BsrGemm's by the sweep kernel, whose rows are D's columns."""
+    """The same product as BsrGemm's by the small-block kernel, whose rows are D's columns."""
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
@@ -110,7 +110,7 @@ class SmallBlocksGemm(BsrGemm):
             else:
                 bias = view(bias, (bias.shape[0], 1), (stride, 0))
         g = self.kernel.geometry
-        source = SweepSource(
+        source = ChunkSource(
             crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices, blocks
         )
         self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, z, alpha, beta), group, max_ctas, stream)

@@ -1,9 +1,10 @@
-"""The sweep kernel (sm_90): many low block rows in one CTA, which loads each chunk of B once for all of them.
+"""The small-block kernel (sm_90): many low block rows in one CTA, which loads each chunk of B once for all of them.
 
 A block 16 high fills a quarter of WGMMA's 64 rows, and every block row that loads its own copy of B uses it for 16 rows
 only: then L2 is the limit. So the operands are swapped, with 64 dense columns as WGMMA's M and one block's height as
-its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It sweeps over the block
-columns in which a row of its cluster has a block, in chunks of 64 columns of W, which need not be neighbours:
+its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It goes
+through the block columns in which a row of its cluster has a block, in chunks of 64 columns of W, which need not be
+neighbours:
 
     warp 0             B: the chunk, multicast to the CTAs of a cluster, which own other rows of the same columns; each
                        of its block columns (a slice) by one TMA
@@ -36,13 +37,14 @@ from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.matmul.store_sm90 import WARPGROUP, StoreSm90
 from cute_kernels.scheduler import TileScheduler
 from cute_kernels.tile.hopper import ALIGN, smem_layout
+from cute_kernels.tile.ptx import wgmma_slabs
 
-from . import wgmma
+from .descriptors import MMA_M, descriptor_high, descriptor_low
 from .tables import BATCH
-from .tile import CHUNK, CONSUMERS, ROWS, Geometry
+from .tile import CHUNK, CONSUMERS, ROWS, Geometry, chunk_arrivals
 
 REGISTERS = (32, 160)  # a thread of producers, of consumers: 65,536 over 128 and 384
-SLAB = wgmma.MMA_M
+SLAB = MMA_M
 
 
 class SmallBlocksSm90:
@@ -64,9 +66,11 @@ class SmallBlocksSm90:
         self.ring_bytes = cfg.chunks * ROWS * CHUNK * 2  # of A, a consumer
         self.slots = self.ring_bytes // self.slot_bytes
         row_bytes = 2 * (facts.block.bm if self.a_m_major else self.geometry.width)
-        self.a_high = wgmma.descriptor_high(row_bytes)
+        self.a_high = descriptor_high(row_bytes)
         self.a_step = 16 * (row_bytes if self.a_m_major else 2) >> 4  # 16 columns of a block, in units of 16 bytes
         self.threads = WARPGROUP * (1 + CONSUMERS)
+        self.cluster = cfg.cluster_m
+        self.arrivals = {"chunk": chunk_arrivals(cfg.cluster_m)}
         self.store = StoreSm90(swapped(facts), ROWS, self.out_dtype, anchor_bias=False)
         self.smem_bytes = None  # known once traced
 
@@ -193,11 +197,12 @@ class SmallBlocksSm90:
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (columns, slice, PIPE x slices)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        arrivals = self.arrivals["chunk"]
         if warp == 0:
             with cute.arch.elect_one():
                 for s in range_constexpr(cfg.stages):
-                    cute.arch.mbarrier_init(full + s, 1 + CONSUMERS)
-                    cute.arch.mbarrier_init(empty + s, 4 * CONSUMERS * cfg.cluster_m)
+                    cute.arch.mbarrier_init(full + s, arrivals.full)
+                    cute.arch.mbarrier_init(empty + s, arrivals.empty)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.store.anchored):
             if tidx == 0:
@@ -219,8 +224,8 @@ class SmallBlocksSm90:
                 outs += [(tma_z, self.store.tiles(mZ))]
             # Opaque to the compiler, which would compute them again for each block.
             ring = storage.sA.data_ptr().toint() + consumer * self.ring_bytes
-            ring = cute.arch.make_warp_uniform(wgmma.descriptor_low(ring, not self.a_m_major))
-            chunks_at = wgmma.descriptor_low(storage.sB.data_ptr().toint(), not self.b_n_major)
+            ring = cute.arch.make_warp_uniform(descriptor_low(ring, not self.a_m_major))
+            chunks_at = descriptor_low(storage.sB.data_ptr().toint(), not self.b_n_major)
             chunks_at = cute.arch.make_warp_uniform(chunks_at)
             stage, phase, head = Int32(0), Int32(0), Int32(0)
             for index in cutlass.range(first, scheduler.count, step, unroll=1):
@@ -398,12 +403,12 @@ class SmallBlocksSm90:
         slabs = range(self.columns // SLAB)
         order = [v ^ (v // 4 % 2 if self.fold > 1 else 0) for v in range(bm // 2)]
         at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in order]
-        result = wgmma.multiply(
+        result = wgmma_slabs(
             [acc[i] for i in at],
             bm,
             self.facts.dtype,
             chunk,
-            wgmma.descriptor_high(128 if self.b_n_major else row_bytes),
+            descriptor_high(128 if self.b_n_major else row_bytes),
             SLAB * row_bytes >> 4,
             self.b_n_major,
             slot,

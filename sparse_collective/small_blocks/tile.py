@@ -2,10 +2,17 @@
 
 from dataclasses import dataclass
 
+from cute_kernels.tile.barriers import Arrivals
+
 CHUNK = 64  # K elements the kernel works on at a time
 ROWS = 64  # rows of W that a consumer owns
 CONSUMERS = 3
 MOST_TABLE_BYTES = 256 << 20  # of a plan's table: groups x chunks
+
+
+def chunk_arrivals(cluster: int) -> Arrivals:
+    """Who arrives at a chunk's mbarriers: B's producer and those of A; the consumers of every CTA of the cluster."""
+    return Arrivals(1 + CONSUMERS, 4 * CONSUMERS, sharers=cluster)
 
 
 def table_bytes(M: int, K: int, cluster: int) -> int:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class OrderFacts:
-    """What an order kernel is compiled from."""
+    """What the kernel is compiled from."""
 
     family: ClassVar[str] = "tile order"
     arch: str
     index_dtype: str
-    dealt: bool  # to workers; else the order alone counts
+    to_workers: bool  # tiles are assigned to workers; else the order alone counts

@@ -19,9 +19,9 @@ class TileOrder(Family):
     ops = ("bsr_matmul", "bsr_linear", "bsr_gated_linear")
 
     def entry(self, facts: OrderFacts):
-        from .kernel import TileDealer
+        from .kernel import TileOrderKernel
 
-        return TileDealer(facts)
+        return TileOrderKernel(facts)
 
     def arguments(self, facts: OrderFacts) -> tuple:
         from cutlass import Int32
@@ -31,12 +31,12 @@ class TileOrder(Family):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[OrderFacts]:
         target, indices = arch_named(arch).target, ("int32",) if quick else ("int32", "int64")
-        return [OrderFacts(target, index, dealt) for index in indices for dealt in (False, True)]
+        return [OrderFacts(target, index, to_workers) for index in indices for to_workers in (False, True)]
 
     def describe(self, facts: OrderFacts) -> dict[str, str]:
         return {
             "configuration": "tile order",
-            "problem": "to workers" if facts.dealt else "",
+            "problem": "to workers" if facts.to_workers else "",
             "operands": facts.index_dtype,
         }
 

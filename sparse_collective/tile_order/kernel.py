@@ -1,13 +1,13 @@
 """The order of work tiles, made on the GPU by one kernel: the very table that reference.work_order makes with hundreds.
 
     every row           gets its rank, the longest first: a bitonic sort in shared memory
-    every item          finds its card by arithmetic (`Deal`), and adds its cost to it
-    deal after deal     every worker counts those with less work so far, and takes the card of that number
-    every item          finds its card again, which now tells the worker, and is stored
+    every item          finds its slot by arithmetic (`Placement`), and adds its cost to it
+    chunk after chunk   every worker counts those with less work so far, and takes the slot of that number
+    every item          finds its slot again, which now tells the worker, and is stored
 
-An item is a work tile; a card is what a deal gives to one worker, an item of each of the deal's rounds. All CTAs do
-the same, so that nothing passes between them, but for the last step, which they share. With one CTA a tile nothing is
-dealt, and an item's place is arithmetic alone.
+An item is a work tile. A chunk is a few rounds that are assigned at once, and a slot is what one worker gets of a
+chunk: an item of each of its rounds. All CTAs do the same, so that nothing passes between them, but for the last step,
+which they share. With one CTA a tile there are no workers to assign to, and an item's place is arithmetic alone.
 
 Works on every architecture: no TMA, no tensor cores.
 """
@@ -26,13 +26,13 @@ from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
 from .config import OrderFacts
-from .reference import LONG, MOST_DEALS, OVERHEAD
+from .reference import LONG, MOST_CHUNKS, OVERHEAD
 
 WARP = 32
 THREADS = 1024
 HELPERS = 4  # threads that count for one worker
 MOST_WORKERS = THREADS // HELPERS
-MOST_ROWS = 8192  # 64 KB of the 99 KB of shared memory that every architecture has; cards are 32 KB
+MOST_ROWS = 8192  # 64 KB of the 99 KB of shared memory that every architecture has; slots are 32 KB
 MOST_ITEMS = 2**30  # numbers are 32 bits wide
 MOST_CTAS = 32
 ITEMS_A_THREAD = 4  # stored
@@ -61,15 +61,16 @@ class Divisors:
     tiles_n: Any
     group: Any
     workers: Any
-    step: Any
+    chunk: Any
 
 
 @dataclass(frozen=True)
-class Deal:
+class Placement:
     """Where items come, without sorting them: arithmetic on row tiles whose rows are sorted already.
 
-    The order before it is dealt: long rows, then short ones; of each, panel by panel, a panel's row tiles by length,
-    and of a row tile the panel's columns. `step` of its items make a deal. Sorted by row tile they fill its rounds.
+    The order before workers are chosen: long rows, then short ones; of each, panel by panel, a panel's row tiles by
+    length, and of a row tile the panel's columns. `chunk_items` of its items make a chunk. Sorted by row tile they fill
+    its rounds.
 
     Numbers of the kernel or of the host, where the tests go through the same arithmetic.
     """
@@ -80,11 +81,11 @@ class Deal:
     batch: Int32
     group: Int32
     workers: Int32
-    rounds: Int32  # of a deal, at most
+    rounds: Int32  # of a chunk, at most
     by: Divisors
 
     @property
-    def step(self):
+    def chunk_items(self):
         return self.rounds * self.workers
 
     @property
@@ -124,7 +125,7 @@ class Deal:
         return short, tile - short * long
 
     def position(self, column, tile, long):
-        """Where in the order an item comes, before it is dealt."""
+        """Where in the order an item comes, before workers are chosen."""
         short, tile = self.class_of(tile, long)
         l = column // self.by.tiles_n
         n = column - l * self.tiles_n
@@ -132,25 +133,25 @@ class Deal:
         panel = short * long * self.columns + self.height(long, short) * (l * self.tiles_n + first)
         return panel + tile * self.width(first) + n - first
 
-    def place(self, column, tile, long, number, begin: Mark, end: Mark):
-        """Which of deal `number`'s items an item of it is, sorted by row tile; `begin` and `end` are its class's Marks.
+    def place(self, column, tile, long, chunk, begin: Mark, end: Mark):
+        """Which of its chunk's items an item is, sorted by row tile; `begin` and `end` are the chunk's, of its class.
 
         Before it come all long items if it is short, its class's longer row tiles, and its row tile's columns so far:
-        of each as many as come before the deal's end, less those before its begin.
+        of each as many as come before the chunk's end, less those before its begin.
         """
         short, tile = self.class_of(tile, long)
         longs = long * self.columns
-        before = cutlass.min((number + 1) * self.step, longs) - cutlass.min(number * self.step, longs)
+        before = cutlass.min((chunk + 1) * self.chunk_items, longs) - cutlass.min(chunk * self.chunk_items, longs)
         return short * before + end.items(tile) - begin.items(tile + 1) + column
 
-    def card(self, place, number):
-        """(round, card) of a deal's item: to and fro, but for the last round, as nobody may miss one before it."""
-        turn = place // self.by.workers
-        card = place - turn * self.workers
+    def slot(self, place, chunk):
+        """(round, slot) of a chunk's item: to and fro, but for the last round, as nobody may miss one before it."""
+        round_ = place // self.by.workers  # of the chunk
+        slot = place - round_ * self.workers
         total = (self.items + self.workers - 1) // self.by.workers
-        last = cutlass.min(self.rounds, total - number * self.rounds) - 1
-        back = cutlass.min(cutlass.max(last - turn, 0), turn & 1)
-        return number * self.rounds + turn, card + back * (self.workers - 1 - 2 * card)
+        last = cutlass.min(self.rounds, total - chunk * self.rounds) - 1
+        back = cutlass.min(cutlass.max(last - round_, 0), round_ & 1)
+        return chunk * self.rounds + round_, slot + back * (self.workers - 1 - 2 * slot)
 
 
 def pair(i, bit):
@@ -159,17 +160,17 @@ def pair(i, bit):
     return low, low | (1 << bit)
 
 
-class TileDealer:
+class TileOrderKernel:
     """Compiles to one kernel per `OrderFacts`."""
 
     def __init__(self, facts: OrderFacts):
-        self.dealt = facts.dealt
+        self.to_workers = facts.to_workers
 
     @cute.jit
     def __call__(
         self,
         crow_indices: cute.Tensor,  # (M / bm + 1,)
-        order: cute.Tensor,  # (slots, 2): whole rounds of workers
+        order: cute.Tensor,  # (entries, 2): whole rounds of workers
         row_tiles: Int32,
         steps: Int32,
         tiles_n: Int32,
@@ -179,27 +180,27 @@ class TileDealer:
         bits: Int32,  # 2**bits is at least the number of rows
         stream: cuda.CUstream,
     ):
-        slots = order.shape[0]
-        rounds = cute.ceil_div(cute.ceil_div(slots, workers), MOST_DEALS)
+        entries = order.shape[0]
+        rounds = cute.ceil_div(cute.ceil_div(entries, workers), MOST_CHUNKS)
         tiles_m = (crow_indices.shape[0] - 1) * row_tiles
         sizes = tiles_m, row_tiles, tiles_n, group, workers, rounds * workers
         by = Divisors(*(cute.fast_divmod_create_divisor_v2(size) for size in sizes))
-        deal = Deal(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
-        ctas = cutlass.min(cute.ceil_div(slots, ITEMS_A_THREAD * THREADS), MOST_CTAS)
-        self.kernel(crow_indices, order, deal, steps, bits).launch(
+        placement = Placement(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
+        ctas = cutlass.min(cute.ceil_div(entries, ITEMS_A_THREAD * THREADS), MOST_CTAS)
+        self.kernel(crow_indices, order, placement, steps, bits).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, crow_indices: cute.Tensor, order: cute.Tensor, deal: Deal, steps: Int32, bits: Int32):
-        places = const_expr(MOST_DEALS * MOST_WORKERS if self.dealt else 1)
+    def kernel(self, crow_indices: cute.Tensor, order: cute.Tensor, placement: Placement, steps: Int32, bits: Int32):
+        places = const_expr(MOST_CHUNKS * MOST_WORKERS if self.to_workers else 1)
 
         @cute.struct
         class Storage:
             keys: cute.struct.MemRange[Int64, MOST_ROWS]
-            cards: cute.struct.MemRange[Int32, places]
+            slots: cute.struct.MemRange[Int32, places]
             loads: cute.struct.Align[cute.struct.MemRange[Int32, MOST_WORKERS], 16]
-            marks: cute.struct.MemRange[Int32, (MOST_DEALS + 1) * 2 * 3]
+            marks: cute.struct.MemRange[Int32, (MOST_CHUNKS + 1) * 2 * 3]
             long: cute.struct.MemRange[Int32, 1]
 
         self.smem_bytes = Storage.size_in_bytes()
@@ -209,49 +210,49 @@ class TileDealer:
         tidx, bidx, ctas = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
 
         self.sort_rows(crow_indices, sKeys, sLong, steps, bits, tidx)
-        long = sLong[0] * deal.row_tiles
-        if const_expr(self.dealt):
-            table = cute.make_layout((MOST_DEALS, MOST_WORKERS), stride=(MOST_WORKERS, 1))
-            sCards = cute.make_tensor(storage.cards.data_ptr(), table)  # cost, then worker, of each card
+        long = sLong[0] * placement.row_tiles
+        if const_expr(self.to_workers):
+            table = cute.make_layout((MOST_CHUNKS, MOST_WORKERS), stride=(MOST_WORKERS, 1))
+            sSlots = cute.make_tensor(storage.slots.data_ptr(), table)  # cost, then worker, of each slot
             sLoads = cute.make_tensor(storage.loads.data_ptr(), cute.make_layout(MOST_WORKERS))
-            sMarks = cute.make_tensor(storage.marks.data_ptr(), cute.make_layout((MOST_DEALS + 1, 2, 3)))
-            deals = cute.ceil_div(order.shape[0], deal.step)
-            for i in cutlass.range(tidx, deals * MOST_WORKERS, THREADS):
-                sCards[i // MOST_WORKERS, i % MOST_WORKERS] = 0
+            sMarks = cute.make_tensor(storage.marks.data_ptr(), cute.make_layout((MOST_CHUNKS + 1, 2, 3)))
+            chunks = cute.ceil_div(order.shape[0], placement.chunk_items)
+            for i in cutlass.range(tidx, chunks * MOST_WORKERS, THREADS):
+                sSlots[i // MOST_WORKERS, i % MOST_WORKERS] = 0
             if tidx < MOST_WORKERS:
-                sLoads[tidx] = tidx if tidx < deal.workers else NOBODY
-            if tidx <= deals:
+                sLoads[tidx] = tidx if tidx < placement.workers else NOBODY
+            if tidx <= chunks:
                 for short in range_constexpr(2):
-                    mark = deal.mark(cutlass.min(tidx * deal.step, deal.items), long, short)
+                    mark = placement.mark(cutlass.min(tidx * placement.chunk_items, placement.items), long, short)
                     for part in range_constexpr(3):
                         sMarks[tidx, short, part] = mark[part]
             cute.arch.sync_threads()
 
-            for i in cutlass.range(tidx, deal.items, THREADS):
-                column, tile = deal.split(i)
-                number, _, card = self.find(deal, column, tile, long, sMarks)
-                cost = -Int32(sKeys[tile // deal.by.row_tiles] >> 32)
-                cute.arch.atomic_add(storage.cards.data_ptr() + (number * MOST_WORKERS + card), cost)
+            for i in cutlass.range(tidx, placement.items, THREADS):
+                column, tile = placement.split(i)
+                chunk, _, slot = self.find(placement, column, tile, long, sMarks)
+                cost = -Int32(sKeys[tile // placement.by.row_tiles] >> 32)
+                cute.arch.atomic_add(storage.slots.data_ptr() + (chunk * MOST_WORKERS + slot), cost)
             cute.arch.sync_threads()
-            self.deal_cards(sCards, sLoads, deals, deal.workers, tidx)
+            self.assign_slots(sSlots, sLoads, chunks, placement.workers, tidx)
 
-        for i in cutlass.range(bidx * THREADS + tidx, deal.items, THREADS * ctas):
-            column, tile = deal.split(i)
-            rank = tile // deal.by.row_tiles
-            if const_expr(self.dealt):
-                number, turn, card = self.find(deal, column, tile, long, sMarks)
-                slot = turn * deal.workers + sCards[number, card]
+        for i in cutlass.range(bidx * THREADS + tidx, placement.items, THREADS * ctas):
+            column, tile = placement.split(i)
+            rank = tile // placement.by.row_tiles
+            if const_expr(self.to_workers):
+                chunk, round_, slot = self.find(placement, column, tile, long, sMarks)
+                entry = round_ * placement.workers + sSlots[chunk, slot]
             else:
-                slot = deal.position(column, tile, long)
-            order[slot, 0] = Int32(sKeys[rank]) * deal.row_tiles + tile - rank * deal.row_tiles
-            order[slot, 1] = column
-        if const_expr(self.dealt):
-            # The last round's last cards are blank.
-            if bidx == 0 and tidx < order.shape[0] - deal.items:
-                card = deal.workers - 1 - tidx
-                slot = order.shape[0] - deal.workers + sCards[deals - 1, card]
-                order[slot, 0] = -1
-                order[slot, 1] = -1
+                entry = placement.position(column, tile, long)
+            order[entry, 0] = Int32(sKeys[rank]) * placement.row_tiles + tile - rank * placement.row_tiles
+            order[entry, 1] = column
+        if const_expr(self.to_workers):
+            # The last round's last slots have no item.
+            if bidx == 0 and tidx < order.shape[0] - placement.items:
+                slot = placement.workers - 1 - tidx
+                entry = order.shape[0] - placement.workers + sSlots[chunks - 1, slot]
+                order[entry, 0] = -1
+                order[entry, 1] = -1
 
     @cute.jit
     def sort_rows(
@@ -288,25 +289,25 @@ class TileDealer:
                 cute.arch.sync_threads()
 
     @cute.jit
-    def find(self, deal: Deal, column: Int32, tile: Int32, long: Int32, sMarks: cute.Tensor):
-        """(deal, round, card) of an item."""
-        number = deal.position(column, tile, long) // deal.by.step
-        short, _ = deal.class_of(tile, long)
-        begin = Mark(*(sMarks[number, short, part] for part in range(3)))
-        end = Mark(*(sMarks[number + 1, short, part] for part in range(3)))
-        turn, card = deal.card(deal.place(column, tile, long, number, begin, end), number)
-        return number, turn, card
+    def find(self, placement: Placement, column: Int32, tile: Int32, long: Int32, sMarks: cute.Tensor):
+        """(chunk, round, slot) of an item."""
+        chunk = placement.position(column, tile, long) // placement.by.chunk
+        short, _ = placement.class_of(tile, long)
+        begin = Mark(*(sMarks[chunk, short, part] for part in range(3)))
+        end = Mark(*(sMarks[chunk + 1, short, part] for part in range(3)))
+        round_, slot = placement.slot(placement.place(column, tile, long, chunk, begin, end), chunk)
+        return chunk, round_, slot
 
     @cute.jit
-    def deal_cards(
+    def assign_slots(
         self,
-        sCards: cute.Tensor,  # (MOST_DEALS, MOST_WORKERS): costs; becomes workers
+        sSlots: cute.Tensor,  # (MOST_CHUNKS, MOST_WORKERS): costs; becomes workers
         sLoads: cute.Tensor,  # (MOST_WORKERS,): work so far * MOST_WORKERS + worker
-        deals: Int32,
+        chunks: Int32,
         workers: Int32,
         tidx: Int32,
     ):
-        """In each deal the worker with the r-th least work gets card r; of equals the first worker comes first.
+        """In each chunk the worker with the r-th least work gets slot r; of equals the first worker comes first.
 
         Beyond 2**23 K-tiles a worker, seconds of work, keys wrap: still an order, no longer the best one.
         """
@@ -314,7 +315,7 @@ class TileDealer:
         others = workers
         if tidx >= cute.round_up(workers * HELPERS, WARP):
             others = 0
-        for number in cutlass.range(deals):
+        for chunk in cutlass.range(chunks):
             mine = sLoads[worker]
             rank = Int32(0)
             for first in cutlass.range(helper * 4, others, HELPERS * 4):
@@ -324,8 +325,8 @@ class TileDealer:
                 rank += cute.arch.shuffle_sync_bfly(rank, 1 << distance)
             cute.arch.sync_threads()
             if helper == 0 and worker < workers:
-                sLoads[worker] = mine + sCards[number, rank] * MOST_WORKERS
-                sCards[number, rank] = worker
+                sLoads[worker] = mine + sSlots[chunk, rank] * MOST_WORKERS
+                sSlots[chunk, rank] = worker
             cute.arch.sync_threads()
 
 
@@ -339,12 +340,11 @@ def work_order_on_gpu(
     crow: torch.Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
 ) -> torch.Tensor:
     """reference.work_order of a checked pattern on a GPU, for problems that `fits`."""
-    rows, dealt = len(crow) - 1, workers is not None
+    rows, to_workers = len(crow) - 1, workers is not None
     workers = workers or 1
-    slots = -(-rows * row_tiles * tiles_n * batch // workers) * workers
-    order = torch.empty((slots, 2), dtype=torch.int32, device=crow.device)
-    facts = OrderFacts(device_arch(crow.get_device())[0].target, NAMES_OF_INDEX[crow.dtype], dealt)
-    dealer = function_for(facts)
+    entries = -(-rows * row_tiles * tiles_n * batch // workers) * workers
+    order = torch.empty((entries, 2), dtype=torch.int32, device=crow.device)
+    facts = OrderFacts(device_arch(crow.get_device())[0].target, NAMES_OF_INDEX[crow.dtype], to_workers)
     bits = max(1, (rows - 1).bit_length())
-    dealer(crow, order, row_tiles, steps, tiles_n, batch, min(group, tiles_n), workers, bits)
+    function_for(facts)(crow, order, row_tiles, steps, tiles_n, batch, min(group, tiles_n), workers, bits)
     return order

@@ -4,7 +4,7 @@ A persistent kernel gives worker c the tiles c, c + P, c + 2P, ...; if the P wor
 meets the same rows again and again, and one that has a long row has it in every panel. Block rows of a pruned weight
 differ by half, those of a power law by a factor of ten.
 
-Here the tiles are dealt in rounds instead, one a worker: tiles of long rows first, then panel by panel as before, so
+Here the tiles are assigned in rounds instead, one a worker: tiles of long rows first, then panel by panel as before, so
 that a panel of B stays in L2 while all rows pass over it; and in each round the worker with the least work so far gets
 the longest tile. That is Graham's longest-processing-time rule (R. L. Graham, Bounds on Multiprocessing Timing
 Anomalies, 1969) with as much order as a panel leaves free. The sm_80 kernels have one CTA a tile and the GPU's own
@@ -24,7 +24,7 @@ ENABLED = True
 
 LONG = 2  # times the mean cost of a row's tile: rows that come first
 OVERHEAD = 2  # K-tiles that a work tile costs besides its own: its store, and filling the pipeline
-MOST_DEALS = 32  # more rounds than that are dealt several at a time
+MOST_CHUNKS = 32  # more rounds than that are assigned several at a time
 
 
 class Tiles(NamedTuple):
@@ -71,11 +71,11 @@ def work_order(
     place = torch.argsort((key * tiles_m + tile) * group + n % group)
     item = item[place]
     if workers is not None:
-        item = deal(item, tile[place], lengths[row][place], workers)
+        item = assign_rounds(item, tile[place], lengths[row][place], workers)
     return torch.stack([item % tiles_m, item // tiles_m], 1).where((item >= 0)[:, None], -1).int()
 
 
-def deal(item: torch.Tensor, tile: torch.Tensor, cost: torch.Tensor, workers: int) -> torch.Tensor:
+def assign_rounds(item: torch.Tensor, tile: torch.Tensor, cost: torch.Tensor, workers: int) -> torch.Tensor:
     """Rounds of one item a worker: (rounds * workers,) int64, padded with -1 in the last round.
 
     All are (items,); `tile` numbers row tiles by descending cost. Rounds are taken in the items' order. Who gets which
@@ -89,16 +89,16 @@ def deal(item: torch.Tensor, tile: torch.Tensor, cost: torch.Tensor, workers: in
     cost = torch.cat([cost, cost.new_zeros(padding)])
     table = torch.empty_like(item).view(rounds, workers)
     load = torch.zeros(workers, dtype=cost.dtype, device=cost.device)
-    at_once = -(-rounds // MOST_DEALS)
+    at_once = -(-rounds // MOST_CHUNKS)
     for first in range(0, rounds, at_once):
-        deals = min(at_once, rounds - first)
-        part = slice(first * workers, (first + deals) * workers)
+        some = min(at_once, rounds - first)
+        part = slice(first * workers, (first + some) * workers)
         place = torch.sort(tile[part], stable=True).indices
-        costs, items = cost[part][place].view(deals, workers), item[part][place].view(deals, workers)
-        # To and fro, as cards are dealt fairly; the last round stays as it is, for nobody may miss one before it.
-        back = slice(1, deals - 1, 2)
+        costs, items = cost[part][place].view(some, workers), item[part][place].view(some, workers)
+        # To and fro, as that is fairer; the last round stays as it is, for nobody may miss one before it.
+        back = slice(1, some - 1, 2)
         costs[back], items[back] = costs[back].flip(1), items[back].flip(1)
         least = torch.sort(load, stable=True).indices
-        table[first : first + deals, least] = items
+        table[first : first + some, least] = items
         load[least] += costs.sum(0)
     return table.flatten()
