@@ -93,7 +93,7 @@ def launcher(plan: Plan, call: Call) -> Callable[[Callable, Candidate], object]:
     """A launch of any kernel of the call's problem into `call.out`: (function, candidate), past the ops' checks."""
     bias, residual = call.terms.get("bias"), call.terms.get("residual")
     W, b = call.args if call.op is not bsr_linear else call.args[::-1]
-    rest = (W, b, call.out, bias, residual) if call.op is gemm else (b, call.out, bias, residual)
+    rest = (W, b, call.out, bias, residual, None) if call.op is gemm else (b, call.out, bias, residual, None)
     rest = viewed(plan.views, *rest) if plan.views else rest
 
     def launch(function: Callable, candidate: Candidate) -> object:
