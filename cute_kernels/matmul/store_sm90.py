@@ -94,6 +94,7 @@ class StoreSm90:
         # gD: (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
         gD = outs[0][1]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        warp = cute.arch.make_warp_uniform(tidx // 32)
         group_m = group % self.warps_m
         first_column = group % self.warpgroups // self.warps_m * self.group_n
         out_m, out_n, outer_m = places[0]
@@ -161,10 +162,10 @@ class StoreSm90:
                     if const_expr(self.spec.stores_z):
                         self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
             if const_expr(self.tma):
-                place = (slab, col0 // self.epi_n + e, outer_m, batch[0])
+                place = (slab, (col0, e), outer_m, batch[0])
                 for which in range_constexpr(len(outs)):
                     buffer = group * self.buffers + (i * len(outs) + which) % self.buffers
-                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group)
+                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp)
 
     def partition(self, tma: cute.CopyAtom, sD: cute.Tensor, gD: cute.Tensor) -> tuple:
         """(TMA, PIPE) and (TMA, rest_m, rest_n, outer_m, L)"""
@@ -180,11 +181,11 @@ class StoreSm90:
         tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE)
         store: tuple,  # (TMA atom, its part of sD, its part of gD)
         buffer: Int32,
-        place: tuple,  # (rest_m, rest_n, outer_m, L)
+        place: tuple,  # rest_m, (column of the warpgroup's tile, chunk in it), outer_m, L
         group: Int32,
+        warp: Int32,  # in the warpgroup
     ):
         """A chunk from registers through a buffer of the ring."""
-        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % WARPGROUP // 32)
         tma, bSG_sD, bSG_gD = store
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
@@ -193,7 +194,8 @@ class StoreSm90:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync(group)
         if warp == 0:
-            cute.copy(tma, bSG_sD[None, buffer], bSG_gD[None, *place])
+            slab, (col0, e), *outer = place
+            cute.copy(tma, bSG_sD[None, buffer], bSG_gD[None, slab, col0 // self.epi_n + e, *outer])
             cute.arch.cp_async_bulk_commit_group()
 
     def blocks(self, gD: cute.Tensor):
