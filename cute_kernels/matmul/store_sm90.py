@@ -164,8 +164,17 @@ class StoreSm90:
             if const_expr(self.tma):
                 place = (slab, (col0, e), outer_m, batch[0])
                 for which in range_constexpr(len(outs)):
-                    buffer = group * self.buffers + (i * len(outs) + which) % self.buffers
-                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp)
+                    number = const_expr(i * len(outs) + which)
+                    buffer = group * self.buffers + number % self.buffers
+                    pending = const_expr(self.pending(number, share * len(outs)))
+                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+
+    def pending(self, number: int, total: int) -> int:
+        """How many stores may still read their buffers when the number-th of a tile's `total` stores takes its own.
+
+        They take turns, but a tile begins with buffer 0, which the tile before may have used last.
+        """
+        return 0 if number == 0 and total % self.buffers else self.buffers - 1
 
     def partition(self, tma: cute.CopyAtom, sD: cute.Tensor, gD: cute.Tensor) -> tuple:
         """(TMA, PIPE) and (TMA, rest_m, rest_n, outer_m, L)"""
@@ -184,11 +193,12 @@ class StoreSm90:
         place: tuple,  # rest_m, (column of the warpgroup's tile, chunk in it), outer_m, L
         group: Int32,
         warp: Int32,  # in the warpgroup
+        pending: cutlass.Constexpr,  # stores before it that may still read their buffers
     ):
         """A chunk from registers through a buffer of the ring."""
         tma, bSG_sD, bSG_gD = store
         if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
         self.sync(group)
         cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
         cute.arch.fence_proxy("async.shared", space="cta")
