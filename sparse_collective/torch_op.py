@@ -50,6 +50,8 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, *_):
     op, transposed, columns, check, activation, epilogue = ctx.call
+    if op == GATED:
+        raise RuntimeError(f"{op} as an op has no gradient; the function of this name goes through bsr_linear for one")
     crow, col, values, b, bias, residual, groups, kept = ctx.saved_tensors
     given, ops = len(ctx.needs_input_grad), torch.ops.sparse_collective  # without the last ones that are their defaults
     needed = (*ctx.needs_input_grad, *(False,) * (len(GRADIENTS) - given))
