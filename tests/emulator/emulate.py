@@ -2,7 +2,7 @@
 
     run = emulated(facts)                                   a kernel of a registered family
     run = emulate_entry("sm_90a", entry, fake_arguments)    one of which no family knows yet
-    run(a, b, d, None, ..., 1.0, 0.0, 1, 4)                 CPU tensors, numbers and None, as the entry's, less the stream
+    run(a, b, d, None, ..., 1.0, 0.0, 1, 4)   CPU tensors, numbers and None, in the order of the entry, less the stream
 
 `emulator(sms=2, seed=7)` changes the machine inside of a block. What goes wrong raises EmulatorError.
 """
