@@ -40,6 +40,7 @@ static void read_instruction(std::istringstream& in, Program& p) {
     i.together = found->second.together;
     i.moves = moves;
     i.is_wgmma = i.name.rfind("wgmma", 0) == 0;
+    p.has_wgmma = p.has_wgmma || i.is_wgmma;
     for (in >> n; n > 0; n--) {
         Operand o;
         int constant, bytes;

@@ -71,6 +71,7 @@ struct Program {
     std::vector<std::pair<int, std::pair<int, u64>>> param_constants;  // (constant, (parameter, offset))
     std::vector<std::pair<std::string, u32>> special;
     u32 register_bytes = 0, static_shared = 0;
+    bool has_wgmma = false;
     void set_constant(int index, u64 value);
 };
 
@@ -133,7 +134,11 @@ struct Warp {
     std::deque<Copy> async_copies, bulk_copies;
     std::deque<WgmmaCall> wgmmas;
     u64 wgmma_group = 0;
-    std::vector<u8> flying;                  // by register row: 1 an accumulator, 2 an A operand of a WGMMA in flight
+    // By register row: 1 + the group of a WGMMA not yet waited for, of which it is an accumulator, or part of A; and
+    // how many wgmma.fence there were when another instruction last wrote it.
+    std::vector<u64> accumulates, feeds, written;
+    bool unwaited = false;                   // whether there is any such WGMMA
+    u64 fences = 1;
     u32 current = 0;                         // the instruction executed, for messages
 };
 
