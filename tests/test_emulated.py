@@ -16,10 +16,11 @@ from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.families import family_of
 from sparse_collective import BsrMatrix, bsr_linear, random_bsr
 
+from . import tiny_kernels
 from .attention_parts import assert_right, cache, packed, qkv
 from .conformance import FAMILIES, PLAIN, case_of
 from .emulator import emulate
-from .emulator.emulate import Emulated, EmulatorError, emulator, run_ptx
+from .emulator.emulate import Emulated, EmulatorError, emulate_entry, emulator, run_ptx
 from .emulator.ops import on_emulator
 from .products import run
 from .reference import normal, poisoned
@@ -208,6 +209,27 @@ def ptx(body: str, words: int = 32, **launch) -> torch.Tensor:
     out = torch.full((words,), -1, dtype=torch.int32)
     run_ptx(KERNEL.format(body=body), out, **launch)
     return out
+
+
+def test_an_entry_that_no_family_knows():
+    run = emulate_entry("sm_90a", tiny_kernels.reverse, tiny_kernels.fake_arguments())
+    a, b, out = torch.randn(128), torch.randn(128), poisoned(128, dtype=torch.float32)
+    run(a, b, out)
+    assert torch.equal(out, (a + b).flip(0))
+
+
+def test_a_kernel_prints(capfd):
+    body = """
+    .local .align 8 .b8 depot[16];
+    mov.b64 %rd4, depot;
+    st.local.b32 [%rd4], %r1;
+    { .param .b64 param0; .param .b64 param1; .param .b32 retval0;
+    mov.b64 %rd5, format; st.param.b64 [param0], %rd5; st.param.b64 [param1], %rd4;
+    setp.lt.u32 %p1, %r1, 3;
+    @%p1 call.uni (retval0), vprintf, (param0, param1); }"""
+    text = ".global .align 1 .b8 format[5] = {37, 100, 37, 37, 10};" + KERNEL.format(body=body)
+    run_ptx(text, torch.zeros(1, dtype=torch.int32))
+    assert capfd.readouterr().out == "0%\n1%\n2%\n"
 
 
 def test_lanes_part_and_meet_again():

@@ -214,6 +214,7 @@ void Machine::start_cluster(u64 number) {
                 memcpy(w->registers.data() + k, &garbage, 4);
             }
             for (auto* rows : {&w->accumulates, &w->feeds, &w->written}) rows->assign(w->registers.size() / ROW + 2, 0);
+            w->local.assign(size_t(program->local_bytes) * LANES, 0xff);
             for (u32& pc : w->pc) pc = 0;
             for (auto& [name, offset] : program->special) set_special(*w, name, offset);
             cta->warps.push_back(std::move(w));

@@ -30,7 +30,9 @@ void Machine::check_global(u64 address, u64 bytes, const char* what) const {
          std::dec, near.str());
 }
 
-u8* memory_at(Warp& w, char space, u64 address, u32 bytes, bool writes) {
+u8* memory_at(Warp& w, char space, int lane, u64 address, u32 bytes, bool writes) {
+    u64 byte = address - LOCAL, each = w.cta->machine->program->local_bytes;
+    if (byte < each && byte + bytes <= each) return w.local.data() + lane * each + byte;
     if (space == 'x') {
         bool shared = (address & ~u64(~0u)) == GENERIC_SHARED;
         space = shared ? 's' : 'g';
@@ -65,7 +67,7 @@ template <int BYTES, bool SIGNED> Step load(Warp& w, const Ins& i, u32 m) {
     char space = space_of(i.name);
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, n, l, 0);
-        const u8* at = memory_at(w, space, space == 's' ? u32(address) : address, BYTES * n, false);
+        const u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, BYTES * n, false);
         for (int k = 0; k < n; k++) {
             if (i.op[k].constant) continue;  // "_"
             u64 v = 0;
@@ -82,7 +84,7 @@ template <int BYTES> Step store(Warp& w, const Ins& i, u32 m) {
     char space = space_of(i.name);
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, 0, l, 0);
-        u8* at = memory_at(w, space, space == 's' ? u32(address) : address, BYTES * n, true);
+        u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, BYTES * n, true);
         for (int k = 0; k < n; k++) {
             u64 v = get_int(w, i, 1 + k, l);
             memcpy(at + k * BYTES, &v, BYTES);
@@ -96,7 +98,7 @@ template <class T, auto F, bool RETURNS> Step atomic(Warp& w, const Ins& i, u32 
     char space = space_of(i.name);
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, address_at, l, 0);
-        u8* at = memory_at(w, space, space == 's' ? u32(address) : address, sizeof(T) * n, true);
+        u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, sizeof(T) * n, true);
         for (int k = 0; k < n; k++) {
             T old, b, c{};
             memcpy(&old, at + k * sizeof(T), sizeof(T));
@@ -223,8 +225,40 @@ Step st_async(Warp& w, const Ins& i, u32 m) {
     return DONE;
 }
 
+// vprintf(format, arguments), of each lane: what it prints goes to standard output.
+Step print(Warp& w, const Ins& i, u32 m) {
+    EACH_LANE(l, m) {
+        const char* f = (const char*)src<u64>(w, i, 1)[l];
+        u64 at = src<u64>(w, i, 2)[l];
+        auto next = [&](auto zero) {
+            at = (at + sizeof zero - 1) / sizeof zero * sizeof zero;
+            memcpy(&zero, memory_at(w, 'x', l, at, sizeof zero, false), sizeof zero);
+            at += sizeof zero;
+            return zero;
+        };
+        while (*f) {
+            if (*f != '%' || f[1] == '%') {
+                f += *f == '%';
+                putchar(*f++);
+                continue;
+            }
+            std::string kind(1, *f++);
+            while (*f && !strchr("diouxXeEfgGcsp", *f)) kind += *f++;
+            char type = *f ? *f++ : 'd';
+            bool wide = kind.find('l') != std::string::npos || type == 'p' || type == 's';
+            if (strchr("eEfgG", type)) printf((kind + type).c_str(), next(0.0));
+            else if (type == 's') printf((kind + type).c_str(), (const char*)next(u64()));
+            else if (wide) printf((kind + type).c_str(), next(u64()));
+            else printf((kind + type).c_str(), next(u32()));
+        }
+    }
+    fflush(stdout);
+    return DONE;
+}
+
 template <int BYTES> void loads_and_stores(Table& t, const std::string& bits) {
-    for (const char* space : {"", ".global", ".shared", ".shared::cta", ".shared::cluster", ".param", ".const"})
+    for (const char* space : {"", ".global", ".shared", ".shared::cta", ".shared::cluster", ".param", ".const",
+                              ".local"})
         for (const char* v : {"", ".v2", ".v4", ".v8"})
             for (const char* kind : {"b", "u", "s", "f"}) {
                 std::string tail = std::string(space) + v + "." + kind + bits;
@@ -266,6 +300,7 @@ void add_memory(Table& t) {
             t[std::string("cp.async.") + kind + "." + space + ".global"] = {cp_async};
     t["cp.async.commit_group"] = {cp_async_commit};
     t["cp.async.wait_group"] = t["cp.async.wait_all"] = {cp_async_wait};
+    t["vprintf"] = {print};
     t["mapa.shared::cluster.u32"] = t["mapa.shared::cluster.u64"] = t["mapa.u64"] = {mapa};
     for (const char* v : {"", ".v2", ".v4"})
         for (const char* type : {"b32", "b64", "u32", "u64", "s32", "s64", "f32"})
