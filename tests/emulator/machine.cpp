@@ -19,12 +19,6 @@ std::string where(const Warp& w) {
     return out.str();
 }
 
-void wrote_shared(Warp& w, Cta& cta, const u8* at, u32 bytes) {
-    size_t first = (at - cta.shared.data()) / GRANULE, last = (at - cta.shared.data() + bytes - 1) / GRANULE;
-    for (size_t g = first; g <= last; g++) cta.writer[g] = u8(w.number + 1);
-    cta.machine->event();
-}
-
 void async_reads(Warp& w, Cta& cta, u32 address, u32 bytes) {
     if (!w.cta->machine->check_proxies) return;
     for (u32 g = address / GRANULE; g <= (address + bytes - 1) / GRANULE; g++)
@@ -201,7 +195,7 @@ void Machine::start_cluster(u64 number) {
         for (int k = 0; k < 3; k++) cta->index[k] = u32(at[k]) * cluster_shape[k] + in[k];
         cta->shared.assign(SHARED_BASE + program->static_shared + dynamic_shared + 16, 0xff);
         cta->shared.resize(SHARED_BASE + program->static_shared + dynamic_shared);
-        cta->writer.assign(cta->shared.size() / GRANULE + 2, 0);
+        for (auto* each : {&cta->writer, &cta->witness}) each->assign(cta->shared.size() / GRANULE + 2, 0);
         cta->live_threads = threads;
         cluster->live_threads += threads;
         for (u32 n = 0; n < threads / LANES; n++) {

@@ -96,7 +96,9 @@ struct Cta {
     Cluster* cluster;
     u32 rank, index[3];
     std::vector<u8> shared;                  // addresses from 0; the first SHARED_BASE bytes are nobody's
-    std::vector<u8> writer;                  // by granule: 1 + the warp whose write no proxy fence has followed
+    // By granule: 1 + the warp whose write no proxy fence of its own has followed; and 1 + one that has written the
+    // same once more, whose fence does as well.
+    std::vector<u8> writer, witness;
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];
     std::vector<std::unique_ptr<Warp>> warps;
@@ -172,7 +174,6 @@ struct Machine {
 std::string where(const Warp& w);
 u8* shared_at(Warp& w, u64 address, u32 bytes, u32 align, Cta** owner = nullptr);
 u8* memory_at(Warp& w, char space, int lane, u64 address, u32 bytes, bool writes);
-void wrote_shared(Warp& w, Cta& cta, const u8* at, u32 bytes);        // by an ordinary store
 void async_reads(Warp& w, Cta& cta, u32 address, u32 bytes);          // checks that a proxy fence followed the stores
 void arrive(Warp& w, Cta& cta, u32 address, i32 count, i64 expect_tx);
 void complete_tx(Cta& cta, u32 address, i64 bytes);

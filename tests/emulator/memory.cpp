@@ -38,18 +38,28 @@ u8* memory_at(Warp& w, char space, int lane, u64 address, u32 bytes, bool writes
         space = shared ? 's' : 'g';
         if (shared) address &= ~0u;
     }
-    if (space == 's') {
-        Cta* cta;
-        u8* at = shared_at(w, address, bytes, bytes, &cta);
-        if (writes) wrote_shared(w, *cta, at, bytes);
-        return at;
-    }
+    if (space == 's') return shared_at(w, address, bytes, bytes);
     if (space == 'g') {
         if (address % bytes) fail("global address 0x", std::hex, address, " is no multiple of ", std::dec, bytes);
         w.cta->machine->check_global(address, bytes, writes ? "a store" : "a load");
         if (writes) w.cta->machine->event();
     }
     return (u8*)address;
+}
+
+// An ordinary store, of which shared memory remembers the warp; see Cta::writer.
+static void put(Warp& w, u8* at, const void* data, u32 bytes) {
+    bool same = memcmp(at, data, bytes) == 0;
+    memcpy(at, data, bytes);
+    for (auto& cta : w.cta->cluster->ctas) {
+        if (at < cta->shared.data() || at >= cta->shared.data() + cta->shared.size()) continue;
+        size_t first = at - cta->shared.data(), last = first + bytes - 1;
+        for (size_t g = first / GRANULE; g <= last / GRANULE; g++) {
+            if (same) cta->witness[g] = u8(w.number + 1);
+            else cta->writer[g] = u8(w.number + 1), cta->witness[g] = 0;
+        }
+        w.cta->machine->event();
+    }
 }
 
 static u64 base_address(const Warp& w, const Ins& i, int operand, int lane, int which) {
@@ -85,10 +95,12 @@ template <int BYTES> Step store(Warp& w, const Ins& i, u32 m) {
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, 0, l, 0);
         u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, BYTES * n, true);
+        u8 data[8 * BYTES];
         for (int k = 0; k < n; k++) {
             u64 v = get_int(w, i, 1 + k, l);
-            memcpy(at + k * BYTES, &v, BYTES);
+            memcpy(data + k * BYTES, &v, BYTES);
         }
+        put(w, at, data, n * BYTES);
     }
     return DONE;
 }
@@ -105,7 +117,7 @@ template <class T, auto F, bool RETURNS> Step atomic(Warp& w, const Ins& i, u32 
             b = src<T>(w, i, address_at + 1 + k)[l];
             if (int(i.op.size()) > address_at + 1 + n) c = src<T>(w, i, address_at + 1 + n)[l];
             T now = F(old, b, c);
-            memcpy(at + k * sizeof(T), &now, sizeof(T));
+            put(w, at + k * sizeof(T), &now, sizeof(T));
             if (RETURNS && !i.op[k].constant) dst<T>(w, i, k)[l] = old;
         }
     }
@@ -135,10 +147,8 @@ template <bool LOADS> Step matrices(Warp& w, const Ins& i, u32) {
     u32 out[4][LANES] = {};
     for (int q = 0; q < n; q++)
         for (int row = 0; row < 8; row++) {
-            Cta* cta;
-            u64 address = u32(base_address(w, i, base, 8 * q + row, 0));
-            u8* at = shared_at(w, address, 16, 16, &cta);
-            if (!LOADS) wrote_shared(w, *cta, at, 16);
+            u8* at = shared_at(w, u32(base_address(w, i, base, 8 * q + row, 0)), 16, 16);
+            u16 stored[8];
             for (int col = 0; col < 8; col++) {
                 int a = trans ? col : row, b = trans ? row : col, lane = 4 * a + b / 2, shift = 16 * (b % 2);
                 u16 h;
@@ -146,10 +156,10 @@ template <bool LOADS> Step matrices(Warp& w, const Ins& i, u32) {
                     memcpy(&h, at + 2 * col, 2);
                     out[q][lane] |= u32(h) << shift;
                 } else {
-                    h = u16(src<u32>(w, i, first + q)[lane] >> shift);
-                    memcpy(at + 2 * col, &h, 2);
+                    stored[col] = u16(src<u32>(w, i, first + q)[lane] >> shift);
                 }
             }
+            if (!LOADS) put(w, at, stored, 16);
         }
     if (LOADS) for (int q = 0; q < n; q++) memcpy(dst<u32>(w, i, q), out[q], sizeof out[q]);
     return DONE;
