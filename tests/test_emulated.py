@@ -244,6 +244,32 @@ def test_lanes_part_and_meet_again():
     assert torch.equal(ptx(body), (lanes ^ 1).clamp(min=1))
 
 
+def test_bulk_copies_and_reductions():
+    """128 bytes to shared memory and back, added to what was there; then a vector reduction of registers."""
+    body = """
+    mov.b32 %r2, 2048; mov.b32 %r3, 1024; mov.b32 %r4, 128;
+    setp.eq.u32 %p1, %r1, 0;
+    @!%p1 bra WAIT;
+    mbarrier.init.shared::cta.b64 [%r3], 1;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], %r4;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd1], %r4, [%r3];
+    WAIT: bar.warp.sync -1;
+    LOOP: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0;
+    @!%p2 bra LOOP;
+    @!%p1 bra END;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%rd1], [%r2], %r4;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd1+128];
+    red.global.add.v4.f32 [%rd1+128], {%r2, %r3, %r4, %r5};
+    END: """
+    out = torch.arange(36, dtype=torch.int32)
+    out[32:] = torch.tensor([1.0, 2.0, -3.0, 0.5]).view(torch.int32)
+    run_ptx(KERNEL.format(body=body), out, shared=2048)
+    assert torch.equal(out[:32], 2 * torch.arange(32, dtype=torch.int32))
+    assert out[32:].view(torch.float32).tolist() == [2.0, 4.0, -6.0, 1.0]
+
+
 def test_a_store_out_of_bounds():
     with pytest.raises(
         EmulatorError, match=r"ends 4 bytes after the end of a tensor of 128[\s\S]*st\.global\.b32 \[%rd3\]"

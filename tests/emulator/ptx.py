@@ -25,6 +25,8 @@ def name_of(text: str) -> str:
     keep_rn = base == "cvt"
     # `.sync`, `.cta` and the like leave no trace, but shared::cta, a space, is a part of its own.
     rest = [q for q in rest if q not in LEFT_OUT or (q == "rn" and keep_rn) or (base == "barrier" and q == "cluster")]
+    if base in ("atom", "red"):  # the vector's length just before the type, which comes last
+        rest.sort(key=lambda q: 2 if re.fullmatch(r"[busf]+\d+(x2)?", q) else 1 if re.fullmatch(r"v\d", q) else 0)
     return ".".join([base, *rest])
 
 
