@@ -14,6 +14,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -203,6 +204,7 @@ class Emulated:
         if change is not None:
             self.ptx = change(self.ptx)
         self.number = _load(self.ptx)
+        weakref.finalize(self, machine().emu_forget, self.number)
         import tvm_ffi
 
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
