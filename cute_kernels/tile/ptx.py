@@ -99,6 +99,21 @@ def load_elements(at: Int64, step: Int64, valid) -> tuple:
     return cute.arch.inline_ptx(text, write_only_types=[Int32] * VECTOR_WORDS, read_only_args=args)
 
 
+# -- stores ---------------------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
+    """Add `size` bytes of fp32 in shared memory to global memory, both at multiples of 16 bytes, as a bulk operation.
+
+    One thread calls it, after fence_proxy("async.shared"); cp_async_bulk_commit_group and wait_group tell when the
+    source has been read.
+    """
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Int32(source))]
+    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};"
+    _asm(None, operands, text, "l,r", side_effects=True, loc=loc, ip=ip)
+
+
 # -- products -------------------------------------------------------------------------------------------------
 
 WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16"}

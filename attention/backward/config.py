@@ -1,0 +1,96 @@
+"""What the kernels of attention's backward are compiled from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from cute_kernels.arch import ArchSpec, arch_named
+from cute_kernels.tile.element import BYTES
+
+from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
+
+FP32 = BYTES["float32"]
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tile and schedule of one kernel.
+
+    A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
+    of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K. sm_80: `groups` warps.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    groups: int
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
+
+
+@dataclass(frozen=True)
+class BackwardFacts:
+    """Everything that selects one compiled kernel of dK, dV and of dQ's sums."""
+
+    family: ClassVar[str] = "flash backward"
+    arch: str  # the compiler's target
+    path: str
+    config: BackwardConfig
+    dtype: str = "bfloat16"
+    head_dim: int = 128  # of q and k
+    head_dim_v: int = 128  # of v and of the output
+    window: WindowKind = WindowKind()
+    softcap: bool = False
+    packed: bool = False  # sequences one after another, of lengths that the GPU reads
+    blocks: BlockKind | None = None  # of block-sparse attention, which has no window
+
+    def key(self) -> str:
+        """A text that is the same in every process."""
+        return repr(self)
+
+    @cached_property
+    def spec(self) -> ArchSpec:
+        return arch_named(self.arch)
+
+    @property
+    def smem_bytes(self) -> int:
+        """sm_90: shared memory of K, V, the rings of Q and dO, two buffers of dS, and dQ, with barriers."""
+        cfg = self.config
+        rows = cfg.tile_n + cfg.tile_m * cfg.stages
+        elements = rows * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_m * cfg.tile_n
+        fp32 = cfg.tile_m * (self.head_dim + 2 * cfg.stages)
+        return elements * BYTES[self.dtype] + fp32 * FP32 + BARRIER_BYTES
+
+
+@dataclass(frozen=True)
+class PrepareFacts:
+    """Of the kernel before: each row's LSE and delta, and zeros for dQ's sums."""
+
+    family: ClassVar[str] = "backward prepare"
+    arch: str
+    dtype: str
+    tile_m: int  # BackwardConfig's
+    head_dim: int
+    head_dim_v: int
+    lse_gradient: bool  # whether there is a gradient of LSE, too
+    packed: bool
+
+    def key(self) -> str:
+        return repr(self)
+
+
+@dataclass(frozen=True)
+class ConvertFacts:
+    """Of the kernel after: dQ from its sums."""
+
+    family: ClassVar[str] = "backward dQ"
+    arch: str
+    path: str
+    dtype: str
+    config: BackwardConfig
+    head_dim: int
+    packed: bool
+
+    def key(self) -> str:
+        return repr(self)
