@@ -5,10 +5,12 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
+from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from sparse_collective import BsrMatrix
 
@@ -81,6 +83,12 @@ def attention(
     run = eager.attention
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
+    elif (
+        watched(q, k, v) and out is None and seqlens_k is None and block_table is None and isinstance(return_lse, bool)
+    ):
+        options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
+        return found if return_lse else found[0]
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
@@ -132,7 +140,20 @@ def block_sparse_attention(
     run = eager.block_sparse_attention
     if is_compiling():
         from .torch_op import traced_block_sparse as run
+    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
+        options = {"causal": causal, "softcap": softcap, "scale": scale}
+        found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options)
+        return found if return_lse else found[0]
     return run(q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)
+
+
+def _with_gradient(op: str, run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
+    """(out, lse) that autograd knows."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
+    from .gradients import differentiable
+
+    return differentiable(run, q, k, v, mask, options, cu_q, cu_k)
 
 
 explains(attention, eager.plan_attention)

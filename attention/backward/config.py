@@ -24,6 +24,7 @@ class BackwardConfig:
     tile_n: int
     stages: int
     groups: int
+    ctas: int = 1  # sm_90: CTAs that share an SM
 
     def __str__(self) -> str:
         return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
@@ -54,11 +55,28 @@ class BackwardFacts:
         return arch_named(self.arch)
 
     @property
+    def early_dv(self) -> bool:
+        """sm_90: whether dV's product is issued before dS is computed. Else P is rounded when dS is known, which needs
+        fewer registers: P is not held twice."""
+        return self.config.tile_m == 64 and not self.softcap
+
+    @property
+    def in_turn(self) -> bool:
+        """sm_90: whether products are issued one after the other. A warpgroup that has all columns of dQ has no
+        registers for more; the CTA beside it then has the tensor cores."""
+        return self.config.groups == 1
+
+    @property
+    def ds_buffers(self) -> int:
+        """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
+        return 1 if self.in_turn else 2
+
+    @property
     def smem_bytes(self) -> int:
         """sm_90: shared memory of K, V, the rings of Q and dO, two buffers of dS, and dQ, with barriers."""
         cfg = self.config
         rows = cfg.tile_n + cfg.tile_m * cfg.stages
-        elements = rows * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_m * cfg.tile_n
+        elements = rows * (self.head_dim + self.head_dim_v) + self.ds_buffers * cfg.tile_m * cfg.tile_n
         fp32 = cfg.tile_m * (self.head_dim + 2 * cfg.stages)
         return elements * BYTES[self.dtype] + fp32 * FP32 + BARRIER_BYTES
 

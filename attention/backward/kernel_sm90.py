@@ -83,7 +83,9 @@ class FlashBackwardSm90:
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, loop.make_mmas(), p.source,
             p.scheduler, p.seqlens, scale_log2, softcap, scale,
         ).launch(
-            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=cfg.ctas,
+            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
+            stream=stream,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ kernel
@@ -123,7 +125,6 @@ class FlashBackwardSm90:
         pipe_kv, pipe_q, pipe_do = self.mainloop.make_pipelines(storage)
         tile = scheduler.decode(cute.arch.block_idx()[0])
         seqlen = seqlens.of(tile.b)
-        tiles_q = scheduler.tiles_q
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
             if warp == 0:
@@ -148,19 +149,18 @@ class FlashBackwardSm90:
                 self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n, group)
             col0 = tile.n * cfg.tile_n
             col = col0 + (tidx - WARPGROUP) // 32 * 16 + tidx % 32 // 4
-            buffer = Int32(0)
+            step = Int32(0)
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-                first = Int64(seqlen.b * scheduler.heads + h) * tiles_q
+                first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-                work = Work(
-                    source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), scale_log2, softcap
-                )
+                sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
+                work = Work(source, tiles, seqlen, tile.b, h, col, col0, sums, scale_log2, softcap)
                 for i in cutlass.range(tiles.count, unroll=1):
-                    self.mainloop.step(c, work, i, buffer, at)
+                    self.mainloop.step(c, work, i, step % self.facts.ds_buffers, at)
                     at.advance()
-                    buffer = 1 - buffer
+                    step += 1
             self.mainloop.drain()
             self.store(c, (mdK, mdV), tile, seqlen, col, scale)
 
@@ -226,7 +226,7 @@ class FlashBackwardSm90:
             cute.copy(atom, source, place, mbar_ptr=bar)
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin) -> tuple:
-        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand whose tiles begin at row `begin`."""
+        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand, its tiles from row `begin` on."""
         if self.facts.packed:
             tensor = cute.domain_offset((begin, 0, 0, 0), tensor)
         tiles = cute.local_tile(tensor, tile, (None, None, None, None))

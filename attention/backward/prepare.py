@@ -6,7 +6,6 @@ A CTA does one query tile. Four threads share a row, so that a warp reads 64 byt
 """
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr

@@ -1,0 +1,75 @@
+"""Autograd of attention: eager calls whose q, k or v require a gradient.
+
+Saved are q, k, v, the output and each row's LSE, nothing quadratic; backward computes the scores again. CPU tensors
+differentiate the torch reference, which needs all scores of a call at once.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import eager, reference
+from .backward.eager import Terms, backward
+from .masks.mask_mods import window_bounds
+
+
+class Attention(torch.autograd.Function):
+    """attention and block_sparse_attention with LSE, differentiable once in q, k and v."""
+
+    @staticmethod
+    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k):
+        more = {} if cu_q is None and cu_k is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        masks = () if mask is None else (mask,)
+        out, lse = run(q, k, v, *masks, **options, **more, return_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+        ctx.call = options, mask
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        options, mask = ctx.call
+        gradients = gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **options)
+        needed = ctx.needs_input_grad[3:6]
+        return None, None, None, *(g if n else None for g, n in zip(gradients, needed, strict=True)), None, None
+
+
+def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of eager.attention or eager.block_sparse_attention with these options, with gradients."""
+    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k)
+
+
+def gradients_of(
+    q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window=None, softcap=None, scale=None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors."""
+    if dout is None:
+        dout = torch.zeros_like(out) if dlse is not None else None
+    if dout is None:
+        return tuple(torch.zeros_like(t) for t in (q, k, v))
+    if not q.is_cuda:
+        return _of_reference(q, k, v, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
+    if mask is not None:
+        mask = eager.as_block_mask(q, k, mask)
+    terms = Terms(window_bounds(window, causal), softcap, scale)
+    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal)
+
+
+def _of_reference(q, k, v, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale) -> tuple:
+    terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": True}
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        if cu_q is not None:
+            rows, cols = int(cu_q[-1]), int(cu_k[-1])  # what comes after them has no gradient
+            parts = inputs[0][:rows], inputs[1][:cols], inputs[2][:cols]
+            out, lse = reference.attention_packed(*parts, cu_q, cu_k, window=window, **terms)
+            dout, dlse = dout[:rows], None if dlse is None else dlse[:, :rows]
+        else:
+            block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
+            out, lse = reference.attention(*inputs, window=window, block_mask=block_mask, **terms)
+        outputs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse)]
+        tensors, given = zip(*outputs, strict=True)
+        found = torch.autograd.grad(tensors, inputs, given, allow_unused=True)
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
