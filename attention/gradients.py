@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from . import eager, reference
 from .backward.eager import Terms, backward
 from .masks.mask_mods import window_bounds
+from .plan import has_kernel
 
 
 class Attention(torch.autograd.Function):
@@ -49,7 +50,7 @@ def gradients_of(
         dout = torch.zeros_like(out) if dlse is not None else None
     if dout is None:
         return tuple(torch.zeros_like(t) for t in (q, k, v))
-    if not q.is_cuda:
+    if not has_kernel(q):
         return _of_reference(q, k, v, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
