@@ -140,7 +140,7 @@ def block_sparse_attention(
     run = eager.block_sparse_attention
     if is_compiling():
         from .torch_op import traced_block_sparse as run
-    elif watched(q, k, v) and isinstance(return_lse, bool) and all(t is None for t in (out, seqlens_k, block_table)):
+    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
         options = {"causal": causal, "softcap": softcap, "scale": scale}
         found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options)
         return found if return_lse else found[0]

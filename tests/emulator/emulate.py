@@ -162,10 +162,13 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 class Emulated:
     """A compiled function whose launches the machine runs."""
 
+    loaded: "Emulated | None" = None
+
     def __init__(self, compiled: Any):
         self.ptx = compiled.artifacts.PTX.rstrip("\0")
         library = machine()
-        if library.emu_load(ptx.program(self.ptx).encode(), self.ptx.encode()):
+        self.program = ptx.program(self.ptx).encode()
+        if library.emu_load(self.program, self.ptx.encode()):
             raise NotImplementedError(library.emu_message().decode())
         import tvm_ffi
 
@@ -179,6 +182,9 @@ class Emulated:
 
     def __call__(self, *arguments: Any) -> None:
         library = machine()
+        if Emulated.loaded is not self:  # kernels of several configurations may have one name
+            library.emu_load(self.program, self.ptx.encode())
+            Emulated.loaded = self
         tensors = [a for a in _flat(arguments) if isinstance(a, torch.Tensor)]
         bounds = [x for t in tensors for x in _span(t)]
         library.emu_allocations(len(tensors), (ctypes.c_uint64 * len(bounds))(*bounds))
