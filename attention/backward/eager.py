@@ -126,8 +126,9 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
     else:
         items, heads, length, _ = q.shape
         cols = k.shape[2]
-    tiles = tiles_of_a_head(length, facts.config.tile_m, len(cu_q) - 1 if packed else None)
-    plan.tiles = items * heads * tiles
+    if kind is not None:  # whole blocks, the last of which may go past the end
+        length = -(-length // kind.block_q) * kind.block_q
+    plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, len(cu_q) - 1 if packed else None)
     plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     scale_log2, cap = scalars_of(plan.scale, terms.softcap)
     bounds = None, None

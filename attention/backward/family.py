@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.families import Family, Request, register
-from cute_kernels.tile.barriers import BACKWARD_DQ, BACKWARD_DS, BACKWARD_OOB
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ
 
 from ..forward.family import HALF
 from .arguments import backward_args, convert_args, prepare_args
@@ -52,7 +52,7 @@ class FlashBackward(Family):
         if facts.path != "sm_90":
             return None
         groups = facts.config.groups
-        return "backward", {BACKWARD_DS: int(groups > 1), BACKWARD_DQ: groups, BACKWARD_OOB: groups * facts.packed}
+        return "backward", {BACKWARD_ALL: 1, BACKWARD_DQ: groups}
 
     def smem_limit(self, facts: BackwardFacts) -> int:
         return facts.spec.smem if facts.config.ctas == 1 else HALF

@@ -7,9 +7,8 @@
     K and V    1 thread + bytes of TMA   nobody; one stage
     Q, dO      see mainloop_sm90
 
-    named barriers   1        all consumers: dS is in shared memory
+    named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeros
                      2, 3     each consumer: its part of dQ is in shared memory, or may be written again
-                     8, 9     each consumer, before Q's, dO's, K's and V's rows past the end are zeros
 
 A CTA visits the query tiles of all heads that share its head of K and V, so that dK and dV are written once, and in the
 same order in every run. dQ is added up in memory, by whichever CTA comes first.
@@ -21,11 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.tile.barriers import BACKWARD_OOB
 from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.mainloop_sm90 import permuted
-from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, MainloopSm90, Work
 from .problem import problem_of
@@ -69,7 +66,7 @@ class FlashBackwardSm90:
         stream: cuda.CUstream,
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
-        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), (cu_q, cu_k), blocks, left, right)
+        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
         # (S, D, H, B)
         tQ, tK, tV, tdO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mV, p.mdO))
         layouts = loop.layouts()
@@ -146,7 +143,7 @@ class FlashBackwardSm90:
             at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             pipe_kv.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
             if const_expr(self.facts.packed):
-                self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n, group)
+                self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n)
             col0 = tile.n * cfg.tile_n
             col = col0 + (tidx - WARPGROUP) // 32 * 16 + tidx % 32 // 4
             step = Int32(0)
@@ -175,12 +172,11 @@ class FlashBackwardSm90:
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
-    def zero_rows_past_the_end(self, storage, valid: Int32, group: Int32):
+    def zero_rows_past_the_end(self, storage, valid: Int32):
         """Zero the rows of K and V that belong to the next sequence."""
         if valid < self.cfg.tile_n:
-            tidx = cute.arch.thread_idx()[0] % WARPGROUP
             for place, layout in self.mainloop.lines_of_kv(storage):
-                zero_oob_rows(place, layout, Int32(0), valid, tidx, WARPGROUP, BACKWARD_OOB + group)
+                self.mainloop.zero_rows(place, layout, Int32(0), valid)
 
     # ------------------------------------------------------------------ producer
 

@@ -31,7 +31,7 @@ from cutlass.cute.typing import AddressSpace
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.tile.barriers import BACKWARD_DQ, BACKWARD_DS, BACKWARD_OOB, Arrivals
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
 from cute_kernels.tile.ptx import bulk_add
 
@@ -370,7 +370,7 @@ class MainloopSm90:
         copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
         cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[None, None, None, buffer])
         cute.arch.fence_view_async_shared()
-        self.sync_ds(c.group)
+        cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
     @cute.jit
     def scores_to_p(self, c: Consumer, work: Work, i: Int32, number: Int32, stage: Int32):
@@ -450,13 +450,6 @@ class MainloopSm90:
             bulk_add(tile + part, c.sums + part, self.part_bytes)
             cute.arch.cp_async_bulk_commit_group()
 
-    def sync_ds(self, group: Int32):
-        """All consumers."""
-        if self.cfg.groups == 1:
-            self.sync(group)
-        else:
-            cute.arch.barrier(barrier_id=BACKWARD_DS, number_of_threads=self.cfg.groups * WARPGROUP)
-
     def sync(self, group: Int32):
         """All 128 threads of one warpgroup."""
         cute.arch.barrier(barrier_id=BACKWARD_DQ + group, number_of_threads=WARPGROUP)
@@ -471,10 +464,13 @@ class MainloopSm90:
         valid = work.seqlen.rows - number * self.cfg.tile_m
         if valid < self.cfg.tile_m:
             c.pipe_do.consumer_wait(at)
-            tidx = cute.arch.thread_idx()[0] % WARPGROUP
             for ring, name in ((c.ring_q, "sQ"), (c.ring_do, "sdO")):
-                layout = self.transposed()[name].outer
-                zero_oob_rows(ring, layout, at.index, valid, tidx, WARPGROUP, BACKWARD_OOB + c.group)
+                self.zero_rows(ring, self.transposed()[name].outer, at.index, valid)
+
+    def zero_rows(self, ring: Int32, layout, index: Int32, valid: Int32):
+        """Zero the rows from `valid` on of an operand's tile, by all consumers."""
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        zero_oob_rows(ring, layout, index, valid, tidx, self.cfg.groups * WARPGROUP, BACKWARD_ALL)
 
     @cute.jit
     def convert(self, acc: cute.Tensor, values: cute.Tensor):
