@@ -69,7 +69,7 @@ def machine() -> ctypes.CDLL:
     library = ctypes.CDLL(str(machine_library()), mode=ctypes.RTLD_GLOBAL)
     library.emu_message.restype = ctypes.c_char_p
     library.emu_steps.restype = ctypes.c_uint64
-    library.emu_configure.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
+    library.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
     return library
 
 
@@ -160,15 +160,15 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 class Emulated:
-    """A compiled function whose launches the machine runs."""
+    """A compiled function whose launches the machine runs; `change` may put other PTX in its kernels' place."""
 
-    loaded: "Emulated | None" = None
-
-    def __init__(self, compiled: Any):
+    def __init__(self, compiled: Any, change: Callable[[str], str] | None = None):
         self.ptx = compiled.artifacts.PTX.rstrip("\0")
+        if change is not None:
+            self.ptx = change(self.ptx)
         library = machine()
-        self.program = ptx.program(self.ptx).encode()
-        if library.emu_load(self.program, self.ptx.encode()):
+        self.number = library.emu_load(ptx.program(self.ptx).encode(), self.ptx.encode())
+        if self.number < 0:
             raise NotImplementedError(library.emu_message().decode())
         import tvm_ffi
 
@@ -182,13 +182,10 @@ class Emulated:
 
     def __call__(self, *arguments: Any) -> None:
         library = machine()
-        if Emulated.loaded is not self:  # kernels of several configurations may have one name
-            library.emu_load(self.program, self.ptx.encode())
-            Emulated.loaded = self
         tensors = [a for a in _flat(arguments) if isinstance(a, torch.Tensor)]
         bounds = [x for t in tensors for x in _span(t)]
         library.emu_allocations(len(tensors), (ctypes.c_uint64 * len(bounds))(*bounds))
-        library.emu_configure(_SETTINGS["sms"], _SETTINGS["seed"], int(_SETTINGS["check_proxies"]))
+        library.emu_configure(self.number, _SETTINGS["sms"], _SETTINGS["seed"], int(_SETTINGS["check_proxies"]))
         _SETTINGS["seed"] += 1
         try:
             self.function(*map(_argument, arguments))
@@ -212,11 +209,14 @@ def _argument(a):
     return tuple(map(_argument, a)) if isinstance(a, (tuple, list)) else a
 
 
-def emulate_entry(arch: str, entry: Any, arguments: tuple) -> Emulated:
-    """Compile `entry` for the fakes of its arguments; the result is called with CPU tensors in their place."""
+def emulate_entry(arch: str, entry: Any, arguments: tuple, change: Callable[[str], str] | None = None) -> Emulated:
+    """Compile `entry` for the fakes of its arguments; the result is called with CPU tensors in their place.
+
+    `change`: of the PTX, for tests that plant faults in it.
+    """
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         compiled = compile_for(arch, entry, *arguments, options=f"--keep-ptx --dump-dir {folder}")
-    return Emulated(compiled)
+    return Emulated(compiled, change)
 
 
 @functools.lru_cache(maxsize=256)

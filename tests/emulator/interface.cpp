@@ -2,7 +2,9 @@
 #include "machine.h"
 
 int emulated_sms = 4;
-static std::map<std::string, std::unique_ptr<Program>> programs;
+typedef std::map<std::string, std::unique_ptr<Program>> Module;  // kernels of different modules may share their names
+static std::vector<Module> modules;
+static size_t current_module = 0;
 static std::vector<Range> allocations;
 static std::string message;
 static u64 seed = 1, total_steps = 0;
@@ -56,10 +58,11 @@ static void read_instruction(std::istringstream& in, Program& p) {
 
 extern "C" {
 
-// Registers the programs of a module, written by ptx.py; 0, or -1 with a message.
+// Registers the programs of a module, written by ptx.py; its number, or -1 with a message.
 int emu_load(const char* text, const char* source) try {
     std::istringstream in(text);
     std::string word;
+    Module programs;
     std::unique_ptr<Program> p;
     std::vector<std::string> lines;
     std::istringstream from(source);
@@ -83,7 +86,8 @@ int emu_load(const char* text, const char* source) try {
         } else if (word == "ins") read_instruction(at, *p);
         else if (word == "end") { std::string name = p->name; programs[name] = std::move(p); }
     }
-    return 0;
+    modules.push_back(std::move(programs));
+    return int(modules.size()) - 1;
 } catch (std::exception& error) {
     message = error.what();
     return -1;
@@ -92,7 +96,9 @@ int emu_load(const char* text, const char* source) try {
 const char* emu_message() { return message.c_str(); }
 u64 emu_steps() { return total_steps; }
 
-void emu_configure(int sms, u64 new_seed, int proxies) {
+// What the next calls of host code find: kernels of this module, so many SMs, this seed.
+void emu_configure(int module, int sms, u64 new_seed, int proxies) {
+    current_module = size_t(module);
     emulated_sms = sms;
     seed = new_seed;
     check_proxies = proxies;
@@ -120,8 +126,8 @@ struct LaunchConfig {
 };
 
 int _cudaLaunchKernelEx(const LaunchConfig* config, const void* function, void** arguments) try {
-    auto found = programs.find((const char*)function);
-    if (found == programs.end()) fail("no PTX was given for kernel ", (const char*)function);
+    auto found = modules.at(current_module).find((const char*)function);
+    if (found == modules[current_module].end()) fail("no PTX was given for kernel ", (const char*)function);
     Program& p = *found->second;
     Machine m;
     m.program = &p;

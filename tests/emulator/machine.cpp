@@ -55,21 +55,14 @@ void wait_copies(Warp& w, std::deque<Copy>& copies, const u64* group, u32 mask, 
     w.cta->machine->event();
 }
 
-// One of what may happen at any time.
-void Machine::land_something() {
-    size_t warps = 0;
-    for (auto& cluster : resident) for (auto& cta : cluster->ctas) warps += cta->warps.size();
-    if (!later.empty() && (chance(50) || !warps)) {
-        size_t k = random() % later.size();
-        auto act = std::move(later[k]);
-        later.erase(later.begin() + k);
+// One of what may happen at any time: of all copies into shared memory, or of what the warp has started.
+void Machine::land_something(Warp& w) {
+    for (size_t n = later.empty() || chance(50) ? 0 : 1 + random() % (1 + later.size() / 16); n > 0; n--) {
+        std::swap(later[random() % later.size()], later.back());
+        auto act = std::move(later.back());
+        later.pop_back();
         act();
-        return;
     }
-    if (resident.empty()) return;
-    Cluster& cluster = *resident[random() % resident.size()];
-    Cta& cta = *cluster.ctas[random() % cluster.ctas.size()];
-    Warp& w = *cta.warps[random() % cta.warps.size()];
     if (!w.wgmmas.empty() && chance(50)) land_one_wgmma(w);
     for (auto* copies : {&w.async_copies, &w.bulk_copies}) {
         if (copies->empty() || chance(50)) continue;
@@ -96,8 +89,7 @@ static void check_flying(Warp& w, const Ins& i) {
     }
 }
 
-bool Machine::run_warp(Warp& w, int budget) {
-    bool did = false;
+void Machine::run_warp(Warp& w, int budget) {
     w.blocked = 0;
     while (budget-- > 0 && w.live) {
         u32 ready = w.live & ~w.blocked, first = ~0u, group = 0;
@@ -118,7 +110,6 @@ bool Machine::run_warp(Warp& w, int budget) {
                 EACH_LANE(l, mask) w.pc[l] = i.target;
                 EACH_LANE(l, group & ~mask) w.pc[l] = first + 1;
                 steps++;
-                did = true;
                 if (!alone || (mask && mask != group) || budget <= 0) break;
                 first = mask ? i.target : first + 1;
                 continue;
@@ -138,7 +129,6 @@ bool Machine::run_warp(Warp& w, int budget) {
                 }
             }
             steps++;
-            did = true;
             first++;
             if (!alone || budget <= 0 || !w.live) {
                 EACH_LANE(l, group) w.pc[l] = first;
@@ -146,7 +136,6 @@ bool Machine::run_warp(Warp& w, int budget) {
             }
         }
     }
-    return did;
 }
 
 // -- a launch ----------------------------------------------------------------------------------------------------
@@ -267,16 +256,16 @@ void Machine::launch() {
                 for (auto& cta : cluster->ctas)
                     for (auto& w : cta->warps) if (w->live) warps.push_back(w.get());
             for (size_t k = warps.size(); k > 1; k--) std::swap(warps[k - 1], warps[random() % k]);
-            bool did = false;
+            u64 before = events, steps_before = steps;
             for (Warp* w : warps) {
                 running = w;
                 int budget = chance(20) ? 1 + random() % 8 : 1 + random() % 400;
-                did = run_warp(*w, budget) || did;
-                while (chance(15)) land_something();
+                run_warp(*w, budget);
+                while (chance(15)) land_something(*w);
             }
             running = nullptr;
-            if (!did && later.empty()) fail("no warp can go on:", all_waiting(*this));
-            if (!did) land_something();
+            if (events == before && !later.empty()) land_something(*warps[0]);
+            else if (steps == steps_before && events == before) fail("no warp can go on:", all_waiting(*this));
             if (steps - last_event > 5'000'000) fail("the warps run in circles:", all_waiting(*this));
             for (auto it = resident.begin(); it != resident.end();)
                 it = (*it)->live_threads ? it + 1 : resident.erase(it);

@@ -146,17 +146,17 @@ struct Machine {
     std::vector<Range> allocations;
     std::vector<std::function<void()>> later;  // TMA loads and the like: done at any time, signalled by an mbarrier
     std::deque<std::unique_ptr<Cluster>> resident;
-    u64 random_state = 1, steps = 0, last_event = 0;
+    u64 random_state = 1, steps = 0, last_event = 0, events = 0;
     u32 grid[3], block[3], cluster_shape[3], dynamic_shared = 0;
     std::vector<std::vector<u8>> params;
     bool check_proxies = true;
     u64 random();
     bool chance(int percent) { return random() % 100 < u64(percent); }
-    void event() { last_event = steps; }     // something that others may wait for
+    void event() { last_event = steps, events++; }  // something that others may wait for
     void launch();
     void start_cluster(u64 number);
-    bool run_warp(Warp& w, int budget);      // whether it did anything
-    void land_something();
+    void run_warp(Warp& w, int budget);
+    void land_something(Warp& w);
     void check_global(u64 address, u64 bytes, const char* what) const;
 };
 

@@ -84,7 +84,7 @@ template <bool WAITS> Step mbarrier_try(Warp& w, const Ins& i, u32 m) {
         if (parity > 1) fail("mbarrier parity ", parity);
         if ((mbarrier_at(cta, at).phase & 1) != parity) done |= 1u << l;
     }
-    if (WAITS && done != m && !w.cta->machine->chance(10)) return RETRY;
+    if (WAITS && done != m && !w.cta->machine->chance(3)) return RETRY;
     set_pred(w, i, 0, m, done);
     return DONE;
 }
