@@ -13,11 +13,6 @@ from .backward.eager import Terms, backward
 from .masks.mask_mods import window_bounds
 from .plan import has_kernel
 
-NO_CACHE = (
-    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
-    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
-)
-
 
 class Attention(torch.autograd.Function):
     """attention and block_sparse_attention with LSE, differentiable once in q, k and v."""

@@ -17,6 +17,7 @@ from sparse_collective.bsr import BsrMatrix
 from . import eager, gradients
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
+from .ops import NO_CACHE
 
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
@@ -97,7 +98,7 @@ def _save(ctx, inputs, output, tensors: tuple) -> None:
 def _attention_context(ctx, inputs, output) -> None:
     causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table = inputs[3:]
     if seqlens_k is not None or block_table is not None:
-        raise RuntimeError(gradients.NO_CACHE)
+        raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (cu_q, cu_k))
     ctx.terms = causal, left, right, softcap, scale
 
