@@ -114,6 +114,13 @@ def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
     _asm(None, operands, text, "l,r", side_effects=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) -> None:
+    """Add a value to the fp32 number `offset` bytes from an address in global memory, as one atomic operation."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Float32(value))]
+    _asm(None, operands, f"red.global.add.f32 [$0+{offset}], $1;", "l,f", side_effects=True, loc=loc, ip=ip)
+
+
 # -- products -------------------------------------------------------------------------------------------------
 
 WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16"}

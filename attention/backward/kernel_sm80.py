@@ -1,0 +1,248 @@
+"""The sm_80 kernel of attention's backward: cp.async in, ldmatrix and mma.sync, dK and dV from registers.
+
+    all warps    copy, multiply, and compute P and dS of their own rows of K and V (warps.py, mainloop_sm80.py)
+
+One CTA does one tile of K and V. It visits the query tiles of all heads that share its head of K and V, so that dK and
+dV are written once, and in the same order in every run. dQ is added up in memory, by whichever CTA comes first. For
+sm_80 and newer.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute import make_ptr
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+from cutlass.cute.typing import AddressSpace
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile
+from cute_kernels.tile.element import ELEMENT
+
+from ..forward.mainloop_sm80 import first_vector, lines_at_once, vectors
+from .config import FP32, BackwardFacts
+from .mainloop_sm80 import Consumer, Loads, MainloopSm80
+from .problem import problem_of
+from .scores import Work
+from .store import store_fragment
+from .warps import MMA_ROWS
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a thread's copies of an operand's tiles have in common: neighbours copy neighbouring chunks of a line.
+
+    They copy lines from `begin` on of all heads, `pitch` bytes apart; lines from `end` on become zeros.
+    """
+
+    op: OperandTile
+    line: Int32  # of the thread's first vector in a tile
+    to: Int32  # where that goes in a tile
+    source: Int64  # where that of the first tile of head 0 comes from
+    pitch: Int64
+    head: Int64  # bytes from a head to the next
+    end: Int32
+
+
+class FlashBackwardSm80:
+    """Compiles to one kernel per `BackwardFacts`."""
+
+    def __init__(self, facts: BackwardFacts):
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = MainloopSm80(facts)
+        self.threads = WARP * facts.config.groups
+        self.smem_bytes = facts.smem_bytes
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
+        mdO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
+        mdK: cute.Tensor,  # as K
+        mdV: cute.Tensor,  # as V
+        rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
+        dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
+        cu_q: cute.Tensor | None,  # (B + 1,); packed
+        cu_k: cute.Tensor | None,  # (B + 1,); packed
+        blocks: tuple | None,  # problem.with_blocks; of a block mask
+        scale_log2: Float32,
+        softcap: Float32,
+        scale: Float32,  # of dK
+        left: Int32 | None,  # None of a block mask
+        right: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), (cu_q, cu_k), blocks, left, right)
+        self.kernel(
+            p.mQ, p.mK, p.mV, p.mdO, p.mdK, p.mdV, rows, dq, p.source, p.scheduler, p.seqlens, scale_log2, softcap,
+            scale,
+        ).launch(
+            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mdO: cute.Tensor,  # (B, H, Sq, Dv)
+        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        rows: cute.Tensor,
+        dq: cute.Tensor,
+        source,
+        scheduler,
+        seqlens,
+        scale_log2: Float32,
+        softcap: Float32,
+        scale: Float32,
+    ):
+        cfg, ops = self.cfg, self.mainloop.ops
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        tile = scheduler.decode(cute.arch.block_idx()[0])
+        seqlen = seqlens.of(tile.b)
+        c = self.mainloop.consumer(warp, lane)
+        c.acc_dK.fill(0.0)
+        c.acc_dV.fill(0.0)
+        from_k, from_v, from_q, from_do = (
+            self.lines(ops[name], tensor, seqlen.b, begin, end)
+            for name, tensor, begin, end in (
+                ("K of S", mK, seqlen.k0, seqlen.cols),
+                ("V of dP", mV, seqlen.k0, seqlen.cols),
+                ("Q of S", mQ, seqlen.q0, seqlen.rows),
+                ("dO of dP", mdO, seqlen.q0, seqlen.rows),
+            )
+        )
+        self.copy(from_k, tile.h_kv, tile.n, c.sK)
+        self.copy(from_v, tile.h_kv, tile.n, c.sV)
+
+        heads = scheduler.qhead_per_kvhead
+        before = seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
+        col0 = tile.n * cfg.tile_n
+        col = col0 + self.mainloop.first_row(warp) + lane // 4
+        stage, number, copied = Int32(0), Int32(0), cutlass.Boolean(False)
+        for g in cutlass.range(heads, unroll=1):
+            h = tile.h_kv * heads + g
+            more = cutlass.min(g + 1, heads - 1)
+            tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+            of_next = source.for_tile(tile.n, tile.h_kv * heads + more, tile.b, seqlen)
+            goes_on = (more > g) & (of_next.count > 0)
+            first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
+            work = Work(source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), scale_log2, softcap)
+            if tiles.count > 0:
+                if not copied:
+                    number = tiles.at(0)
+                    self.copy_q(c, from_q, rows, h, number, first, stage)
+                    self.copy(from_do, h, number, c.sdO + self.stage_do(stage))
+            for i in cutlass.range(tiles.count, unroll=1):
+                last = i + 1 == tiles.count
+                then = select_(last, of_next.at(0), tiles.at(i + 1))
+                exists = goes_on | (i + 1 < tiles.count)
+                following = exists, h + Int32(last), then, first + scheduler.tiles_q * Int32(last)
+                self.visit(c, work, (from_q, from_do, rows), i, number, stage, following)
+                stage = (stage + 1) % cfg.stages
+                number = then
+            copied = goes_on & (tiles.count > 0)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        self.store(c, (mdK, mdV), tile, seqlen, warp, scale)
+
+    def visit(self, c: Consumer, work: Work, sources: tuple, i: Int32, number: Int32, stage: Int32, following: tuple):
+        """A step over query tile i of a head; `following`: (whether there is one, head, tile, number) of the next."""
+        from_q, from_do, rows = sources
+        exists, h, n, first = following
+
+        def copy_q(stage: Int32):
+            self.copy_next_q(exists, c, from_q, rows, h, n, first, stage)
+
+        def copy_do(stage: Int32):
+            self.copy_next_do(exists, c, from_do, h, n, stage)
+
+        self.mainloop.step(c, work, i, number, stage, Loads(copy_q, copy_do))
+
+    @cute.jit
+    def store(self, c: Consumer, gradients: tuple, tile, seqlen, warp: Int32, scale: Float32):
+        """dK and dV of this thread."""
+        split = self.mainloop.warps.kv
+        row, column = split.of(warp)
+        height = const_expr(self.cfg.tile_n // split.rows)
+        row = tile.n * self.cfg.tile_n + row * height + cute.arch.lane_idx() // 4
+        flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
+        flat.store(flat.load() * scale)
+        dims = self.facts.head_dim, self.facts.head_dim_v
+        for acc, m, dim in zip((c.acc_dK, c.acc_dV), gradients, dims):
+            begin = cute.domain_offset((seqlen.k0, column * (dim // split.columns)), m[seqlen.b, tile.h_kv, None, None])
+            store_fragment(acc, begin, row, seqlen.cols, height // MMA_ROWS)
+
+    # ------------------------------------------------------------------ global memory -> shared memory
+
+    def stage_do(self, stage: Int32):
+        """Bytes from dO's first stage to this one."""
+        return 0 if self.facts.stages_do == 1 else stage * self.mainloop.ops["dO of dP"].bytes
+
+    def lines(self, op: OperandTile, mX: cute.Tensor, b: Int32, begin: Int32, end: Int32) -> Lines:
+        """Of an item's lines: those from `begin` on, `end` of them."""
+        line, element = first_vector(op, cute.arch.thread_idx()[0])
+        pitch, head = (Int64(mX.stride[mode]) * ELEMENT for mode in (2, 1))
+        source = mX.iterator.toint() + (Int64(b) * mX.stride[0] + element) * ELEMENT + (begin + line) * pitch
+        return Lines(op, line, op.offset(line, element * ELEMENT), source, pitch, head, end)
+
+    @cute.jit
+    def copy_next_q(self, exists, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int64, stage: Int32):
+        if exists:
+            self.copy_q(c, lines, rows, h, n, first, stage)
+
+    @cute.jit
+    def copy_next_do(self, exists, c: Consumer, lines: Lines, h: Int32, n: Int32, stage: Int32):
+        if exists:
+            self.copy(lines, h, n, c.sdO + self.stage_do(stage))
+
+    @cute.jit
+    def copy_q(self, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int64, stage: Int32):
+        """Query tile n of head h, whose tiles are numbered from `first` on: Q, LSE and delta."""
+        self.copy(lines, h, n, c.sQ + stage * lines.op.bytes)
+        size = const_expr(2 * self.cfg.tile_m)
+        vector = const_expr(CHUNK // FP32)
+        tidx = cute.arch.thread_idx()[0]
+        if tidx < size // vector:
+            layout = cute.make_layout(((vector, 1), 1))
+            source = rows.iterator.toint() + ((first + n) * size + tidx * vector) * FP32
+            to = c.sRows + (stage * size + tidx * vector) * FP32
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=8 * CHUNK)
+            cute.copy(
+                atom,
+                cute.make_tensor(make_ptr(Float32, source, AddressSpace.gmem, assumed_align=CHUNK), layout),
+                cute.make_tensor(make_ptr(Float32, to, AddressSpace.smem, assumed_align=CHUNK), layout),
+            )
+
+    @cute.jit
+    def copy(self, lines: Lines, h: Int32, n: Int32, to: Int32):
+        """Copy tile n of head h of an operand to address `to`."""
+        if const_expr(lines_at_once(lines.op) <= lines.op.lines):
+            self.copy_vectors(lines, h, n, to)
+        elif lines.line < lines.op.lines:
+            self.copy_vectors(lines, h, n, to)
+
+    @cute.jit
+    def copy_vectors(self, lines: Lines, h: Int32, n: Int32, to: Int32):
+        """The same for this thread's vectors."""
+        op = lines.op
+        source = lines.source + h * lines.head + Int64(n * op.lines) * lines.pitch
+        passed = const_expr(0)
+        for line, byte in const_expr(vectors(op)):
+            if const_expr(line > passed):
+                source = source + (line - passed) * lines.pitch
+                passed = const_expr(line)
+            valid = n * op.lines + lines.line + line < lines.end
+            x, add = op.split(line, byte)
+            self.mainloop.tile_steps.copy_vector(op, source + byte, to + (lines.to ^ x) + add, valid)
