@@ -7,7 +7,7 @@ over query tile i, with dK and dV in registers (FlashAttention-2, Dao 2023), whe
 scores (warps.py):
 
     wait Q[i] and dO[i], __syncthreads -> copy Q[i + 1] -> S' = K Q[i]' -> dP' = V dO[i]' -> P', dS'
-    dV += P' dO[i] -> dS' to shared memory, __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> dQ = dS K, added to memory
+    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> dQ = dS K, added to memory
 
 dO then needs one stage. Where warps exchange P' as well, dV waits for the second barrier, and dO has a ring like Q. A
 ring of one stage is copied to after a third barrier, when dV and dK have been computed, and so during dQ.
@@ -28,7 +28,7 @@ from cute_kernels.arch import MMA_K
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 from cute_kernels.tile.element import ELEMENT
-from cute_kernels.tile.ptx import add_to_memory
+from cute_kernels.tile.ptx import add_to_memory, zero_of
 
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
@@ -166,7 +166,10 @@ class MainloopSm80:
         """dK, dV and dQ of query tile i of a head, tile `number` of its rows; `stage` is that of Q's ring."""
         cfg, ops, facts = self.cfg, self.ops, self.facts
         stage_do = stage if const_expr(facts.stages_do > 1) else Int32(0)
-        by, by_do = stage * ops["Q of S"].bytes, stage_do * ops["dO of dP"].bytes
+        # Registers do not suffice for all addresses that the swizzles make of `parts`; they are computed in each step.
+        zero = zero_of(i)
+        begins = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
+        parts = {name: part.moved(begins.get(name.split()[0], zero)) for name, part in c.parts.items()}
         after = (stage + 1) % cfg.stages
         rows = c.sRows + (stage * 2 * cfg.tile_m + c.column + cute.arch.lane_idx() % 4 * 2) * FP32
         in_registers = const_expr(self.warps.in_registers)
@@ -180,31 +183,31 @@ class MainloopSm80:
         acc_dP = cute.make_rmem_tensor((4, self.tiles_n, self.width // 8), Float32)
         acc_S.fill(0.0)
         acc_dP.fill(0.0)
-        self.multiply(acc_S, self.fragments(c.parts["K of S"]), c.parts["Q of S"].moved(by))
+        self.multiply(acc_S, self.fragments(parts["K of S"]), parts["Q of S"])
         row0 = number * cfg.tile_m + c.column
         slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, row0, rows)
-        self.multiply(acc_dP, self.fragments(c.parts["V of dP"]), c.parts["dO of dP"].moved(by_do))
+        self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
         rP = self.convert(acc_S)
-        if const_expr(in_registers):
-            self.multiply(c.acc_dV, lambda k: rP[k], c.parts["dO of dV"].moved(by_do))
-        else:
-            self.write(rP, c.to_p)
+        if const_expr(not in_registers):
+            self.write(rP, c.to_p + zero)
         p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32, slopes)
         rdS = self.convert(acc_dP)
-        self.write(rdS, c.to_ds)
+        self.write(rdS, c.to_ds + zero)
+        if const_expr(in_registers):
+            self.multiply(c.acc_dV, lambda k: rP[k], parts["dO of dV"])
         cute.arch.sync_threads()
         if const_expr(in_registers):
             loads.do(0)
-            self.multiply(c.acc_dK, lambda k: rdS[k], c.parts["Q of dK"].moved(by))
+            self.multiply(c.acc_dK, lambda k: rdS[k], parts["Q of dK"])
         else:
-            self.multiply(c.acc_dV, self.fragments(c.parts["P of dV"]), c.parts["dO of dV"].moved(by_do))
-            self.multiply(c.acc_dK, self.fragments(c.parts["dS of dK"]), c.parts["Q of dK"].moved(by))
+            self.multiply(c.acc_dV, self.fragments(parts["P of dV"]), parts["dO of dV"])
+            self.multiply(c.acc_dK, self.fragments(parts["dS of dK"]), parts["Q of dK"])
         if const_expr(cfg.stages == 1):
             cute.arch.sync_threads()
             loads.q(0)
             if const_expr(not in_registers):
                 loads.do(0)
-        self.add_dq(c, work, number)
+        self.add_dq(c, parts, work, number)
 
     @cute.jit
     def wait(self):
@@ -213,14 +216,14 @@ class MainloopSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-    def add_dq(self, c: Consumer, work: Work, number: Int32):
+    def add_dq(self, c: Consumer, parts: dict, work: Work, number: Int32):
         """dQ = dS K of a query tile, added to its sums: 32 neighbours by each instruction of a warp."""
         split = self.warps.dq
         acc = cute.make_rmem_tensor(
             (4, self.cfg.tile_m // split.rows // MMA_ROWS, self.facts.head_dim // split.columns // 8), Float32
         )
         acc.fill(0.0)
-        self.multiply(acc, self.fragments(c.parts["dS of dQ"]), c.parts["K of dQ"])
+        self.multiply(acc, self.fragments(parts["dS of dQ"]), parts["K of dQ"])
         to = work.dq + (work.first_tile + number) * (self.sums.size * FP32) + c.dq
         for r in range(self.sums.values):
             add_to_memory(to, acc[r], self.sums.offset(0, r) * FP32)

@@ -55,6 +55,15 @@ def opaque(value: Int32 | Int64) -> Int32 | Int64:
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
 
 
+def zero_of(count: Int32) -> Int32:
+    """0, made of a number that is never negative, which the compiler does not know.
+
+    Addresses that it is added to in a loop, of the loop's counter, are not computed before the loop, and so need no
+    registers all through it.
+    """
+    return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[count])
+
+
 # -- loads ----------------------------------------------------------------------------------------------------
 
 VECTOR_BYTES = 16
