@@ -104,7 +104,8 @@ def problem_of(
         # As many heads as L2 has room for: their Q and dO are read, and their dQ is added to, by all tiles of K.
         bytes_a_row = (width * 2 + facts.head_dim * FP32) * (heads // heads_kv)
         fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
-        tiles = (tiles_of_a_head(n, t) for n, t in ((cols, cfg.tile_n), (rows, cfg.tile_m)))
+        block_q = None if facts.blocks is None else facts.blocks.block_q
+        tiles = tiles_of_a_head(cols, cfg.tile_n), tiles_of_a_head(rows, cfg.tile_m, block=block_q)
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
     if facts.blocks is not None:
         lists, mask_tensors = blocks[:4], blocks[4:]

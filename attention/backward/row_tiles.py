@@ -18,8 +18,13 @@ from cutlass.cutlass_dsl import select_
 from ..forward.seqlen import SeqlenInfo
 
 
-def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None):
-    """How many tiles a head has at most: of `rows` rows, or of all rows of so many packed sequences."""
+def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: int | None = None):
+    """How many tiles a head has at most: of `rows` rows, or of all rows of so many packed sequences.
+
+    block: block_q of a block mask. Its last block is visited as a whole, also tiles that have none of the rows.
+    """
+    if block is not None:
+        return (rows + block - 1) // block * (block // tile)
     return (rows + tile - 1) // tile if sequences is None else rows // tile + sequences + 1
 
 
