@@ -38,7 +38,7 @@ class BackwardFacts:
     family: ClassVar[str] = "flash backward"
     arch: str  # the compiler's target
     path: str
-    config: BackwardConfig
+    config: BackwardConfig | None  # None until one is picked
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output

@@ -123,8 +123,8 @@ class FlashBackwardSm80:
                 ("dO of dP", mdO, seqlen.q0, seqlen.rows),
             )
         )
-        self.copy(from_k, tile.h_kv, tile.n, c.sK)
-        self.copy(from_v, tile.h_kv, tile.n, c.sV)
+        self.copy(from_k, tile.h_kv, tile.n, c.smem + self.mainloop.begin["K"])
+        self.copy(from_v, tile.h_kv, tile.n, c.smem + self.mainloop.begin["V"])
 
         heads = scheduler.qhead_per_kvhead
         before = seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
@@ -136,17 +136,17 @@ class FlashBackwardSm80:
             more = cutlass.min(g + 1, heads - 1)
             tiles = source.for_tile(tile.n, h, tile.b, seqlen)
             of_next = source.for_tile(tile.n, tile.h_kv * heads + more, tile.b, seqlen)
-            goes_on = (more > g) & (of_next.count > 0)
-            first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
+            goes_on, next_first = (more > g) & (of_next.count > 0), of_next.at(0)
+            first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
             work = Work(source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), scale_log2, softcap)
             if tiles.count > 0:
                 if not copied:
                     number = tiles.at(0)
                     self.copy_q(c, from_q, rows, h, number, first, stage)
-                    self.copy(from_do, h, number, c.sdO + self.stage_do(stage))
+                    self.copy(from_do, h, number, c.smem + self.stage_do(stage))
             for i in cutlass.range(tiles.count, unroll=1):
                 last = i + 1 == tiles.count
-                then = select_(last, of_next.at(0), tiles.at(i + 1))
+                then = select_(last, next_first, tiles.at(i + 1))
                 exists = goes_on | (i + 1 < tiles.count)
                 following = exists, h + Int32(last), then, first + scheduler.tiles_q * Int32(last)
                 self.visit(c, work, (from_q, from_do, rows), i, number, stage, following)
@@ -187,8 +187,9 @@ class FlashBackwardSm80:
     # ------------------------------------------------------------------ global memory -> shared memory
 
     def stage_do(self, stage: Int32):
-        """Bytes from dO's first stage to this one."""
-        return 0 if self.facts.stages_do == 1 else stage * self.mainloop.ops["dO of dP"].bytes
+        """Bytes from the first operand in shared memory to a stage of dO."""
+        begin = self.mainloop.begin["dO"]
+        return begin if self.facts.stages_do == 1 else begin + stage * self.mainloop.ops["dO of dP"].bytes
 
     def lines(self, op: OperandTile, mX: cute.Tensor, b: Int32, begin: Int32, end: Int32) -> Lines:
         """Of an item's lines: those from `begin` on, `end` of them."""
@@ -198,26 +199,26 @@ class FlashBackwardSm80:
         return Lines(op, line, op.offset(line, element * ELEMENT), source, pitch, head, end)
 
     @cute.jit
-    def copy_next_q(self, exists, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int64, stage: Int32):
+    def copy_next_q(self, exists, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int32, stage: Int32):
         if exists:
             self.copy_q(c, lines, rows, h, n, first, stage)
 
     @cute.jit
     def copy_next_do(self, exists, c: Consumer, lines: Lines, h: Int32, n: Int32, stage: Int32):
         if exists:
-            self.copy(lines, h, n, c.sdO + self.stage_do(stage))
+            self.copy(lines, h, n, c.smem + self.stage_do(stage))
 
     @cute.jit
-    def copy_q(self, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int64, stage: Int32):
+    def copy_q(self, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int32, stage: Int32):
         """Query tile n of head h, whose tiles are numbered from `first` on: Q, LSE and delta."""
-        self.copy(lines, h, n, c.sQ + stage * lines.op.bytes)
+        self.copy(lines, h, n, c.smem + self.mainloop.begin["Q"] + stage * lines.op.bytes)
         size = const_expr(2 * self.cfg.tile_m)
         vector = const_expr(CHUNK // FP32)
         tidx = cute.arch.thread_idx()[0]
         if tidx < size // vector:
             layout = cute.make_layout(((vector, 1), 1))
-            source = rows.iterator.toint() + ((first + n) * size + tidx * vector) * FP32
-            to = c.sRows + (stage * size + tidx * vector) * FP32
+            source = rows.iterator.toint() + (Int64(first + n) * size + tidx * vector) * FP32
+            to = c.smem + self.mainloop.begin["rows"] + (stage * size + tidx * vector) * FP32
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=8 * CHUNK)
             cute.copy(
                 atom,

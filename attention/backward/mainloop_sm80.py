@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
@@ -44,29 +44,26 @@ COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 class Part:
     """A warp's rows of an operand in shared memory.
 
-    `at`: addresses of this lane's eight elements in the first fragments; later ones are at fixed distances of these.
+    `lanes`: addresses of this lane's eight elements in the first fragments, if the tile were the first thing in shared
+    memory; later fragments are at fixed distances of these. `begin`: bytes from there to the tile.
     """
 
     op: OperandTile
-    at: tuple
+    lanes: tuple
+    begin: int
 
     def moved(self, by) -> "Part":
         """The same in another stage."""
-        return Part(self.op, tuple(x + by for x in self.at))
+        return Part(self.op, tuple(lane + by for lane in self.lanes), self.begin)
 
 
 @dataclass(frozen=True)
 class Consumer:
     """What a warp needs for all query tiles: where operands are in shared memory, and its accumulators."""
 
-    sK: Int32
-    sV: Int32
-    sQ: Int32
-    sdO: Int32
-    sRows: Int32
+    smem: Int32  # address of the first operand
     parts: dict  # of each use of an operand, see MainloopSm80.operands
-    to_ds: Int32  # where this thread's first scores go in dS, and in P
-    to_p: Int32
+    scores: Int32  # address of this thread's first scores, if dS were the first in shared memory
     column: Int32  # of S', the warp's first
     dq: Int32  # bytes from a tile's sums of dQ to this thread's first
     acc_dK: cute.Tensor  # (MMA, MMA_M, MMA_N)
@@ -89,6 +86,7 @@ class MainloopSm80:
         self.dtype = cutlass_dtype(facts.dtype)
         self.warps = facts.warps
         self.ops = self.operands()
+        self.begin = self.begins()
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
         self.tile_steps = TileSteps(self.dtype)
         self.tiles_n = facts.config.tile_n // self.warps.scores.rows // MMA_ROWS  # of mma.sync, of a warp's scores
@@ -125,39 +123,38 @@ class MainloopSm80:
         """The first of a warp's rows of S'."""
         return self.warps.scores.of(warp)[0] * (MMA_ROWS * self.tiles_n)
 
+    def begins(self) -> dict:
+        """Bytes from the first operand in shared memory to each one."""
+        cfg, ops = self.cfg, self.ops
+        sizes = {
+            "K": ops["K of S"].bytes,
+            "V": ops["V of dP"].bytes,
+            "Q": cfg.stages * ops["Q of S"].bytes,
+            "dO": self.facts.stages_do * ops["dO of dP"].bytes,
+            "P": 0 if self.warps.in_registers else ops["P of dV"].bytes,
+            "dS": ops["dS of dK"].bytes,
+            "rows": 0,
+        }
+        return {name: sum(list(sizes.values())[:i]) for i, name in enumerate(sizes)}
+
     def consumer(self, warp: Int32, lane: Int32) -> Consumer:
         """The shared memory and registers of a warp."""
         cfg, facts, ops, warps = self.cfg, self.facts, self.ops, self.warps
-        sK = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
-        sV = sK + ops["K of S"].bytes
-        sQ = sV + ops["V of dP"].bytes
-        sdO = sQ + cfg.stages * ops["Q of S"].bytes
-        sP = sdO + facts.stages_do * ops["dO of dP"].bytes
-        sdS = sP + (0 if warps.in_registers else ops["P of dV"].bytes)
-        sRows = sdS + ops["dS of dK"].bytes
-        begin = {"K": sK, "V": sV, "Q": sQ, "dO": sdO, "P": sP, "dS": sdS}
-        (s_row, s_column), (kv_row, kv_column), (dq_row, dq_column) = (
-            each.of(warp) for each in (warps.scores, warps.kv, warps.dq)
-        )
-        shares = {"S": (s_row, s_column), "dP": (s_row, s_column), "dV": (kv_row, kv_column), "dK": (kv_row, kv_column)}
-        shares["dQ"] = dq_row, dq_column
+        smem = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
+        shares = {"S": warps.scores, "dP": warps.scores, "dV": warps.kv, "dK": warps.kv, "dQ": warps.dq}
         parts = {}
         for name, op in ops.items():
             operand, product = name.split(" of ")
-            parts[name] = part_of(op, begin[operand], lane, shares[product][op.is_b])
-        dS = ops["dS of dK"]
-        to = dS.offset(self.first_row(warp) + lane // 4, s_column * (self.width * ELEMENT) + lane % 4 * (2 * ELEMENT))
+            parts[name] = Part(op, lanes_of(op, smem, lane, shares[product].of(warp)[op.is_b]), self.begin[operand])
+        column = warps.scores.of(warp)[1] * self.width
+        row, byte = self.first_row(warp) + lane // 4, column * ELEMENT + lane % 4 * (2 * ELEMENT)
         tiles = cfg.tile_n // warps.kv.rows // MMA_ROWS
         acc_dK, acc_dV = (
             cute.make_rmem_tensor((4, tiles, width // warps.kv.columns // 8), Float32)
             for width in (facts.head_dim, facts.head_dim_v)
         )
-        return Consumer(
-            sK=sK, sV=sV, sQ=sQ, sdO=sdO, sRows=sRows, parts=parts, to_ds=sdS + to, to_p=sP + to,
-            column=s_column * self.width,
-            dq=(warp * (WARP * self.sums.values) + lane) * FP32,
-            acc_dK=acc_dK, acc_dV=acc_dV,
-        )  # fmt: skip
+        dq = (warp * (WARP * self.sums.values) + lane) * FP32
+        return Consumer(smem, parts, smem + ops["dS of dK"].offset(row, byte), column, dq, acc_dK, acc_dV)
 
     # ------------------------------------------------------------------ steps
 
@@ -168,10 +165,10 @@ class MainloopSm80:
         stage_do = stage if const_expr(facts.stages_do > 1) else Int32(0)
         # Registers do not suffice for all addresses that the swizzles make of `parts`; they are computed in each step.
         zero = zero_of(i)
-        begins = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
-        parts = {name: part.moved(begins.get(name.split()[0], zero)) for name, part in c.parts.items()}
+        by = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
+        parts = {name: part.moved(by.get(name.split()[0], zero)) for name, part in c.parts.items()}
         after = (stage + 1) % cfg.stages
-        rows = c.sRows + (stage * 2 * cfg.tile_m + c.column + cute.arch.lane_idx() % 4 * 2) * FP32
+        rows = c.smem + self.begin["rows"] + (stage * 2 * cfg.tile_m + c.column + cute.arch.lane_idx() % 4 * 2) * FP32
         in_registers = const_expr(self.warps.in_registers)
 
         self.wait()
@@ -189,10 +186,10 @@ class MainloopSm80:
         self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
         rP = self.convert(acc_S)
         if const_expr(not in_registers):
-            self.write(rP, c.to_p + zero)
+            self.write(rP, "P", c.scores + zero)
         p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32, slopes)
         rdS = self.convert(acc_dP)
-        self.write(rdS, c.to_ds + zero)
+        self.write(rdS, "dS", c.scores + zero)
         if const_expr(in_registers):
             self.multiply(c.acc_dV, lambda k: rP[k], parts["dO of dV"])
         cute.arch.sync_threads()
@@ -224,7 +221,7 @@ class MainloopSm80:
         )
         acc.fill(0.0)
         self.multiply(acc, self.fragments(parts["dS of dQ"]), parts["K of dQ"])
-        to = work.dq + (work.first_tile + number) * (self.sums.size * FP32) + c.dq
+        to = work.dq + Int64(work.first_tile + number) * (self.sums.size * FP32) + c.dq
         for r in range(self.sums.values):
             add_to_memory(to, acc[r], self.sums.offset(0, r) * FP32)
 
@@ -243,7 +240,7 @@ class MainloopSm80:
             steps.append(values)
         return steps
 
-    def write(self, steps: list, to: Int32):
+    def write(self, steps: list, name: str, to: Int32):
         """Write fragments of P or dS to their tile (tile_n, tile_m), two neighbours at a time."""
         op = self.ops["dS of dK"]
         for k, values in enumerate(steps):
@@ -251,7 +248,7 @@ class MainloopSm80:
             for v in range(4 * self.tiles_n):
                 row, column = 16 * (v // 4) + 8 * (v % 2), 16 * k + 8 * (v % 4 // 2)
                 x, add = op.split(row, column * ELEMENT)
-                place = make_ptr(Int32, (to ^ x) + add, AddressSpace.smem, assumed_align=4)
+                place = make_ptr(Int32, (to ^ x) + (add + self.begin[name]), AddressSpace.smem, assumed_align=4)
                 cute.make_tensor(place, 1)[0] = words[v]
 
     # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
@@ -262,7 +259,7 @@ class MainloopSm80:
 
         def fragment(k: int) -> cute.Tensor:
             rA = cute.make_rmem_tensor((8, op.span // MMA_ROWS), self.dtype)
-            self.tile_steps.read(op, k, part.at[0], Int32(0), rA)
+            self.tile_steps.read(op, k, part.lanes[0], part.begin, rA)
             return rA
 
         return fragment
@@ -291,22 +288,22 @@ class MainloopSm80:
         rB = cute.make_rmem_tensor((4, columns // 8), self.dtype)
         for i in range(columns // 16):
             place = step[1] // 16 + i
-            base = place % len(b.at)
+            base = place % len(b.lanes)
             piece = cute.make_tensor(rB.iterator + 8 * i, (4, 2))
-            self.tile_steps.read(b.op, step[0], b.at[base], Int32(0), piece, place - base)
+            self.tile_steps.read(b.op, step[0], b.lanes[base], b.begin, piece, place - base)
         return rB
 
 
-def part_of(op: OperandTile, tile: Int32, lane: Int32, index) -> Part:
-    """The part of the index-th warp along an operand's rows, of a tile that begins at a multiple of 128 bytes.
+def lanes_of(op: OperandTile, smem: Int32, lane: Int32, index) -> tuple:
+    """Part.lanes of the index-th warp along an operand's rows; shared memory begins at `smem`, a multiple of 128.
 
     One address is enough if no warp's rows begin in the middle of what the swizzle permutes, or they all begin at
     powers of two; otherwise there is one for each 16 rows that the swizzle permutes.
     """
     if op.k_major or op.span & (op.span - 1) == 0 or op.span * ELEMENT % (op.chunks * CHUNK) == 0:
-        return Part(op, (tile + op.lane_offset(lane, index),))
-    count = op.chunks * CHUNK // (16 * ELEMENT)
+        return (smem + op.lane_offset(lane, index),)
     i, r = lane >> 3, lane & 7
     row_half, k_half = (i >> 1, i & 1) if op.is_b else (i & 1, i >> 1)
-    rows = (index * op.span + 16 * j + row_half * 8 for j in range(count))
-    return Part(op, tuple(tile + op.offset(k_half * 8 + r, row * ELEMENT) for row in rows))
+    first = index * op.span + row_half * 8
+    count = op.chunks * CHUNK // (16 * ELEMENT)
+    return tuple(smem + op.offset(k_half * 8 + r, (first + 16 * j) * ELEMENT) for j in range(count))

@@ -29,7 +29,7 @@ class Work:
     h: Int32
     col: Int32  # the thread's first column of the score matrix
     col0: Int32  # the tile's first
-    first_tile: Int64  # number of the head's first query tile, as row_tiles counts
+    first_tile: Int32  # number of the head's first query tile, as row_tiles counts
     dq: Int64  # address of dQ's sums
     scale_log2: Float32
     softcap: Float32
