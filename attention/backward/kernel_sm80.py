@@ -20,6 +20,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile
 from cute_kernels.tile.element import ELEMENT
+from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.mainloop_sm80 import first_vector, lines_at_once, vectors
 from .config import FP32, BackwardFacts
@@ -32,17 +33,12 @@ from .warps import MMA_ROWS
 
 @dataclass(frozen=True)
 class Lines:
-    """What a thread's copies of an operand's tiles have in common: neighbours copy neighbouring chunks of a line.
-
-    They copy lines from `begin` on of all heads, `pitch` bytes apart; lines from `end` on become zeros.
-    """
+    """An operand's lines of one item, in all its heads: `end` of them from `begin` on; those that follow become zeros."""
 
     op: OperandTile
-    line: Int32  # of the thread's first vector in a tile
-    to: Int32  # where that goes in a tile
-    source: Int64  # where that of the first tile of head 0 comes from
-    pitch: Int64
-    head: Int64  # bytes from a head to the next
+    mX: cute.Tensor  # (B, H, S, D)
+    b: Int32
+    begin: Int32
     end: Int32
 
 
@@ -114,15 +110,9 @@ class FlashBackwardSm80:
         c = self.mainloop.consumer(warp, lane)
         c.acc_dK.fill(0.0)
         c.acc_dV.fill(0.0)
-        from_k, from_v, from_q, from_do = (
-            self.lines(ops[name], tensor, seqlen.b, begin, end)
-            for name, tensor, begin, end in (
-                ("K of S", mK, seqlen.k0, seqlen.cols),
-                ("V of dP", mV, seqlen.k0, seqlen.cols),
-                ("Q of S", mQ, seqlen.q0, seqlen.rows),
-                ("dO of dP", mdO, seqlen.q0, seqlen.rows),
-            )
-        )
+        item_q, item_k = (seqlen.b, seqlen.q0, seqlen.rows), (seqlen.b, seqlen.k0, seqlen.cols)
+        from_q, from_do = Lines(ops["Q of S"], mQ, *item_q), Lines(ops["dO of dP"], mdO, *item_q)
+        from_k, from_v = Lines(ops["K of S"], mK, *item_k), Lines(ops["V of dP"], mV, *item_k)
         self.copy(from_k, tile.h_kv, tile.n, c.smem + self.mainloop.begin["K"])
         self.copy(from_v, tile.h_kv, tile.n, c.smem + self.mainloop.begin["V"])
 
@@ -191,13 +181,6 @@ class FlashBackwardSm80:
         begin = self.mainloop.begin["dO"]
         return begin if self.facts.stages_do == 1 else begin + stage * self.mainloop.ops["dO of dP"].bytes
 
-    def lines(self, op: OperandTile, mX: cute.Tensor, b: Int32, begin: Int32, end: Int32) -> Lines:
-        """Of an item's lines: those from `begin` on, `end` of them."""
-        line, element = first_vector(op, cute.arch.thread_idx()[0])
-        pitch, head = (Int64(mX.stride[mode]) * ELEMENT for mode in (2, 1))
-        source = mX.iterator.toint() + (Int64(b) * mX.stride[0] + element) * ELEMENT + (begin + line) * pitch
-        return Lines(op, line, op.offset(line, element * ELEMENT), source, pitch, head, end)
-
     @cute.jit
     def copy_next_q(self, exists, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int32, stage: Int32):
         if exists:
@@ -214,7 +197,7 @@ class FlashBackwardSm80:
         self.copy(lines, h, n, c.smem + self.mainloop.begin["Q"] + stage * lines.op.bytes)
         size = const_expr(2 * self.cfg.tile_m)
         vector = const_expr(CHUNK // FP32)
-        tidx = cute.arch.thread_idx()[0]
+        tidx = read_special_register("tid.x")
         if tidx < size // vector:
             layout = cute.make_layout(((vector, 1), 1))
             source = rows.iterator.toint() + (Int64(first + n) * size + tidx * vector) * FP32
@@ -228,22 +211,31 @@ class FlashBackwardSm80:
 
     @cute.jit
     def copy(self, lines: Lines, h: Int32, n: Int32, to: Int32):
-        """Copy tile n of head h of an operand to address `to`."""
-        if const_expr(lines_at_once(lines.op) <= lines.op.lines):
-            self.copy_vectors(lines, h, n, to)
-        elif lines.line < lines.op.lines:
-            self.copy_vectors(lines, h, n, to)
+        """Copy tile n of head h of an operand to address `to`.
+
+        Neighbouring threads copy neighbouring chunks, `op.chunks` of a line at a time.
+        """
+        op = lines.op
+        line, element = first_vector(op, read_special_register("tid.x"))
+        if const_expr(lines_at_once(op) <= op.lines):
+            self.copy_vectors(lines, line, element, h, n, to)
+        elif line < op.lines:
+            self.copy_vectors(lines, line, element, h, n, to)
 
     @cute.jit
-    def copy_vectors(self, lines: Lines, h: Int32, n: Int32, to: Int32):
-        """The same for this thread's vectors."""
-        op = lines.op
-        source = lines.source + h * lines.head + Int64(n * op.lines) * lines.pitch
+    def copy_vectors(self, lines: Lines, line: Int32, element: Int32, h: Int32, n: Int32, to: Int32):
+        """The vectors of the thread whose first one is (line, element)."""
+        op, stride = lines.op, lines.mX.stride
+        pitch = Int64(stride[2]) * ELEMENT
+        head = (Int64(lines.b) * stride[0] + Int64(h) * stride[1] + element) * ELEMENT
+        row = n * op.lines + line
+        source = lines.mX.iterator.toint() + head + (lines.begin + row) * pitch
+        offset = op.offset(line, element * ELEMENT)
         passed = const_expr(0)
-        for line, byte in const_expr(vectors(op)):
-            if const_expr(line > passed):
-                source = source + (line - passed) * lines.pitch
-                passed = const_expr(line)
-            valid = n * op.lines + lines.line + line < lines.end
-            x, add = op.split(line, byte)
-            self.mainloop.tile_steps.copy_vector(op, source + byte, to + (lines.to ^ x) + add, valid)
+        for more, byte in const_expr(vectors(op)):
+            if const_expr(more > passed):
+                source = source + (more - passed) * pitch
+                passed = const_expr(more)
+            x, add = op.split(more, byte)
+            valid = row + more < lines.end
+            self.mainloop.tile_steps.copy_vector(op, source + byte, to + (offset ^ x) + add, valid)

@@ -28,7 +28,7 @@ from cute_kernels.arch import MMA_K
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 from cute_kernels.tile.element import ELEMENT
-from cute_kernels.tile.ptx import add_to_memory, zero_of
+from cute_kernels.tile.ptx import add_to_memory, read_special_register, zero_of
 
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
@@ -65,7 +65,6 @@ class Consumer:
     parts: dict  # of each use of an operand, see MainloopSm80.operands
     scores: Int32  # address of this thread's first scores, if dS were the first in shared memory
     column: Int32  # of S', the warp's first
-    dq: Int32  # bytes from a tile's sums of dQ to this thread's first
     acc_dK: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_dV: cute.Tensor
 
@@ -153,8 +152,7 @@ class MainloopSm80:
             cute.make_rmem_tensor((4, tiles, width // warps.kv.columns // 8), Float32)
             for width in (facts.head_dim, facts.head_dim_v)
         )
-        dq = (warp * (WARP * self.sums.values) + lane) * FP32
-        return Consumer(smem, parts, smem + ops["dS of dK"].offset(row, byte), column, dq, acc_dK, acc_dV)
+        return Consumer(smem, parts, smem + ops["dS of dK"].offset(row, byte), column, acc_dK, acc_dV)
 
     # ------------------------------------------------------------------ steps
 
@@ -168,7 +166,7 @@ class MainloopSm80:
         by = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
         parts = {name: part.moved(by.get(name.split()[0], zero)) for name, part in c.parts.items()}
         after = (stage + 1) % cfg.stages
-        rows = c.smem + self.begin["rows"] + (stage * 2 * cfg.tile_m + c.column + cute.arch.lane_idx() % 4 * 2) * FP32
+        rows = c.smem + self.begin["rows"] + (stage * 2 * cfg.tile_m + c.column + read_special_register("laneid") % 4 * 2) * FP32
         in_registers = const_expr(self.warps.in_registers)
 
         self.wait()
@@ -221,7 +219,8 @@ class MainloopSm80:
         )
         acc.fill(0.0)
         self.multiply(acc, self.fragments(parts["dS of dQ"]), parts["K of dQ"])
-        to = work.dq + Int64(work.first_tile + number) * (self.sums.size * FP32) + c.dq
+        to = work.dq + Int64(work.first_tile + number) * (self.sums.size * FP32)
+        to = to + self.sums.offset(read_special_register("tid.x"), 0) * FP32
         for r in range(self.sums.values):
             add_to_memory(to, acc[r], self.sums.offset(0, r) * FP32)
 
