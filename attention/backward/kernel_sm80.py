@@ -145,7 +145,7 @@ class FlashBackwardSm80:
             copied = goes_on & (tiles.count > 0)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
-        self.store(c, (mdK, mdV), tile, seqlen, warp, scale)
+        self.store(c, (mdK, mdV), scheduler, seqlens, scale)
 
     def visit(self, c: Consumer, work: Work, sources: tuple, i: Int32, number: Int32, stage: Int32, following: tuple):
         """A step over query tile i of a head; `following`: (whether there is one, head, tile, number) of the next."""
@@ -161,12 +161,14 @@ class FlashBackwardSm80:
         self.mainloop.step(c, work, i, number, stage, Loads(copy_q, copy_do))
 
     @cute.jit
-    def store(self, c: Consumer, gradients: tuple, tile, seqlen, warp: Int32, scale: Float32):
-        """dK and dV of this thread."""
-        split = self.mainloop.warps.kv
-        row, column = split.of(warp)
+    def store(self, c: Consumer, gradients: tuple, scheduler, seqlens, scale: Float32):
+        """dK and dV of this thread. Its tile is looked up again, so that nothing of it stays in registers before."""
+        split, thread = self.mainloop.warps.kv, read_special_register("tid.x")
+        tile = scheduler.decode(read_special_register("ctaid.x"))
+        seqlen = seqlens.of(tile.b)
         height = const_expr(self.cfg.tile_n // split.rows)
-        row = tile.n * self.cfg.tile_n + row * height + cute.arch.lane_idx() // 4
+        row, column = split.of(thread // WARP)
+        row = tile.n * self.cfg.tile_n + row * height + thread % WARP // 4
         flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
         flat.store(flat.load() * scale)
         dims = self.facts.head_dim, self.facts.head_dim_v

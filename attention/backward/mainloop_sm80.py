@@ -161,7 +161,8 @@ class MainloopSm80:
         """dK, dV and dQ of query tile i of a head, tile `number` of its rows; `stage` is that of Q's ring."""
         cfg, ops, facts = self.cfg, self.ops, self.facts
         stage_do = stage if const_expr(facts.stages_do > 1) else Int32(0)
-        # Registers do not suffice for all addresses that the swizzles make of `parts`; they are computed in each step.
+        # Registers do not suffice for all that could be computed before the loop: addresses that the swizzles make of
+        # `parts`, and the bounds of a window.
         zero = zero_of(i)
         by = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
         parts = {name: part.moved(by.get(name.split()[0], zero)) for name, part in c.parts.items()}
@@ -180,7 +181,7 @@ class MainloopSm80:
         acc_dP.fill(0.0)
         self.multiply(acc_S, self.fragments(parts["K of S"]), parts["Q of S"])
         row0 = number * cfg.tile_m + c.column
-        slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, row0, rows)
+        slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, work.col + zero, row0, rows)
         self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
         rP = self.convert(acc_S)
         if const_expr(not in_registers):

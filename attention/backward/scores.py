@@ -51,15 +51,16 @@ def mask_scores(
     scores: cute.Tensor,  # (rows, columns) of this thread
     work: Work,
     i: Int32,  # of the head's query tiles
+    col: Int32,  # the thread's first column of the score matrix
     row0: Int32,  # the first query row of this warp's scores
 ):
     """-inf where a row does not see a column."""
     if const_expr(facts.blocks is not None):
         if work.tiles.is_partial(i) or work.col0 + facts.config.tile_n > work.seqlen.cols:
             tensors = work.source.mask_tensors
-            mask_elements(scores, facts.blocks, tensors, work.col, row0, work.b, work.h, work.seqlen)
+            mask_elements(scores, facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
     elif work.tiles.is_partial(i):
-        mask_window(scores, work.source, work.col, row0, work.seqlen)
+        mask_window(scores, work.source, col, row0, work.seqlen)
 
 
 @cute.jit
@@ -70,6 +71,7 @@ def scores_to_p(
     dtype: cutlass.Constexpr,
     work: Work,
     i: Int32,
+    col: Int32,
     row0: Int32,
     lse: Int32,  # address of this thread's first, in shared memory
 ):
@@ -80,7 +82,7 @@ def scores_to_p(
         slopes = cute.make_rmem_tensor(cute.size(acc_S), dtype)
         for v in range_constexpr(cute.size(acc_S)):
             slopes[v] = (1.0 - acc_S[v] * acc_S[v]).to(dtype)
-    mask_scores(facts, scores, work, i, row0)
+    mask_scores(facts, scores, work, i, col, row0)
     values = row_values(lse, cute.size(scores, mode=[1]))
     for column in range_constexpr(cute.size(scores, mode=[1])):
         for r in range_constexpr(cute.size(scores, mode=[0])):
