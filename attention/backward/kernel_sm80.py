@@ -20,7 +20,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile
 from cute_kernels.tile.element import ELEMENT
-from cute_kernels.tile.ptx import read_special_register
+from cute_kernels.tile.ptx import read_special_register, zero_of
 
 from ..forward.mainloop_sm80 import first_vector, lines_at_once, vectors
 from .config import FP32, BackwardFacts
@@ -229,8 +229,9 @@ class FlashBackwardSm80:
         """The vectors of the thread whose first one is (line, element)."""
         op, stride = lines.op, lines.mX.stride
         pitch = Int64(stride[2]) * ELEMENT
-        head = (Int64(lines.b) * stride[0] + Int64(h) * stride[1] + element) * ELEMENT
         row = n * op.lines + line
+        zero = zero_of(row)  # so that nothing of this is computed before a loop
+        head = (Int64(lines.b + zero) * stride[0] + Int64(h + zero) * stride[1] + element) * ELEMENT
         source = lines.mX.iterator.toint() + head + (lines.begin + row) * pitch
         offset = op.offset(line, element * ELEMENT)
         passed = const_expr(0)
