@@ -18,7 +18,7 @@ from ..block_sparse import Derived, with_causal
 from ..forward.config import BlockKind, WindowKind
 from ..plan import path_of, scalars_of, view_of
 from . import family
-from .choose import config_of
+from .choose import pick
 from .config import BackwardFacts
 from .row_tiles import tiles_of_a_head
 
@@ -115,7 +115,7 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
         packed=packed,
         blocks=kind,
     )
-    facts = config_of(facts)
+    facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
     results = ((f"d{name}", t if _dense(t) else t.new_empty(t.shape)) for name, t in named[:3])
@@ -126,9 +126,8 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
     else:
         items, heads, length, _ = q.shape
         cols = k.shape[2]
-    if kind is not None:  # whole blocks, the last of which may go past the end
-        length = -(-length // kind.block_q) * kind.block_q
-    plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, len(cu_q) - 1 if packed else None)
+    sequences, block_q = len(cu_q) - 1 if packed else None, None if kind is None else kind.block_q
+    plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
     plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     scale_log2, cap = scalars_of(plan.scale, terms.softcap)
     bounds = None, None

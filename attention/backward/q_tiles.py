@@ -15,6 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels.tile.ptx import zero_of
+
 
 @dataclass(frozen=True)
 class QTiles:
@@ -80,19 +82,28 @@ class BlockQTiles:
     count: Int32
     blocks: Int32
     partial: Int32  # how many blocks are partial
-    partial_index: cute.Tensor  # (width,)
-    full_index: cute.Tensor  # (width,)
+    partial_index: cute.Tensor  # (B, H, Mk, width)
+    full_index: cute.Tensor  # (B, H, Mk, width)
+    item: Int32  # which of B,
+    head: Int32  # of H
+    column: Int32  # and of Mk
     steps: cutlass.Constexpr[int]  # tiles a block
 
     @cute.jit
     def at(self, i) -> Int32:
-        """Number of the i-th tile; past the last one, the number of some other tile."""
+        """Number of the i-th tile; past the last one, the number of some other tile.
+
+        Addresses of the lists are computed each time, by each thread for itself: they would take a dozen registers all
+        through a mainloop, and there are still fewer of those that all threads of a warp share.
+        """
         block = cutlass.max(cutlass.min(i // self.steps, self.blocks - 1), 0)
+        zero = zero_of(block + cute.arch.lane_idx())
+        place = self.item + zero, self.head + zero, self.column + zero
         row = Int32(0)
         if block < self.partial:
-            row = Int32(self.partial_index[block])
+            row = Int32(self.partial_index[(*place, block)])
         elif block < self.blocks:
-            row = Int32(self.full_index[block - self.partial])
+            row = Int32(self.full_index[(*place, block - self.partial)])
         return row * self.steps + i % self.steps
 
     def is_partial(self, i):
@@ -117,5 +128,4 @@ class BlockRows:
         at = cutlass.min(b, batch - 1), cutlass.min(h, heads - 1), n // self.tiles_k
         partial, full = (cute.arch.make_warp_uniform(t[at]) for t in (self.partial_count, self.full_count))
         blocks = partial + full
-        lists = self.partial_index[(*at, None)], self.full_index[(*at, None)]
-        return BlockQTiles(blocks * self.steps, blocks, partial, *lists, self.steps)
+        return BlockQTiles(blocks * self.steps, blocks, partial, self.partial_index, self.full_index, *at, self.steps)
