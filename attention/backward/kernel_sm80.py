@@ -64,6 +64,7 @@ class FlashBackwardSm80:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
+        turns: cute.Tensor | None,  # None: this path has no turns yet
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # problem.with_blocks; of a block mask

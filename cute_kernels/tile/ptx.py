@@ -130,6 +130,22 @@ def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) 
     _asm(None, operands, f"red.global.add.f32 [$0+{offset}], $1;", "l,f", side_effects=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
+    """A 32-bit number in global memory; what other CTAs wrote before they released it can be read afterwards."""
+    operand = Int64(at).ir_value(loc=loc, ip=ip)
+    text = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), [operand], text, "=r,l", side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def release_add(at: Int64, value: int, *, loc=None, ip=None) -> None:
+    """Add to a number in global memory, after all that this thread wrote, also by bulk operations it waited for."""
+    operand = Int64(at).ir_value(loc=loc, ip=ip)
+    text = f"fence.proxy.async; red.release.gpu.global.add.s32 [$0], {value};"
+    _asm(None, [operand], text, "l", side_effects=True, loc=loc, ip=ip)
+
+
 # -- products -------------------------------------------------------------------------------------------------
 
 WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16"}
