@@ -42,13 +42,13 @@ def features(facts) -> set:
 
 
 def features_of_attention(facts: FlashFacts) -> set:
-    """Each head dimension with every configuration, with every set of terms and with every mask."""
+    """Each head dimension with every configuration and every mask. What a term adds is the same for all of them."""
     blocks, kind = facts.blocks, (facts.path, facts.family)
     dims = facts.head_dim, facts.head_dim_v
     terms = facts.window, facts.softcap, facts.lse, facts.packed
     found = {
         (kind, "configuration", facts.config, dims),
-        (kind, "terms", dims, terms, blocks is None),
+        (kind, "terms", terms, blocks is None),
         (kind, "mask", dims, blocks and (blocks.mask,)),
         (kind, "blocks", blocks and (blocks.block_q, blocks.block_k)),
         (kind, "type", facts.dtype),
