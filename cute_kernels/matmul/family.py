@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from ..arch import ArchSpec, arch_named
 from ..runtime.families import Family, Request, register
 from ..tile.barriers import PRODUCT_ORDER, PRODUCT_STORE
+from ..tile.element import BITS_16, Element
 from . import catalogue, cost, legality
 from .arguments import dense_args
 from .candidates import dense_sm80, dense_sm90
@@ -26,8 +27,8 @@ class ProductFamily(Family):
         """Whether it has kernels for products with an A of such blocks; None is a dense A."""
         raise NotImplementedError
 
-    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec) -> list:
-        """Configurations worth trying, best first among equals."""
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+        """Configurations worth trying for operands of such elements, best first among equals."""
         raise NotImplementedError
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
@@ -100,8 +101,8 @@ class Dense(ProductFamily):
     def serves(self, block: BlockFacts | None) -> bool:
         return block is None
 
-    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec) -> list:
-        return dense_sm90(spec) if path == "sm_90" else dense_sm80(spec)
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+        return (dense_sm90 if path == "sm_90" else dense_sm80)(spec, element)
 
     def entry(self, facts: GemmFacts):
         from .dense import DenseGemm
