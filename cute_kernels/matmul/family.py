@@ -41,7 +41,7 @@ class ProductFamily(Family):
 
     def sources(self, path: str) -> tuple[str, ...]:
         """The modules that decide the speed of its kernels on a path: tuned picks hold as long as these stay."""
-        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.ptx")
+        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.element", "tile.ptx")
         names += tuple(f"matmul.{part}_{path.replace('_', '')}" for part in ("kernel", "mainloop", "store"))
         names += ("tile.hopper", "matmul.split_k_sm90") if path == "sm_90" else ("tile.ampere",)
         return tuple(f"cute_kernels.{name}" for name in names)

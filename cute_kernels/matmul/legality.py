@@ -10,13 +10,14 @@ from .config import BARRIER_BYTES, GemmFacts
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40
+OPERANDS = ("bfloat16", "float16")
 
 
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
     cfg, block = facts.config, facts.block
-    if facts.dtype not in ("bfloat16", "float16"):
-        return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
+    if facts.dtype not in OPERANDS:
+        return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}"
     mma_k = facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {max(MMA_M, mma_k)}"

@@ -21,6 +21,12 @@ def log2(x: int) -> int:
     return x.bit_length() - 1
 
 
+def mma_op(dtype):
+    """mma.sync of 16 rows, 8 columns and 32 bytes of K, with fp32 sums, of operands of a compiler's numeric type."""
+    op = warp.MmaF16BF16Op if dtype.width == 16 else warp.MmaFP8Op
+    return op(dtype, cutlass.Float32, (16, 8, MMA_K_BYTES * 8 // dtype.width))
+
+
 @dataclass(frozen=True)
 class OperandTile:
     """A (rows, tile_k) tile of A or B: where its elements lie in a stage, who copies them and who reads them.
@@ -183,5 +189,5 @@ class TileSteps:
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
         """One MMA step."""
-        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, cutlass.Float32, (16, 8, 16)))
+        atom = cute.make_mma_atom(mma_op(self.dtype))
         cute.gemm(atom, acc, rA, rB, acc)

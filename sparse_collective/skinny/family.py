@@ -80,7 +80,8 @@ class Skinny(BsrFamily):
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem}" if needed > spec.smem else ""
 
     def sources(self, path: str) -> tuple[str, ...]:
-        return *super().sources(path), "sparse_collective.skinny.kernel"
+        own = ("sparse_collective.skinny.kernel", "cute_kernels.tile.ampere")
+        return tuple(dict.fromkeys((*super().sources(path), *own)))
 
     def entry(self, facts: GemmFacts):
         from .kernel import SkinnyGemm

@@ -31,12 +31,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warp as warp_mma
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul import epilogue
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.epilogue import EpilogueArgs
+from cute_kernels.tile.ampere import mma_op
 from cute_kernels.tile.ptx import VECTOR_WORDS, load_elements, load_vector, opaque
 
 from ..bsr_gemm import BsrGemm
@@ -184,7 +184,7 @@ class SkinnyKernel:
                 for s in range_constexpr(0, stages, self.span):
                     self.load_b(k_tiles, self.number(piece, t, s), s, mB, b_lane, rCol, rB)
                 self.fetch(k_tiles, cutlass.min(following, pieces - 1), t, rCol)
-                atom = cute.make_mma_atom(warp_mma.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)))
+                atom = cute.make_mma_atom(mma_op(self.dtype))
                 tA, tB = cute.recast_tensor(rA, self.dtype), cute.recast_tensor(rB, self.dtype)
                 for s in range_constexpr(stages):
                     for half in range_constexpr(2):
