@@ -15,7 +15,7 @@ from .candidates import split_sm90
 from .config import EpilogueSpec, GemmFacts
 from .terms import epilogue_program
 
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+SHORT = {"float8_e4m3fn": "e4m3", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def squared_relu(x):

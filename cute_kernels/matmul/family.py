@@ -50,7 +50,7 @@ class ProductFamily(Family):
         return legality.gemm(facts)
 
     def tensor_core(self, facts: GemmFacts) -> str:
-        return "HGMMA" if facts.warp_specialised else "HMMA"
+        return ("Q" if facts.element.width == 1 else "H") + ("GMMA" if facts.warp_specialised else "MMA")
 
     def warp_specialised(self, facts: GemmFacts) -> bool:
         return facts.warp_specialised

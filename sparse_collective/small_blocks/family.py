@@ -16,7 +16,7 @@ from .. import catalogue
 from ..family import BsrFamily, held_by_dram
 from .config import SmallBlocksConfig
 from .tables_family import tables_of
-from .tile import CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
+from .tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
 
 # Fitted to 90 times, as `cost` says, at the clock of a loaded card, which these do not load as much: so shared memory's
 # 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
@@ -40,7 +40,7 @@ class SmallBlocks(BsrFamily):
         4817, 3720, 3930, 3233; 32x32, 3 %: 204, 156, 182, 284, 198; 50 %: 1720, 1490, 1312, 1383, 1334; 64x64, 50 %:
         1707, 1431, 1057, 1166, 1096. A cluster is worth it where B is K-major and blocks are 16 wide: 656, not 767.
         """
-        if path != "sm_90" or block.bm not in (16, 32, 64):
+        if path != "sm_90" or block.bm not in (16, 32, 64) or CHUNK > element.rows[0]:
             return []
         cfg = SmallBlocksConfig(256, 0)
         deep = replace(cfg, store_row=128, chunks=4)
@@ -102,6 +102,8 @@ class SmallBlocks(BsrFamily):
             return "a pattern for each item, or runs of columns with an item each: the tables are those of one pattern"
         if reason := Geometry.refuse(block.bm, block.bk):
             return reason
+        if CHUNK > facts.element.rows[0]:
+            return f"operands of {facts.dtype}: {CHUNK} of them, a chunk, are wider than a swizzled row"
         if cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
             return f"tile {cfg}: it is {cfg.tile_m} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
         if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):
