@@ -390,7 +390,10 @@ def have_ended(pids: list[str]) -> bool:
 @pytest.mark.parametrize("command", ["inspect --arch sm_90 --jobs 1", "compile --arch sm_90 --out {} --jobs 2"])
 def test_ctrl_c_ends_compiling_at_once_in_one_line_and_leaves_no_process(command, tmp_path):
     arguments = command.format(tmp_path / "bundle").split()
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell starts what it runs in the background without SIGINT, and children inherit that.
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*COMMAND, *arguments], **options)
     wait_for(lambda: len(children(process.pid)) >= 2, 120)  # a worker, and one that keeps track of resources
     time.sleep(1)
     workers, start = children(process.pid), time.monotonic()
