@@ -57,6 +57,15 @@ def opaque(value: Int32 | Int64) -> Int32 | Int64:
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
 
 
+def zero_of(count: Int32) -> Int32:
+    """0, made of a number that is never negative, which the compiler does not know.
+
+    Addresses that it is added to in a loop, of the loop's counter, are not computed before the loop, and so need no
+    registers all through it.
+    """
+    return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[count])
+
+
 # -- loads ----------------------------------------------------------------------------------------------------
 
 VECTOR_WORDS = VECTOR_BYTES // 4  # registers
@@ -98,6 +107,28 @@ def load_elements(at: Int64, step: Int64, valid) -> tuple:
     args = [at, step] if valid is None else [at, step, Int32(valid)]
     text = "{ " + " ".join(lines) + " }"
     return cute.arch.inline_ptx(text, write_only_types=[Int32] * VECTOR_WORDS, read_only_args=args)
+
+
+# -- stores ---------------------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
+    """Add `size` bytes of fp32 in shared memory to global memory, both at multiples of 16 bytes, as a bulk operation.
+
+    One thread calls it, after fence_proxy("async.shared"); cp_async_bulk_commit_group and wait_group tell when the
+    source has been read.
+    """
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Int32(source))]
+    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};"
+    _asm(None, operands, text, "l,r", side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) -> None:
+    """Add a value to the fp32 number `offset` bytes from an address in global memory, as one atomic operation."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Float32(value))]
+    _asm(None, operands, f"red.global.add.f32 [$0+{offset}], $1;", "l,f", side_effects=True, loc=loc, ip=ip)
 
 
 # -- products -------------------------------------------------------------------------------------------------
