@@ -1,18 +1,21 @@
 """Operands of 1 and of 4 bytes an element take the way of a product, from facts alone.
 
 No op has such operands yet: legality names those that it has. What is checked here is that nothing on the way takes an
-element for 16 bits: layouts, copies, K-tiles, configurations, costs; and that kernels of fp8 compile, on both paths.
+element for 16 bits: layouts, copies, K-tiles, configurations, costs; and that kernels of fp8 compile, on both paths,
+and are right on the emulator.
 """
 
+import shutil
 from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
 import pytest
+import torch
 
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import candidates, catalogue, cost, legality
-from cute_kernels.matmul.config import BlockFacts, GemmFacts
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.family import DENSE
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.families import family_of
@@ -23,9 +26,14 @@ from cute_kernels.tile.hopper import smem_layout
 from sparse_collective import catalogue as sparse
 from sparse_collective.family import BSR
 from sparse_collective.row_pairs.family import ROW_PAIRS
+from sparse_collective.row_pairs.tables import pair_tables
 from sparse_collective.sampled.family import SAMPLED, facts_of
 from sparse_collective.skinny.family import SKINNY
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
+from sparse_collective.small_blocks.tables import block_tables
+
+from .emulator import emulate
+from .reference import assert_as_good_as_torch, exact_and_torch, poisoned
 
 FP8, TF32 = "float8_e4m3fn", "float32"  # the second as tensor cores would read it
 DTYPES = {FP8: cutlass.Float8E4M3FN, "bfloat16": cutlass.BFloat16, TF32: cutlass.Float32}
@@ -198,3 +206,66 @@ def test_kernels_of_fp8_compile_without_spills(family, arch):
     report = inspect_kernel(legal[0])
     assert report.problems == () and "HMMA" not in report.resources.opcodes
     assert report.resources.opcodes["QGMMA" if arch == "sm_90" else "QMMA"] >= 4
+
+
+# Results, on the emulator
+
+
+def tables_of(family, mask, config, shape, block) -> tuple:
+    """What a family's kernel takes of a pattern (block rows, block columns), b being contiguous along K."""
+    crow = torch.zeros(len(mask) + 1, dtype=torch.int32)
+    crow[1:], col = mask.sum(1).cumsum(0), mask.nonzero()[:, 1].int()
+    if family is BSR:
+        return crow, col, None, None, None
+    if family is ROW_PAIRS:
+        return crow, *pair_tables(crow, col, mask.shape[1]), None
+    return crow, *block_tables(crow, col, shape, block, config.cluster_m, True)
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    if shutil.which(emulate.COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    monkeypatch.setitem(emulate.KINDS, torch.float8_e4m3fn, 10)  # DLPack's number
+    with emulate.emulator(sms=2):
+        yield emulate.emulated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_a_dense_product_of_fp8(emulator, arch):
+    """Of e4m3 numbers every product is exact in fp32: what is left is the rounding of the result."""
+    facts = facts_for(DENSE, arch, FP8)[3 if arch == "sm_89" else 9]  # small tiles
+    a, b = (torch.randn(rows, 272).to(torch.float8_e4m3fn) for rows in (72, 136))
+    d = poisoned(72, 136)
+    emulator(facts)(a, b.t(), d, None, None, None, 1.0, 0.0, *facts.counts(1, 4))
+    assert_as_good_as_torch(d, *exact_and_torch(a, b.t(), d.dtype), k=272)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "arch", "block", "which"),
+    [
+        pytest.param(BSR, "sm_89", (64, 224), 1, id="bsr sm_89"),
+        pytest.param(BSR, "sm_90", (64, 224), 2, id="bsr sm_90"),
+        pytest.param(SMALL_BLOCKS, "sm_90", (16, 32), 2, id="small blocks 16x32"),
+        pytest.param(SMALL_BLOCKS, "sm_90", (64, 128), 2, id="small blocks 64x128"),
+        pytest.param(ROW_PAIRS, "sm_90", (64, 128), 1, id="row pairs"),
+    ],
+)
+def test_block_sparse_products_of_fp8(emulator, monkeypatch, family, arch, block, which):
+    """With blocks whose last K-tile is shorter, rows without blocks, and few columns."""
+    monkeypatch.setitem(SPARSE, family, block)
+    facts, (bm, bk) = facts_for(family, arch, FP8)[which], block
+    facts = replace(facts, epilogue=EpilogueSpec())
+    assert not family.unsupported(facts)
+    mask = torch.rand(max(3, 192 // bm), max(3, 256 // bk)) < 0.5
+    mask[1], mask[0, 0] = False, True
+    values = torch.randn(int(mask.sum()), bm, bk).to(torch.float8_e4m3fn)
+    W = torch.zeros(*mask.shape, bm, bk)
+    W[mask] = values.float()
+    W = W.transpose(1, 2).reshape(len(mask) * bm, -1)
+    x, d = torch.randn(40, W.shape[1]).to(torch.float8_e4m3fn), poisoned(40, W.shape[0])
+    tables = tables_of(family, mask, facts.config, W.shape, block)
+    emulator(facts)(*tables, values, x, d, None, None, None, 1.0, 0.0, *facts.counts(1, 2))
+    assert_as_good_as_torch(d, *exact_and_torch(x, W.t(), d.dtype), k=W.shape[1])

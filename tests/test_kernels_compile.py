@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from attention.backward.config import BackwardFacts
 from attention.forward.config import DecodeFacts, FlashFacts
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
@@ -23,7 +24,7 @@ EVERY = 8  # of the kernels that another architecture has, too, so many-th is co
 
 def features(facts) -> set:
     """What a kernel has of each thing that varies: its spills depend on configuration, blocks, mask and epilogue."""
-    if isinstance(facts, FlashFacts):
+    if isinstance(facts, FlashFacts | BackwardFacts):
         return features_of_attention(facts)
     if not isinstance(family_of(facts), ProductFamily):
         return {facts}
@@ -41,11 +42,11 @@ def features(facts) -> set:
     }
 
 
-def features_of_attention(facts: FlashFacts) -> set:
+def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
     """Each head dimension with every configuration and every mask. What a term adds is the same for all of them."""
     blocks, kind = facts.blocks, (facts.path, facts.family)
     dims = facts.head_dim, facts.head_dim_v
-    terms = facts.window, facts.softcap, facts.lse, facts.packed
+    terms = facts.window, facts.softcap, getattr(facts, "lse", None), facts.packed
     found = {
         (kind, "configuration", facts.config, dims),
         (kind, "terms", terms, blocks is None),
