@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from cute_kernels.arch import ArchSpec, arch_named
-from cute_kernels.tile.element import BYTES
+from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
 from .warps import Warps, warps_of
@@ -56,6 +56,11 @@ class BackwardFacts:
     @cached_property
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)
+
+    @cached_property
+    def element(self) -> Element:
+        """Of Q, K, V, O and their gradients."""
+        return element_of(self.dtype)
 
     @property
     def masks_first(self) -> bool:
