@@ -1,6 +1,7 @@
 """The families of block-sparse products, and of the kernels that make their tables. Importing registers them."""
 
 from .family import BSR
+from .regrowth.family import BLOCK_MOVES, REGROWTH
 from .row_pairs.family import ROW_PAIRS
 from .row_pairs.tables_family import ROW_PAIR_TABLES
 from .sampled.family import SAMPLED
@@ -12,8 +13,10 @@ from .tile_order.family import TILE_ORDER
 from .transposed.family import TRANSPOSED
 
 __all__ = [
+    "BLOCK_MOVES",
     "BOX_GROUPS",
     "BSR",
+    "REGROWTH",
     "ROW_PAIRS",
     "ROW_PAIR_TABLES",
     "SAMPLED",
