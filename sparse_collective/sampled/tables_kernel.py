@@ -75,6 +75,7 @@ class BoxGroupsKernel:
 
         all_full = Int32(sCounts[THREADS])
         place = Int32(sCounts[tidx])
+        cute.arch.sync_threads()  # from here on each thread moves its own counts on
         for row in cutlass.range(first, last):
             box, full, left = self.boxes_of(crow_indices, row, parts, boxes)
             for i in cutlass.range(full):
