@@ -24,7 +24,7 @@ from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
 from ..scan import WARP, exclusive_scan
-from .config import RegrowthFacts
+from .config import RegrowthFacts, written
 
 DIGITS = (11, 11, 10)  # bits of a rank's, from the highest
 BINS = 1 << max(DIGITS)
@@ -280,4 +280,5 @@ def regrown_on_gpu(
     origin = torch.empty_like(col)
     facts = RegrowthFacts(device_arch(col.get_device())[0].target, even)
     function_for(facts)(scores.contiguous(), candidates.contiguous(), crow, col, origin, cols, dropped)
+    written(crow, col)
     return origin

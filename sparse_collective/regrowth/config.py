@@ -1,7 +1,9 @@
-"""What the kernels are compiled from."""
+"""What the kernels are compiled from, and what torch must know of their writes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -20,3 +22,8 @@ class BlockMoveFacts:
     family: ClassVar[str] = "block moves"
     arch: str
     in_place: bool  # else into another tensor
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Count a kernel's write in place as torch counts its own: what is kept of a tensor is made again."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])

@@ -73,7 +73,7 @@ def regrown(
 
     Returns (nnz,) int32: which of the blocks before each of the blocks now is, -1 for one that has grown.
     """
-    if not col.is_cuda:
+    if not scores.is_cuda:
         return None
     from .choose_kernel import fits, regrown_on_gpu
 

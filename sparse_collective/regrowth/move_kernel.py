@@ -21,7 +21,7 @@ from cutlass import Int32, const_expr, range_constexpr
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .config import BlockMoveFacts
+from .config import BlockMoveFacts, written
 
 THREADS = 128
 VECTOR = 4  # words of 4 bytes
@@ -127,5 +127,7 @@ def move_blocks_on_gpu(t: torch.Tensor, origin: torch.Tensor, lane: int | None) 
     facts = BlockMoveFacts(device_arch(t.get_device())[0].target, lane is not None)
     result = None if lane is not None else torch.empty_like(words)
     function_for(facts)(words, result, origin, 1 if lane is None else lane)
-    if result is not None:
+    if result is None:
+        written(t)
+    else:
         words.copy_(result)

@@ -38,7 +38,7 @@ def groups_of(W, parts: int, boxes: int) -> torch.Tensor:
 
     def make() -> tuple[torch.Tensor]:
         crow = W.crow_indices
-        if crow.is_cuda:
+        if W.device.type == "cuda":
             from .tables_kernel import box_groups_on_gpu, fits
 
             if fits((crow.shape[-1] - 1) * (1 if crow.dim() == 1 else len(crow)), W.nnz, parts, boxes):

@@ -36,8 +36,8 @@ class Transposed(Family):
 
 def index_of(crow: torch.Tensor, col: torch.Tensor, cols: int) -> TransposedIndex:
     """tables.transposed_index of a checked pattern; on a GPU by one kernel, and beyond its limits by torch."""
-    # A tensor of another type has no memory: torch.compile's, while it traces.
-    if col.is_cuda and type(col) is torch.Tensor and not torch.compiler.is_compiling():
+    # Of another type are the tensors without memory that torch.compile and torch.export trace with.
+    if crow.is_cuda and type(col) is torch.Tensor and not torch.compiler.is_compiling():
         from .kernel import fits, transposed_index_on_gpu
 
         if fits(crow, len(col), cols):
