@@ -28,7 +28,7 @@ from .config import RegrowthFacts, written
 
 DIGITS = (11, 11, 10)  # bits of a rank's, from the highest
 BINS = 1 << max(DIGITS)
-THREADS = {False: 1024, True: 256}  # by `even`
+THREADS = {False: 1024, True: 512}  # by `even`
 MOST_WORDS = {False: 8192, True: 2048}  # of a lane's bitmaps: three of them are 96 and 24 KB of shared memory
 MAGNITUDE = 0x7FFFFFFF
 INFINITE = 0x7F800000

@@ -28,7 +28,7 @@ class Regrowth(Family):
         return *scores, *indices, Int32(1), Int32(1), fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[RegrowthFacts]:
-        return [RegrowthFacts(arch_named(arch).target, even) for even in (False, True)]
+        return [RegrowthFacts(arch_named(arch).target, even) for even in (False, True)[: 1 if quick else 2]]
 
     def describe(self, facts: RegrowthFacts) -> dict[str, str]:
         return {"configuration": "regrowth", "problem": "by rows" if facts.even else "all rows"}
@@ -53,7 +53,7 @@ class BlockMoves(Family):
         return blocks, other, fake_tensor("int32", 1, 0, 1), Int32(1), fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[BlockMoveFacts]:
-        return [BlockMoveFacts(arch_named(arch).target, in_place) for in_place in (False, True)]
+        return [BlockMoveFacts(arch_named(arch).target, in_place) for in_place in (False, True)[: 1 if quick else 2]]
 
     def describe(self, facts: BlockMoveFacts) -> dict[str, str]:
         return {"configuration": "block moves", "problem": "in place" if facts.in_place else "to another tensor"}

@@ -1,10 +1,10 @@
 """Stored blocks at their new places, moved on the GPU by one kernel: in place, or into another tensor.
 
-A lane is a run of blocks that stays within itself. In place, a thread has 16 bytes of every block of a lane. Kept blocks
-keep their order, so those that move forward never overtake others, nor do those that move back:
+A lane is a run of places whose blocks stay within it. In place, a thread has 16 bytes of every block of a lane. Kept
+blocks keep their order, so what is stored at a place is not needed any more when the places are taken in this order:
 
-    from the lane's first place on      blocks that come from behind; what stood there has moved already, or is dropped
-    from its last place back            blocks that come from before, and zeros where a block has grown
+    from the lane's first place up      blocks that come from a later place
+    from its last place down            blocks that come from an earlier one, and zeros where a block has grown
 
 A few blocks are loaded before any of them is stored, so that their loads are under way together. Into another tensor
 each thread moves 16 bytes of one block.
@@ -76,9 +76,9 @@ class BlockMoveKernel:
         mine: Int32,
         first: Int32,
         end: Int32,
-        forward: cutlass.Constexpr[bool],
+        upward: cutlass.Constexpr[bool],
     ):
-        """A batch of places from `first` on: those whose blocks come from behind, or the others."""
+        """A batch of places from `first` on: those whose blocks come from later places (`upward`), or the others."""
         loaded = cute.make_rmem_tensor(((VECTOR, BATCH)), Int32)
         loaded.fill(0)
         taken = []
@@ -87,7 +87,7 @@ class BlockMoveKernel:
             come = place  # no move
             if place < end:
                 come = Int32(origin[place])
-            if const_expr(forward):
+            if const_expr(upward):
                 takes = come > place
                 if takes:
                     cute.autovec_copy(self.vector(source, come, mine), loaded[None, i])
