@@ -188,7 +188,8 @@ class MatrixOnGpu:
 class Launches(TorchDispatchMode):
     """The operations that a GPU would run: torch's, but for those that only look at memory or ask for it; and ours."""
 
-    FREE = ("view", "detach", "empty", "slice", "select", "unsqueeze", "alias", "reshape", "as_strided", "expand", "t")
+    FREE = {"view", "_unsafe_view", "detach", "alias", "slice", "select", "unsqueeze", "expand", "t", "transpose"}
+    FREE |= {"empty", "empty_like", "as_strided"}
 
     def __init__(self):
         super().__init__()
@@ -196,7 +197,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if not name.startswith(self.FREE):
+        if name not in self.FREE:
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 

@@ -1,8 +1,9 @@
 """Choosing the pattern: prune once or by a schedule, drop and regrow blocks while training.
 
 change_pattern_ keeps the number of blocks and writes values and indices in place, without a synchronisation: nothing
-is allocated anew, planned or compiled again. prune_ lowers the number of blocks, and makes them anew. A CUDA graph that
-was captured before either has the old pattern's tables in it, and must be captured again.
+is planned or compiled again. On a GPU one kernel chooses the blocks, and one for each tensor moves them. prune_ lowers
+the number of blocks, and makes them anew. A CUDA graph that was captured before either has the old pattern's tables in
+it, and must be captured again.
 """
 
 from __future__ import annotations
@@ -159,9 +160,11 @@ def change_pattern_(
     origin = regrown(found, candidates, crow, col, *change)
     if origin is None:
         origin = regrown_by_torch(found, candidates, crow, col, *change)
+    by_torch = None
     for t in moving:
         if not blocks_moved(t, origin, lane):
-            t.copy_(moved(t, origin.clamp(min=0), origin >= 0))
+            by_torch = by_torch or (origin.clamp(min=0), origin >= 0)
+            t.copy_(moved(t, *by_torch))
     layer._pattern_changed(even=even_rows)
     return layer
 
