@@ -182,11 +182,14 @@ class MainloopSm80:
         self.multiply(acc_S, self.fragments(parts["K of S"]), parts["Q of S"])
         row0 = number * cfg.tile_m + c.column
         slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, work.col + zero, row0, rows)
-        self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
         rP = self.convert(acc_S)
+        if const_expr(facts.softcap):
+            for v in range_constexpr(cute.size(slopes)):
+                acc_S[v] = acc_S[v] * slopes[v].to(Float32)
         if const_expr(not in_registers):
             self.write(rP, "P", c.scores + zero)
-        p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32, slopes)
+        self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
+        p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32)
         rdS = self.convert(acc_dP)
         self.write(rdS, "dS", c.scores + zero)
         if const_expr(in_registers):
