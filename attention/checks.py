@@ -3,6 +3,7 @@
 import torch
 
 from cute_kernels import checks
+from cute_kernels.runtime.device import plans_kernel
 
 from .forward.choose import HEAD_DIMS
 from .masks.block_lists import MOST
@@ -11,14 +12,15 @@ check_tensor = checks.check_tensor
 
 
 def check_qkv(op: str, q, k, v) -> None:
-    """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one 16-bit dtype and device, D and Dv contiguous."""
+    """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one dtype and device, D and Dv contiguous. The dtype
+    has 16 bits, or on the CPU, without a kernel, is float32 or float64."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(f"{op}: {name}", tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, head_dim)"
             )
-    checks.check_operands(op, q=q, k=k, v=v)
+    checks.check_operands(op, kernel=plans_kernel(q.device), q=q, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:
         raise ValueError(f"{op}: q, k and v have batches of {B}, {Bk} and {v.shape[0]} items")

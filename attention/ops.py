@@ -5,10 +5,12 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
+from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from sparse_collective import BsrMatrix
 
@@ -16,6 +18,10 @@ from . import block_sparse, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
 
+NO_CACHE = (
+    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
+    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
+)
 Window = Sequence[int | None] | None  # (left, right)
 
 
@@ -70,17 +76,27 @@ def attention(
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
+    Differentiable once in q, k and v, by out and by lse. Saved for that are q, k, v, out and lse, nothing quadratic.
+    The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU.
+
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
     `cute_kernels.explain(attention, ...)` tells. CPU tensors run a torch reference in fp32.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
+        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or the GPU is older than
+            sm_80.
     """
     run = eager.attention
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
+    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
+        if seqlens_k is not None or block_table is not None:
+            raise RuntimeError(NO_CACHE)
+        options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
+        return found if return_lse else found[0]
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
@@ -132,7 +148,20 @@ def block_sparse_attention(
     run = eager.block_sparse_attention
     if is_compiling():
         from .torch_op import traced_block_sparse as run
+    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
+        options = {"causal": causal, "softcap": softcap, "scale": scale}
+        found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options)
+        return found if return_lse else found[0]
     return run(q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)
+
+
+def _with_gradient(op: str, run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
+    """(out, lse) that autograd knows."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
+    from .gradients import differentiable
+
+    return differentiable(run, q, k, v, mask, options, cu_q, cu_k)
 
 
 explains(attention, eager.plan_attention)

@@ -26,7 +26,8 @@ class BackwardConfig:
     tile_n: int
     stages: int
     groups: int
-    exchange: bool = False
+    ctas: int = 1  # sm_90: CTAs that share an SM
+    exchange: bool = False  # sm_80
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
@@ -58,6 +59,23 @@ class BackwardFacts:
         return arch_named(self.arch)
 
     @property
+    def early_dv(self) -> bool:
+        """sm_90: whether dV's product is issued before dS is computed. Else P is rounded when dS is known, which needs
+        fewer registers: P is not held twice."""
+        return self.config.tile_m == 64 and not self.softcap
+
+    @property
+    def in_turn(self) -> bool:
+        """sm_90: whether products are issued one after the other. A warpgroup that has all columns of dQ has no
+        registers for more; the CTA beside it then has the tensor cores."""
+        return self.config.groups == 1
+
+    @property
+    def ds_buffers(self) -> int:
+        """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
+        return 1 if self.in_turn else 2
+
+    @property
     def warps(self) -> Warps:
         """sm_80: how warps share the products."""
         return warps_of(self.config, self.head_dim, self.head_dim_v)
@@ -71,14 +89,14 @@ class BackwardFacts:
     def smem_bytes(self) -> int:
         """Shared memory: of K, V, the rings of Q, dO and rows, and dS.
 
-        sm_90: two buffers of dS, also dQ and barriers. sm_80: P', where it does not stay in registers.
+        sm_90: also dQ and barriers. sm_80: P', where it does not stay in registers.
         """
         cfg, hopper = self.config, self.path == "sm_90"
         scores = cfg.tile_m * cfg.tile_n
         of_do = cfg.stages if hopper else self.stages_do
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
         elements += cfg.tile_m * (cfg.stages * self.head_dim + of_do * self.head_dim_v)
-        elements += scores if not hopper and self.warps.in_registers else 2 * scores
+        elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
         fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
         return elements * BYTES[self.dtype] + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
 

@@ -33,7 +33,7 @@ from .warps import MMA_ROWS
 
 @dataclass(frozen=True)
 class Lines:
-    """An operand's lines of one item, in all its heads: `end` of them from `begin` on; those that follow become zeros."""
+    """An operand's lines of one item, in all its heads: `end` of them from `begin` on. Those after become zeros."""
 
     op: OperandTile
     mX: cute.Tensor  # (B, H, S, D)
@@ -74,7 +74,7 @@ class FlashBackwardSm80:
         right: Int32 | None,
         stream: cuda.CUstream,
     ):
-        p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), (cu_q, cu_k), blocks, left, right)
+        p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
         self.kernel(
             p.mQ, p.mK, p.mV, p.mdO, p.mdK, p.mdV, rows, dq, p.source, p.scheduler, p.seqlens, scale_log2, softcap,
             scale,

@@ -7,9 +7,8 @@
     K and V    1 thread + bytes of TMA   nobody; one stage
     Q, dO      see mainloop_sm90
 
-    named barriers   1        all consumers: dS is in shared memory
+    named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeros
                      2, 3     each consumer: its part of dQ is in shared memory, or may be written again
-                     8, 9     each consumer, before Q's, dO's, K's and V's rows past the end are zeros
 
 A CTA visits the query tiles of all heads that share its head of K and V, so that dK and dV are written once, and in the
 same order in every run. dQ is added up in memory, by whichever CTA comes first.
@@ -21,11 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.tile.barriers import BACKWARD_OOB
 from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.mainloop_sm90 import permuted
-from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, MainloopSm90, Work
 from .problem import problem_of
@@ -69,7 +66,7 @@ class FlashBackwardSm90:
         stream: cuda.CUstream,
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
-        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), (cu_q, cu_k), blocks, left, right)
+        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
         # (S, D, H, B)
         tQ, tK, tV, tdO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mV, p.mdO))
         layouts = loop.layouts()
@@ -83,7 +80,9 @@ class FlashBackwardSm90:
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, loop.make_mmas(), p.source,
             p.scheduler, p.seqlens, scale_log2, softcap, scale,
         ).launch(
-            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=cfg.ctas,
+            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
+            stream=stream,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ kernel
@@ -123,7 +122,6 @@ class FlashBackwardSm90:
         pipe_kv, pipe_q, pipe_do = self.mainloop.make_pipelines(storage)
         tile = scheduler.decode(cute.arch.block_idx()[0])
         seqlen = seqlens.of(tile.b)
-        tiles_q = scheduler.tiles_q
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
             if warp == 0:
@@ -145,22 +143,21 @@ class FlashBackwardSm90:
             at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             pipe_kv.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
             if const_expr(self.facts.packed):
-                self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n, group)
+                self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n)
             col0 = tile.n * cfg.tile_n
             col = col0 + (tidx - WARPGROUP) // 32 * 16 + tidx % 32 // 4
-            buffer = Int32(0)
+            step = Int32(0)
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-                first = Int64(seqlen.b * scheduler.heads + h) * tiles_q
+                first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-                work = Work(
-                    source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), scale_log2, softcap
-                )
+                sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
+                work = Work(source, tiles, seqlen, tile.b, h, col, col0, sums, scale_log2, softcap)
                 for i in cutlass.range(tiles.count, unroll=1):
-                    self.mainloop.step(c, work, i, buffer, at)
+                    self.mainloop.step(c, work, i, step % self.facts.ds_buffers, at)
                     at.advance()
-                    buffer = 1 - buffer
+                    step += 1
             self.mainloop.drain()
             self.store(c, (mdK, mdV), tile, seqlen, col, scale)
 
@@ -175,12 +172,11 @@ class FlashBackwardSm90:
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
-    def zero_rows_past_the_end(self, storage, valid: Int32, group: Int32):
+    def zero_rows_past_the_end(self, storage, valid: Int32):
         """Zero the rows of K and V that belong to the next sequence."""
         if valid < self.cfg.tile_n:
-            tidx = cute.arch.thread_idx()[0] % WARPGROUP
             for place, layout in self.mainloop.lines_of_kv(storage):
-                zero_oob_rows(place, layout, Int32(0), valid, tidx, WARPGROUP, BACKWARD_OOB + group)
+                self.mainloop.zero_rows(place, layout, Int32(0), valid)
 
     # ------------------------------------------------------------------ producer
 
@@ -226,7 +222,7 @@ class FlashBackwardSm90:
             cute.copy(atom, source, place, mbar_ptr=bar)
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin) -> tuple:
-        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand whose tiles begin at row `begin`."""
+        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand, its tiles from row `begin` on."""
         if self.facts.packed:
             tensor = cute.domain_offset((begin, 0, 0, 0), tensor)
         tiles = cute.local_tile(tensor, tile, (None, None, None, None))

@@ -7,7 +7,7 @@ over query tile i, with dK and dV in registers (FlashAttention-2, Dao 2023), whe
 scores (warps.py):
 
     wait Q[i] and dO[i], __syncthreads -> copy Q[i + 1] -> S' = K Q[i]' -> dP' = V dO[i]' -> P', dS'
-    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> dQ = dS K, added to memory
+    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> add dQ = dS K to memory
 
 dO then needs one stage. Where warps exchange P' as well, dV waits for the second barrier, and dO has a ring like Q. A
 ring of one stage is copied to after a third barrier, when dV and dK have been computed, and so during dQ.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
@@ -167,7 +167,11 @@ class MainloopSm80:
         by = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
         parts = {name: part.moved(by.get(name.split()[0], zero)) for name, part in c.parts.items()}
         after = (stage + 1) % cfg.stages
-        rows = c.smem + self.begin["rows"] + (stage * 2 * cfg.tile_m + c.column + read_special_register("laneid") % 4 * 2) * FP32
+        rows = (
+            c.smem
+            + self.begin["rows"]
+            + (stage * 2 * cfg.tile_m + c.column + read_special_register("laneid") % 4 * 2) * FP32
+        )
         in_registers = const_expr(self.warps.in_registers)
 
         self.wait()

@@ -31,7 +31,7 @@ from cutlass.cute.typing import AddressSpace
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.tile.barriers import BACKWARD_DQ, BACKWARD_DS, BACKWARD_OOB, Arrivals
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
 from cute_kernels.tile.ptx import bulk_add
 
@@ -43,8 +43,6 @@ from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
-
-DS_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Consumer:
     tKrdS: cute.Tensor  # (MMA, 1, MMA_K): dS' as an A operand
     tKrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tQrK: cute.Tensor  # (MMA, 1, MMA_K)
+    tQrK: tuple  # of each part of the columns that the warpgroup computes in turn, (MMA, 1, MMA_K)
     acc_S: cute.Tensor  # (MMA, 1, MMA_N), as acc_dP
     acc_dP: cute.Tensor
     acc_dK: cute.Tensor  # (MMA, 1, MMA_N)
@@ -89,8 +87,7 @@ class Work:
     h: Int32
     col: Int32  # the thread's first column of the score matrix
     col0: Int32  # the tile's first
-    first_tile: Int64  # number of the head's first query tile, as row_tiles counts
-    dq: Int64  # address of dQ's sums
+    dq: Int64  # address of dQ's sums of the head's first query tile
     scale_log2: Float32
     softcap: Float32
 
@@ -124,13 +121,14 @@ class MainloopSm90:
             "sdO": smem_layout(self.dtype, cfg.tile_m, facts.head_dim_v, cfg.stages, True),
             "sK": self.k_layout(True),
             "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
-            "sdS": smem_layout(self.dtype, cfg.tile_n, cfg.tile_m, DS_BUFFERS, True),
+            "sdS": smem_layout(self.dtype, cfg.tile_n, cfg.tile_m, self.facts.ds_buffers, True),
         }
 
     @property
     def parts_k(self) -> int:
-        """Into how many parts dQ's product cuts K's columns: each has whole swizzles."""
-        return self.cfg.groups // self.groups_m
+        """Into how many parts dQ's product cuts K's columns: one a warpgroup, or two one after the other. Each has
+        whole swizzles."""
+        return 2 if self.facts.in_turn else self.cfg.groups // self.groups_m
 
     def transposed(self) -> dict:
         """The same memory with its modes in another order."""
@@ -139,7 +137,7 @@ class MainloopSm90:
             "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.stages, False),
             "sdO": smem_layout(self.dtype, facts.head_dim_v, cfg.tile_m, cfg.stages, False),
             "sK": self.k_layout(False),
-            "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, DS_BUFFERS, False),
+            "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, self.facts.ds_buffers, False),
         }
 
     def k_layout(self, row_major: bool):
@@ -160,7 +158,8 @@ class MainloopSm90:
     def storage(self) -> type:
         """The struct of a CTA's shared memory."""
         cfg = self.cfg
-        sizes = {name: cute.cosize(layout) for name, layout in self.layouts().items()}
+        names = "sQ", "sdO", "sK", "sV", "sdS"
+        q, do, k, v, ds = (cute.cosize(self.layouts()[name]) for name in names)
 
         @cute.struct
         class SharedStorage:
@@ -169,11 +168,11 @@ class MainloopSm90:
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.stages], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size], 128]
-            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes["sK"]], ALIGN]
-            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes["sV"]], ALIGN]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes["sQ"]], ALIGN]
-            sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes["sdO"]], ALIGN]
-            sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes["sdS"]], ALIGN]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
+            sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, do], ALIGN]
+            sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, ds], ALIGN]
 
         return SharedStorage
 
@@ -200,7 +199,7 @@ class MainloopSm90:
             product(k, k, along, cfg.tile_m, memory),
             product(k, mn, along, facts.head_dim_v, registers),
             product(k, mn, along, facts.head_dim, registers),
-            product(mn, mn, (self.groups_m, self.parts_k), facts.head_dim // self.parts_k, memory),
+            product(mn, mn, (self.groups_m, cfg.groups // self.groups_m), facts.head_dim // self.parts_k, memory),
         )
 
     def make_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
@@ -247,6 +246,9 @@ class MainloopSm90:
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         one = (None, None, None, 0)
+        parts = self.parts_k if facts.in_turn else 1
+        part = facts.head_dim // parts, cfg.tile_n, 1
+        columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
         return Consumer(
             group=group,
             mmas=mmas,
@@ -259,12 +261,12 @@ class MainloopSm90:
             tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A((cfg.tile_n, cfg.tile_m)), self.dtype),
             tKrQ=mma_dk.make_fragment_B(of_dk.partition_B(t["sQ"])),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
-            tQrK=mma_dq.make_fragment_B(of_dq.partition_B(t["sK"]))[one],
+            tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),
             acc_S=registers(of_s, (cfg.tile_n, cfg.tile_m)),
             acc_dP=registers(of_dp, (cfg.tile_n, cfg.tile_m)),
             acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
             acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
-            acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim)),
+            acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim // parts)),
             pipe_q=rings[0],
             pipe_do=rings[1],
             copy_dS=copy_dS,
@@ -280,35 +282,95 @@ class MainloopSm90:
     @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, buffer: Int32, at):
         """dK, dV and dQ of query tile i of a head; `at` is the state of both rings, `buffer` of dS."""
-        mma_s, mma_dp, mma_dv, mma_dk, mma_dq = c.mmas
         number = work.tiles.at(i)
-        stage = at.index
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, number, at)
-        start_product(mma_s, c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
+        if const_expr(self.facts.in_turn):
+            self.products_in_turn(c, work, i, number, buffer, at)
+        else:
+            self.products(c, work, i, number, buffer, at)
+
+    @cute.jit
+    def products(self, c: Consumer, work: Work, i: Int32, number: Int32, buffer: Int32, at):
+        """A step whose products run beside one another and beside the softmax."""
+        self.start_s(c, at.index)
         c.pipe_do.consumer_wait(at)
-        start_product(mma_dp, c.acc_dP, *in_steps(c.tPrV, c.tPrdO[None, None, None, stage]), True)
+        self.start_dp(c, at.index)
         warpgroup.wait_group(1)
-        slopes = self.scores_to_p(c, work, i, number, stage)
-        self.convert(c.acc_S, c.tVrP)
-        start_product(mma_dv, c.acc_dV, *in_steps(c.tVrP, c.tVrdO[None, None, None, stage]), False)
-        warpgroup.wait_group(1)
-        self.p_to_ds(c, stage, slopes)
+        slopes = self.scores_to_p(c, work, i, number, at.index)
+        if const_expr(self.facts.early_dv):
+            self.convert(c.acc_S, c.tVrP)
+            self.start_dv(c, at.index)
+            warpgroup.wait_group(1)
+            self.p_to_ds(c, at.index, slopes)
+        else:
+            warpgroup.wait_group(0)
+            self.p_to_ds(c, at.index, slopes)
+            self.convert(c.acc_S, c.tVrP)
+            self.start_dv(c, at.index)
         self.convert(c.acc_dP, c.tKrdS)
+        self.share_ds(c, buffer)
+        self.start_dq(c, buffer, 0)
+        self.start_dk(c, at.index)
+        warpgroup.wait_group(2)
+        c.pipe_do.consumer_release(at)
+        warpgroup.wait_group(1)
+        self.wait_for_sums(c)
+        self.write_dq(c, 0)
+        self.add_dq(c, work, number)
+        warpgroup.wait_group(0)
+        c.pipe_q.consumer_release(at)
+
+    @cute.jit
+    def products_in_turn(self, c: Consumer, work: Work, i: Int32, number: Int32, buffer: Int32, at):
+        """A step of which only dV and dK run together (BackwardFacts.in_turn)."""
+        self.start_s(c, at.index)
+        warpgroup.wait_group(0)
+        slopes = self.scores_to_p(c, work, i, number, at.index)
+        c.pipe_do.consumer_wait(at)
+        self.start_dp(c, at.index)
+        warpgroup.wait_group(0)
+        self.p_to_ds(c, at.index, slopes)
+        self.convert(c.acc_S, c.tVrP)
+        self.start_dv(c, at.index)
+        self.convert(c.acc_dP, c.tKrdS)
+        self.start_dk(c, at.index)
+        self.share_ds(c, buffer)
+        warpgroup.wait_group(0)
+        c.pipe_do.consumer_release(at)
+        c.pipe_q.consumer_release(at)
+        self.wait_for_sums(c)
+        for part in range_constexpr(self.parts_k):
+            self.start_dq(c, buffer, part)
+            warpgroup.wait_group(0)
+            self.write_dq(c, part)
+        self.add_dq(c, work, number)
+
+    def start_s(self, c: Consumer, stage: Int32):
+        start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
+
+    def start_dp(self, c: Consumer, stage: Int32):
+        start_product(c.mmas[1], c.acc_dP, *in_steps(c.tPrV, c.tPrdO[None, None, None, stage]), True)
+
+    def start_dv(self, c: Consumer, stage: Int32):
+        start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[None, None, None, stage]), False)
+
+    def start_dk(self, c: Consumer, stage: Int32):
+        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[None, None, None, stage]), False)
+
+    def start_dq(self, c: Consumer, buffer: Int32, part: int):
+        """`part` of the warpgroup's columns."""
+        start_product(c.mmas[4], c.acc_dQ, *in_steps(c.tQrdS[None, None, None, buffer], c.tQrK[part]), True)
+
+    @cute.jit
+    def share_ds(self, c: Consumer, buffer: Int32):
+        """dS to shared memory; returns when all consumers' is there."""
         rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
         copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
         cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[None, None, None, buffer])
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=BACKWARD_DS, number_of_threads=self.cfg.groups * WARPGROUP)
-        start_product(mma_dq, c.acc_dQ, *in_steps(c.tQrdS[None, None, None, buffer], c.tQrK), True)
-        start_product(mma_dk, c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[None, None, None, stage]), False)
-        warpgroup.wait_group(2)
-        c.pipe_do.consumer_release(at)
-        warpgroup.wait_group(1)
-        self.add_dq(c, work, number)
-        warpgroup.wait_group(0)
-        c.pipe_q.consumer_release(at)
+        cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
     @cute.jit
     def scores_to_p(self, c: Consumer, work: Work, i: Int32, number: Int32, stage: Int32):
@@ -326,53 +388,66 @@ class MainloopSm90:
                 mask_elements(scores, self.facts.blocks, tensors, work.col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
             mask_window(scores, work.source, work.col, row0, work.seqlen)
-        lse = self.row_values(c, stage, 0)
-        for column in range_constexpr(cute.size(scores, mode=[1])):
-            for r in range_constexpr(cute.size(scores, mode=[0])):
-                scores[r, column] = exp2(scores[r, column] * work.scale_log2 - lse[column])
+        for column in range_constexpr(0, cute.size(scores, mode=[1]), 2):
+            lse = self.row_values(c, stage, 0, column)
+            for j in range_constexpr(2):
+                for r in range_constexpr(cute.size(scores, mode=[0])):
+                    scores[r, column + j] = exp2(scores[r, column + j] * work.scale_log2 - lse[j])
         return slopes
 
     @cute.jit
     def p_to_ds(self, c: Consumer, stage: Int32, slopes):
         """dS = P (dP - delta), in place of dP."""
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
-        delta = self.row_values(c, stage, 1)
-        for column in range_constexpr(cute.size(ds, mode=[1])):
-            for r in range_constexpr(cute.size(ds, mode=[0])):
-                ds[r, column] = p[r, column] * (ds[r, column] - delta[column])
+        for column in range_constexpr(0, cute.size(ds, mode=[1]), 2):
+            delta = self.row_values(c, stage, 1, column)
+            for j in range_constexpr(2):
+                for r in range_constexpr(cute.size(ds, mode=[0])):
+                    ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
         if const_expr(slopes is not None):
             for v in range_constexpr(cute.size(slopes)):
                 c.acc_dP[v] = c.acc_dP[v] * slopes[v].to(Float32)
 
-    def row_values(self, c: Consumer, stage: Int32, which: int) -> cute.Tensor:
-        """(columns,): LSE (which = 0) or delta (1) of the query rows that this thread has scores of."""
-        count = self.cfg.tile_m // 4
-        values = cute.make_rmem_tensor(count, Float32)
-        at = c.rows + ((stage * 2 + which) * self.cfg.tile_m + cute.arch.lane_idx() % 4 * 2) * FP32
-        for i in range(0, count, 2):
-            place = make_ptr(Float32, at + i * 4 * FP32, AddressSpace.smem, assumed_align=2 * FP32)
-            pair = cute.make_layout(2)
-            cute.autovec_copy(cute.make_tensor(place, pair), cute.make_tensor(values.iterator + i, pair))
+    def row_values(self, c: Consumer, stage: Int32, which: int, column: int) -> cute.Tensor:
+        """(2,): LSE (which = 0) or delta (1) of two query rows, those of this thread's columns from `column` on."""
+        row = cute.arch.lane_idx() % 4 * 2 + column // 2 * 8
+        at = c.rows + ((stage * 2 + which) * self.cfg.tile_m + row) * FP32
+        values, pair = cute.make_rmem_tensor(2, Float32), cute.make_layout(2)
+        place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=2 * FP32)
+        cute.autovec_copy(cute.make_tensor(place, pair), values)
         return values
 
     @cute.jit
-    def add_dq(self, c: Consumer, work: Work, number: Int32):
-        """Add dQ of a query tile to its sums: this warpgroup's part, by one bulk copy."""
-        tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        part = const_expr(self.sums.values * WARPGROUP * FP32)  # bytes of a warpgroup
-        if tidx == 0:
+    def wait_for_sums(self, c: Consumer):
+        """Until this warpgroup's part of the sums in shared memory has been read."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.sync(c.group)
-        begin = c.sums + c.group * part
-        for r in range_constexpr(0, self.sums.values, self.sums.vector):
-            place = make_ptr(Float32, begin + self.sums.offset(tidx, r) * FP32, AddressSpace.smem, assumed_align=16)
-            layout = cute.make_layout(self.sums.vector)
+
+    def write_dq(self, c: Consumer, part: int):
+        """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        begin = c.sums + c.group * self.part_bytes
+        layout, count = cute.make_layout(self.sums.vector), cute.size(c.acc_dQ)
+        for r in range(0, count, self.sums.vector):
+            at = begin + self.sums.offset(tidx, part * count + r) * FP32
+            place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(c.acc_dQ.iterator + r, layout), cute.make_tensor(place, layout))
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a warpgroup's sums."""
+        return self.sums.values * WARPGROUP * FP32
+
+    @cute.jit
+    def add_dq(self, c: Consumer, work: Work, number: Int32):
+        """Add this warpgroup's part of a query tile's dQ to that in memory, by one bulk copy."""
         cute.arch.fence_view_async_shared()
         self.sync(c.group)
-        if tidx == 0:
-            tile = work.dq + (work.first_tile + number) * (self.sums.size * FP32)
-            bulk_add(tile + c.group * part, begin, part)
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            part = c.group * self.part_bytes
+            tile = work.dq + Int64(number) * (self.sums.size * FP32)
+            bulk_add(tile + part, c.sums + part, self.part_bytes)
             cute.arch.cp_async_bulk_commit_group()
 
     def sync(self, group: Int32):
@@ -389,10 +464,13 @@ class MainloopSm90:
         valid = work.seqlen.rows - number * self.cfg.tile_m
         if valid < self.cfg.tile_m:
             c.pipe_do.consumer_wait(at)
-            tidx = cute.arch.thread_idx()[0] % WARPGROUP
             for ring, name in ((c.ring_q, "sQ"), (c.ring_do, "sdO")):
-                layout = self.transposed()[name].outer
-                zero_oob_rows(ring, layout, at.index, valid, tidx, WARPGROUP, BACKWARD_OOB + c.group)
+                self.zero_rows(ring, self.transposed()[name].outer, at.index, valid)
+
+    def zero_rows(self, ring: Int32, layout, index: Int32, valid: Int32):
+        """Zero the rows from `valid` on of an operand's tile, by all consumers."""
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        zero_oob_rows(ring, layout, index, valid, tidx, self.cfg.groups * WARPGROUP, BACKWARD_ALL)
 
     @cute.jit
     def convert(self, acc: cute.Tensor, values: cute.Tensor):

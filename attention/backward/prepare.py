@@ -6,7 +6,6 @@ A CTA does one query tile. Four threads share a row, so that a warp reads 64 byt
 """
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
@@ -76,7 +75,7 @@ class Prepare:
         number = (b * heads + h) * tiles + tile
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.tile_m)
-        seqlen = seqlens.of(b)
+        seqlen = seqlens.rows_of(b)
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         size = const_expr(facts.tile_m * facts.head_dim)

@@ -84,6 +84,7 @@ class Problem:
 def problem_of(
     facts: BackwardFacts,
     tensors: tuple,  # Q, K, V, dO, dK, dV
+    arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
     cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
     blocks: tuple | None,  # with_blocks; of a block mask
     left: Int32 | None,  # bounds of the window; not of a block mask
@@ -94,8 +95,8 @@ def problem_of(
     if facts.packed:
         (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
         seqlens = PackedRows(*cu_seqlens, rows, cols)
-        sequences = cu_seqlens[0].shape[0] - 1
-        tiles = (tiles_of_a_head(n, t, sequences) for n, t in ((cols, cfg.tile_n), (rows, cfg.tile_m)))
+        tiles_k = tiles_of_a_head(cols, cfg.tile_n, cu_seqlens[0].shape[0] - 1)
+        tiles = tiles_k, arrays.shape[0] // heads
         scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, 1, seqlens=seqlens, tile_n=cfg.tile_n)
         tensors = [one_item(t, (1, 0, 2)) for t in tensors]
     else:
@@ -104,8 +105,7 @@ def problem_of(
         # As many heads as L2 has room for: their Q and dO are read, and their dQ is added to, by all tiles of K.
         bytes_a_row = (width * 2 + facts.head_dim * FP32) * (heads // heads_kv)
         fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
-        block_q = None if facts.blocks is None else facts.blocks.block_q
-        tiles = tiles_of_a_head(cols, cfg.tile_n), tiles_of_a_head(rows, cfg.tile_m, block=block_q)
+        tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
     if facts.blocks is not None:
         lists, mask_tensors = blocks[:4], blocks[4:]

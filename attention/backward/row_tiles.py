@@ -8,7 +8,7 @@ are made of whole tiles:
     dQ     (tiles, tile_m * D) fp32  sums in the order in which threads hold them (dq_sums)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -38,6 +38,8 @@ class DenseRows:
     def of(self, b) -> SeqlenInfo:
         return SeqlenInfo(b, self.rows, self.cols)
 
+    rows_of = of
+
     def first_tile(self, seqlen: SeqlenInfo, b, tile: int):
         return 0
 
@@ -55,6 +57,12 @@ class PackedRows:
     total_k: Int32
 
     def of(self, b) -> SeqlenInfo:
+        """What tiles of K ask for: no rows see the columns after the last sequence."""
+        info = self.rows_of(b)
+        return replace(info, rows=info.rows * Int32(b < self.cu_q.shape[0] - 1))
+
+    def rows_of(self, b) -> SeqlenInfo:
+        """What query tiles ask for."""
         uniform = cute.arch.make_warp_uniform
         (q0, q1), (k0, k1) = _between(self.cu_q, b, self.total_q), _between(self.cu_k, b, self.total_k)
         return SeqlenInfo(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))

@@ -1,6 +1,6 @@
 """From scores to P and dS, in the accumulators of transposed products: a thread's rows are columns of the scores.
 
-    P = 2^(S scale log2(e) - LSE)        dS = P (dP - delta), with a softcap times 1 - tanh^2
+P = 2^(S scale log2(e) - LSE)        dS = P (dP - delta), with a softcap times 1 - tanh^2
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Work:
 
 
 def row_values(at: Int32, columns: int) -> cute.Tensor:
-    """(columns,): LSE or delta of the query rows that this thread has scores of, two of every eight from address `at`."""
+    """(columns,): LSE or delta of the query rows that this thread has scores of, two of every eight from `at` on."""
     values = cute.make_rmem_tensor(columns, Float32)
     for i in range(0, columns, 2):
         place = make_ptr(Float32, at + i * 4 * FP32, AddressSpace.smem, assumed_align=2 * FP32)

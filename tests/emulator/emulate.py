@@ -1,0 +1,226 @@
+"""Runs compiled kernels without a GPU: on the CPU, from the PTX that CuTe DSL wrote for them.
+
+    run = emulated(facts)                                   a kernel of a registered family
+    run = emulate_entry("sm_90a", entry, fake_arguments)    one of which no family knows yet
+    run(a, b, d, None, ..., 1.0, 0.0, 1, 4)   CPU tensors, numbers and None, in the order of the entry, less the stream
+
+`emulator(sms=2, seed=7)` changes the machine inside of a block. What goes wrong raises EmulatorError.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_kernels.runtime.compile import compile_for, export_object
+from cute_kernels.runtime.families import family_of
+
+from . import ptx
+
+HERE = Path(__file__).parent
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++20", "-O2", "-march=native", "-fPIC"]
+
+
+class EmulatorError(RuntimeError):
+    """A kernel did what no kernel may do, or waits for ever; the message says where."""
+
+
+def cache_folder() -> Path:
+    """Where the machine and the kernels' host code are kept: CUTE_KERNELS_EMULATOR, or the user's temporary folder."""
+    named = os.environ.get("CUTE_KERNELS_EMULATOR")
+    folder = Path(named) if named else Path(tempfile.gettempdir(), f"cute-kernels-emulator-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words[:4])} ... failed:\n{done.stderr[-4000:]}")
+
+
+@functools.cache
+def machine_library() -> Path:
+    """The emulator, compiled once for each of its states; half a minute."""
+    sources = sorted(HERE.glob("*.cpp"))
+    text = b"".join(p.read_bytes() for p in (*sources, *sorted(HERE.glob("*.h"))))
+    built = cache_folder() / f"machine-{hashlib.sha256(text + repr(FLAGS).encode()).hexdigest()[:16]}.so"
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            objects = [str(Path(folder, p.stem + ".o")) for p in sources]
+            for source, out in zip(sources, objects, strict=True):
+                _command(COMPILER, *FLAGS, "-c", str(source), "-o", out)
+            _command(COMPILER, "-shared", *objects, "-o", f"{folder}/machine.so")
+            os.replace(f"{folder}/machine.so", built)
+    return built
+
+
+@functools.cache
+def machine() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(machine_library()), mode=ctypes.RTLD_GLOBAL)
+    library.emu_message.restype = ctypes.c_char_p
+    library.emu_steps.restype = ctypes.c_uint64
+    library.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
+    return library
+
+
+_SETTINGS = {"sms": 4, "seed": 1, "check_proxies": True}
+
+
+@contextlib.contextmanager
+def emulator(**settings: Any):
+    """Inside the block: `sms` multiprocessors, the `seed` of all that is left to chance, `check_proxies`."""
+    before = dict(_SETTINGS)
+    _SETTINGS.update(settings)
+    try:
+        yield
+    finally:
+        _SETTINGS.update(before)
+
+
+# -- tensors ------------------------------------------------------------------------------------------------------
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device", _DLDevice), ("ndim", ctypes.c_int), ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class _DLManagedTensor(ctypes.Structure):
+    pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
+_DLManagedTensor._fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+_ALIVE: dict[int, tuple] = {}
+
+
+@_Deleter
+def _delete(managed) -> None:
+    _ALIVE.pop(ctypes.addressof(managed.contents), None)
+
+
+KINDS = {torch.bfloat16: 4, torch.float16: 2, torch.float32: 2, torch.float64: 2, torch.bool: 6, torch.uint8: 1}
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class _OnDevice:
+    """A CPU tensor that says to be on a GPU."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **_):
+        t = self.tensor
+        shape, strides = (ctypes.c_int64 * t.dim())(*t.shape), (ctypes.c_int64 * t.dim())(*t.stride())
+        kind = KINDS.get(t.dtype, 0)
+        inner = _DLTensor(t.data_ptr(), _DLDevice(2, 0), t.dim(), kind, t.element_size() * 8, 1, shape, strides, 0)
+        managed = _DLManagedTensor(inner, None, _delete)
+        address = ctypes.addressof(managed)
+        _ALIVE[address] = (managed, shape, strides, t)
+        return _new_capsule(address, b"dltensor", None)
+
+
+def on_device(tensor: torch.Tensor):
+    """The tensor as compiled host code takes it: it claims to be on a GPU, its memory is the CPU's."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(_OnDevice(tensor))
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first to past the last byte of a tensor."""
+    if t.numel() == 0:
+        return t.data_ptr(), t.data_ptr()
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """A compiled function whose launches the machine runs; `change` may put other PTX in its kernels' place."""
+
+    def __init__(self, compiled: Any, change: Callable[[str], str] | None = None):
+        self.ptx = compiled.artifacts.PTX.rstrip("\0")
+        if change is not None:
+            self.ptx = change(self.ptx)
+        library = machine()
+        self.number = library.emu_load(ptx.program(self.ptx).encode(), self.ptx.encode())
+        if self.number < 0:
+            raise NotImplementedError(library.emu_message().decode())
+        import tvm_ffi
+
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            path = Path(folder, "kernel.o")
+            export_object(compiled, path, "kernel")
+            shared, where = Path(folder, "kernel.so"), str(machine_library())
+            _command(COMPILER, "-shared", str(path), where, "-o", str(shared), f"-Wl,-rpath,{Path(where).parent}")
+            self.module = tvm_ffi.load_module(str(shared))
+        self.function = self.module.kernel
+
+    def __call__(self, *arguments: Any) -> None:
+        library = machine()
+        tensors = [a for a in _flat(arguments) if isinstance(a, torch.Tensor)]
+        bounds = [x for t in tensors for x in _span(t)]
+        library.emu_allocations(len(tensors), (ctypes.c_uint64 * len(bounds))(*bounds))
+        library.emu_configure(self.number, _SETTINGS["sms"], _SETTINGS["seed"], int(_SETTINGS["check_proxies"]))
+        _SETTINGS["seed"] += 1
+        try:
+            self.function(*map(_argument, arguments))
+        except Exception as error:
+            if message := library.emu_message().decode():
+                raise EmulatorError(message) from None
+            raise error
+
+
+def _flat(arguments):
+    for a in arguments:
+        if isinstance(a, (tuple, list)):
+            yield from _flat(a)
+        else:
+            yield a
+
+
+def _argument(a):
+    if isinstance(a, torch.Tensor):
+        return on_device(a)
+    return tuple(map(_argument, a)) if isinstance(a, (tuple, list)) else a
+
+
+def emulate_entry(arch: str, entry: Any, arguments: tuple, change: Callable[[str], str] | None = None) -> Emulated:
+    """Compile `entry` for the fakes of its arguments; the result is called with CPU tensors in their place.
+
+    `change`: of the PTX, for tests that plant faults in it.
+    """
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        compiled = compile_for(arch, entry, *arguments, options=f"--keep-ptx --dump-dir {folder}")
+    return Emulated(compiled, change)
+
+
+@functools.lru_cache(maxsize=256)
+def emulated(facts: Any) -> Callable:
+    """The kernel of facts of a registered family, as `families.function_for` gives it on a machine with a GPU."""
+    family = family_of(facts)
+    return emulate_entry(facts.arch, family.entry(facts), family.arguments(facts))

@@ -1,0 +1,190 @@
+// mma.sync and wgmma, with fp32 accumulators.
+#include "floats.h"
+
+static Format format_named(const std::string& s) {
+    if (s == "bf16") return BF16;
+    if (s == "f16") return F16;
+    if (s == "tf32") return TF32;
+    if (s == "e4m3") return E4M3;
+    if (s == "e5m2") return E5M2;
+    fail("operands of type ", s, " are not emulated");
+}
+
+static std::vector<std::string> split(const std::string& s) {
+    std::vector<std::string> out;
+    std::istringstream in(s);
+    for (std::string part; std::getline(in, part, '.');) out.push_back(part);
+    return out;
+}
+
+// A (16, k) of a warp from its registers. Register r of lane t holds 4 bytes of row t / 4, plus 8 if r is odd, from
+// byte 4 (t % 4) of a row's 32, plus 16 if r >= 2. (Operands of 8, 16 and 32 bits alike.)
+static void a_from_registers(const Warp& w, const Ins& i, int first, int registers, Format f, float a[16][32]) {
+    int bytes = format_bytes(f);
+    for (int r = 0; r < registers; r++)
+        for (int t = 0; t < LANES; t++) {
+            u32 word = src<u32>(w, i, first + r)[t];
+            for (int e = 0; e < 4 / bytes; e++)
+                a[t / 4 + 8 * (r & 1)][(4 * (t % 4) + 16 * (r >> 1)) / bytes + e] = decode(f, (u8*)&word + e * bytes);
+        }
+}
+
+// acc (16, n) += a (16, k) b (k, n). Lane t holds columns 8 j + 2 (t % 4) and the next of rows t / 4 and t / 4 + 8.
+static void multiply(Warp& w, const Ins& i, int d, int c, int n, int k, float a[16][32], const float* b, bool accumulate) {
+    static thread_local float acc[16][256];
+    for (int j = 0; j < n / 2; j++)
+        for (int t = 0; t < LANES; t++) {
+            int row = t / 4 + 8 * (j >> 1 & 1), col = 8 * (j >> 2) + 2 * (t % 4) + (j & 1);
+            acc[row][col] = accumulate ? src<float>(w, i, c + j)[t] : 0.f;
+        }
+    for (int row = 0; row < 16; row++)
+        for (int kk = 0; kk < k; kk++) {
+            float x = a[row][kk];
+            for (int col = 0; col < n; col++) acc[row][col] += x * b[kk * n + col];
+        }
+    for (int j = 0; j < n / 2; j++)
+        for (int t = 0; t < LANES; t++) {
+            int row = t / 4 + 8 * (j >> 1 & 1), col = 8 * (j >> 2) + 2 * (t % 4) + (j & 1);
+            dst<float>(w, i, d + j)[t] = acc[row][col];
+        }
+}
+
+// mma.m16n8k16.row.col.f32.bf16.bf16.f32 d, a, b, c
+Step mma(Warp& w, const Ins& i, u32) {
+    std::vector<std::string> part = split(i.name);
+    Format fa = format_named(part[5]), fb = format_named(part[6]);
+    int k = atoi(part[1].c_str() + part[1].find('k') + 1), bytes = format_bytes(fa);
+    int na = i.group[1], nb = i.group[2], first_b = 4 + na;
+    if (part[4] != "f32" || part[7] != "f32" || na * 8 != k * bytes || nb * 2 != na) fail(i.name, " is not emulated");
+    float a[16][32], b[32 * 8];
+    a_from_registers(w, i, 4, na, fa, a);
+    for (int r = 0; r < nb; r++)
+        for (int t = 0; t < LANES; t++) {
+            u32 word = src<u32>(w, i, first_b + r)[t];
+            for (int e = 0; e < 4 / bytes; e++)
+                b[((4 * (t % 4) + 16 * r) / bytes + e) * 8 + t / 4] = decode(fb, (u8*)&word + e * bytes);
+        }
+    multiply(w, i, 0, first_b + nb, 8, k, a, b, true);
+    return DONE;
+}
+
+// -- wgmma -----------------------------------------------------------------------------------------------------
+
+struct Matrix {  // what a descriptor says of an operand in shared memory
+    u32 start, leading, stride, swizzle;  // bytes; swizzle 0, 32, 64 or 128
+    bool transposed;
+};
+
+static Matrix matrix_of(u64 descriptor, bool transposed) {
+    static const u32 widths[] = {0, 128, 64, 32};
+    auto field = [&](int shift) { return u32(descriptor >> shift & 0x3fff) << 4; };
+    if (descriptor >> 49 & 7) fail("a matrix descriptor with a base offset is not emulated");
+    return {field(0), field(16), field(32), widths[descriptor >> 62], transposed};
+}
+
+// Address of the 16 bytes that begin at byte `byte` of row `row`: a row is one of the operand, its bytes along K; of a
+// transposed operand (K-major no longer) a row is one of K, its bytes along M or N.
+static u32 chunk_address(const Matrix& m, u32 row, u32 byte) {
+    u32 width = m.swizzle, at;
+    if (width == 0) {
+        u32 over_rows = m.transposed ? m.leading : m.stride, along = m.transposed ? m.stride : m.leading;
+        return m.start + row / 8 * over_rows + row % 8 * 16 + byte / 16 * along;
+    }
+    at = m.start + row / 8 * m.stride + row % 8 * width + byte / width * m.leading + byte % width;
+    u32 bits = width / 16 - 1;  // 7, 3, 1
+    return at ^ ((at >> 7 & bits) << 4);
+}
+
+// out[k][row] of rows `first` to `first + rows` of the operand.
+static void read_matrix(Warp& w, const Matrix& m, u32 first, u32 rows, int k, Format f, float* out) {
+    u32 bytes = format_bytes(f), per_chunk = 16 / bytes;
+    u32 outer = m.transposed ? k : rows, outer0 = m.transposed ? 0 : first;
+    u32 inner = m.transposed ? rows : k, inner0 = m.transposed ? first : 0;
+    for (u32 r = 0; r < outer; r++)
+        for (u32 c = 0; c < inner; c += per_chunk) {
+            u32 address = chunk_address(m, outer0 + r, (inner0 + c) * bytes);
+            const u8* at = shared_at(w, address, 16, 16);
+            async_reads(w, *w.cta, address, 16);
+            for (u32 e = 0; e < per_chunk; e++) {
+                float x = decode(f, at + e * bytes);
+                if (m.transposed) out[r * rows + c + e] = x;
+                else out[(c + e) * rows + r] = x;
+            }
+        }
+}
+
+// wgmma.mma_async.m64n128k16.f32.bf16.bf16 {d}, a-desc or {a}, b-desc, scale-d, scale-a, scale-b (, tnsp-a, tnsp-b)
+Step wgmma(Warp& w, const Ins& i, u32) {
+    int nd = i.group[0], na = i.group[1], b = nd + na, p = b + 1;
+    if (w.cta->machine->block[0] < 128) fail("wgmma in a CTA of fewer than 128 threads");
+    WgmmaCall call{&i, na == 1 ? src<u64>(w, i, nd)[0] : 0, src<u64>(w, i, b)[0], w.wgmma_group, bool(pred(w, i, p) & 1)};
+    for (int k = 0; k < nd; k++) w.flying[i.op[k].offset / ROW] = 1;
+    if (na > 1) for (int k = nd; k < b; k++) w.flying[i.op[k].offset / ROW] |= 2;
+    w.wgmmas.push_back(call);
+    if (w.cta->machine->chance(25)) while (!w.wgmmas.empty()) land_one_wgmma(w);
+    return DONE;
+}
+
+void land_one_wgmma(Warp& w) {
+    WgmmaCall call = w.wgmmas.front();
+    w.wgmmas.pop_front();
+    const Ins& i = *call.ins;
+    int nd = i.group[0], na = i.group[1], flags = nd + na + 2;
+    std::vector<std::string> part = split(i.name);
+    size_t n_at = part[2].find('n'), k_at = part[2].find('k');
+    int n = atoi(part[2].c_str() + n_at + 1), k = atoi(part[2].c_str() + k_at + 1);
+    Format fa = format_named(part[4]), fb = format_named(part[5]);
+    if (part[3] != "f32" || n != 2 * nd) fail(i.name, " is not emulated");
+    auto flag = [&](int index) { return flags + index < int(i.op.size()) ? src<i32>(w, i, flags + index)[0] : 0; };
+    int sign = flag(0) * flag(1);
+    static thread_local float rows[32 * 16], columns[32 * 256];
+    float a[16][32];
+    if (na > 1) a_from_registers(w, i, nd, na, fa, a);
+    else {
+        read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k, fa, rows);
+        for (int r = 0; r < 16; r++) for (int c = 0; c < k; c++) a[r][c] = rows[c * 16 + r];
+    }
+    read_matrix(w, matrix_of(call.b, na > 1 ? flag(2) : flag(3)), 0, n, k, fb, columns);
+    if (sign < 0) for (auto& row : a) for (float& x : row) x = -x;
+    multiply(w, i, 0, 0, n, k, a, columns, call.accumulate);
+    std::fill(w.flying.begin(), w.flying.end(), 0);
+    for (const WgmmaCall& c : w.wgmmas) {
+        for (int q = 0; q < c.ins->group[0]; q++) w.flying[c.ins->op[q].offset / ROW] = 1;
+        if (c.ins->group[1] > 1)
+            for (int q = 0; q < c.ins->group[1]; q++) w.flying[c.ins->op[c.ins->group[0] + q].offset / ROW] |= 2;
+    }
+}
+
+Step wgmma_commit(Warp& w, const Ins&, u32) {
+    w.wgmma_group++;
+    return DONE;
+}
+
+Step wgmma_wait(Warp& w, const Ins& i, u32) {
+    u64 left = src<u64>(w, i, 0)[0];
+    while (!w.wgmmas.empty() && w.wgmmas.front().group + left < w.wgmma_group) land_one_wgmma(w);
+    return DONE;
+}
+
+Step wgmma_fence(Warp&, const Ins&, u32) { return DONE; }
+
+void add_tensor_cores(Table& t) {
+    for (const char* type : {"bf16", "f16"})
+        for (const char* k : {"k8", "k16"})
+            t[std::string("mma.m16n8") + k + ".row.col.f32." + type + "." + type + ".f32"] = {mma, true};
+    for (const char* k : {"k4", "k8"}) t[std::string("mma.m16n8") + k + ".row.col.f32.tf32.tf32.f32"] = {mma, true};
+    for (const char* a : {"e4m3", "e5m2"})
+        for (const char* b : {"e4m3", "e5m2"})
+            for (const char* k : {"k16", "k32"})
+                t[std::string("mma.m16n8") + k + ".row.col.f32." + a + "." + b + ".f32"] = {mma, true};
+    for (int n = 8; n <= 256; n += 8) {
+        std::string shape = "wgmma.mma_async.m64n" + std::to_string(n);
+        for (const char* type : {"bf16", "f16"}) t[shape + "k16.f32." + type + "." + type] = {wgmma, true};
+        t[shape + "k8.f32.tf32.tf32"] = {wgmma, true};
+        for (const char* a : {"e4m3", "e5m2"})
+            for (const char* b : {"e4m3", "e5m2"}) t[shape + "k32.f32." + a + "." + b] = {wgmma, true};
+    }
+    t["wgmma.fence"] = {wgmma_fence, true};
+    t["wgmma.commit_group"] = {wgmma_commit, true};
+    t["wgmma.wait_group"] = {wgmma_wait, true};
+}
