@@ -7,7 +7,7 @@ over query tile i, with dK and dV in registers (FlashAttention-2, Dao 2023), whe
 scores (warps.py):
 
     wait Q[i] and dO[i], __syncthreads -> copy Q[i + 1] -> S' = K Q[i]' -> dP' = V dO[i]' -> P', dS'
-    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> add dQ = dS K to memory
+    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> add dQ = dS K up
 
 dO then needs one stage. Where warps exchange P' as well, dV waits for the second barrier, and dO has a ring like Q. A
 ring of one stage is copied to after a third barrier, when dV and dK have been computed, and so during dQ.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
