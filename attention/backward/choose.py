@@ -14,13 +14,21 @@ SM_90_NARROW = {64: (64, 64, 2, 1, 2), 96: (64, 64, 1, 1, 2)}
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
-# many rows as its registers hold, and tile_n is as large as shared memory allows. None has been measured.
+# square a part of each product as its registers hold, and tile_n is as large as shared memory allows. None has been
+# measured.
+EXCHANGE = 1, True  # ctas, exchange
 SM_80 = {
     64: ((32, 128, 2, 4), (64, 64, 2, 4)),
-    96: ((64, 128, 2, 8), (64, 128, 1, 8), (64, 64, 2, 4)),
-    128: ((64, 128, 2, 8), (32, 128, 2, 8), (64, 64, 2, 4)),
+    96: ((64, 128, 2, 8, *EXCHANGE), (64, 128, 1, 8), (64, 64, 2, 8)),
+    128: ((64, 128, 2, 8, *EXCHANGE), (32, 128, 2, 8), (64, 64, 2, 8), (64, 64, 1, 8)),
     192: ((64, 64, 2, 8), (32, 64, 1, 8), (32, 64, 1, 4)),
     256: ((64, 64, 2, 8), (64, 64, 1, 8), (32, 32, 1, 4)),
+}
+# The same with a softcap or an element mask: both need registers, which these tiles leave free.
+SM_80_MASKED = SM_80 | {
+    64: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 4)),
+    96: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 8)),
+    128: ((64, 64, 2, 8), (64, 64, 1, 8)),
 }
 
 
@@ -56,7 +64,9 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     found = []
     if facts.path == "sm_90" and dim in tiles:
         found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
-    found += (replace(facts, path="sm_80", config=BackwardConfig(*c)) for c in SM_80[dim])
+    masked = facts.softcap or facts.blocks is not None and facts.blocks.mask is not None
+    table = SM_80_MASKED if masked else SM_80
+    found += (replace(facts, path="sm_80", config=BackwardConfig(*c)) for c in table[dim])
     return (f for f in found if unsupported(f) is None)
 
 

@@ -32,7 +32,7 @@ from .warps import MMA_ROWS
 
 @dataclass(frozen=True)
 class Lines:
-    """An operand's lines of one item, in all its heads: `end` of them from `begin` on; those that follow become zeros."""
+    """An operand's lines of one item, in all its heads: `end` of them from `begin` on. Those after become zeros."""
 
     op: OperandTile
     mX: cute.Tensor  # (B, H, S, D)

@@ -7,7 +7,7 @@ over query tile i, with dK and dV in registers (FlashAttention-2, Dao 2023), whe
 scores (warps.py):
 
     wait Q[i] and dO[i], __syncthreads -> copy Q[i + 1] -> S' = K Q[i]' -> dP' = V dO[i]' -> P', dS'
-    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> dQ = dS K, added to memory
+    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> add dQ = dS K up
 
 dO then needs one stage. Where warps exchange P' as well, dV waits for the second barrier, and dO has a ring like Q. A
 ring of one stage is copied to after a third barrier, when dV and dK have been computed, and so during dQ.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
@@ -184,11 +184,14 @@ class MainloopSm80:
         self.multiply(acc_S, self.fragments(parts["K of S"]), parts["Q of S"])
         row0 = number * cfg.tile_m + c.column
         slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, work.col + zero, row0, rows)
-        self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
         rP = self.convert(acc_S)
+        if const_expr(facts.softcap):
+            for v in range_constexpr(cute.size(slopes)):
+                acc_S[v] = acc_S[v] * slopes[v].to(Float32)
         if const_expr(not in_registers):
             self.write(rP, "P", c.scores + zero)
-        p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32, slopes)
+        self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
+        p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32)
         rdS = self.convert(acc_dP)
         self.write(rdS, "dS", c.scores + zero)
         if const_expr(in_registers):

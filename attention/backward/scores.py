@@ -36,7 +36,7 @@ class Work:
 
 
 def row_values(at: Int32, columns: int) -> cute.Tensor:
-    """(columns,): LSE or delta of the query rows that this thread has scores of, two of every eight from address `at`."""
+    """(columns,): LSE or delta of the query rows that this thread has scores of, two of every eight from `at` on."""
     values = cute.make_rmem_tensor(columns, Float32)
     for i in range(0, columns, 2):
         place = make_ptr(Float32, at + i * 4 * FP32, AddressSpace.smem, assumed_align=2 * FP32)
@@ -75,7 +75,10 @@ def scores_to_p(
     row0: Int32,
     lse: Int32,  # address of this thread's first, in shared memory
 ):
-    """Scores to P in place. Returns what the softcap multiplies dS by, 16 bits each; None without one."""
+    """Scores to P in place. Returns what the softcap multiplies dS by, 16 bits each; None without one.
+
+    When P has been rounded, it may be multiplied by that: dP then needs no more registers than without a softcap.
+    """
     scores, slopes = rows_and_columns(acc_S, tiles_m), None
     if const_expr(facts.softcap):
         cap_scores(scores, work.softcap)
@@ -96,7 +99,6 @@ def p_to_ds(
     acc_dP: cute.Tensor,  # the same
     tiles_m: cutlass.Constexpr[int],
     delta: Int32,  # address of this thread's first, in shared memory
-    slopes: cute.Tensor | None,
 ):
     """dP to dS in place."""
     p, ds = rows_and_columns(acc_P, tiles_m), rows_and_columns(acc_dP, tiles_m)
@@ -104,6 +106,3 @@ def p_to_ds(
     for column in range_constexpr(cute.size(ds, mode=[1])):
         for r in range_constexpr(cute.size(ds, mode=[0])):
             ds[r, column] = p[r, column] * (ds[r, column] - values[column])
-    if const_expr(slopes is not None):
-        for v in range_constexpr(cute.size(slopes)):
-            acc_dP[v] = acc_dP[v] * slopes[v].to(Float32)
