@@ -14,14 +14,10 @@ from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from sparse_collective import BsrMatrix
 
-from . import block_sparse, eager
+from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
 
-NO_CACHE = (
-    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
-    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
-)
 Window = Sequence[int | None] | None  # (left, right)
 
 
@@ -93,7 +89,7 @@ def attention(
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
         if seqlens_k is not None or block_table is not None:
-            raise RuntimeError(NO_CACHE)
+            raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
         return found if return_lse else found[0]

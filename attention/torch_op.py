@@ -15,9 +15,9 @@ from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import eager, gradients
+from .checks import NO_CACHE
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
-from .ops import NO_CACHE
 
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
