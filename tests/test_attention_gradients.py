@@ -287,3 +287,28 @@ def test_what_has_no_gradient_says_so():
     (first,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.sm_90
+def test_the_gradient_of_q_has_one_order_on_request():
+    """On an emulator whose warps and copies come in another order each time."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    mask = blocks((128, 128), (300, 500), heads=2)
+    for call, terms in ((attention, {"window": (150, 20)}), (block_sparse_attention, {"block_mask": mask})):
+        q, k, v = (t.requires_grad_() for t in qkv(300, 500, 64, B=1, H=2, heads=1))
+        out = call(q, k, v, **terms, deterministic=True)
+        found = []
+        for chance in (1, 77):
+            with on_emulator("sm_90", sms=3, seed=chance), poisoned_empty():
+                found.append(torch.autograd.grad(out.sum(), q, retain_graph=True)[0])
+        assert torch.equal(*found)
+
+
+def test_one_order_is_refused_where_no_kernel_has_it():
+    q, k, v = (t.requires_grad_() for t in qkv(64, 64, 64, B=1))
+    out = attention(q, k, v, deterministic=True)
+    with on_emulator("sm_80"), pytest.raises(RuntimeError, match="sm_90 path alone.*deterministic=False"):
+        out.sum().backward()
+    with pytest.raises(TypeError, match="deterministic must be True, False or None"):
+        attention(q, k, v, deterministic=1)
