@@ -12,8 +12,8 @@ def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (..., D or Dv) with zeros after D and Dv up to the next of HEAD_DIMS, where a kernel will read them.
 
     Scores stay as they are, if the scale is that of the D before, and so do the first Dv columns of the result. It
-    copies q, k and v, at each call, and the kernel computes as much as for the padded D. Above the largest of HEAD_DIMS,
-    and of CPU tensors, for which there is no kernel, nothing changes.
+    copies q, k and v, at each call, and the kernel computes as much as for the padded D. Nothing changes above the
+    largest of HEAD_DIMS, and for CPU tensors, which take no kernel.
     """
     if not (q.is_cuda if is_compiling() else has_kernel(q)):
         return q, k, v
