@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from transformers import masking_utils
 
 from attention import BlockMask
 from attention.masks.block_lists import tables_of_rows
 from attention.masks.mask_mods import Band, Elements, MaskMod, RowRange, both
+from cute_kernels.runtime.derived import captured
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,22 @@ class Kind:
     def __and__(self, other: Kind) -> Kind | None:
         if self.sequences is not None and other.sequences is not None:
             return None
-        left, right = (
-            min((x for x in pair if x is not None), default=None)
-            for pair in ((self.left, other.left), (self.right, other.right))
-        )
+        left, right = _least(self.left, other.left), _least(self.right, other.right)
         sequences = other.sequences if self.sequences is None else self.sequences
         return Kind(left, right, sequences, self.restarts or other.restarts)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
 
 
 def _code(function: Callable):
     return function.__code__
 
+
+FEW = 64  # rows
 
 CAUSAL, ALL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
 AND = _code(masking_utils.and_masks(CAUSAL))
@@ -179,6 +184,8 @@ class Mask(FlexBlockMask):
         """All of it as a block mask of these lengths."""
 
         def make() -> BlockMask:
+            if self._few_rows():
+                return BlockMask.from_elements(self._elements(), lengths=self.lengths)
             some, every, mask_mod = self.tables((128, 128))
             if mask_mod is None:
                 return BlockMask.from_blocks(some, lengths=self.lengths)
@@ -190,6 +197,8 @@ class Mask(FlexBlockMask):
         """What this mask and another of the same lengths both see."""
 
         def make() -> BlockMask:
+            if self._few_rows():
+                return BlockMask.from_elements(blocks.to_dense() & self._elements(), lengths=self.lengths)
             some, every, mask_mod = self.tables(blocks.blocksize)
             if mask_mod is None:
                 return blocks
@@ -200,6 +209,19 @@ class Mask(FlexBlockMask):
             return BlockMask.from_blocks((listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, **options)
 
         return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # blocks stays alive, as its id does
+
+    def _few_rows(self) -> bool:
+        """Whether to make a tensor of elements: numbers in a mask are constants of a kernel, and those of decoding
+        change with every token."""
+        return self.kind is not None and self.lengths[0] <= FEW
+
+    def _elements(self) -> Tensor:
+        """Bool (B or 1, 1, rows, columns), of a kind that is known."""
+        begin, end, _ = self._bands()
+        column = torch.arange(self.lengths[1], dtype=torch.int32, device=self.device)
+        seen = (column >= begin[..., None]) & (column < end[..., None])  # (rows, columns) or (B, rows, columns)
+        seen = seen[(None,) * (3 - seen.dim())][:, None]
+        return seen if self.padding is None else seen & self.padding[:, None, None]
 
     def tables(self, blocksize) -> tuple[Tensor, Tensor, MaskMod | None]:
         """Blocks of which something, and of which all is seen, (B or 1, 1, Mq, Mk), and the element mask."""
@@ -212,8 +234,8 @@ class Mask(FlexBlockMask):
             if self.padding is not None:
                 mask_mod = masking_utils.and_masks(mask_mod, masking_utils.padding_mask_function(self.whole_padding()))
             if not isinstance(self.shift, int) or self.shift or self.skipped:
-                first = self.skipped
-                mask_mod = masking_utils.add_offsets_to_mask_function(mask_mod, self.shift + first, first)
+                offsets = (self._number(n) for n in (self.shift + self.skipped, self.skipped))
+                mask_mod = masking_utils.add_offsets_to_mask_function(mask_mod, *offsets)
             found = BlockMask.from_mask_mod(mask_mod, self.lengths, blocksize, batch=self.batch, device=self.device)
             partial, full = found.tables()
             return partial | full, full, mask_mod
@@ -246,14 +268,19 @@ class Mask(FlexBlockMask):
             return begin, end, ItemRowRange(begin, end)
         if kind.left is None and kind.right is None:
             return begin, end, None
-        by_number = isinstance(self.shift, int)
-        return begin, end, Band(kind.left, kind.right, self.shift) if by_number else RowRange(begin, end)
+        constant = isinstance(self.shift, int) and self.shift == 0
+        return begin, end, Band(kind.left, kind.right) if constant else RowRange(begin, end)
+
+    def _number(self, n: int | Tensor) -> Tensor:
+        """As a tensor, which a kernel reads: a number would be a constant, and each other one another kernel."""
+        return n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int32, device=self.device)
 
     def whole_padding(self) -> Tensor:
         """The padding by position in the whole sequence, as mask functions count."""
         return torch.nn.functional.pad(self.padding, (self.skipped, 0)) if self.skipped else self.padding
 
 
+@torch.compiler.disable(reason="masks are made by reading the closures that transformers composes them of")
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -267,8 +294,9 @@ def make_mask(
 ) -> Mask:
     """The mask function that `register` hands to transformers, which documents the arguments (sdpa_mask).
 
-    Looks once whether anything is padding, as transformers' own do, which waits for the GPU; not under torch.compile,
-    nor while a CUDA graph is captured.
+    Looks once whether anything is padding, as transformers' own do, which waits for the GPU; not while a CUDA graph is
+    captured. torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
+    made ahead of the forward pass, as generate() does for static caches.
     """
     kind, shift = kind_of(mask_function), q_offset - kv_offset
     padding = None
@@ -278,10 +306,6 @@ def make_mask(
         matters = kv_length
         if kind is not None and kind.right == 0 and isinstance(shift, int):
             matters = min(kv_length, max(shift + q_length, 0))  # nothing sees what comes after
-        if not _may_not_wait(padding) and bool(padding[:, :matters].all()):
+        if not captured(padding) and bool(padding[:, :matters].all()):
             padding = None
     return Mask(batch_size, (q_length, kv_length), shift, kv_offset, kind, mask_function, padding, torch.device(device))
-
-
-def _may_not_wait(tensor: Tensor) -> bool:
-    return is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
