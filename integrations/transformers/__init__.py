@@ -12,7 +12,7 @@ without dropout. `set_block_mask` gives layers a block mask of your own. What ca
 Needs transformers 5 (`pip install 'cute-kernels[transformers]'`).
 """
 
-from .attend import attend
+from .attention_function import attend
 from .block_masks import set_block_mask
 from .masks import make_mask
 
