@@ -81,6 +81,7 @@ def padding_of(side, total):
 
 # (rows, columns, offset of rows, offset of columns): prefill, a second part, decoding, a sliding and a static cache
 CASES = [(300, 300, 0, 0), (100, 300, 200, 0), (1, 300, 299, 0), (70, 150, 200, 120), (30, 256, 40, 0), (1, 256, 5, 0)]
+CASES += [(1, 256, 200, 0), (3, 256, 200, 0)]
 
 
 SIDES = (None, "all", "left", "right", "holes")
@@ -104,11 +105,15 @@ def test_masks(name, case, side):
         *lengths, q_offset, **terms, allow_is_causal_skip=False, use_vmap=name == "everything, by a tensor"
     )
     expected = expected.expand(BATCH, 1, -1, -1)
-    q, k, v = (torch.randn(BATCH, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (rows, columns, columns))
+    q, k, v = (
+        torch.randn(BATCH, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (rows, columns, columns)
+    )
     wanted, _ = attend(MODULE, q, k, v, expected)
     for offset in (q_offset, torch.tensor(q_offset)):
         mask = make_mask(*lengths, offset, **terms)
-        assert mask.shape == (BATCH, 1, rows, columns) and (mask.padding is None or side not in (None, "all") or rows < 100)
+        assert mask.shape == (BATCH, 1, rows, columns) and (
+            mask.padding is None or side not in (None, "all") or rows < 100
+        )
         if mask.padding is not None or (side or "all") == "all":
             assert torch.equal(mask.block_mask().to_dense(BATCH), expected)
         found, weights = attend(MODULE, q, k, v, mask)

@@ -24,8 +24,8 @@ REFUSED = {
     "score_mod": f"functions on scores are in no kernel yet; {ELSE}",
     "head_mask": f"head masks are in no kernel; {ELSE}",
     "output_attentions": 'no attention weights are stored; use attn_implementation="eager" for output_attentions',
-    "cache": 'paged caches of continuous batching are not supported; use generate() or attn_implementation="sdpa"',
-    "block_table": 'paged caches of continuous batching are not supported; use generate() or attn_implementation="sdpa"',
+    "cache": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
+    "block_table": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
 }
 
 
@@ -58,9 +58,9 @@ def attend(
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), of sequences packed along the flattened batch, as for flash
             attention; then the mask says only whether it is causal, and its window.
 
-    On a GPU a D or Dv that no kernel has (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256, at
-    each call: query, key and value are copied, in decoding the whole cache, and the kernel does the work of the larger
-    one.
+    On a GPU a D or Dv that no kernel has (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192 and
+    256, at each call: query, key and value are copied, in decoding the whole cache, and the kernel does the work of the
+    larger one.
 
     Returns:
         ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
@@ -97,7 +97,7 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
     if dropout:
         raise ValueError(
             f"dropout of attention weights is {dropout}; no kernel has it. Set the config's attention dropout to 0 "
-            "(attention_dropout, attention_probs_dropout_prob), call model.eval(), or use attn_implementation=\"sdpa\""
+            '(attention_dropout, attention_probs_dropout_prob), call model.eval(), or use attn_implementation="sdpa"'
         )
     for name, why in REFUSED.items():
         given = kwargs.get(name)
@@ -151,7 +151,9 @@ def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
         )
     if last < columns:
         if mask.kind is None or mask.kind.right != 0 or mask.padding is not None:
-            raise ValueError("a block mask (set_block_mask) takes a static cache in causal prefill without padding only")
+            raise ValueError(
+                "a block mask (set_block_mask) takes a static cache in causal prefill without padding only"
+            )
         k, v = k[:, :, :last], v[:, :, :last]
         mask = mask.up_to(last)
     return block_sparse_attention(q, k, v, mask.within(blocks.of(mask.lengths, q.device)), **options)

@@ -43,7 +43,9 @@ class BlockMasks:
             raise TypeError(f"set_block_mask: the function must return a BlockMask, got {type(found).__name__}")
         if found.lengths != lengths:
             hint = "; for calls of several lengths, as in generation, give a function of (lengths, device)" * fixed
-            raise ValueError(f"set_block_mask: the block mask is of lengths {found.lengths}, this call of {lengths}{hint}")
+            raise ValueError(
+                f"set_block_mask: the block mask is of lengths {found.lengths}, this call of {lengths}{hint}"
+            )
         return found.to(device)
 
 

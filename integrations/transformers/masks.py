@@ -141,7 +141,9 @@ class Mask(FlexBlockMask):
         if kind is not None and kind.sequences is not None:
             kind = Kind(kind.left, kind.right, kind.sequences.to(device))
         if kind is None:
-            raise ValueError("a mask of a function of its own cannot be moved to another device; keep its layers on one")
+            raise ValueError(
+                "a mask of a function of its own cannot be moved to another device; keep its layers on one"
+            )
         shift, padding = (t.to(device) if isinstance(t, Tensor) else t for t in (self.shift, self.padding))
         return self._once(
             ("to", device),
@@ -206,7 +208,9 @@ class Mask(FlexBlockMask):
             listed, mask_mod = partial | full, both(blocks.mask_mod, mask_mod)
             shape = torch.broadcast_shapes(listed.shape, some.shape)
             options = {"partial": (partial | ~every).expand(shape), "mask_mod": mask_mod}
-            return BlockMask.from_blocks((listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, **options)
+            return BlockMask.from_blocks(
+                (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, **options
+            )
 
         return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # blocks stays alive, as its id does
 
