@@ -9,6 +9,10 @@ from .forward.choose import HEAD_DIMS
 from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
+NO_CACHE = (
+    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
+    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
+)
 
 
 def check_qkv(op: str, q, k, v) -> None:

@@ -1,7 +1,7 @@
 """Autograd of attention: eager calls whose q, k or v require a gradient.
 
-Saved are q, k, v, the output and each row's LSE, nothing quadratic; backward computes the scores again. CPU tensors
-differentiate the torch reference, which needs all scores of a call at once.
+Saved are q, k, v, the output and each row's LSE, nothing quadratic; backward computes the scores again. CPU tensors run
+the torch reference of the same formulas.
 """
 
 import torch
@@ -51,26 +51,17 @@ def gradients_of(
     if dout is None:
         return tuple(torch.zeros_like(t) for t in (q, k, v))
     if not has_kernel(q):
-        return _of_reference(q, k, v, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
+        return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
     terms = Terms(window_bounds(window, causal), softcap, scale)
     return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal)
 
 
-def _of_reference(q, k, v, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale) -> tuple:
-    terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": True}
-    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    with torch.enable_grad():
-        if cu_q is not None:
-            rows, cols = int(cu_q[-1]), int(cu_k[-1])  # what comes after them has no gradient
-            parts = inputs[0][:rows], inputs[1][:cols], inputs[2][:cols]
-            out, lse = reference.attention_packed(*parts, cu_q, cu_k, window=window, **terms)
-            dout, dlse = dout[:rows], None if dlse is None else dlse[:, :rows]
-        else:
-            block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
-            out, lse = reference.attention(*inputs, window=window, block_mask=block_mask, **terms)
-        outputs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse)]
-        tensors, given = zip(*outputs, strict=True)
-        found = torch.autograd.grad(tensors, inputs, given, allow_unused=True)
-    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
+def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale) -> tuple:
+    terms = {"bounds": window_bounds(window, causal), "softcap": softcap, "scale": scale}
+    tensors = q, k, v, out, lse, dout, dlse
+    if cu_q is not None:
+        return reference.gradients_packed(*tensors, cu_q, cu_k, **terms)
+    block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
+    return reference.gradients(*tensors, **terms, block_mask=block_mask)

@@ -14,7 +14,7 @@ from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from sparse_collective import BsrMatrix
 
-from . import block_sparse, eager
+from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
 
@@ -72,20 +72,24 @@ def attention(
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
+    Differentiable once in q, k and v, by out and by lse. Saved for that are q, k, v, out and lse, nothing quadratic.
+    The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU.
+
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
     `cute_kernels.explain(attention, ...)` tells. CPU tensors run a torch reference in fp32.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, or the GPU is older than sm_80.
+        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or the GPU is older than
+            sm_80.
     """
     run = eager.attention
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
-    elif (
-        watched(q, k, v) and out is None and seqlens_k is None and block_table is None and isinstance(return_lse, bool)
-    ):
+    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
+        if seqlens_k is not None or block_table is not None:
+            raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
         return found if return_lse else found[0]

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
+from cute_kernels.checks import watched
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager
+from . import eager, gradients
+from .checks import NO_CACHE
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
 
@@ -48,9 +50,94 @@ def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Ten
     return _fake("block_sparse_attention", q, k, v, return_lse)
 
 
+# -- gradients ------------------------------------------------------------------------------------------------
+
+BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+
+def _run_attention_backward(dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k):
+    options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
+    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options)
+
+
+def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms):
+    *mask, causal, softcap, scale, form = mask_and_terms
+    options = {"causal": causal, "softcap": softcap, "scale": scale}
+    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, _block_mask(*mask, form), **options)
+
+
+def _fake_backward(dout, dlse, q, k, v, *others):
+    return tuple(torch.empty_like(t) for t in (q, k, v))
+
+
+def _register_backward(name: str, run, terms: str) -> None:
+    schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor)"
+    op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    op.register_fake(_fake_backward)
+
+
+_register_backward(
+    "attention::attention_backward",
+    _run_attention_backward,
+    "bool causal, SymInt? left, SymInt? right, float? softcap, float? scale, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k",
+)
+_register_backward(
+    "attention::block_sparse_attention_backward",
+    _run_block_sparse_backward,
+    f"{MASK}, bool causal, float? softcap, float? scale, str form",
+)
+
+
+def _save(ctx, inputs, output, tensors: tuple) -> None:
+    out, lse = output
+    ctx.save_for_backward(*inputs[:3], out, lse, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_context(ctx, inputs, output) -> None:
+    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table = inputs[3:]
+    if seqlens_k is not None or block_table is not None:
+        raise RuntimeError(NO_CACHE)
+    _save(ctx, inputs, output, (cu_q, cu_k))
+    ctx.terms = causal, left, right, softcap, scale
+
+
+def _attention_gradients(ctx, dout, dlse):
+    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    if lse.numel() == 0:  # the op was called without it
+        out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k)
+        dlse = None
+    found = torch.ops.attention.attention_backward(dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k)
+    return *found, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def _block_sparse_context(ctx, inputs, output) -> None:
+    lists, lengths, blocksize, mask_mod, numbers, tensors, causal, softcap, scale, _, form = inputs[3:]
+    _save(ctx, inputs, output, (*lists, *tensors))
+    ctx.mask = len(lists), lengths, blocksize, mask_mod, numbers
+    ctx.terms = causal, softcap, scale, form
+
+
+def _block_sparse_gradients(ctx, dout, dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    count, *facts = ctx.mask
+    mask = tensors[:count], *facts, tensors[count:]
+    if lse.numel() == 0:
+        *terms, form = ctx.terms
+        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form)
+        dlse = None
+    found = torch.ops.attention.block_sparse_attention_backward(dout, dlse, q, k, v, out, lse, *mask, *ctx.terms)
+    nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:])
+    return *found, *nothing  # a list for each list of tensors
+
+
 ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
-register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor")
-register(BLOCK_SPARSE_OP, f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor")
+GRADIENT = _attention_context, _attention_gradients
+register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor", gradient=GRADIENT)
+GRADIENT = _block_sparse_context, _block_sparse_gradients
+INPUTS = f"{QKV}, {MASK}"
+register(BLOCK_SPARSE_OP, INPUTS, BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor", gradient=GRADIENT)
 
 
 def traced_attention(
@@ -60,7 +147,8 @@ def traced_attention(
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    terms = causal, left, right, _float(softcap), _float(scale), return_lse
+    with_lse = return_lse or out is None and watched(q, k, v)
+    terms = causal, left, right, _float(softcap), _float(scale), with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
     result = call(ATTENTION_OP, (q, k, v), out, terms)
     return result if return_lse else result[0]
@@ -69,7 +157,8 @@ def traced_attention(
 def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
-    terms = causal, _float(softcap), _float(scale), return_lse, form
+    with_lse = return_lse or out is None and watched(q, k, v)
+    terms = causal, _float(softcap), _float(scale), with_lse, form
     result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
     return result if return_lse else result[0]
 

@@ -51,7 +51,7 @@ class Convert:
         at = dq.iterator.toint() + Int64((b * heads + h) * tiles + tile) * (sums.size * 4)
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.config.tile_m)
-        seqlen = seqlens.of(b)
+        seqlen = seqlens.rows_of(b)
         acc = cute.make_rmem_tensor(sums.values, Float32)
         for r in range_constexpr(0, sums.values, sums.vector):
             place = make_ptr(Float32, at + sums.offset(tidx, r) * 4, AddressSpace.gmem, assumed_align=4 * sums.vector)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.hopper import WARPGROUP
 
+from .warps import MMA_ROWS, split_of_dq
+
 ROWS = 64  # of a warpgroup's product
 
 
@@ -26,8 +28,13 @@ class DqFragments:
 
 
 def fragments_of(path: str, config, head_dim: int) -> DqFragments:
-    """Of a path's main kernel: warpgroups have 64 rows each, or where there are no more share their columns."""
+    """Of a path's main kernel.
+
+    sm_90: warpgroups have 64 rows each, or where there are no more share their columns. sm_80: groups are warps.
+    """
     if path == "sm_90":
         groups_m = config.tile_m // ROWS
         return DqFragments(groups_m, WARPGROUP, ROWS, head_dim * groups_m // config.groups)
-    raise NotImplementedError
+    shared = split_of_dq(config, head_dim)
+    rows = config.tile_m // shared.rows
+    return DqFragments(shared.rows, WARP, rows, head_dim // shared.columns, rows // MMA_ROWS)

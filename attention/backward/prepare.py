@@ -75,7 +75,7 @@ class Prepare:
         number = (b * heads + h) * tiles + tile
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.tile_m)
-        seqlen = seqlens.of(b)
+        seqlen = seqlens.rows_of(b)
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         size = const_expr(facts.tile_m * facts.head_dim)

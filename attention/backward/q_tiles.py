@@ -15,6 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels.tile.ptx import zero_of
+
 
 @dataclass(frozen=True)
 class QTiles:
@@ -24,9 +26,19 @@ class QTiles:
     first: Int32  # number of the first one
     full: Int32  # tiles from this one on are full,
     full_end: Int32  # up to before this one
+    n: Int32  # the tile of K
+    reach: Int32 | None  # the first row's leftmost column; None without a left bound
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
 
     def at(self, i) -> Int32:
         return self.first + i
+
+    def turn(self, i) -> Int32:
+        """How many tiles of K before this one the i-th query tile sees (turns.py)."""
+        if self.reach is None:
+            return self.n
+        return self.n - cutlass.max(self.at(i) * self.tile_m + self.reach, 0) // self.tile_n
 
     def is_partial(self, i):
         return (i < self.full) | (i >= self.full_end)
@@ -61,7 +73,8 @@ class WindowRows:
         full_end = (full_end + (self.tile_m - 1) * Int32(full_end == seqlen.rows)) // self.tile_m - tile_begin
         # Columns past the end have scores of 0, which are none.
         full_end = full_end * Int32(first + self.tile_n <= seqlen.cols)
-        return QTiles(count, tile_begin, full, full_end)
+        reach = seqlen.offset - self.left if self.window.left else None
+        return QTiles(count, tile_begin, full, full_end, n, reach, self.tile_m, self.tile_n)
 
     def bounds(self, column, seqlen) -> tuple:
         """(begin, end) of the rows that see a column; none see one past the end."""
@@ -80,20 +93,37 @@ class BlockQTiles:
     count: Int32
     blocks: Int32
     partial: Int32  # how many blocks are partial
-    partial_index: cute.Tensor  # (width,)
-    full_index: cute.Tensor  # (width,)
-    steps: cutlass.Constexpr[int]  # tiles a block
+    partial_index: cute.Tensor  # (B, H, Mk, width)
+    full_index: cute.Tensor  # (B, H, Mk, width)
+    item: Int32  # which of B,
+    head: Int32  # of H
+    column: Int32  # and of Mk
+    n: Int32  # the tile of K
+    ranks: cute.Tensor | None  # BlockRows'
+    tiles_k: cutlass.Constexpr[int]  # tiles of K a block
+    steps: cutlass.Constexpr[int]  # query tiles a block
 
     @cute.jit
     def at(self, i) -> Int32:
-        """Number of the i-th tile; past the last one, the number of some other tile."""
+        """Number of the i-th tile; past the last one, the number of some other tile.
+
+        Addresses of the lists are computed each time, by each thread for itself: they would take a dozen registers all
+        through a mainloop, and there are still fewer of those that all threads of a warp share.
+        """
         block = cutlass.max(cutlass.min(i // self.steps, self.blocks - 1), 0)
+        zero = zero_of(block + cute.arch.lane_idx())
+        place = self.item + zero, self.head + zero, self.column + zero
         row = Int32(0)
         if block < self.partial:
-            row = Int32(self.partial_index[block])
+            row = Int32(self.partial_index[(*place, block)])
         elif block < self.blocks:
-            row = Int32(self.full_index[block - self.partial])
+            row = Int32(self.full_index[(*place, block - self.partial)])
         return row * self.steps + i % self.steps
+
+    def turn(self, i) -> Int32:
+        """How many tiles of K before this one the i-th query tile sees (turns.py)."""
+        rank = Int32(self.ranks[self.item, self.head, self.at(i) // self.steps, self.column])
+        return rank * self.tiles_k + self.n % self.tiles_k
 
     def is_partial(self, i):
         return i < self.partial * self.steps
@@ -107,6 +137,7 @@ class BlockRows:
     partial_index: cute.Tensor  # (B, H, Mk, width)
     full_count: cute.Tensor
     full_index: cute.Tensor
+    ranks: cute.Tensor | None  # (B, H, Mq, Mk) int32: blocks listed before this one in its row; where turns are kept
     mask_tensors: tuple  # what the element mask reads
     tiles_k: cutlass.Constexpr[int]  # tiles of K a block
     steps: cutlass.Constexpr[int]  # query tiles a block
@@ -117,5 +148,5 @@ class BlockRows:
         at = cutlass.min(b, batch - 1), cutlass.min(h, heads - 1), n // self.tiles_k
         partial, full = (cute.arch.make_warp_uniform(t[at]) for t in (self.partial_count, self.full_count))
         blocks = partial + full
-        lists = self.partial_index[(*at, None)], self.full_index[(*at, None)]
-        return BlockQTiles(blocks * self.steps, blocks, partial, *lists, self.steps)
+        lists, counts = (self.partial_index, self.full_index), (blocks * self.steps, blocks, partial)
+        return BlockQTiles(*counts, *lists, *at, n, self.ranks, self.tiles_k, self.steps)

@@ -8,7 +8,7 @@ are made of whole tiles:
     dQ     (tiles, tile_m * D) fp32  sums in the order in which threads hold them (dq_sums)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -18,8 +18,13 @@ from cutlass.cutlass_dsl import select_
 from ..forward.seqlen import SeqlenInfo
 
 
-def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None):
-    """How many tiles a head has at most: of `rows` rows, or of all rows of so many packed sequences."""
+def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: int | None = None):
+    """How many tiles a head has at most: of `rows` rows, or of all rows of so many packed sequences.
+
+    block: block_q of a block mask. Its last block is visited as a whole, also tiles that have none of the rows.
+    """
+    if block is not None:
+        return (rows + block - 1) // block * (block // tile)
     return (rows + tile - 1) // tile if sequences is None else rows // tile + sequences + 1
 
 
@@ -32,6 +37,8 @@ class DenseRows:
 
     def of(self, b) -> SeqlenInfo:
         return SeqlenInfo(b, self.rows, self.cols)
+
+    rows_of = of
 
     def first_tile(self, seqlen: SeqlenInfo, b, tile: int):
         return 0
@@ -50,6 +57,12 @@ class PackedRows:
     total_k: Int32
 
     def of(self, b) -> SeqlenInfo:
+        """What tiles of K ask for: no rows see the columns after the last sequence."""
+        info = self.rows_of(b)
+        return replace(info, rows=info.rows * Int32(b < self.cu_q.shape[0] - 1))
+
+    def rows_of(self, b) -> SeqlenInfo:
+        """What query tiles ask for."""
         uniform = cute.arch.make_warp_uniform
         (q0, q1), (k0, k1) = _between(self.cu_q, b, self.total_q), _between(self.cu_k, b, self.total_k)
         return SeqlenInfo(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))

@@ -2,7 +2,12 @@
 #include "machine.h"
 
 int emulated_sms = 4;
-static std::map<std::string, std::unique_ptr<Program>> programs;
+struct Module {                              // kernels of different modules may share their names
+    std::map<std::string, std::unique_ptr<Program>> programs;
+    std::vector<std::vector<u8>> globals;
+};
+static std::vector<Module> modules;
+static size_t current_module = 0;
 static std::vector<Range> allocations;
 static std::string message;
 static u64 seed = 1, total_steps = 0;
@@ -38,6 +43,7 @@ static void read_instruction(std::istringstream& in, Program& p) {
     i.together = found->second.together;
     i.moves = moves;
     i.is_wgmma = i.name.rfind("wgmma", 0) == 0;
+    p.has_wgmma = p.has_wgmma || i.is_wgmma;
     for (in >> n; n > 0; n--) {
         Operand o;
         int constant, bytes;
@@ -56,10 +62,11 @@ static void read_instruction(std::istringstream& in, Program& p) {
 
 extern "C" {
 
-// Registers the programs of a module, written by ptx.py; 0, or -1 with a message.
+// Registers the programs of a module, written by ptx.py; its number, or -1 with a message.
 int emu_load(const char* text, const char* source) try {
     std::istringstream in(text);
     std::string word;
+    Module module;
     std::unique_ptr<Program> p;
     std::vector<std::string> lines;
     std::istringstream from(source);
@@ -67,9 +74,13 @@ int emu_load(const char* text, const char* source) try {
     for (std::string line; std::getline(in, line);) {
         std::istringstream at(line);
         at >> word;
-        if (word == "kernel") {
+        if (word == "global") {
+            module.globals.emplace_back();
+            for (int byte; at >> byte;) module.globals.back().push_back(u8(byte));
+            module.globals.back().push_back(0);
+        } else if (word == "kernel") {
             p = std::make_unique<Program>();
-            at >> p->name >> p->register_bytes >> p->static_shared;
+            at >> p->name >> p->register_bytes >> p->static_shared >> p->local_bytes;
             p->lines = lines;
         } else if (word == "param") { u32 n; at >> n; p->param_sizes.push_back(n); }
         else if (word == "special") { std::string name; u32 offset; at >> name >> offset; p->special.push_back({name, offset}); }
@@ -78,12 +89,14 @@ int emu_load(const char* text, const char* source) try {
             at >> value >> param;
             int index = int(p->constants.size() / 512);
             p->constants.resize(p->constants.size() + 512);
-            if (param >= 0) p->param_constants.push_back({index, {param, value}});
+            if (param >= GLOBALS) value = u64(module.globals.at(param - GLOBALS).data());
+            else if (param >= 0) p->param_constants.push_back({index, param});
             p->set_constant(index, value);
         } else if (word == "ins") read_instruction(at, *p);
-        else if (word == "end") { std::string name = p->name; programs[name] = std::move(p); }
+        else if (word == "end") { std::string name = p->name; module.programs[name] = std::move(p); }
     }
-    return 0;
+    modules.push_back(std::move(module));
+    return int(modules.size()) - 1;
 } catch (std::exception& error) {
     message = error.what();
     return -1;
@@ -92,7 +105,9 @@ int emu_load(const char* text, const char* source) try {
 const char* emu_message() { return message.c_str(); }
 u64 emu_steps() { return total_steps; }
 
-void emu_configure(int sms, u64 new_seed, int proxies) {
+// What the next calls of host code find: kernels of this module, so many SMs, this seed.
+void emu_configure(int module, int sms, u64 new_seed, int proxies) {
+    current_module = size_t(module);
     emulated_sms = sms;
     seed = new_seed;
     check_proxies = proxies;
@@ -120,6 +135,7 @@ struct LaunchConfig {
 };
 
 int _cudaLaunchKernelEx(const LaunchConfig* config, const void* function, void** arguments) try {
+    auto& programs = modules.at(current_module).programs;
     auto found = programs.find((const char*)function);
     if (found == programs.end()) fail("no PTX was given for kernel ", (const char*)function);
     Program& p = *found->second;
@@ -145,7 +161,7 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, const void* function, void**
         memcpy(at, arguments[k], p.param_sizes[k]);
         at += (p.param_sizes[k] + 127) / 128 * 128;
     }
-    for (auto& [index, param] : p.param_constants) p.set_constant(index, places[param.first] + param.second);
+    for (auto& [index, param] : p.param_constants) p.set_constant(index, places[param]);
     m.launch();
     total_steps += m.steps;
     return 0;

@@ -19,12 +19,6 @@ std::string where(const Warp& w) {
     return out.str();
 }
 
-void wrote_shared(Warp& w, Cta& cta, const u8* at, u32 bytes) {
-    size_t first = (at - cta.shared.data()) / GRANULE, last = (at - cta.shared.data() + bytes - 1) / GRANULE;
-    for (size_t g = first; g <= last; g++) cta.writer[g] = u8(w.number + 1);
-    cta.machine->event();
-}
-
 void async_reads(Warp& w, Cta& cta, u32 address, u32 bytes) {
     if (!w.cta->machine->check_proxies) return;
     for (u32 g = address / GRANULE; g <= (address + bytes - 1) / GRANULE; g++)
@@ -55,21 +49,14 @@ void wait_copies(Warp& w, std::deque<Copy>& copies, const u64* group, u32 mask, 
     w.cta->machine->event();
 }
 
-// One of what may happen at any time.
-void Machine::land_something() {
-    size_t warps = 0;
-    for (auto& cluster : resident) for (auto& cta : cluster->ctas) warps += cta->warps.size();
-    if (!later.empty() && (chance(50) || !warps)) {
-        size_t k = random() % later.size();
-        auto act = std::move(later[k]);
-        later.erase(later.begin() + k);
+// One of what may happen at any time: of all copies into shared memory, or of what the warp has started.
+void Machine::land_something(Warp& w) {
+    for (size_t n = later.empty() || chance(50) ? 0 : 1 + random() % (1 + later.size() / 16); n > 0; n--) {
+        std::swap(later[random() % later.size()], later.back());
+        auto act = std::move(later.back());
+        later.pop_back();
         act();
-        return;
     }
-    if (resident.empty()) return;
-    Cluster& cluster = *resident[random() % resident.size()];
-    Cta& cta = *cluster.ctas[random() % cluster.ctas.size()];
-    Warp& w = *cta.warps[random() % cta.warps.size()];
     if (!w.wgmmas.empty() && chance(50)) land_one_wgmma(w);
     for (auto* copies : {&w.async_copies, &w.bulk_copies}) {
         if (copies->empty() || chance(50)) continue;
@@ -81,23 +68,29 @@ void Machine::land_something() {
 
 // -- a warp ------------------------------------------------------------------------------------------------------
 
-// A register of a WGMMA in flight: an accumulator may not be used at all, a register of A not be written. A plain copy
-// of an accumulator is what the compiler's allocation of registers takes away: there, the WGMMAs are computed.
-static void check_flying(Warp& w, const Ins& i) {
+// Registers of a WGMMA before the wgmma.wait_group for it: an accumulator may not be used at all, a register of A not be
+// written. A plain copy of an accumulator is what the compiler's allocation of registers takes away; the copy is then
+// as good as the accumulator.
+static void check_wgmma_registers(Warp& w, const Ins& i) {
+    if (i.moves && !i.op[1].constant && w.accumulates[i.op[1].offset / ROW]) {
+        while (!w.wgmmas.empty()) land_one_wgmma(w);
+        w.accumulates[i.op[0].offset / ROW] = w.accumulates[i.op[1].offset / ROW];
+        return;
+    }
+    if (i.moves && !i.op[0].constant && w.accumulates[i.op[0].offset / ROW]) {
+        while (!w.wgmmas.empty()) land_one_wgmma(w);
+        w.accumulates[i.op[0].offset / ROW] = 0;
+    }
     for (size_t k = 0; k < i.op.size(); k++) {
         if (i.op[k].constant) continue;
-        u8 flying = w.flying[i.op[k].offset / ROW];
-        bool bad = (flying & 1) || ((flying & 2) && int(k) < i.dests);
-        if (!bad) continue;
-        if (!i.moves)
-            fail("register ", k, " of the instruction belongs to a WGMMA in flight: wgmma.wait_group comes too late");
-        while (!w.wgmmas.empty()) land_one_wgmma(w);
-        return;
+        if (w.accumulates[i.op[k].offset / ROW])
+            fail("operand ", k, " is an accumulator of a WGMMA that no wgmma.wait_group has waited for");
+        if (int(k) < i.dests && w.feeds[i.op[k].offset / ROW])
+            fail("operand ", k, " is written, and a WGMMA that no wgmma.wait_group has waited for may read it");
     }
 }
 
-bool Machine::run_warp(Warp& w, int budget) {
-    bool did = false;
+void Machine::run_warp(Warp& w, int budget) {
     w.blocked = 0;
     while (budget-- > 0 && w.live) {
         u32 ready = w.live & ~w.blocked, first = ~0u, group = 0;
@@ -118,7 +111,6 @@ bool Machine::run_warp(Warp& w, int budget) {
                 EACH_LANE(l, mask) w.pc[l] = i.target;
                 EACH_LANE(l, group & ~mask) w.pc[l] = first + 1;
                 steps++;
-                did = true;
                 if (!alone || (mask && mask != group) || budget <= 0) break;
                 first = mask ? i.target : first + 1;
                 continue;
@@ -130,7 +122,11 @@ bool Machine::run_warp(Warp& w, int budget) {
                     EACH_LANE(l, group) w.pc[l] = first;
                     break;
                 }
-                if (!w.wgmmas.empty() && !i.is_wgmma) check_flying(w, i);
+                if (program->has_wgmma && !i.is_wgmma) {
+                    if (w.unwaited) check_wgmma_registers(w, i);
+                    for (int k = 0; k < i.dests; k++)
+                        if (!i.op[k].constant) w.written[i.op[k].offset / ROW] = w.fences;
+                }
                 if (i.run(w, i, mask) == RETRY) {
                     w.blocked |= group;
                     EACH_LANE(l, group) w.pc[l] = first;
@@ -138,7 +134,6 @@ bool Machine::run_warp(Warp& w, int budget) {
                 }
             }
             steps++;
-            did = true;
             first++;
             if (!alone || budget <= 0 || !w.live) {
                 EACH_LANE(l, group) w.pc[l] = first;
@@ -146,7 +141,6 @@ bool Machine::run_warp(Warp& w, int budget) {
             }
         }
     }
-    return did;
 }
 
 // -- a launch ----------------------------------------------------------------------------------------------------
@@ -201,7 +195,7 @@ void Machine::start_cluster(u64 number) {
         for (int k = 0; k < 3; k++) cta->index[k] = u32(at[k]) * cluster_shape[k] + in[k];
         cta->shared.assign(SHARED_BASE + program->static_shared + dynamic_shared + 16, 0xff);
         cta->shared.resize(SHARED_BASE + program->static_shared + dynamic_shared);
-        cta->writer.assign(cta->shared.size() / GRANULE + 2, 0);
+        for (auto* each : {&cta->writer, &cta->witness}) each->assign(cta->shared.size() / GRANULE + 2, 0);
         cta->live_threads = threads;
         cluster->live_threads += threads;
         for (u32 n = 0; n < threads / LANES; n++) {
@@ -213,7 +207,8 @@ void Machine::start_cluster(u64 number) {
                 u32 garbage = 0xffc00000u | u32(random() & 0xffff);
                 memcpy(w->registers.data() + k, &garbage, 4);
             }
-            w->flying.assign(w->registers.size() / ROW + 2, 0);
+            for (auto* rows : {&w->accumulates, &w->feeds, &w->written}) rows->assign(w->registers.size() / ROW + 2, 0);
+            w->local.assign(size_t(program->local_bytes) * LANES, 0xff);
             for (u32& pc : w->pc) pc = 0;
             for (auto& [name, offset] : program->special) set_special(*w, name, offset);
             cta->warps.push_back(std::move(w));
@@ -267,16 +262,16 @@ void Machine::launch() {
                 for (auto& cta : cluster->ctas)
                     for (auto& w : cta->warps) if (w->live) warps.push_back(w.get());
             for (size_t k = warps.size(); k > 1; k--) std::swap(warps[k - 1], warps[random() % k]);
-            bool did = false;
+            u64 before = events, steps_before = steps;
             for (Warp* w : warps) {
                 running = w;
                 int budget = chance(20) ? 1 + random() % 8 : 1 + random() % 400;
-                did = run_warp(*w, budget) || did;
-                while (chance(15)) land_something();
+                run_warp(*w, budget);
+                while (chance(15)) land_something(*w);
             }
             running = nullptr;
-            if (!did && later.empty()) fail("no warp can go on:", all_waiting(*this));
-            if (!did) land_something();
+            if (events == before && !later.empty()) land_something(*warps[0]);
+            else if (steps == steps_before && events == before) fail("no warp can go on:", all_waiting(*this));
             if (steps - last_event > 5'000'000) fail("the warps run in circles:", all_waiting(*this));
             for (auto it = resident.begin(); it != resident.end();)
                 it = (*it)->live_threads ? it + 1 : resident.erase(it);

@@ -84,7 +84,7 @@ template <bool WAITS> Step mbarrier_try(Warp& w, const Ins& i, u32 m) {
         if (parity > 1) fail("mbarrier parity ", parity);
         if ((mbarrier_at(cta, at).phase & 1) != parity) done |= 1u << l;
     }
-    if (WAITS && done != m && !w.cta->machine->chance(10)) return RETRY;
+    if (WAITS && done != m && !w.cta->machine->chance(3)) return RETRY;
     set_pred(w, i, 0, m, done);
     return DONE;
 }
@@ -242,9 +242,10 @@ Step nothing(Warp&, const Ins&, u32) { return DONE; }
 Step branch(Warp&, const Ins&, u32) { return DONE; }  // run_warp does it
 
 Step fence_proxy(Warp& w, const Ins&, u32) {
-    for (auto& cta : w.cta->cluster->ctas)
-        if (cta.get() == w.cta)
-            for (u8& by : cta->writer) by = by == w.number + 1 ? 0 : by;
+    Cta& c = *w.cta;
+    u8 me = u8(w.number + 1);
+    for (size_t g = 0; g < c.writer.size(); g++)
+        if (c.writer[g] == me || c.witness[g] == me) c.writer[g] = c.witness[g] = 0;
     return DONE;
 }
 
