@@ -171,16 +171,16 @@ class Mask(FlexBlockMask):
         """Whether the kind's bounds say all."""
         return self.kind is not None and self.kind.sequences is None and self.padding is None
 
-    def seqlens_k(self) -> Tensor:
-        """(B,) int32: up to the last row's own column."""
+    def seqlens_k(self, batch: int) -> Tensor:
+        """(batch,) int32: up to the last row's own column."""
 
         def make() -> Tensor:
             last = self.shift + self.lengths[0]
             if isinstance(last, Tensor):
-                return last.to(device=self.device, dtype=torch.int32).expand(self.batch).contiguous()
-            return torch.full((self.batch,), last, dtype=torch.int32, device=self.device)
+                return last.to(device=self.device, dtype=torch.int32).expand(batch).contiguous()
+            return torch.full((batch,), last, dtype=torch.int32, device=self.device)
 
-        return self._once("seqlens_k", make)
+        return self._once(("seqlens_k", batch), make)
 
     def block_mask(self) -> BlockMask:
         """All of it as a block mask of these lengths."""
