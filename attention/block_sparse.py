@@ -118,6 +118,8 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
         return kept.of_flex(block_mask)
     if isinstance(block_mask, BsrMatrix):
         return kept.of_bsr(block_mask)
+    if isinstance(block_mask, kept.ElementTensor):
+        return kept.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, torch.Tensor):
         if block_mask.layout is torch.sparse_bsr:
             return kept.of_torch_bsr(block_mask)

@@ -180,7 +180,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     """A mask as arguments of a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
 
     (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
-    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".
+    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks" or
+    "elements".
     """
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written(block_mask.mask_mod)
@@ -195,6 +196,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return (indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []), "bsr"
+    if isinstance(block_mask, kept.ElementTensor):
+        return ([block_mask.seen], [], [], None, [], []), "elements"
     if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
         return ([block_mask], [], [], None, [], []), "blocks"
     raise TypeError(
@@ -234,6 +237,8 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
     """
     if form == "blocks":
         return lists[0]
+    if form == "elements":
+        return kept.ElementTensor(lists[0])
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 
