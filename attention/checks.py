@@ -3,22 +3,28 @@
 import torch
 
 from cute_kernels import checks
+from cute_kernels.runtime.device import plans_kernel
 
 from .forward.choose import HEAD_DIMS
 from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
+NO_CACHE = (
+    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
+    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
+)
 
 
 def check_qkv(op: str, q, k, v) -> None:
-    """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one 16-bit dtype and device, D and Dv contiguous."""
+    """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one dtype and device, D and Dv contiguous. The dtype
+    has 16 bits, or on the CPU, without a kernel, is float32 or float64."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(f"{op}: {name}", tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, head_dim)"
             )
-    checks.check_operands(op, q=q, k=k, v=v)
+    checks.check_operands(op, kernel=plans_kernel(q.device), q=q, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:
         raise ValueError(f"{op}: q, k and v have batches of {B}, {Bk} and {v.shape[0]} items")
@@ -45,6 +51,11 @@ def check_scale(op: str, scale, softcap) -> None:
         checks.check_scalar(op, name, value)
         if not 0 < value < float("inf"):
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
+
+
+def check_deterministic(op: str, deterministic) -> None:
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
 
 
 def check_head_dims(op: str, q, v) -> None:

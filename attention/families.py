@@ -1,6 +1,7 @@
 """The families of attention's kernels. Importing registers them."""
 
+from .backward.family import FLASH_BACKWARD
 from .decode.family import DECODE
 from .forward.family import FLASH_FORWARD
 
-__all__ = ["DECODE", "FLASH_FORWARD"]
+__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD"]

@@ -81,9 +81,7 @@ def plan_kernel(
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
     plan.views = views if any(views) else ()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    # With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
-    scale_log2, cap = (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
+    scale_log2, cap = scalars_of(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     if facts.blocks is None:
@@ -96,6 +94,14 @@ def plan_kernel(
         plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True
     plan.function = families.function_for(plan.facts)
+
+
+def scalars_of(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What the kernels multiply scores by before 2^x, and twice log2(e) scale / softcap, 0 without one.
+
+    With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
+    """
+    return (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
 
 
 def path_of(op: str, spec: ArchSpec) -> str:

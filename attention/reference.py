@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,19 +65,89 @@ def attention(
         if block_mask.batch not in (1, batch) or block_mask.heads not in (1, heads):
             got = f"{block_mask.batch} and {block_mask.heads}"
             raise ValueError(f"block_mask must have {batch} or 1 items and {heads} or 1 heads, got {got}")
-    band = None if left is None and right is None else Band(left, right, sk - sq)
-    kv = torch.arange(sk, device=q.device)
-
-    def seen(begin: int, end: int) -> Tensor | None:
-        rows = torch.arange(begin, end, device=q.device)[:, None]
-        mask = None if band is None else band(None, None, rows, kv)
-        if block_mask is not None:
-            elements = block_mask.elements(begin, end, batch, heads)
-            mask = elements if mask is None else elements & mask
-        return mask
-
+    seen = partial(_seen, q.shape[:3], sk, q.device, (left, right), block_mask)
     out, lse = _by_rows(q, k, v, seen, softcap, scale)
     return (out, lse) if return_lse else out
+
+
+def _seen(shape, sk: int, device, bounds: tuple, block_mask, begin: int, end: int) -> Tensor | None:
+    """What the rows `begin` to before `end` see, a bool tensor that broadcasts to (B, H, rows, Sk); None: all."""
+    (batch, heads, sq), mask = shape, None
+    if bounds != (None, None):
+        rows = torch.arange(begin, end, device=device)[:, None]
+        mask = Band(*bounds, sk - sq)(None, None, rows, torch.arange(sk, device=device))
+    if block_mask is not None:
+        elements = block_mask.elements(begin, end, batch, heads)
+        mask = elements if mask is None else elements & mask
+    return mask
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    bounds: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    scale: float | None = None,
+    block_mask: BlockMask | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
+
+    Args:
+        out, lse: what `attention` returned for q, k and v, with the same options.
+        dout, dlse: the gradients of out and, where it has one, of lse.
+        bounds: mask_mods.window_bounds of window and causal.
+    """
+    (batch, heads, sq, d), (kv_heads, sk, _) = q.shape, v.shape[1:]
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    scale = 1 / math.sqrt(max(d, 1)) if scale is None else scale
+    k, v, do, lse = (t.to(dtype) for t in (k, v, dout, lse))
+    delta = (do * out.to(dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # rows that see nothing have P of 0
+    dq, dk, dv = q.new_zeros(q.shape), torch.zeros_like(k), torch.zeros_like(v)
+    rows = max(1, CHUNK // max(1, batch * heads * sk))
+    for begin in range(0, sq, rows):
+        part = slice(begin, min(begin + rows, sq))
+        group = (batch, kv_heads, heads // kv_heads * (part.stop - begin))  # heads that share one of k are stacked
+        qs, dos = (t[:, :, part].to(dtype).reshape(*group, t.shape[-1]) for t in (q, do))
+        lses, deltas = (t[:, :, part].reshape(*group, 1) for t in (lse, delta))
+        s = qs @ k.mT * scale
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        seen = _seen(q.shape[:3], sk, q.device, bounds, block_mask, begin, part.stop)
+        p = torch.exp(s - lses)
+        if seen is not None:
+            p = p.masked_fill(~seen.expand(batch, heads, -1, -1).reshape(p.shape), 0.0)
+        ds = p * (dos @ v.mT - deltas)
+        if softcap is not None:
+            ds = ds * (1 - (s / softcap) ** 2)
+        dq[:, :, part] = (ds @ k * scale).view(batch, heads, -1, d)
+        dk += ds.mT @ qs * scale
+        dv += p.mT @ dos
+    return dq, dk.to(q.dtype), dv.to(q.dtype)
+
+
+def gradients_packed(
+    q, k, v, out, lse, dout, dlse, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of `attention_packed`; what belongs to no sequence has gradients of 0."""
+    found = tuple(torch.zeros_like(t) for t in (q, k, v))
+    starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for (i, j), (m, n) in zip(*map(_ranges, starts), strict=True):
+        rows, cols = slice(i, j), slice(m, n)
+        heads = (t.transpose(0, 1)[None] for t in (q[rows], k[cols], v[cols], out[rows]))
+        of_lse = None if dlse is None else dlse[None, :, rows]
+        parts = gradients(*heads, lse[None, :, rows], dout[rows].transpose(0, 1)[None], of_lse, **options)
+        for whole, part, where in zip(found, parts, (rows, cols, cols), strict=True):
+            whole[where] = part[0].transpose(0, 1)
+    return found
 
 
 def attention_cached(

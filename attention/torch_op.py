@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
+from cute_kernels.checks import watched
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager
+from . import eager, gradients
+from .checks import NO_CACHE
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
 
@@ -21,12 +23,15 @@ QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None"
+    "Tensor? block_table=None, bool? deterministic=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
 )
-BLOCK_SPARSE = 'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists"'
+BLOCK_SPARSE = (
+    'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
+    "bool? deterministic=None"
+)
 
 
 def _run_attention(q, k, v, *, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
@@ -48,28 +53,125 @@ def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Ten
     return _fake("block_sparse_attention", q, k, v, return_lse)
 
 
+# -- gradients ------------------------------------------------------------------------------------------------
+
+BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+
+def _run_attention_backward(
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic
+):
+    options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
+    options["deterministic"] = deterministic
+    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options)
+
+
+def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms):
+    *mask, causal, softcap, scale, form, deterministic = mask_and_terms
+    options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
+    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, _block_mask(*mask, form), **options)
+
+
+def _fake_backward(dout, dlse, q, k, v, *others):
+    return tuple(torch.empty_like(t) for t in (q, k, v))
+
+
+def _register_backward(name: str, run, terms: str) -> None:
+    schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor)"
+    op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    op.register_fake(_fake_backward)
+
+
+_register_backward(
+    "attention::attention_backward",
+    _run_attention_backward,
+    "bool causal, SymInt? left, SymInt? right, float? softcap, float? scale, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, bool? deterministic",
+)
+_register_backward(
+    "attention::block_sparse_attention_backward",
+    _run_block_sparse_backward,
+    f"{MASK}, bool causal, float? softcap, float? scale, str form, bool? deterministic",
+)
+
+
+def _save(ctx, inputs, output, tensors: tuple) -> None:
+    out, lse = output
+    ctx.save_for_backward(*inputs[:3], out, lse, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_context(ctx, inputs, output) -> None:
+    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic = inputs[3:]
+    if seqlens_k is not None or block_table is not None:
+        raise RuntimeError(NO_CACHE)
+    _save(ctx, inputs, output, (cu_q, cu_k))
+    ctx.terms = causal, left, right, softcap, scale
+    ctx.deterministic = deterministic
+
+
+def _attention_gradients(ctx, dout, dlse):
+    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    if lse.numel() == 0:  # the op was called without it
+        out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k)
+        dlse = None
+    found = torch.ops.attention.attention_backward(
+        dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k, ctx.deterministic
+    )
+    return *found, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def _block_sparse_context(ctx, inputs, output) -> None:
+    lists, lengths, blocksize, mask_mod, numbers, tensors, causal, softcap, scale, _, form, deterministic = inputs[3:]
+    _save(ctx, inputs, output, (*lists, *tensors))
+    ctx.mask = len(lists), lengths, blocksize, mask_mod, numbers
+    ctx.terms = causal, softcap, scale, form
+    ctx.deterministic = deterministic
+
+
+def _block_sparse_gradients(ctx, dout, dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    count, *facts = ctx.mask
+    mask = tensors[:count], *facts, tensors[count:]
+    if lse.numel() == 0:
+        *terms, form = ctx.terms
+        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form)
+        dlse = None
+    found = torch.ops.attention.block_sparse_attention_backward(
+        dout, dlse, q, k, v, out, lse, *mask, *ctx.terms, ctx.deterministic
+    )
+    nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:])
+    return *found, *nothing  # a list for each list of tensors
+
+
 ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
-register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor")
-register(BLOCK_SPARSE_OP, f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor")
+GRADIENT = _attention_context, _attention_gradients
+register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor", gradient=GRADIENT)
+GRADIENT = _block_sparse_context, _block_sparse_gradients
+INPUTS = f"{QKV}, {MASK}"
+register(BLOCK_SPARSE_OP, INPUTS, BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor", gradient=GRADIENT)
 
 
 def traced_attention(
-    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
-):
+    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
+    deterministic,
+):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    terms = causal, left, right, _float(softcap), _float(scale), return_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
+    with_lse = return_lse or out is None and watched(q, k, v)
+    terms = causal, left, right, _float(softcap), _float(scale), with_lse
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic
     result = call(ATTENTION_OP, (q, k, v), out, terms)
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out):
+def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
-    terms = causal, _float(softcap), _float(scale), return_lse, form
+    with_lse = return_lse or out is None and watched(q, k, v)
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic
     result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
     return result if return_lse else result[0]
 
@@ -78,7 +180,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     """A mask as arguments of a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
 
     (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
-    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".
+    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks" or
+    "elements".
     """
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written(block_mask.mask_mod)
@@ -93,6 +196,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return (indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []), "bsr"
+    if isinstance(block_mask, kept.ElementTensor):
+        return ([block_mask.seen], [], [], None, [], []), "elements"
     if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
         return ([block_mask], [], [], None, [], []), "blocks"
     raise TypeError(
@@ -132,6 +237,8 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
     """
     if form == "blocks":
         return lists[0]
+    if form == "elements":
+        return kept.ElementTensor(lists[0])
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 

@@ -8,6 +8,8 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros
+    backward        1          all consumer warpgroups        dS is in shared memory, or rows past the end are zeros
+    backward        2, 3       a consumer warpgroup           its part of dQ is written, or its place free again
 
 The small-block kernel's store is a product's; it has three consumers, and so barriers 1 to 3.
 
@@ -19,14 +21,21 @@ from dataclasses import dataclass
 PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
 FORWARD_ORDER, FORWARD_OOB = 1, 8
 DECODE_CONSUMERS = 1
+BACKWARD_ALL, BACKWARD_DQ = 1, 2
 
 MOST = 16
 WARP, WARPGROUP = 32, 128
-PRODUCER_WARPS = {"product": 4, "forward": 4, "decode": 1}  # of a CTA, also idle ones; all others are consumers
+PRODUCER_WARPS = {
+    "product": 4,
+    "forward": 4,
+    "decode": 1,
+    "backward": 4,
+}  # of a CTA, also idle ones; all others are consumers
 USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
     "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
+    "backward": ((BACKWARD_ALL, 1, WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),  # the first by each consumer warpgroup
 }
 
 

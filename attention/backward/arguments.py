@@ -1,0 +1,65 @@
+"""What backward's kernels are compiled from: fakes of their arguments."""
+
+import math
+
+from cute_kernels.runtime.fake import fake_stream, fake_tensor
+
+from .config import BackwardFacts, ConvertFacts, PrepareFacts
+
+
+def heads(facts, width: int):
+    """A fake of Q, K, V, O or a gradient of one: (B, H, S, width), packed (total, H, width)."""
+    import cutlass.cute as cute
+
+    rank = 3 if facts.packed else 4
+    return fake_tensor(facts.dtype, rank, rank - 1, 8, (*(cute.sym_int32() for _ in range(rank - 1)), width))
+
+
+def cu_seqlens(facts):
+    return fake_tensor("int32", 1, 0, 1) if facts.packed else None
+
+
+def tiles(*extents: int):
+    """A fake of an array of query tiles (tiles, *extents), contiguous fp32."""
+    import cutlass.cute as cute
+    from cutlass import Float32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    stride = tuple(math.prod(extents[i:]) for i in range(len(extents) + 1))
+    return make_fake_tensor(Float32, (cute.sym_int32(), *extents), stride=stride, assumed_align=16)
+
+
+def prepare_args(facts: PrepareFacts) -> tuple:
+    """Fakes of all arguments of Prepare."""
+    rank = 2 if facts.packed else 3
+    lse = fake_tensor("float32", rank, rank - 1, 1)
+    lse_gradient = fake_tensor("float32", rank, rank - 1, 1) if facts.lse_gradient else None
+    o, do = (heads(facts, facts.head_dim_v) for _ in range(2))
+    arrays = tiles(2, facts.tile_m), tiles(facts.tile_m * facts.head_dim)
+    return o, do, lse, lse_gradient, cu_seqlens(facts), *arrays, fake_stream()
+
+
+def convert_args(facts: ConvertFacts) -> tuple:
+    """Fakes of all arguments of Convert."""
+    from cutlass import Float32
+
+    dq = tiles(facts.config.tile_m * facts.head_dim)
+    return dq, cu_seqlens(facts), heads(facts, facts.head_dim), Float32(1.0), fake_stream()
+
+
+def backward_args(facts: BackwardFacts) -> tuple:
+    """Fakes of all arguments of FlashBackwardSm90 or FlashBackwardSm80."""
+    from cutlass import Float32, Int32
+
+    dim, dim_v = facts.head_dim, facts.head_dim_v
+    tensors = (heads(facts, width) for width in (dim, dim, dim_v, dim_v, dim, dim_v))
+    arrays = tiles(2, facts.config.tile_m), tiles(facts.config.tile_m * dim)
+    blocks = None
+    if facts.blocks is not None:
+        lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4) + (4,) * facts.deterministic)
+        mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
+        blocks = (*lists, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
+    bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
+    scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds
+    turns = fake_tensor("int32", 2, 1, 1) if facts.deterministic else None
+    return *tensors, *arrays, turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *scalars, fake_stream()

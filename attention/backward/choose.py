@@ -1,0 +1,79 @@
+"""Which tiles a kernel of attention's backward gets."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..forward.choose import HEAD_DIMS
+from .config import BackwardConfig, BackwardFacts
+
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). Not measured yet.
+SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
+
+# Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
+SM_90_NARROW = {64: (64, 64, 2, 1, 2), 96: (64, 64, 1, 1, 2)}
+
+# By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
+# read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
+# square a part of each product as its registers hold, and tile_n is as large as shared memory allows. None has been
+# measured.
+EXCHANGE = 1, True  # ctas, exchange
+SM_80 = {
+    64: ((32, 128, 2, 4), (64, 64, 2, 4)),
+    96: ((64, 128, 2, 8, *EXCHANGE), (64, 128, 1, 8), (64, 64, 2, 8)),
+    128: ((64, 128, 2, 8, *EXCHANGE), (32, 128, 2, 8), (64, 64, 2, 8), (64, 64, 1, 8)),
+    192: ((64, 64, 2, 8), (32, 64, 1, 8), (32, 64, 1, 4)),
+    256: ((64, 64, 2, 8), (64, 64, 1, 8), (32, 32, 1, 4)),
+}
+# The same with a softcap or an element mask: both need registers, which these tiles leave free.
+SM_80_MASKED = SM_80 | {
+    64: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 4)),
+    96: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 8)),
+    128: ((64, 64, 2, 8), (64, 64, 1, 8)),
+}
+
+
+def unsupported(facts: BackwardFacts) -> str | None:
+    """Why no kernel has these facts with their configuration; None if there is one."""
+    cfg, blocks = facts.config, facts.blocks
+    if blocks is not None and (blocks.block_q % cfg.tile_m or blocks.block_k % cfg.tile_n):
+        return f"tiles of {cfg.tile_m}x{cfg.tile_n} do not divide blocks of {blocks.block_q}x{blocks.block_k}"
+    if facts.path == "sm_80":
+        try:
+            facts.warps  # noqa: B018 (raises)
+        except ValueError as error:
+            return str(error)
+    if facts.smem_bytes > facts.spec.smem:
+        return f"it needs {facts.smem_bytes} bytes of shared memory; {facts.spec.name} has {facts.spec.smem}"
+    return None
+
+
+def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
+    """The facts with each configuration that there is for them, the most promising first.
+
+    Facts of the sm_90 path also get those of the sm_80 path: there is nothing else for head dimensions above 128, and
+    for blocks 64 wide above 96.
+
+    Raises:
+        ValueError: a head dimension that no kernel has.
+    """
+    for name, dim in (("head_dim", facts.head_dim), ("head_dim_v", facts.head_dim_v)):
+        if dim not in HEAD_DIMS:
+            raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
+    dim = max(facts.head_dim, facts.head_dim_v)
+    tiles = SM_90 if facts.blocks is None or facts.blocks.block_k == 128 else SM_90_NARROW
+    found = []
+    if facts.path == "sm_90" and dim in tiles:
+        found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
+    masked = facts.softcap or facts.blocks is not None and facts.blocks.mask is not None
+    table = SM_80_MASKED if masked else SM_80
+    found += (replace(facts, path="sm_80", config=BackwardConfig(*c)) for c in table[dim])
+    return (f for f in found if unsupported(f) is None)
+
+
+def pick(facts: BackwardFacts) -> BackwardFacts:
+    """The facts with their configuration, and the path of that.
+
+    Raises:
+        ValueError: a head dimension that no kernel has.
+    """
+    return next(candidates(facts))

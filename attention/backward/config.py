@@ -1,0 +1,145 @@
+"""What the kernels of attention's backward are compiled from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from cute_kernels.arch import ArchSpec, arch_named
+from cute_kernels.tile.element import BYTES, Element, element_of
+
+from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
+from .warps import Warps, warps_of
+
+FP32 = BYTES["float32"]
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tile and schedule of one kernel.
+
+    A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
+    of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K. sm_80: `groups` warps
+    share products as warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    groups: int
+    ctas: int = 1  # sm_90: CTAs that share an SM
+    exchange: bool = False  # sm_80
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
+        return text + " exchange" * self.exchange
+
+
+@dataclass(frozen=True)
+class BackwardFacts:
+    """Everything that selects one compiled kernel of dK, dV and of dQ's sums."""
+
+    family: ClassVar[str] = "flash backward"
+    arch: str  # the compiler's target
+    path: str
+    config: BackwardConfig | None  # None until one is picked
+    dtype: str = "bfloat16"
+    head_dim: int = 128  # of q and k
+    head_dim_v: int = 128  # of v and of the output
+    window: WindowKind = WindowKind()
+    softcap: bool = False
+    packed: bool = False  # sequences one after another, of lengths that the GPU reads
+    blocks: BlockKind | None = None  # of block-sparse attention, which has no window
+    deterministic: bool = False  # whether the sums of dQ are added up in the order of K's tiles (turns.py)
+
+    def key(self) -> str:
+        """A text that is the same in every process."""
+        return repr(self)
+
+    @cached_property
+    def spec(self) -> ArchSpec:
+        return arch_named(self.arch)
+
+    @cached_property
+    def element(self) -> Element:
+        """Of Q, K, V, O and their gradients."""
+        return element_of(self.dtype)
+
+    @property
+    def masks_first(self) -> bool:
+        """sm_90: whether dP's product is issued after the mask, which needs registers, and not with that of S."""
+        masked = self.window.left or self.window.right or self.blocks is not None
+        return masked and max(self.head_dim, self.head_dim_v) == 128
+
+    @property
+    def late_dp(self) -> bool:
+        """sm_90: whether it is issued when P is known: a cap needs still more."""
+        return self.softcap and max(self.head_dim, self.head_dim_v) == 128
+
+    @property
+    def in_turn(self) -> bool:
+        """sm_90: whether products are issued one after the other. A warpgroup that has all columns of dQ has no
+        registers for more; the CTA beside it then has the tensor cores."""
+        return self.config.groups == 1
+
+    @property
+    def ds_buffers(self) -> int:
+        """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
+        return 1 if self.in_turn else 2
+
+    @property
+    def warps(self) -> Warps:
+        """sm_80: how warps share the products."""
+        return warps_of(self.config, self.head_dim, self.head_dim_v)
+
+    @property
+    def stages_do(self) -> int:
+        """sm_80: of dO's ring."""
+        return 1 if self.warps.in_registers else self.config.stages
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory: of K, V, the rings of Q, dO and rows, and dS.
+
+        sm_90: also dQ and barriers. sm_80: P', where it does not stay in registers.
+        """
+        cfg, hopper = self.config, self.path == "sm_90"
+        scores = cfg.tile_m * cfg.tile_n
+        of_do = cfg.stages if hopper else self.stages_do
+        elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
+        elements += cfg.tile_m * (cfg.stages * self.head_dim + of_do * self.head_dim_v)
+        elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
+        fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
+        return elements * BYTES[self.dtype] + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
+
+
+@dataclass(frozen=True)
+class PrepareFacts:
+    """Of the kernel before: each row's LSE and delta, and zeros for dQ's sums."""
+
+    family: ClassVar[str] = "backward prepare"
+    arch: str
+    dtype: str
+    tile_m: int  # BackwardConfig's
+    head_dim: int
+    head_dim_v: int
+    lse_gradient: bool  # whether there is a gradient of LSE, too
+    packed: bool
+
+    def key(self) -> str:
+        return repr(self)
+
+
+@dataclass(frozen=True)
+class ConvertFacts:
+    """Of the kernel after: dQ from its sums."""
+
+    family: ClassVar[str] = "backward dQ"
+    arch: str
+    path: str
+    dtype: str
+    config: BackwardConfig
+    head_dim: int
+    packed: bool
+
+    def key(self) -> str:
+        return repr(self)

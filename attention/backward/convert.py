@@ -1,0 +1,63 @@
+"""After backward: dQ from its sums, scaled and rounded. A CTA does one query tile."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
+
+from .config import ConvertFacts
+from .dq_sums import sums_of
+from .fragments import fragments_of
+from .prepare import one_item
+from .row_tiles import DenseRows, PackedRows
+from .store import store_fragment
+
+
+class Convert:
+    """Compiles to one kernel per `ConvertFacts`."""
+
+    def __init__(self, facts: ConvertFacts):
+        self.facts = facts
+        self.sums = sums_of(facts.path, facts.config, facts.head_dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        dq: cute.Tensor,  # (B * H * tiles, tile_m * D) fp32; packed (H * tiles, ..)
+        cu_q: cute.Tensor | None,  # (B + 1,); packed
+        mdQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        if const_expr(self.facts.packed):
+            (total, heads, _), batch = mdQ.shape, 1
+            seqlens = PackedRows(cu_q, cu_q, total, total)
+            mdQ = one_item(mdQ, (1, 0, 2))
+        else:
+            batch, heads, total, _ = mdQ.shape
+            seqlens = DenseRows(total, total)
+        tiles = dq.shape[0] // (batch * heads)
+        self.kernel(dq, seqlens, mdQ, scale).launch(
+            grid=(tiles, heads, batch), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, dq: cute.Tensor, seqlens, mdQ: cute.Tensor, scale: Float32):
+        facts, sums = self.facts, self.sums
+        tidx = cute.arch.thread_idx()[0]
+        tile, h, b = cute.arch.block_idx()
+        tiles, heads, _ = cute.arch.grid_dim()
+        at = dq.iterator.toint() + Int64((b * heads + h) * tiles + tile) * (sums.size * 4)
+        if const_expr(facts.packed):
+            b, tile = seqlens.find_q(tile, facts.config.tile_m)
+        seqlen = seqlens.rows_of(b)
+        acc = cute.make_rmem_tensor(sums.values, Float32)
+        for r in range_constexpr(0, sums.values, sums.vector):
+            place = make_ptr(Float32, at + sums.offset(tidx, r) * 4, AddressSpace.gmem, assumed_align=4 * sums.vector)
+            layout = cute.make_layout(sums.vector)
+            cute.autovec_copy(cute.make_tensor(place, layout), cute.make_tensor(acc.iterator + r, layout))
+        acc.store(acc.load() * scale)
+        row, column, tiles_m = fragments_of(facts.path, facts.config, facts.head_dim).begin(tidx)
+        gdQ = cute.domain_offset((seqlen.q0, column), mdQ[seqlen.b, h, None, None])
+        store_fragment(acc, gdQ, tile * facts.config.tile_m + row, seqlen.rows, tiles_m)

@@ -1,0 +1,45 @@
+"""The sums of dQ: which fp32 value of a tile's array is which accumulator of which thread.
+
+CTAs add to a query tile's dQ in turn, and none needs to know rows and columns: values lie in the order of threads and
+their registers, those of `span` threads together. One bulk copy then adds a whole warpgroup's part on sm_90, and one
+instruction a warp's 32 neighbouring values on the sm_80 path.
+
+    offset of value r of thread t   (t // span) * span * values + (r // vector * span + t % span) * vector + r % vector
+"""
+
+from dataclasses import dataclass
+
+from cute_kernels.tile.ampere import WARP
+from cute_kernels.tile.hopper import WARPGROUP
+
+
+@dataclass(frozen=True)
+class DqSums:
+    """A tile (tile_m, head_dim) of `threads` threads."""
+
+    tile_m: int
+    head_dim: int
+    threads: int
+    span: int
+    vector: int  # values that lie together
+
+    @property
+    def values(self) -> int:
+        """Of one thread."""
+        return self.tile_m * self.head_dim // self.threads
+
+    @property
+    def size(self) -> int:
+        """Of a tile."""
+        return self.tile_m * self.head_dim
+
+    def offset(self, thread, r: int):
+        begin = thread // self.span * (self.span * self.values)
+        return begin + (r // self.vector * self.span + thread % self.span) * self.vector + r % self.vector
+
+
+def sums_of(path: str, config, head_dim: int) -> DqSums:
+    """The order of a path's main kernel."""
+    if path == "sm_90":
+        return DqSums(config.tile_m, head_dim, WARPGROUP * config.groups, WARPGROUP, 4)
+    return DqSums(config.tile_m, head_dim, WARP * config.groups, WARP, 1)

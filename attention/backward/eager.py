@@ -1,0 +1,170 @@
+"""Attention's backward as it runs: plan, three launches.
+
+A call with metadata seen before costs a look-up and the launches.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cute_kernels.dtypes import NAMES
+from cute_kernels.runtime.call_plan import CallPlan, PlanCache
+from cute_kernels.runtime.device import device_arch, forced_path
+from cute_kernels.runtime.families import function_for
+
+from ..block_sparse import Derived, with_causal
+from ..forward.config import BlockKind, WindowKind
+from ..plan import path_of, scalars_of, view_of
+from . import family
+from .choose import pick
+from .config import BackwardFacts
+from .row_tiles import tiles_of_a_head
+
+OP = "attention's backward"
+_PLANS = PlanCache(operands=3)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a call of attention computes, besides its tensors."""
+
+    bounds: tuple = (None, None)  # mask_mods.window_bounds
+    softcap: float | None = None
+    scale: float | None = None
+    deterministic: bool = False
+
+
+@dataclass
+class BackwardPlan(CallPlan):
+    """What a backward runs. `function` is the main kernel's; `facts` its facts."""
+
+    prepare: object = None
+    convert: object = None
+    tiles: int = 0  # query tiles of all heads
+    scalars: tuple = ()  # the main kernel's, in its order
+    scale: float = 1.0
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    terms: Terms,
+    cu_seqlens: tuple = (None, None),
+    mask=None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) of CUDA tensors, of the shapes and dtypes of q, k and v.
+
+    Args:
+        dout: the gradient of out, of its shape and of any strides.
+        out, lse: what forward returned for q, k and v; see ops.attention for all shapes.
+        dlse: the gradient of lse, fp32; None: none.
+        cu_seqlens: (cu_seqlens_q, cu_seqlens_k) of packed sequences.
+        mask: the BlockMask; causal: whether it is used with the causal mask.
+    """
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        return tuple(torch.zeros_like(t) for t in (q, k, v))
+    element, reads = None, ()
+    if mask is not None:
+        mask = with_causal(mask) if causal else mask
+        element, reads = Derived.of(mask).element(mask, *q.shape[:2])
+    packed = cu_seqlens[0] is not None
+    kind = None if mask is None else BlockKind(*mask.blocksize, element)
+    key = terms, kind, forced_path(), dlse is None, len(cu_seqlens[0]) if packed else 0
+    tensors = q, k, v, dout, out
+    plan = _PLANS.known(key, tensors, None)
+    if plan is None:
+        make = partial(plan_backward, q, k, v, dout, out, terms, kind, dlse is not None, cu_seqlens[0])
+        plan = _PLANS.checked(OP, key, tensors, None, make)
+    gradients = tuple(torch.empty_like(t) if _dense(t) else t.new_empty(t.shape) for t in (q, k, v))
+    views = gradients
+    if plan.views:
+        q, k, v, dout, out, *views = (
+            t if view is None else view(t) for t, view in zip((*tensors, *gradients), plan.views, strict=True)
+        )
+    dq, dk, dv = views
+    config, device = plan.facts.config, plan.device
+    rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
+    sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
+    turns = None
+    if plan.facts.deterministic:
+        turns = torch.zeros((plan.tiles, config.groups), dtype=torch.int32, device=device)
+    blocks = None if mask is None else (*lists_of(mask), *(() if turns is None else (ranks_of(mask),)), *reads)
+    plan.prepare(out, dout, lse, None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
+    plan.function(q, k, v, dout, dk, dv, rows, sums, turns, *cu_seqlens, blocks, *plan.scalars)
+    plan.convert(sums, cu_seqlens[0], dq, plan.scale)
+    return gradients
+
+
+def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q) -> BackwardPlan:
+    """Choose the kernels of a backward, of tensors that forward has checked."""
+    spec, _, _ = device_arch(q.get_device())
+    packed = cu_q is not None
+    facts = BackwardFacts(
+        arch=spec.target,
+        path=path_of(OP, spec),
+        config=None,
+        dtype=NAMES[q.dtype],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        window=WindowKind() if kind else WindowKind(*(bound is not None for bound in terms.bounds)),
+        softcap=terms.softcap is not None,
+        packed=packed,
+        blocks=kind,
+        deterministic=terms.deterministic,
+    )
+    facts = pick(facts)
+    if facts.deterministic and facts.path == "sm_80":
+        raise RuntimeError(
+            f"{OP} adds up q's gradient in one order on the sm_90 path alone, and this call has a kernel of the sm_80 "
+            "path; pass deterministic=False, or use head dimensions up to 128 with blocks of 128 on a Hopper GPU"
+        )
+    plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
+    named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
+    results = ((f"d{name}", t if _dense(t) else t.new_empty(t.shape)) for name, t in named[:3])
+    views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
+    plan.views = views if any(views) else ()
+    if packed:
+        (length, heads, _), items, cols = q.shape, 1, len(k)
+    else:
+        items, heads, length, _ = q.shape
+        cols = k.shape[2]
+    sequences, block_q = len(cu_q) - 1 if packed else None, None if kind is None else kind.block_q
+    plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
+    plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
+    scale_log2, cap = scalars_of(plan.scale, terms.softcap)
+    bounds = None, None
+    if kind is None:  # no row is further than Sk from its first column or Sq from its last
+        bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, (cols, length), strict=True))
+    plan.scalars = scale_log2, cap, plan.scale, *bounds
+    plan.prepare = function_for(family.prepare_of(facts, lse_gradient))
+    plan.function = function_for(facts)
+    plan.convert = function_for(family.convert_of(facts))
+    return plan
+
+
+def lists_of(mask) -> tuple:
+    """A BlockMask's lists by columns, made once."""
+    return Derived.of(mask).get("transposed", mask.partial_count, mask.transposed, tuple)
+
+
+def ranks_of(mask) -> Tensor:
+    """How many blocks of a BlockMask's row are listed before each, int32 (B, H, Mq, Mk), made once."""
+
+    def make() -> tuple[Tensor]:
+        listed = torch.logical_or(*mask.tables())
+        return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
+
+    return Derived.of(mask).get("ranks", mask.partial_count, make, tuple)[0]
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether a result with the strides of t has no gaps, and so is as good as a contiguous one."""
+    return torch.ops.aten.is_non_overlapping_and_dense.default(t)

@@ -1,0 +1,154 @@
+"""The kernels of backward as families: what tools and tests know of them."""
+
+from collections.abc import Iterator
+
+from cute_kernels.arch import arch_named
+from cute_kernels.runtime.families import Family, Request, register
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ
+
+from ..forward.family import HALF
+from .arguments import backward_args, convert_args, prepare_args
+from .config import BackwardFacts, ConvertFacts, PrepareFacts
+
+OPS = "attention", "block_sparse_attention"
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+class FlashBackward(Family):
+    """dK and dV of a tile of K and V a CTA, and its part of dQ."""
+
+    name = "flash backward"
+    ops = OPS
+
+    def entry(self, facts: BackwardFacts):
+        if facts.path == "sm_90":
+            from .kernel_sm90 import FlashBackwardSm90 as FlashBackward
+        else:
+            from .kernel_sm80 import FlashBackwardSm80 as FlashBackward
+        return FlashBackward(facts)
+
+    def arguments(self, facts: BackwardFacts) -> tuple:
+        return backward_args(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[BackwardFacts]:
+        from . import catalogue  # traces masks, for which torch imports its compiler
+
+        return list(dict.fromkeys(catalogue.configurations(arch_named(arch), quick)))
+
+    def bundle(self, op: str, request: Request) -> Iterator[BackwardFacts]:
+        from . import catalogue
+
+        for dtype in request.dtypes:
+            for dim in request.head_dims:
+                yield from catalogue.usual(op, arch_named(request.arch), dtype, dim)
+
+    def tensor_core(self, facts: BackwardFacts) -> str:
+        return "HGMMA" if facts.path == "sm_90" else "HMMA"
+
+    def warp_specialised(self, facts: BackwardFacts) -> bool:
+        return facts.path == "sm_90"
+
+    def named_barriers(self, facts: BackwardFacts) -> tuple[str, dict[int, int]] | None:
+        if facts.path != "sm_90":
+            return None
+        groups = facts.config.groups
+        return "backward", {BACKWARD_ALL: 1, BACKWARD_DQ: groups}
+
+    def smem_limit(self, facts: BackwardFacts) -> int:
+        return facts.spec.smem if facts.config.ctas == 1 else HALF
+
+    def describe(self, facts: BackwardFacts) -> dict[str, str]:
+        switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
+        more = [text for text, there in (*switches, ("packed", facts.packed)) if there]
+        if facts.blocks:
+            mask = facts.blocks.mask
+            kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
+            more.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
+        return {
+            "path": facts.path,
+            "configuration": str(facts.config),
+            "problem": f"dK, dV D {_dims(facts.head_dim, facts.head_dim_v)}",
+            "operands": SHORT.get(facts.dtype, facts.dtype),
+            "epilogue": " ".join(more),
+        }
+
+
+class BackwardPrepare(Family):
+    """LSE and delta of each row, and zeros for dQ's sums."""
+
+    name = "backward prepare"
+    ops = OPS
+
+    def entry(self, facts: PrepareFacts):
+        from .prepare import Prepare
+
+        return Prepare(facts)
+
+    def arguments(self, facts: PrepareFacts) -> tuple:
+        return prepare_args(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[PrepareFacts]:
+        kernels = FLASH_BACKWARD.catalogue(arch, quick)
+        return list(dict.fromkeys(prepare_of(facts, lse) for facts in kernels for lse in (False, True)))
+
+    def bundle(self, op: str, request: Request) -> Iterator[PrepareFacts]:
+        return (prepare_of(facts, False) for facts in FLASH_BACKWARD.bundle(op, request))
+
+    def describe(self, facts: PrepareFacts) -> dict[str, str]:
+        more = [text for text, there in (("of LSE, too", facts.lse_gradient), ("packed", facts.packed)) if there]
+        return {
+            "configuration": f"rows of {facts.tile_m}",
+            "problem": f"delta D {_dims(facts.head_dim, facts.head_dim_v)}",
+            "operands": SHORT.get(facts.dtype, facts.dtype),
+            "epilogue": " ".join(more),
+        }
+
+
+class BackwardConvert(Family):
+    """dQ from its sums."""
+
+    name = "backward dQ"
+    ops = OPS
+
+    def entry(self, facts: ConvertFacts):
+        from .convert import Convert
+
+        return Convert(facts)
+
+    def arguments(self, facts: ConvertFacts) -> tuple:
+        return convert_args(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[ConvertFacts]:
+        return list(dict.fromkeys(convert_of(facts) for facts in FLASH_BACKWARD.catalogue(arch, quick)))
+
+    def bundle(self, op: str, request: Request) -> Iterator[ConvertFacts]:
+        return (convert_of(facts) for facts in FLASH_BACKWARD.bundle(op, request))
+
+    def describe(self, facts: ConvertFacts) -> dict[str, str]:
+        return {
+            "path": facts.path,
+            "configuration": str(facts.config),
+            "problem": f"dQ D {facts.head_dim}",
+            "operands": SHORT.get(facts.dtype, facts.dtype),
+            "epilogue": "packed" if facts.packed else "",
+        }
+
+
+def prepare_of(facts: BackwardFacts, lse_gradient: bool) -> PrepareFacts:
+    """Of the kernel before the one of such facts."""
+    dims = facts.head_dim, facts.head_dim_v
+    return PrepareFacts(facts.arch, facts.dtype, facts.config.tile_m, *dims, lse_gradient, facts.packed)
+
+
+def convert_of(facts: BackwardFacts) -> ConvertFacts:
+    """Of the kernel after the one of such facts."""
+    return ConvertFacts(facts.arch, facts.path, facts.dtype, facts.config, facts.head_dim, facts.packed)
+
+
+def _dims(dim: int, dim_v: int) -> str:
+    return f"{dim}/{dim_v}" if dim_v != dim else str(dim)
+
+
+FLASH_BACKWARD = register(FlashBackward())
+register(BackwardPrepare())
+register(BackwardConvert())

@@ -1,0 +1,57 @@
+"""Masks of transposed scores: rows are columns of the score matrix, and columns its rows."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.traced.lower import lower
+
+
+@cute.jit
+def mask_window(
+    scores: cute.Tensor,  # (rows, columns) of this thread, transposed
+    source,  # q_tiles.WindowRows
+    col: Int32,  # of the score matrix, that of the thread's first row
+    row0: Int32,  # of the score matrix, that of the tile's first column
+    seqlen,  # forward.seqlen.SeqlenInfo
+):
+    """-inf where a row does not see a column."""
+    for r in range_constexpr(cute.size(scores, mode=[0])):
+        begin, end = source.bounds(col + 8 * r, seqlen)
+        mine = row0 + cute.arch.lane_idx() % 4 * 2
+        begin, end = begin - mine, end - mine
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            row = const_expr(c // 2 * 8 + c % 2)
+            seen = row < end
+            if const_expr(source.window.right):
+                seen = seen and row >= begin
+            scores[r, c] = select_(seen, scores[r, c], -Float32.inf)
+
+
+@cute.jit
+def mask_elements(
+    scores: cute.Tensor,  # (rows, columns) of this thread, transposed
+    kind: cutlass.Constexpr,  # forward.config.BlockKind
+    tensors: tuple,  # what its element mask reads
+    col: Int32,
+    row0: Int32,
+    b: Int32,
+    h: Int32,
+    seqlen,
+):
+    """-inf where the element mask is false, and past the last column."""
+    mine = row0 + cute.arch.lane_idx() % 4 * 2
+    for r in range_constexpr(cute.size(scores, mode=[0])):
+        column = col + 8 * r
+        inside = column < seqlen.cols
+        if const_expr(len(tensors) > 0):
+            column = cutlass.min(column, seqlen.cols - 1)  # nothing past their ends is read
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            seen = inside
+            if const_expr(kind.mask is not None):
+                row = mine + const_expr(c // 2 * 8 + c % 2)
+                if const_expr(len(tensors) > 0):
+                    row = cutlass.min(row, seqlen.rows - 1)
+                seen = seen & lower(kind.mask.program, [b, h, row, column], tensors)
+            scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

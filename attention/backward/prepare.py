@@ -1,0 +1,132 @@
+"""Before backward: each row's LSE and delta, as row_tiles says, and zeros for dQ's sums.
+
+    delta = sum of dO * O over a row, less the gradient of its LSE     (FlashAttention-2, Dao 2023)
+
+A CTA does one query tile. Four threads share a row, so that a warp reads 64 bytes of eight rows at a time.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.cute.typing import AddressSpace
+
+from cute_kernels.dtypes import cutlass_dtype
+
+from ..forward.mask import LOG2E
+from ..forward.softmax import quad_sum
+from .config import PrepareFacts
+from .row_tiles import DenseRows, PackedRows
+
+THREADS = 128
+ROW_THREADS = 4
+VECTOR = 8  # elements of 16 bytes
+
+
+class Prepare:
+    """Compiles to one kernel per `PrepareFacts`."""
+
+    def __init__(self, facts: PrepareFacts):
+        self.facts = facts
+        self.dtype = cutlass_dtype(facts.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
+        mdO: cute.Tensor,  # as O
+        mLSE: cute.Tensor,  # (B, H, Sq), packed (H, total_q)
+        mdLSE: cute.Tensor | None,  # as LSE
+        cu_q: cute.Tensor | None,  # (B + 1,); packed
+        rows: cute.Tensor,  # (B * H * tiles, 2, tile_m) fp32; packed (H * tiles, ..)
+        dq: cute.Tensor,  # (the same, tile_m * D) fp32
+        stream: cuda.CUstream,
+    ):
+        if const_expr(self.facts.packed):
+            (total, heads, _), batch = mO.shape, 1
+            seqlens = PackedRows(cu_q, cu_q, total, total)
+            mO, mdO = (one_item(t, (1, 0, 2)) for t in (mO, mdO))
+            mLSE = one_item(mLSE, (0, 1))
+            mdLSE = None if const_expr(mdLSE is None) else one_item(mdLSE, (0, 1))
+        else:
+            batch, heads, total, _ = mO.shape
+            seqlens = DenseRows(total, total)
+        tiles = rows.shape[0] // (batch * heads)
+        self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq).launch(
+            grid=(tiles, heads, batch), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,  # (B, H, Sq)
+        mdLSE: cute.Tensor | None,
+        seqlens,
+        rows: cute.Tensor,
+        dq: cute.Tensor,
+    ):
+        facts = self.facts
+        tidx = cute.arch.thread_idx()[0]
+        tile, h, b = cute.arch.block_idx()
+        tiles, heads, _ = cute.arch.grid_dim()
+        number = (b * heads + h) * tiles + tile
+        if const_expr(facts.packed):
+            b, tile = seqlens.find_q(tile, facts.tile_m)
+        seqlen = seqlens.rows_of(b)
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        size = const_expr(facts.tile_m * facts.head_dim)
+        at = dq.iterator.toint() + (Int64(number) * size + tidx * 4) * 4
+        for i in range_constexpr(0, size, THREADS * 4):
+            if const_expr(i + THREADS * 4 <= size) or tidx * 4 + i < size:
+                place = make_ptr(Float32, at + i * 4, AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
+        for first in range_constexpr(0, facts.tile_m, THREADS // ROW_THREADS):
+            mine = first + tidx // ROW_THREADS
+            row = tile * facts.tile_m + mine
+            inside = row < seqlen.rows
+            delta, lse = Float32(0.0), Float32.inf
+            if inside:
+                delta = self.dot(mO, mdO, (seqlen.b, h, seqlen.q0 + row), tidx % ROW_THREADS)
+            delta = quad_sum(delta)
+            if inside:
+                place = seqlen.b, h, seqlen.q0 + row
+                lse = mLSE[place] * LOG2E
+                if lse == -Float32.inf:
+                    lse = Float32.inf  # a row that sees nothing has P of 0
+                if const_expr(facts.lse_gradient):
+                    delta = delta - mdLSE[place]
+            if mine < facts.tile_m:
+                if tidx % ROW_THREADS == 0:
+                    rows[number, 0, mine] = lse
+                    rows[number, 1, mine] = delta
+
+    @cute.jit
+    def dot(self, mO: cute.Tensor, mdO: cute.Tensor, row: tuple, lane: Int32) -> Float32:
+        """This thread's part of the sum of O * dO over a row."""
+        total = Float32(0.0)
+        for i in range_constexpr(self.facts.head_dim_v // (ROW_THREADS * VECTOR)):
+            column = (i * ROW_THREADS + lane) * VECTOR
+            o, do = (self.load(t, (*row, column)) for t in (mO, mdO))
+            for v in range_constexpr(VECTOR):
+                total = total + o[v].to(Float32) * do[v].to(Float32)
+        return total
+
+    def load(self, t: cute.Tensor, at: tuple) -> cute.Tensor:
+        """VECTOR elements of a row."""
+        offset = sum(Int64(i) * s for i, s in zip(at[:3], t.stride[:3], strict=True)) + at[3]
+        pointer = make_ptr(self.dtype, t.iterator.toint() + offset * (self.dtype.width // 8), AddressSpace.gmem,
+                           assumed_align=16)  # fmt: skip
+        values = cute.make_rmem_tensor(VECTOR, self.dtype)
+        atom = cute.make_copy_atom(CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
+        cute.copy(atom, cute.make_tensor(pointer, VECTOR), values)
+        return values
+
+
+def one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
+    """The tensor with a batch of one before its modes, in another order."""
+    shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
+    return cute.make_tensor(tensor.iterator, cute.make_layout((1, *shape), stride=(0, *stride)))

@@ -1,0 +1,119 @@
+"""What backward's kernels compute: dense or packed sequences, with a window or a block mask, on both paths."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..forward.choose import L2_BYTES
+from .config import FP32, BackwardFacts
+from .prepare import one_item
+from .q_tiles import BlockRows, WindowRows
+from .row_tiles import DenseRows, PackedRows, tiles_of_a_head
+
+
+@dataclass(frozen=True)
+class KvTile:
+    """Tile number n of head h_kv of K and V, of item b."""
+
+    n: Int32
+    h_kv: Int32
+    b: Int32
+
+
+@dataclass(frozen=True)
+class KvScheduler:
+    """All tiles of `l2_heads` heads, then those of the next ones; among them the first tiles of each head first.
+
+    With a causal mask the first tiles are the longest: they are seen by all rows.
+    """
+
+    tiles_k: Int32
+    tiles_q: Int32  # of a head, as row_tiles counts
+    heads: Int32  # of Q
+    heads_kv: Int32
+    batch: Int32
+    l2_heads: Int32
+
+    @property
+    def qhead_per_kvhead(self) -> Int32:
+        return self.heads // self.heads_kv
+
+    @property
+    def count(self) -> Int32:
+        return self.tiles_k * self.heads_kv * self.batch
+
+    def decode(self, index) -> KvTile:
+        begin = index // (self.l2_heads * self.tiles_k) * self.l2_heads  # first head of its group
+        here = cutlass.min(self.l2_heads, self.heads_kv * self.batch - begin)
+        rest = index - begin * self.tiles_k
+        n, head = rest // here, begin + rest % here
+        return KvTile(n, head % self.heads_kv, head // self.heads_kv)
+
+
+@dataclass(frozen=True)
+class PackedKvScheduler(KvScheduler):
+    """The same of packed sequences, whose tiles of K are numbered through, see PackedRows.find_k."""
+
+    seqlens: PackedRows = None
+    tile_n: int = 0
+
+    def decode(self, index) -> KvTile:
+        tile = KvScheduler.decode(self, index)
+        b, n = self.seqlens.find_k(tile.n, self.tile_n)
+        return KvTile(n, tile.h_kv, b)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors with a batch, and who says which tile of K is next, how long items are, and which query tiles see it."""
+
+    mQ: cute.Tensor  # (B, H, Sq, D)
+    mK: cute.Tensor  # (B, Hkv, Sk, D)
+    mV: cute.Tensor  # (B, Hkv, Sk, Dv)
+    mdO: cute.Tensor  # (B, H, Sq, Dv)
+    mdK: cute.Tensor  # (B, Hkv, Sk, D)
+    mdV: cute.Tensor  # (B, Hkv, Sk, Dv)
+    scheduler: KvScheduler
+    seqlens: Any  # row_tiles.DenseRows or PackedRows
+    source: Any  # q_tiles.WindowRows or BlockRows
+
+
+def problem_of(
+    facts: BackwardFacts,
+    tensors: tuple,  # Q, K, V, dO, dK, dV
+    arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
+    cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
+    blocks: tuple | None,  # with_blocks; of a block mask
+    left: Int32 | None,  # bounds of the window; not of a block mask
+    right: Int32 | None,
+) -> Problem:
+    mQ, mK, *_ = tensors
+    cfg, width = facts.config, facts.head_dim + facts.head_dim_v
+    if facts.packed:
+        (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
+        seqlens = PackedRows(*cu_seqlens, rows, cols)
+        tiles_k = tiles_of_a_head(cols, cfg.tile_n, cu_seqlens[0].shape[0] - 1)
+        tiles = tiles_k, arrays.shape[0] // heads
+        l2_heads = heads_kv if facts.deterministic else 1
+        scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, l2_heads, seqlens=seqlens, tile_n=cfg.tile_n)
+        tensors = [one_item(t, (1, 0, 2)) for t in tensors]
+    else:
+        (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
+        seqlens = DenseRows(rows, cols)
+        # As many heads as L2 has room for: their Q and dO are read, and their dQ is added to, by all tiles of K.
+        bytes_a_row = (width * 2 + facts.head_dim * FP32) * (heads // heads_kv)
+        fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
+        tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
+        if facts.deterministic:  # of all heads, so that few tiles of one head wait for one another
+            fit = heads_kv * batch
+        scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
+    if facts.blocks is not None:
+        lists, (ranks, *mask_tensors) = blocks[:4], blocks[4:] if facts.deterministic else (None, *blocks[4:])
+        sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
+        source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
+    else:
+        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right)
+    return Problem(*tensors, scheduler, seqlens, source)

@@ -1,0 +1,103 @@
+"""Query tiles of backward: where each one's LSE, delta and sums of dQ are in memory.
+
+Every tile of `tile_m` rows of every head has a number. Tiles of a head follow one another, of packed sequences with
+gaps: sequence b, whose rows begin at q0, has the tiles from q0 // tile_m + b on, so that none is shared by two. Arrays
+are made of whole tiles:
+
+    rows   (tiles, 2, tile_m) fp32   LSE times log2(e), inf where a row sees nothing or does not exist; and delta
+    dQ     (tiles, tile_m * D) fp32  sums in the order in which threads hold them (dq_sums)
+"""
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
+
+from ..forward.seqlen import SeqlenInfo
+
+
+def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: int | None = None):
+    """How many tiles a head has at most: of `rows` rows, or of all rows of so many packed sequences.
+
+    block: block_q of a block mask. Its last block is visited as a whole, also tiles that have none of the rows.
+    """
+    if block is not None:
+        return (rows + block - 1) // block * (block // tile)
+    return (rows + tile - 1) // tile if sequences is None else rows // tile + sequences + 1
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """All items have the same number of rows and columns."""
+
+    rows: Int32
+    cols: Int32
+
+    def of(self, b) -> SeqlenInfo:
+        return SeqlenInfo(b, self.rows, self.cols)
+
+    rows_of = of
+
+    def first_tile(self, seqlen: SeqlenInfo, b, tile: int):
+        return 0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Sequence b has the rows from cu_q[b] to cu_q[b + 1] of Q, and so of K and V; see seqlen.PackedSeqlens.
+
+    The rows after the last sequence, of Q or of K, are those of sequence B. It has none of the other, and no gradient.
+    """
+
+    cu_q: cute.Tensor  # (B + 1,) int32
+    cu_k: cute.Tensor  # (B + 1,) int32
+    total_q: Int32
+    total_k: Int32
+
+    def of(self, b) -> SeqlenInfo:
+        """What tiles of K ask for: no rows see the columns after the last sequence."""
+        info = self.rows_of(b)
+        return replace(info, rows=info.rows * Int32(b < self.cu_q.shape[0] - 1))
+
+    def rows_of(self, b) -> SeqlenInfo:
+        """What query tiles ask for."""
+        uniform = cute.arch.make_warp_uniform
+        (q0, q1), (k0, k1) = _between(self.cu_q, b, self.total_q), _between(self.cu_k, b, self.total_k)
+        return SeqlenInfo(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))
+
+    def first_tile(self, seqlen: SeqlenInfo, b, tile: int):
+        return seqlen.q0 // tile + b
+
+    def find_q(self, number, tile: int) -> tuple:
+        """(sequence, tile in it) of a head's query tile."""
+        return _find(self.cu_q, self.total_q, tile, number)
+
+    def find_k(self, number, tile: int) -> tuple:
+        """The same of tiles of K, numbered in the same way."""
+        return _find(self.cu_k, self.total_k, tile, number)
+
+
+def _clamped(cu: cute.Tensor, b, total):
+    return cutlass.min(cutlass.max(cu[b], 0), total)
+
+
+def _between(cu: cute.Tensor, b, total) -> tuple:
+    """(begin, end) of sequence b; of sequence B the rest, whatever the entries are within 0 and the total."""
+    last = cu.shape[0] - 1
+    begin = _clamped(cu, cutlass.min(b, last), total)
+    end = cutlass.max(_clamped(cu, cutlass.min(b + 1, last), total), begin)
+    return begin, select_(b == last, total, end)
+
+
+@cute.jit
+def _find(cu: cute.Tensor, total: Int32, tile: cutlass.Constexpr[int], number: Int32) -> tuple:
+    low, high = Int32(0), Int32(cu.shape[0] - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _clamped(cu, middle, total) // tile + middle <= number:
+            low = middle
+        else:
+            high = middle - 1
+    return low, number - _clamped(cu, low, total) // tile - low

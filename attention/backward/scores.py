@@ -1,0 +1,108 @@
+"""From scores to P and dS, in the accumulators of transposed products: a thread's rows are columns of the scores.
+
+P = 2^(S scale log2(e) - LSE)        dS = P (dP - delta), with a softcap times 1 - tanh^2
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
+
+from ..forward.mask import cap_scores
+from ..forward.softmax import exp2, rows_and_columns
+from .config import FP32, BackwardFacts
+from .mask import mask_elements, mask_window
+
+
+@dataclass(frozen=True)
+class Work:
+    """One head's query tiles, and what masks and dQ need."""
+
+    source: Any  # q_tiles.WindowRows or BlockRows
+    tiles: Any  # what source.for_tile gave
+    seqlen: Any  # forward.seqlen.SeqlenInfo
+    b: Int32
+    h: Int32
+    col: Int32  # the thread's first column of the score matrix
+    col0: Int32  # the tile's first
+    first_tile: Int32  # number of the head's first query tile, as row_tiles counts
+    dq: Int64  # address of dQ's sums
+    scale_log2: Float32
+    softcap: Float32
+
+
+def row_values(at: Int32, columns: int) -> cute.Tensor:
+    """(columns,): LSE or delta of the query rows that this thread has scores of, two of every eight from `at` on."""
+    values = cute.make_rmem_tensor(columns, Float32)
+    for i in range(0, columns, 2):
+        place = make_ptr(Float32, at + i * 4 * FP32, AddressSpace.smem, assumed_align=2 * FP32)
+        pair = cute.make_layout(2)
+        cute.autovec_copy(cute.make_tensor(place, pair), cute.make_tensor(values.iterator + i, pair))
+    return values
+
+
+@cute.jit
+def mask_scores(
+    facts: cutlass.Constexpr[BackwardFacts],
+    scores: cute.Tensor,  # (rows, columns) of this thread
+    work: Work,
+    i: Int32,  # of the head's query tiles
+    col: Int32,  # the thread's first column of the score matrix
+    row0: Int32,  # the first query row of this warp's scores
+):
+    """-inf where a row does not see a column."""
+    if const_expr(facts.blocks is not None):
+        if work.tiles.is_partial(i) or work.col0 + facts.config.tile_n > work.seqlen.cols:
+            tensors = work.source.mask_tensors
+            mask_elements(scores, facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
+    elif work.tiles.is_partial(i):
+        mask_window(scores, work.source, col, row0, work.seqlen)
+
+
+@cute.jit
+def scores_to_p(
+    facts: cutlass.Constexpr[BackwardFacts],
+    acc_S: cute.Tensor,  # (MMA, MMA_M, MMA_N)
+    tiles_m: cutlass.Constexpr[int],  # MMA_M
+    dtype: cutlass.Constexpr,
+    work: Work,
+    i: Int32,
+    col: Int32,
+    row0: Int32,
+    lse: Int32,  # address of this thread's first, in shared memory
+):
+    """Scores to P in place. Returns what the softcap multiplies dS by, 16 bits each; None without one.
+
+    When P has been rounded, it may be multiplied by that: dP then needs no more registers than without a softcap.
+    """
+    scores, slopes = rows_and_columns(acc_S, tiles_m), None
+    if const_expr(facts.softcap):
+        cap_scores(scores, work.softcap)
+        slopes = cute.make_rmem_tensor(cute.size(acc_S), dtype)
+        for v in range_constexpr(cute.size(acc_S)):
+            slopes[v] = (1.0 - acc_S[v] * acc_S[v]).to(dtype)
+    mask_scores(facts, scores, work, i, col, row0)
+    values = row_values(lse, cute.size(scores, mode=[1]))
+    for column in range_constexpr(cute.size(scores, mode=[1])):
+        for r in range_constexpr(cute.size(scores, mode=[0])):
+            scores[r, column] = exp2(scores[r, column] * work.scale_log2 - values[column])
+    return slopes
+
+
+@cute.jit
+def p_to_ds(
+    acc_P: cute.Tensor,  # (MMA, MMA_M, MMA_N)
+    acc_dP: cute.Tensor,  # the same
+    tiles_m: cutlass.Constexpr[int],
+    delta: Int32,  # address of this thread's first, in shared memory
+):
+    """dP to dS in place."""
+    p, ds = rows_and_columns(acc_P, tiles_m), rows_and_columns(acc_dP, tiles_m)
+    values = row_values(delta, cute.size(ds, mode=[1]))
+    for column in range_constexpr(cute.size(ds, mode=[1])):
+        for r in range_constexpr(cute.size(ds, mode=[0])):
+            ds[r, column] = p[r, column] * (ds[r, column] - values[column])

@@ -1,0 +1,34 @@
+"""Stores of gradients from accumulators."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
+
+from ..forward.store_o import store_rows
+
+
+@cute.jit
+def store_fragment(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr = 1):
+    """Store an accumulator ((2, 2), tiles_m, columns / 8) to mX (rows, columns); see store_o.store_rows."""
+    if const_expr(cute.size(acc) // tiles_m % 16 == 0):
+        store_rows(acc, mX, row, rows, tiles_m)
+    else:
+        store_pairs(acc, mX, row, rows, tiles_m)
+
+
+@cute.jit
+def store_pairs(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr):
+    """The same of any number of columns that is a multiple of 8, two at a time."""
+    values = cute.make_rmem_tensor(cute.size(acc), mX.element_type)
+    values.store(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))).load().to(mX.element_type))
+    words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, columns / 8)
+    for r in range_constexpr(2 * tiles_m):
+        at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * 2
+        for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
+            word = cute.make_rmem_tensor(1, Int32)
+            word[0] = words[r + 2 * tiles_m * i]
+            if row + 8 * r < rows:
+                place = make_ptr(Int32, at + i * 16, AddressSpace.gmem, assumed_align=4)
+                cute.autovec_copy(word, cute.make_tensor(place, cute.make_layout(1)))

@@ -1,0 +1,89 @@
+"""Autograd of attention: eager calls whose q, k or v require a gradient.
+
+Saved are q, k, v, the output and each row's LSE, nothing quadratic; backward computes the scores again. CPU tensors run
+the torch reference of the same formulas.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import eager, reference
+from .backward.eager import Terms, backward
+from .masks.mask_mods import window_bounds
+from .plan import has_kernel
+
+
+class Attention(torch.autograd.Function):
+    """attention and block_sparse_attention with LSE, differentiable once in q, k and v."""
+
+    @staticmethod
+    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k):
+        more = {} if cu_q is None and cu_k is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        masks = () if mask is None else (mask,)
+        out, lse = run(q, k, v, *masks, **options, **more, return_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+        ctx.call = options, mask
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        options, mask = ctx.call
+        gradients = gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **options)
+        needed = ctx.needs_input_grad[3:6]
+        return None, None, None, *(g if n else None for g, n in zip(gradients, needed, strict=True)), None, None
+
+
+def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of eager.attention or eager.block_sparse_attention with these options, with gradients."""
+    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k)
+
+
+def gradients_of(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dout,
+    dlse,
+    cu_q,
+    cu_k,
+    mask,
+    *,
+    causal=False,
+    window=None,
+    softcap=None,
+    scale=None,
+    deterministic=None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors."""
+    if dout is None:
+        dout = torch.zeros_like(out) if dlse is not None else None
+    if dout is None:
+        return tuple(torch.zeros_like(t) for t in (q, k, v))
+    if not has_kernel(q):
+        return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
+    if mask is not None:
+        mask = eager.as_block_mask(q, k, mask)
+    terms = Terms(window_bounds(window, causal), softcap, scale, in_one_order(deterministic))
+    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal)
+
+
+def in_one_order(deterministic: bool | None) -> bool:
+    """`deterministic`, or where it is None what torch asks of all ops."""
+    if deterministic is not None:
+        return deterministic
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale) -> tuple:
+    terms = {"bounds": window_bounds(window, causal), "softcap": softcap, "scale": scale}
+    tensors = q, k, v, out, lse, dout, dlse
+    if cu_q is not None:
+        return reference.gradients_packed(*tensors, cu_q, cu_k, **terms)
+    block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
+    return reference.gradients(*tensors, **terms, block_mask=block_mask)

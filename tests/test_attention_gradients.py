@@ -1,0 +1,325 @@
+"""Gradients of attention: the reference's by gradcheck, the kernels' on the emulator and on a GPU, against fp64."""
+
+import contextlib
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+
+import cute_kernels
+from attention import BlockMask, attention, block_sparse_attention
+from attention.masks.mask_mods import SameDocument
+
+from .attention_parts import FP16, FP64, packed, qkv
+from .emulator.emulate import COMPILER
+from .emulator.ops import on_emulator
+from .reference import assert_as_good_as_torch, normal, poisoned_empty, seed
+
+MACHINES = [
+    *(pytest.param(("emulator", path), marks=getattr(pytest.mark, path)) for path in ("sm_80", "sm_90")),
+    *(pytest.param(("cuda", path), marks=[pytest.mark.gpu, getattr(pytest.mark, path)]) for path in ("sm_80", "sm_90")),
+]
+
+
+def documents(device):
+    ids = torch.arange(300, device=device, dtype=torch.int32) * 7 % 300 // 75
+    return BlockMask.from_mask_mod(SameDocument(ids, ids, False), (300, 300), (128, 128), device=device)
+
+
+def blocks(sides, lengths, heads=1, device="cpu", **options):
+    rows, cols = (-(-n // side) for n, side in zip(lengths, sides, strict=True))
+    table = torch.rand(heads, rows, cols) < 0.6
+    table[:, 0] = False  # rows that see nothing
+    return BlockMask.from_blocks(table.to(device), sides, lengths=lengths, **options)
+
+
+def by_head(b, h, q, kv):
+    return (q - kv).abs() < 40 * (h + 1)
+
+
+# name -> a function of the device: (q, k, v, options of the call)
+CASES = {
+    "one tile": lambda d: (*qkv(64, 128, 128, B=1, H=1, heads=1, device=d), {}),
+    "tails": lambda d: (*qkv(130, 150, 128, B=2, H=2, heads=1, device=d), {}),
+    "causal, more columns": lambda d: (*qkv(100, 300, 128, B=1, device=d), {"causal": True}),
+    "causal, more rows": lambda d: (*qkv(300, 100, 64, B=1, device=d), {"causal": True}),
+    "window": lambda d: (*qkv(300, 310, 64, B=1, device=d), {"window": (40, 20)}),
+    "left bound, cap": lambda d: (*qkv(300, 310, 128, B=1, H=2, device=d), {"window": (100, None), "softcap": 2.0}),
+    "fp16": lambda d: (*qkv(130, 200, 64, B=1, H=2, dtype=FP16, device=d), {"causal": True, "scale": 0.3}),
+    "96": lambda d: (*qkv(200, 300, 96, B=1, H=2, device=d), {"softcap": 2.0}),
+    "64 and 128": lambda d: (*qkv(200, 200, 64, 128, B=1, H=2, heads=1, device=d), {"causal": True}),
+    "128 and 64": lambda d: (*qkv(200, 200, 128, 64, B=1, H=2, heads=1, device=d), {}),
+    "192 and 128": lambda d: (*qkv(150, 100, 192, 128, B=1, H=2, heads=1, device=d), {"causal": True}),
+    "256": lambda d: (*qkv(100, 150, 256, B=1, H=1, heads=1, device=d), {"causal": True}),
+    "blocks": lambda d: (
+        *qkv(500, 600, 128, B=1, H=2, device=d),
+        {"block_mask": blocks((128, 128), (500, 600), heads=2, device=d)},
+    ),
+    "blocks, causal": lambda d: (
+        *qkv(300, 300, 64, B=2, H=2, device=d),
+        {"block_mask": blocks((64, 64), (300, 300), device=d), "causal": True},
+    ),
+    "narrow blocks, 128": lambda d: (
+        *qkv(200, 300, 128, B=1, H=2, heads=1, device=d),
+        {"block_mask": blocks((128, 64), (200, 300), device=d), "softcap": 3.0},
+    ),
+    "mask_mod": lambda d: (
+        *qkv(300, 300, 64, B=1, H=2, device=d),
+        {"block_mask": BlockMask.from_mask_mod(by_head, (300, 300), (128, 128), heads=2, device=d)},
+    ),
+    "mask_mod of tensors": lambda d: (*qkv(300, 300, 128, B=1, device=d), {"block_mask": documents(d)}),
+}
+PACKED = {
+    "packed": ((60, 70, 0, 130), (100, 70, 5, 130), 128, {}),
+    "packed, causal": ((60, 70, 1, 130), (60, 70, 0, 130), 64, {"causal": True}),
+    "packed, window": ((60, 170, 130), (60, 270, 3), 96, {"window": (30, 10), "softcap": 2.0}),
+}
+
+
+# Each costs some seconds of compiling. What sm_90 has no kernel for takes the sm_80 path's there, too.
+NOT_EMULATED = {
+    "sm_90": ("192 and 128", "256", "narrow blocks, 128", "causal, more columns"),
+    "sm_80": ("one tile", "causal, more columns", "window", "64 and 128", "128 and 64", "mask_mod", "blocks, causal"),
+}
+
+
+@pytest.fixture(name="machine", params=MACHINES, ids=lambda p: " ".join(p))
+def machine_fixture(request):
+    """(the device of tensors, a context in which kernels of a path compute them, the path).
+
+    On the emulator that is backward alone: forward has tests of its own there, and the reference gives the same.
+    """
+    kind, path = request.param
+    if kind == "cuda":
+        return "cuda", lambda: cute_kernels.path(path), path
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    return "cpu", lambda: on_emulator("sm_90", sms=4, path=path), path
+
+
+class Rounded(torch.autograd.Function):
+    """To a dtype and back, forward or backward."""
+
+    @staticmethod
+    def forward(ctx, t, forward, backward):
+        ctx.backward_dtype = backward
+        return t if forward is None else t.to(forward).to(t.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g if ctx.backward_dtype is None else g.to(ctx.backward_dtype).to(g.dtype), None, None
+
+
+def plainly(q, k, v, seen, softcap=None, scale=None, rounded=None):
+    """(out, lse) of (B, H, S, D); `rounded` is the dtype that P and dS have in the products of a kernel."""
+    group = q.shape[1] // k.shape[1]
+    s = q @ k.repeat_interleave(group, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = Rounded.apply(s, None, rounded)
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~seen, -torch.inf)
+    empty = ~seen.any(-1)
+    lse = s.masked_fill(empty[..., None], 0.0).logsumexp(-1)
+    p = (s - lse[..., None]).exp()
+    return Rounded.apply(p, rounded, None) @ v.repeat_interleave(group, 1), lse, empty
+
+
+def gradients_plainly(q, k, v, seen, dout, dlse, dtype, rounded=None, **terms):
+    inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    out, lse, empty = plainly(*inputs, seen.expand(*q.shape[:3], k.shape[2]), rounded=rounded, **terms)
+    total = (out * dout.to(dtype)).sum()
+    if dlse is not None:
+        total = total + (lse * dlse.to(dtype)).masked_fill(empty.expand_as(lse), 0.0).sum()
+    return torch.autograd.grad(total, inputs)
+
+
+def band(rows, cols, window=None, causal=False):
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    away = torch.arange(cols) - torch.arange(rows)[:, None] - (cols - rows)
+    seen = torch.ones(rows, cols, dtype=torch.bool)
+    seen &= away >= -left if left is not None else seen
+    return seen & (away <= right) if right is not None else seen
+
+
+def check(got, q, k, v, seen, dout, dlse, **terms):
+    """Against fp64, by what rounding P, dS and the results to the operands' dtype costs torch."""
+    q, k, v, dout, seen = (t.cpu() for t in (q, k, v, dout, seen))
+    dlse = None if dlse is None else dlse.cpu()
+    exact = gradients_plainly(q, k, v, seen, dout, dlse, FP64, **terms)
+    theirs = gradients_plainly(q, k, v, seen, dout, dlse, torch.float32, q.dtype, **terms)
+    for name, mine, true, other in zip("qkv", got, exact, theirs, strict=True):
+        assert mine.dtype == q.dtype, name
+        assert_as_good_as_torch(mine.cpu(), true, other.to(q.dtype), k=max(q.shape[2], k.shape[2]))
+
+
+@pytest.mark.parametrize("of_lse", [False, True], ids=["", "and of LSE"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_as_exact_as_torchs(machine, name, of_lse):
+    if of_lse and name not in ("tails", "left bound, cap", "blocks"):
+        pytest.skip("the gradient of LSE is a term of delta, whatever the rest is")
+    device, computed, path = machine
+    if device == "cpu" and name in NOT_EMULATED[path]:
+        pytest.skip("a kernel that is emulated on the other path, or with other terms")
+    seed(name)
+    *tensors, options = CASES[name](device)
+    q, k, v = (t.requires_grad_() for t in tensors)
+    dout = normal(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
+    mask = options.get("block_mask")
+    call = attention if mask is None else block_sparse_attention
+    with contextlib.nullcontext() if device == "cpu" else computed(), poisoned_empty():
+        out, lse = call(q, k, v, **options, return_lse=True)
+    dlse = torch.randn_like(lse) if of_lse else None
+    outputs, given = ([out, lse], [dout, dlse]) if of_lse else ([out], [dout])
+    with computed(), poisoned_empty():
+        got = torch.autograd.grad(outputs, (q, k, v), given)
+    terms = {key: options[key] for key in ("softcap", "scale") if key in options}
+    seen = band(q.shape[2], k.shape[2], options.get("window"), options.get("causal", False))
+    if mask is not None:
+        seen = seen & mask.to_dense(*q.shape[:2]).cpu()
+    check(got, q, k, v, seen[None, None] if seen.dim() == 2 else seen, dout, dlse, **terms)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_gradients_of_packed_sequences(machine, name):
+    """Each sequence's are its own, and rows after the last one have none, whatever they hold."""
+    device, computed, path = machine
+    if device == "cpu" and path == "sm_80" and name == "packed":
+        pytest.skip("the others are packed, too")
+    seed(name)
+    rows, cols, dim, options = PACKED[name]
+    call = packed(rows, cols, 4, 2, dim, device=device, more=(9, 11))
+    cu_q, cu_k = call.pop("cu_seqlens_q"), call.pop("cu_seqlens_k")
+    q, k, v = call.values()
+    dout = normal(*q.shape, device=device)
+    for t, total in ((q, sum(rows)), (dout, sum(rows)), (k, sum(cols)), (v, sum(cols))):
+        t[total:] = torch.nan
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    with contextlib.nullcontext() if device == "cpu" else computed(), poisoned_empty():
+        out = attention(q, k, v, **options, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    with computed(), poisoned_empty():
+        got = torch.autograd.grad(out, (q, k, v), dout)
+    for g, total in zip(got, (sum(rows), sum(cols), sum(cols)), strict=True):
+        assert not g[total:].any()
+    terms = {key: options[key] for key in ("softcap", "scale") if key in options}
+    for i in range(len(rows)):
+        a, b, c, d = (int(x) for cu in (cu_q, cu_k) for x in cu[i : i + 2])
+        if b == a or d == c:
+            assert not got[0][a:b].any() and not got[1][c:d].any() and not got[2][c:d].any()
+            continue
+        parts = [t.detach()[s].transpose(0, 1)[None] for t, s in ((q, slice(a, b)), (k, slice(c, d)), (v, slice(c, d)))]
+        mine = [g[s].transpose(0, 1)[None] for g, s in zip(got, (slice(a, b), slice(c, d), slice(c, d)), strict=True)]
+        seen = band(b - a, d - c, options.get("window"), options.get("causal", False))[None, None]
+        check(mine, *parts, seen, dout[a:b].transpose(0, 1)[None], None, **terms)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (3, 2), "softcap": 2.0}, {"causal": True, "scale": 0.3}], ids=str
+)
+def test_the_references_gradients_are_the_functions(options):
+    q, k, v = (t.requires_grad_() for t in qkv(9, 13, 8, 6, dtype=FP64))
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, **options, return_lse=True), (q, k, v))
+
+
+def test_the_references_gradients_of_packed_sequences_and_of_blocks():
+    call = packed((5, 0, 13), (7, 2, 11), 4, 2, 8, 6, more=(2, 2))
+    q, k, v = (call.pop(name).double().requires_grad_() for name in "qkv")
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, **call, causal=True), (q, k, v))
+    mask = blocks((64, 64), (70, 80))
+    q, k, v = (t.requires_grad_() for t in qkv(70, 80, 4, dtype=FP64, B=1))
+    assert torch.autograd.gradcheck(lambda *t: block_sparse_attention(*t, mask, causal=True), (q, k, v), fast_mode=True)
+
+
+def test_gradients_are_torchs():
+    q, k, v = (t.requires_grad_() for t in qkv(40, 40, 16, dtype=FP64))
+    out = nnf.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    want = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    got = torch.autograd.grad(attention(q, k, v, causal=True).sin().sum(), (q, k, v))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_only_what_is_asked_for_has_a_gradient():
+    q, k, v = qkv(40, 40, 16, dtype=FP64)
+    attention(q, k.requires_grad_(), v, causal=True).sum().backward()
+    assert q.grad is None and v.grad is None and k.grad.shape == k.shape
+    _, lse = attention(q, k, v.requires_grad_(), return_lse=True)
+    assert torch.autograd.grad(lse.sum(), (k, v))[1].eq(0).all()
+
+
+def test_no_gradient_where_there_is_nothing_to_see():
+    q, k, v = (t.requires_grad_() for t in (*qkv(5, 0, 16, dtype=FP64),))
+    for g in torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)):
+        assert not g.any()
+
+
+@pytest.mark.parametrize("name", ["attention", "block mask", "FlexAttention's mask"])
+def test_gradients_under_torch_compile(name):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = (t.requires_grad_() for t in qkv(130, 140, 16, dtype=torch.float32))
+    if name == "attention":
+
+        def call(q, k, v):
+            return attention(q, k, v, causal=True, softcap=3.0)
+    else:
+        mask = blocks((128, 128), (130, 140))
+        if name != "block mask":
+            mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 130, 140, device="cpu")
+
+        def call(q, k, v):
+            return block_sparse_attention(q, k, v, mask)
+
+    with contextlib.closing(torch._dynamo) if hasattr(torch._dynamo, "close") else contextlib.nullcontext():
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        got = torch.autograd.grad(compiled(q, k, v).sin().sum(), (q, k, v))
+    want = torch.autograd.grad(call(q, k, v).sin().sum(), (q, k, v))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_registered_op_without_lse_has_gradients():
+    q, k, v = (t.requires_grad_() for t in qkv(20, 30, 16, dtype=FP64))
+    out, _ = torch.ops.attention.attention(q, k, v, True)
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    for a, b in zip(got, torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_has_no_gradient_says_so():
+    q, k, v = (t.requires_grad_() for t in qkv(4, 16, 16, dtype=FP64))
+    lengths = torch.tensor([16, 7], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="seqlens_k or block_table.*cu_seqlens"):
+        attention(q, k, v, seqlens_k=lengths)
+    with pytest.raises(RuntimeError, match="out=.*requires a gradient|requires one"):
+        attention(q, k, v, out=torch.empty_like(q))
+    with pytest.raises(RuntimeError, match="torch.func"):
+        torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+    (first,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.sm_90
+def test_the_gradient_of_q_has_one_order_on_request():
+    """On an emulator whose warps and copies come in another order each time."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    mask = blocks((128, 128), (300, 500), heads=2)
+    for call, terms in ((attention, {"window": (150, 20)}), (block_sparse_attention, {"block_mask": mask})):
+        q, k, v = (t.requires_grad_() for t in qkv(300, 500, 64, B=1, H=2, heads=1))
+        out = call(q, k, v, **terms, deterministic=True)
+        found = []
+        for chance in (1, 77):
+            with on_emulator("sm_90", sms=3, seed=chance), poisoned_empty():
+                found.append(torch.autograd.grad(out.sum(), q, retain_graph=True)[0])
+        assert torch.equal(*found)
+
+
+def test_one_order_is_refused_where_no_kernel_has_it():
+    q, k, v = (t.requires_grad_() for t in qkv(64, 64, 64, B=1))
+    out = attention(q, k, v, deterministic=True)
+    with on_emulator("sm_80"), pytest.raises(RuntimeError, match="sm_90 path alone.*deterministic=False"):
+        out.sum().backward()
+    with pytest.raises(TypeError, match="deterministic must be True, False or None"):
+        attention(q, k, v, deterministic=1)
