@@ -156,7 +156,7 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
 
 
 def plan_block_sparse(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, deterministic=None
 ) -> FlashPlan:
     """Check a call's arguments and choose its kernel, without launching it."""
     mask = as_block_mask(q, k, block_mask)

@@ -53,6 +53,11 @@ def check_scale(op: str, scale, softcap) -> None:
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
 
 
+def check_deterministic(op: str, deterministic) -> None:
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
+
+
 def check_head_dims(op: str, q, v) -> None:
     """Head dimensions that the kernels have."""
     for name, tensor in (("q", q), ("v", v)):

@@ -88,7 +88,6 @@ template <class T> Step move(Warp& w, const Ins& i, u32 m) {
     }
     bool split = nd > 1;
     int parts = split ? nd : ns, wide = split ? nd : 0, narrow = split ? 0 : 1;
-    std::vector<u8> copy;  // a vector's element may be the register itself
     switch (sizeof(T) / parts) {
         case 4: part(u32(), wide, narrow, parts, split); break;
         case 2: part(u16(), wide, narrow, parts, split); break;

@@ -35,13 +35,12 @@ void Program::set_constant(int index, u64 value) {
 
 static void read_instruction(std::istringstream& in, Program& p) {
     Ins i;
-    int n, together = 0, moves = 0;
-    in >> i.name >> i.line >> i.guard >> i.negated >> i.dests >> i.target >> together >> moves;
+    int n;
+    in >> i.name >> i.line >> i.guard >> i.negated >> i.dests >> i.target >> i.moves;
     auto found = table().find(i.name);
     if (found == table().end()) fail("not emulated: ", i.name, " (PTX line ", i.line, ": ", p.lines[i.line - 1], ")");
     i.run = found->second.run;
     i.together = found->second.together;
-    i.moves = moves;
     i.is_wgmma = i.name.rfind("wgmma", 0) == 0;
     p.has_wgmma = p.has_wgmma || i.is_wgmma;
     for (in >> n; n > 0; n--) {

@@ -96,6 +96,7 @@ void Machine::run_warp(Warp& w, int budget) {
         u32 ready = w.live & ~w.blocked, first = ~0u, group = 0;
         if (!ready) break;
         EACH_LANE(l, ready) first = std::min(first, w.pc[l]);
+        if (chance(3)) EACH_LANE(l, ready & u32(random() >> 8)) first = w.pc[l];  // lanes that parted may go on in any order
         EACH_LANE(l, w.live) if (w.pc[l] == first) group |= 1u << l;
         if (first >= program->code.size()) fail("the program ends without a ret");
         // All lanes together run on without another look, until they branch apart.

@@ -288,7 +288,7 @@ def program(text: str) -> str:
         out += [f"special {name} {offset}" for name, offset in kernel.special.items()]
         out += [f"constant {value} {param}" for value, param in kernel.constants]
         for i in kernel.code:
-            parts = [i["name"], i["line"], i["guard"], i["negated"], i["dests"], i["target"], 0, i["moves"]]
+            parts = [i["name"], i["line"], i["guard"], i["negated"], i["dests"], i["target"], i["moves"]]
             parts += [len(i["ops"])] + [x for op in i["ops"] for x in op]
             parts += [len(i["groups"]), *i["groups"], len(i["offsets"]), *i["offsets"]]
             out.append("ins " + " ".join(map(str, parts)))
