@@ -126,6 +126,10 @@ class Mask(FlexBlockMask):
         return self.batch, 1, *self.lengths
 
     @property
+    def ndim(self) -> int:
+        return 4
+
+    @property
     def device(self) -> torch.device:
         return self.mask_device
 
