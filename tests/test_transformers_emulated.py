@@ -76,9 +76,7 @@ def test_masks_of_scaled_dot_product_attention(path):
     mask[:, :, 3] = False
     with on_emulator("sm_90", sms=4, path=path):
         found = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(t.double() for t in (q, k, v)), mask, enable_gqa=True
-    )
+    expected = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), mask, enable_gqa=True)
     torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
 
 
