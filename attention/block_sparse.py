@@ -22,6 +22,7 @@ from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, launch, without_kernel
+from .sinks import plan_with_sinks
 
 OP = "block_sparse_attention"
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
@@ -156,9 +157,13 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
 
 
 def plan_block_sparse(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, deterministic=None
-) -> FlashPlan:
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
+    deterministic=None,
+) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    if sinks is not None:
+        options = {"causal": causal, "softcap": softcap, "scale": scale, "out": out}
+        return plan_with_sinks(OP, partial(plan_block_sparse, q, k, v, block_mask, **options), sinks, q)
     mask = as_block_mask(q, k, block_mask)
     checks.check_qkv(OP, q, k, v)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])

@@ -17,6 +17,7 @@ from .decode import choose as decode
 from .masks.mask_mods import window_bounds
 from .packed import attention_packed, plan_packed
 from .plan import FlashPlan, launch, without_kernel
+from .sinks import plan_with_sinks
 
 _PLANS = PlanCache(operands=3)
 
@@ -75,9 +76,14 @@ def block_sparse_attention(
 
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, deterministic=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    if sinks is not None:
+        without = partial(plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, out=out,
+                          cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
+                          block_table=block_table, deterministic=deterministic)  # fmt: skip
+        return plan_with_sinks("attention", without, sinks, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}

@@ -4,6 +4,7 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sparse_collective import BsrMatrix
 from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
+from .sinks import with_sinks
 
 Window = Sequence[int | None] | None  # (left, right)
 
@@ -36,6 +38,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
@@ -64,6 +67,8 @@ def attention(
             entries give wrong results, but no access outside of the tensors. They may change between the replays of a
             CUDA graph.
 
+        sinks: (H,) floating-point, a logit for each head that takes part in the softmax and has no value, as gpt-oss's
+            models learn them; lse has it, too. Costs one more pass over out.
         deterministic: whether q's gradient has the same bits on every run, as all else has in any case. None: what
             torch.use_deterministic_algorithms says. The sm_80 path has no such kernel yet, and backward raises there.
 
@@ -89,6 +94,13 @@ def attention(
         RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or the GPU is older than
             sm_80.
     """
+    if sinks is not None:
+        run = partial(
+            attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=True, out=out,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
+            deterministic=deterministic,
+        )  # fmt: skip
+        return with_sinks("attention", run, sinks, q, return_lse, out)
     run = eager.attention
     checks.check_deterministic("attention", deterministic)
     if is_compiling():
@@ -118,12 +130,13 @@ def block_sparse_attention(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out, deterministic: see attention.
+        q, k, v, softcap, scale, return_lse, out, sinks, deterministic: see attention.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -150,6 +163,10 @@ def block_sparse_attention(
     are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
+    if sinks is not None:
+        options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
+        run = partial(block_sparse_attention, q, k, v, block_mask, **options, return_lse=True, out=out)
+        return with_sinks("block_sparse_attention", run, sinks, q, return_lse, out)
     run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
     if is_compiling():
