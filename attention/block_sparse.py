@@ -118,6 +118,8 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
         return kept.of_flex(block_mask)
     if isinstance(block_mask, BsrMatrix):
         return kept.of_bsr(block_mask)
+    if isinstance(block_mask, kept.ElementTensor):
+        return kept.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, torch.Tensor):
         if block_mask.layout is torch.sparse_bsr:
             return kept.of_torch_bsr(block_mask)
@@ -154,7 +156,7 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
 
 
 def plan_block_sparse(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, deterministic=None
 ) -> FlashPlan:
     """Check a call's arguments and choose its kernel, without launching it."""
     mask = as_block_mask(q, k, block_mask)

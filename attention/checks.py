@@ -9,6 +9,10 @@ from .forward.choose import HEAD_DIMS
 from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
+NO_CACHE = (
+    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
+    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
+)
 
 
 def check_qkv(op: str, q, k, v) -> None:
@@ -47,6 +51,11 @@ def check_scale(op: str, scale, softcap) -> None:
         checks.check_scalar(op, name, value)
         if not 0 < value < float("inf"):
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
+
+
+def check_deterministic(op: str, deterministic) -> None:
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
 
 
 def check_head_dims(op: str, q, v) -> None:

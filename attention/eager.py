@@ -23,9 +23,9 @@ _PLANS = PlanCache(operands=3)
 
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, deterministic=None,
 ):  # fmt: skip
-    """See ops.attention."""
+    """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
         window = tuple(window)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
@@ -58,8 +58,10 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None):
-    """See ops.block_sparse_attention."""
+def block_sparse_attention(
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, deterministic=None
+):
+    """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
     if planning.has_kernel(q):
         out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out)
@@ -73,7 +75,7 @@ def block_sparse_attention(q, k, v, block_mask, *, causal=False, softcap=None, s
 
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, deterministic=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if cu_seqlens_q is not None or cu_seqlens_k is not None:

@@ -43,7 +43,22 @@ def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> t
 
 
 def gradients_of(
-    q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window=None, softcap=None, scale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dout,
+    dlse,
+    cu_q,
+    cu_k,
+    mask,
+    *,
+    causal=False,
+    window=None,
+    softcap=None,
+    scale=None,
+    deterministic=None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors."""
     if dout is None:
@@ -54,8 +69,15 @@ def gradients_of(
         return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
-    terms = Terms(window_bounds(window, causal), softcap, scale)
+    terms = Terms(window_bounds(window, causal), softcap, scale, in_one_order(deterministic))
     return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal)
+
+
+def in_one_order(deterministic: bool | None) -> bool:
+    """`deterministic`, or where it is None what torch asks of all ops."""
+    if deterministic is not None:
+        return deterministic
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale) -> tuple:

@@ -14,14 +14,10 @@ from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from sparse_collective import BsrMatrix
 
-from . import block_sparse, eager
+from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
 
-NO_CACHE = (
-    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
-    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
-)
 Window = Sequence[int | None] | None  # (left, right)
 
 
@@ -40,6 +36,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
@@ -67,6 +64,9 @@ def attention(
             entries give wrong results, but no access outside of the tensors. They may change between the replays of a
             CUDA graph.
 
+        deterministic: whether q's gradient has the same bits on every run, as all else has in any case. None: what
+            torch.use_deterministic_algorithms says. The sm_80 path has no such kernel yet, and backward raises there.
+
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.
 
@@ -77,7 +77,8 @@ def attention(
         which belong to no sequence, see no column.
 
     Differentiable once in q, k and v, by out and by lse. Saved for that are q, k, v, out and lse, nothing quadratic.
-    The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU.
+    The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU,
+    unless `deterministic`.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
@@ -89,17 +90,20 @@ def attention(
             sm_80.
     """
     run = eager.attention
+    checks.check_deterministic("attention", deterministic)
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
         if seqlens_k is not None or block_table is not None:
-            raise RuntimeError(NO_CACHE)
+            raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        options["deterministic"] = deterministic
         found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
         return found if return_lse else found[0]
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
+        deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -114,11 +118,12 @@ def block_sparse_attention(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out: see attention.
+        q, k, v, softcap, scale, return_lse, out, deterministic: see attention.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -146,13 +151,15 @@ def block_sparse_attention(
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
     run = eager.block_sparse_attention
+    checks.check_deterministic("block_sparse_attention", deterministic)
     if is_compiling():
         from .torch_op import traced_block_sparse as run
     elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
-        options = {"causal": causal, "softcap": softcap, "scale": scale}
+        options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
         found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options)
         return found if return_lse else found[0]
-    return run(q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale, return_lse=return_lse, out=out)
+    terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
+    return run(q, k, v, block_mask, **terms, deterministic=deterministic)
 
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:

@@ -15,20 +15,23 @@ from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import eager, gradients
+from .checks import NO_CACHE
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
-from .ops import NO_CACHE
 
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None"
+    "Tensor? block_table=None, bool? deterministic=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
 )
-BLOCK_SPARSE = 'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists"'
+BLOCK_SPARSE = (
+    'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
+    "bool? deterministic=None"
+)
 
 
 def _run_attention(q, k, v, *, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
@@ -55,14 +58,17 @@ def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Ten
 BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
-def _run_attention_backward(dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k):
+def _run_attention_backward(
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic
+):
     options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
+    options["deterministic"] = deterministic
     return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options)
 
 
 def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms):
-    *mask, causal, softcap, scale, form = mask_and_terms
-    options = {"causal": causal, "softcap": softcap, "scale": scale}
+    *mask, causal, softcap, scale, form, deterministic = mask_and_terms
+    options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
     return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, _block_mask(*mask, form), **options)
 
 
@@ -80,12 +86,12 @@ _register_backward(
     "attention::attention_backward",
     _run_attention_backward,
     "bool causal, SymInt? left, SymInt? right, float? softcap, float? scale, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k",
+    "Tensor? cu_seqlens_k, bool? deterministic",
 )
 _register_backward(
     "attention::block_sparse_attention_backward",
     _run_block_sparse_backward,
-    f"{MASK}, bool causal, float? softcap, float? scale, str form",
+    f"{MASK}, bool causal, float? softcap, float? scale, str form, bool? deterministic",
 )
 
 
@@ -96,11 +102,12 @@ def _save(ctx, inputs, output, tensors: tuple) -> None:
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table = inputs[3:]
+    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic = inputs[3:]
     if seqlens_k is not None or block_table is not None:
         raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (cu_q, cu_k))
     ctx.terms = causal, left, right, softcap, scale
+    ctx.deterministic = deterministic
 
 
 def _attention_gradients(ctx, dout, dlse):
@@ -108,15 +115,18 @@ def _attention_gradients(ctx, dout, dlse):
     if lse.numel() == 0:  # the op was called without it
         out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k)
         dlse = None
-    found = torch.ops.attention.attention_backward(dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k)
+    found = torch.ops.attention.attention_backward(
+        dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k, ctx.deterministic
+    )
     return *found, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def _block_sparse_context(ctx, inputs, output) -> None:
-    lists, lengths, blocksize, mask_mod, numbers, tensors, causal, softcap, scale, _, form = inputs[3:]
+    lists, lengths, blocksize, mask_mod, numbers, tensors, causal, softcap, scale, _, form, deterministic = inputs[3:]
     _save(ctx, inputs, output, (*lists, *tensors))
     ctx.mask = len(lists), lengths, blocksize, mask_mod, numbers
     ctx.terms = causal, softcap, scale, form
+    ctx.deterministic = deterministic
 
 
 def _block_sparse_gradients(ctx, dout, dlse):
@@ -127,7 +137,9 @@ def _block_sparse_gradients(ctx, dout, dlse):
         *terms, form = ctx.terms
         out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form)
         dlse = None
-    found = torch.ops.attention.block_sparse_attention_backward(dout, dlse, q, k, v, out, lse, *mask, *ctx.terms)
+    found = torch.ops.attention.block_sparse_attention_backward(
+        dout, dlse, q, k, v, out, lse, *mask, *ctx.terms, ctx.deterministic
+    )
     nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:])
     return *found, *nothing  # a list for each list of tensors
 
@@ -141,24 +153,25 @@ register(BLOCK_SPARSE_OP, INPUTS, BLOCK_SPARSE, _run_block_sparse, _fake_block_s
 
 
 def traced_attention(
-    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
-):
+    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
+    deterministic,
+):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
     with_lse = return_lse or out is None and watched(q, k, v)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic
     result = call(ATTENTION_OP, (q, k, v), out, terms)
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out):
+def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     with_lse = return_lse or out is None and watched(q, k, v)
-    terms = causal, _float(softcap), _float(scale), with_lse, form
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic
     result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
     return result if return_lse else result[0]
 
@@ -167,7 +180,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     """A mask as arguments of a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
 
     (tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists" of a
-    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks".
+    BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool "blocks" or
+    "elements".
     """
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written(block_mask.mask_mod)
@@ -182,6 +196,8 @@ def crossing(block_mask) -> tuple[tuple, str]:
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return (indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []), "bsr"
+    if isinstance(block_mask, kept.ElementTensor):
+        return ([block_mask.seen], [], [], None, [], []), "elements"
     if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
         return ([block_mask], [], [], None, [], []), "blocks"
     raise TypeError(
@@ -221,6 +237,8 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
     """
     if form == "blocks":
         return lists[0]
+    if form == "elements":
+        return kept.ElementTensor(lists[0])
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .arch import ARCHS, MMA_K, arch_named
+from .arch import ARCHS, MMA_M, arch_named
 from .dtypes import NAMES, OPERANDS
 from .report import print_report, row_of
 from .runtime import keys, record
@@ -69,8 +69,8 @@ def block_shape(text: str) -> tuple[int, int]:
     """ "128x64" -> (128, 64)"""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     sides = tuple(int(side) for side in match.groups()) if match else (0, 0)
-    if not all(sides) or any(side % MMA_K for side in sides):
-        raise ValueError(f"{text!r} is no block shape: write rows x columns in multiples of {MMA_K}, as in 128x64")
+    if not all(sides) or any(side % MMA_M for side in sides):
+        raise ValueError(f"{text!r} is no block shape: write rows x columns in multiples of {MMA_M}, as in 128x64")
     return sides
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MMA_K = 16  # the K extent of one tensor-core step on 16-bit operands, on sm_80 and sm_90 alike
+MMA_M = 16  # rows of one step of mma.sync; the sides of stored blocks are multiples of it
 
 
 @dataclass(frozen=True)

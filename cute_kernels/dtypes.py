@@ -19,6 +19,7 @@ def cutlass_dtype(name: str):
     import cutlass
 
     return {
+        "float8_e4m3fn": cutlass.Float8E4M3FN,
         "bfloat16": cutlass.BFloat16,
         "float16": cutlass.Float16,
         "float32": cutlass.Float32,

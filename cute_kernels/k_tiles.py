@@ -29,8 +29,9 @@ extents, and so do the cp.async predicates: a tile that hangs over the edge of a
 neighbour and writes nothing into it.
 
 Two compile-time facts go with a source (config.GemmFacts). `k_blocks` gives, for each K-tile of one period, how many
-16-wide MMA steps it holds, so that a block 112 wide is a K-tile of 64 (4 steps) and one of 48 (3 steps), and no step
-is spent on padding. `clips_k` says that a K-tile's steps may reach past the extent of mode K and read zeros there.
+MMA steps it holds, of 32 bytes each, so that a block of 112 16-bit columns is a K-tile of 64 (4 steps) and one of 48
+(3 steps), and no step is spent on padding. `clips_k` says that a K-tile's steps may reach past the extent of mode K and
+read zeros there.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-VECTOR = 8  # elements: 16 bytes of a 16-bit type, what TMA's strides and the widest cp.async are made of
+from .tile.element import VECTOR_BYTES
 
 
 class Layout(NamedTuple):
@@ -26,7 +26,7 @@ def layout_of(shape, stride, address: int, itemsize: int) -> Layout:
     A mode of extent 1 may have any stride: it is never stepped along.
     """
     strides = [0 if n <= 1 else s for n, s in zip(shape, stride, strict=True)]
-    limit = VECTOR * 2 // itemsize
+    limit = VECTOR_BYTES // itemsize
     base = math.gcd(address // itemsize, limit) if address % itemsize == 0 else 1
     best = Layout("any", 1, 1)
     for name, mode in (("row", len(shape) - 1), ("col", len(shape) - 2)):

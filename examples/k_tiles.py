@@ -61,8 +61,8 @@ class Chessboard(Dense):
     def serves(self, block) -> bool:
         return False  # gemm must not choose it: it computes something else
 
-    def candidates(self, path, block, spec) -> list:
-        return [ChessboardConfig(**vars(config)) for config in super().candidates(path, block, spec)]
+    def candidates(self, path, block, spec, *element) -> list:
+        return [ChessboardConfig(**vars(config)) for config in super().candidates(path, block, spec, *element)]
 
     def unsupported(self, facts) -> str:
         if facts.config.cluster_m > 1 or facts.ranks != (2, 2, 2):

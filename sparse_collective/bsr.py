@@ -28,6 +28,7 @@ from . import checks as arguments
 from . import index_check
 from .conversions import Conversions, row_starts
 from .like_tensor import LikeTensor
+from .transposed.family import index_of
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -203,18 +204,7 @@ class BsrMatrix(Conversions, LikeTensor):
         """(crow_indices, col_indices, numbers) of the transpose, and a place for what kernels must know of it."""
         if self.check and self.device.type != "meta" and not torch.compiler.is_compiling():  # a graph's op checks
             self.check_indices()
-        row, col, dtype = self.row_of_block(), self.col_indices, self.col_indices.dtype
-        items, rows, cols = 1, self.n_block_rows, self.n_block_cols
-        if self.batch == "patterns":  # one matrix in which each item has rows and columns of its own
-            items = self.shape[0]
-            col = row.long() // max(rows, 1) * cols + col
-            row = row % max(rows, 1)
-        # Blocks lie in row order, so a stable sort by column leaves the rows of each column increasing.
-        col, order = col.sort(stable=True)
-        crow, row = row_starts(col, items * cols, dtype), row[order]
-        if self.batch == "patterns":  # an item's last number is the next one's first
-            crow = crow.as_strided((items, cols + 1), (cols, 1)).contiguous()
-        return crow, row, order.int(), Derived()
+        return *index_of(self.crow_indices, self.col_indices, self.n_block_cols), Derived()
 
     def _with_tensors(self, crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> BsrMatrix:
         """The same matrix in other tensors, which hold the same indices: what is known of the pattern stays known."""

@@ -7,6 +7,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
 from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.tile.element import BITS_16
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
@@ -51,7 +52,7 @@ def bsr_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     found += batches(family, spec, path)
     found += transposed_views(family, spec, path)
     if path != "sm_80":
-        for config in split_sm90(64, spec)[0]:
+        for config in split_sm90(BITS_16.rows[0], spec, BITS_16)[0]:
             found.append(linear(spec, path, config, (512, 112), epilogue=LINEAR))
             found.append(bsr(spec, path, config, (128, 128), ordered=True, index_dtype="int64"))
         for make in (bsr, linear):

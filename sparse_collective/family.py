@@ -11,6 +11,7 @@ from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
+from cute_kernels.tile.element import BITS_16, Element
 
 from . import catalogue
 from .candidates import bsr_sm80, bsr_sm90
@@ -71,8 +72,8 @@ class Bsr(BsrFamily):
     name = "bsr"
     config = GemmConfig
 
-    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[GemmConfig]:
-        return bsr_sm90(block, spec) if path == "sm_90" else bsr_sm80(block, spec)
+    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16) -> list[GemmConfig]:
+        return (bsr_sm90 if path == "sm_90" else bsr_sm80)(block, spec, element)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         return slowed_by_dram(problem, cost.cost(config, problem, sms, l2_bytes_per_clock))
@@ -118,7 +119,8 @@ def held_by_dram(problem: Problem) -> float:
     """
     if problem.extents.N > FEW_COLUMNS:
         return 0.0
-    share = {16: 0.22, 32: 0.55}.get(tile_k_of(problem.block), 0.8)
+    _, half, quarter = problem.element.rows
+    share = {quarter: 0.22, half: 0.55}.get(tile_k_of(problem.block, problem.element), 0.8)
     return cost.PIPELINE_FILL + values_bytes(problem) / (share * cost.DRAM_BYTES_PER_CLOCK)
 
 

@@ -11,7 +11,7 @@ import cute_kernels
 from attention import attention, block_sparse_attention
 from cute_kernels import explain
 
-from . import emulate_attention
+from . import emulate
 from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal, poisoned, poisoned_empty
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -30,9 +30,11 @@ ON_HOST = [
 def where_fixture(request, monkeypatch):
     """The device of the tensors: the CPU's reference runs, the host side of a GPU's calls, or kernels of each path."""
     kind, path = request.param
-    if kind == "emulated":
-        emulate_attention.install(monkeypatch)
-    with cute_kernels.path(path) if path else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if kind == "emulated":
+            stack.enter_context(emulate.without_gpu(request, monkeypatch))
+        if path:
+            stack.enter_context(cute_kernels.path(path))
         yield "cuda" if kind == "cuda" else "cpu"
 
 

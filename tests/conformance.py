@@ -112,10 +112,10 @@ class Kernels:
         """From here on, the ops choose among these kernels, or have this configuration alone."""
         for family in families(ProductFamily):
 
-            def listed(path, block, spec, family=family, found=family.candidates):
+            def listed(path, *given, family=family, found=family.candidates):
                 if (family, path) != (self.family, self.path):
                     return []
-                return [c for c in found(path, block, spec) if (c.split > 1) == self.split and config in (None, c)]
+                return [c for c in found(path, *given) if (c.split > 1) == self.split and config in (None, c)]
 
             monkeypatch.setattr(family, "candidates", listed)
         monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")

@@ -1,6 +1,7 @@
 """What all tests share: a kernel cache of their own, seeds, and which tests this machine can run."""
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import os
@@ -21,6 +22,8 @@ CACHE = "CUTE_KERNELS_CACHE_DIR"
 
 def pytest_addoption(parser):
     parser.addoption("--every-kernel", action="store_true", help="compile all of the catalogue, not a part of it")
+    text = "run kernels on the emulator where torch stands in their place (docs/notes/emulator.md)"
+    parser.addoption("--emulator", action="store_true", help=text)
     if importlib.util.find_spec("pytest_timeout") is None:  # its setting in pyproject.toml is no mistake then
         parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
 
@@ -72,18 +75,16 @@ def seeded(request):
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     """Where an op test runs: on the GPU; and on the CPU, with torch in the kernels' place (see emulate.py)."""
-    if request.param == "cuda":
-        return "cuda"
-    emulate.install(monkeypatch)
-    return "cpu"
+    with contextlib.nullcontext() if request.param == "cuda" else emulate.without_gpu(request, monkeypatch):
+        yield "cuda" if request.param == "cuda" else "cpu"
 
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request, monkeypatch):
     """`device`, and CPU tensors as users have them."""
-    if request.param == "emulated":
-        emulate.install(monkeypatch)
-    return "cuda" if request.param == "cuda" else "cpu"
+    emulated = request.param == "emulated"
+    with emulate.without_gpu(request, monkeypatch) if emulated else contextlib.nullcontext():
+        yield "cuda" if request.param == "cuda" else "cpu"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ insists on what the compiled one would insist on (ranks, contiguous modes, align
 same views, and uses of the epilogue what its facts say, no more.
 """
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -264,6 +265,19 @@ class Emulated:
 def numbers(coordinate) -> tuple:
     """The plain numbers of a coordinate."""
     return tuple(number(x) for x in coordinate)
+
+
+@contextlib.contextmanager
+def without_gpu(request, monkeypatch):
+    """A fixture's: `install`, or with pytest's option --emulator the kernels themselves, on the CPU."""
+    if request.config.getoption("--emulator"):
+        from .emulator.ops import on_emulator
+
+        with on_emulator("sm_90"):
+            yield
+    else:
+        install(monkeypatch)
+        yield
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:

@@ -21,7 +21,7 @@ from .conformance import DTYPES
 from .fuzz_products import placements
 from .guard_zones import Placement, Wrong, Zones
 from .mask_parts import elements
-from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal
+from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal, seed
 
 OPS = ("attention", "packed attention", "block_sparse_attention", "cached attention", "paged attention")
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (96, 64), (96, 192))
@@ -167,7 +167,7 @@ def band(case: Case, rows: int, cols: int, device) -> Tensor:
 def run(case: Case, device: str = "cpu") -> None:
     """Make the call; raise Wrong, or what the op raises."""
     f = case.family
-    torch.manual_seed(case.seed)
+    seed(case.seed)
     zones, dtype = Zones(device), DTYPES[f.dtype]
     terms = {"causal": f.causal, "softcap": f.softcap, "return_lse": f.lse}
     if f.window:

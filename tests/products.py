@@ -20,7 +20,7 @@ from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_mat
 
 from .cases import PATTERNS
 from .guard_zones import Placement, Wrong, Zones
-from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned, poisoned_empty
+from .reference import assert_as_good_as_torch, dense_of, exact_and_torch, normal, poisoned, poisoned_empty, seed
 from .sampled_products import sampled_truth
 
 OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear, sddmm)}
@@ -266,7 +266,7 @@ def make(case: Case, device: str = "cpu") -> Call:
     """The call of a case: operands in guarded memory, and the truth."""
     f, zones, drawn = case.signature, Zones(device), "cpu" if case.seed is None else device
     if case.seed is not None:
-        torch.manual_seed(case.seed)
+        seed(case.seed)
     places, majors = case.places or (None,) * 4, (*f.majors, False)
 
     def place(which: int, shape) -> Placement:

@@ -5,6 +5,7 @@ are compared too: a kernel that does nothing has no memory errors. Operands are 
 so that few kernels but ours run.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +16,11 @@ import torch
 import cute_kernels
 from attention import attention
 from cute_kernels.matmul import choose
+from sparse_collective.nn import BsrLinear, change_pattern_
 
 from . import reference
 from .calls import FP16, FP32, Case, attend, batched, dense, grouped, linear, matmul, paths
+from .nn_parts import near
 from .reference import poisoned
 
 DEVICE = "cuda"
@@ -57,6 +60,23 @@ def outgrown(path: str) -> None:
     test_outgrown.check(q, k, v, out.cpu(), lse.cpu(), torch.ones(130, 300, dtype=torch.bool))
 
 
+def changed(path: str) -> None:
+    """A layer whose pattern changes, by rows and among all of them, and the tables of the new one: as on the CPU."""
+    for even in (True, False):
+        ours = BsrLinear(112, 80, False, (16, 16), density=3 / 7, dtype=torch.bfloat16)
+        theirs = copy.deepcopy(ours).to(DEVICE)
+        scores = {"grow": torch.rand(ours.grid), "drop": torch.rand(ours.nnz)}
+        x, dy = reference.normal(40, 112), reference.normal(40, 80)
+        for layer in (ours, theirs):
+            there = {name: t.to(layer.values.device) for name, t in scores.items()}
+            change_pattern_(layer, 0.5, **there, even_rows=even)
+            with cute_kernels.path(path):
+                layer(x.to(layer.values.device)).backward(dy.to(layer.values.device))
+        for mine, other in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+            assert torch.equal(mine, other.cpu())
+        near(theirs.values.grad.cpu(), ours.values.grad.double())
+
+
 CASES = {  # a maker's arguments, or a function of the path
     "dense ragged": partial(dense, 200, 136, 72),
     "dense nt with terms": partial(dense, 136, 200, 72, "nt", dtype=FP16, terms="bias+gelu+residual"),
@@ -73,6 +93,7 @@ CASES = {  # a maker's arguments, or a function of the path
     "bsr batch of patterns": partial(batched, False, 136),
     "bsr grouped, one pattern": partial(grouped, True),
     "bsr grouped, patterns": partial(grouped, False),
+    "a pattern that changes": changed,
     "attention": partial(attend, "dense", 1, 2, 2, 300, 177, 128),
     "attention, causal, tiles drawn": partial(attend, "dense", 2, 68, 17, 65, 70, 64, causal=True),
     "attention, a window": partial(attend, "dense", 1, 4, 1, 130, 200, 256, window=(70, 30), lse=False),

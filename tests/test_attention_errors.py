@@ -8,6 +8,7 @@ import torch
 from attention import BlockMask, attention, block_sparse_attention, patterns, reference
 from attention.checks import tma_ready
 from cute_kernels import explain
+from cute_kernels.runtime.device import assume
 
 from .attention_parts import BF16, cache, packed, qkv, run, starts
 from .mask_parts import by_head
@@ -42,7 +43,7 @@ WRONG = [
     ("dense", {"q": bf16(3, 4)}, ValueError, "must be .batch, heads, length, head_dim"),
     ("dense", {"q": [1]}, TypeError, "q must be a torch.Tensor"),
     ("dense", {"k": torch.zeros(2, 2, 47, 64)}, TypeError, "k is torch.float32 but q is torch.bfloat16"),
-    ("dense", dict(zip("qkv", qkv(dtype=torch.float32), strict=True)), TypeError, "q is torch.float32"),
+    ("dense", dict(zip("qkv", (t.int() for t in qkv()), strict=True)), TypeError, "q is torch.int32"),
     ("dense", {"k": bf16(1, 2, 47, 64)}, ValueError, "batches of 2, 1 and 2 items"),
     ("dense", {"v": bf16(2, 2, 46, 64)}, ValueError, "differ in heads or length"),
     ("dense", {"k": bf16(2, 2, 47, 32)}, ValueError, "q has head_dim 64 and k 32"),
@@ -114,6 +115,13 @@ def test_refused_before_a_launch(form, change, error, text):
 def test_refused_by_kernels(device, change, text):
     with pytest.raises(ValueError, match=text):
         attention(**{name: x.to(device) for name, x in (call_of("dense") | change).items()})
+
+
+def test_wider_dtypes_are_the_cpus():
+    call = dict(zip("qkv", qkv(33, 47, dtype=torch.float32), strict=True))
+    assert attention(**call).dtype is torch.float32
+    with assume("sm_90"), pytest.raises(TypeError, match="q is torch.float32; the kernels multiply"):
+        explain(attention, **call)
 
 
 def test_strides_that_tma_takes():

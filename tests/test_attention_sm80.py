@@ -7,7 +7,7 @@ import pytest
 from attention.decode import choose
 from attention.forward.choose import HEAD_DIMS, candidates_sm80
 from attention.forward.config import DecodeFacts, FlashConfig, FlashFacts
-from attention.forward.mainloop_sm80 import VECTOR, first_vector, lines_at_once, operand_tiles, vectors
+from attention.forward.mainloop_sm80 import first_vector, lines_at_once, operand_tiles, vectors
 from cute_kernels.arch import ARCHS
 
 DIMS = list(itertools.product(HEAD_DIMS, HEAD_DIMS))
@@ -34,7 +34,7 @@ def copied(op) -> dict:
         line, element = first_vector(op, thread)
         if lines_at_once(op) > op.lines and line >= op.lines:
             continue
-        to = op.offset(line, element * 2)
+        to = op.offset(line, element * op.element.width)
         for lines, byte in vectors(op):
             x, add = op.split(lines, byte)
             at = (to ^ x) + add
@@ -46,7 +46,8 @@ def copied(op) -> dict:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_element_is_copied_once(case):
     for op in tiles(case):
-        expected = {(line, e) for line in range(op.lines) for e in range(0, op.line_bytes // 2, VECTOR)}
+        elements = range(0, op.line_bytes // op.element.width, op.vector)
+        expected = {(line, e) for line in range(op.lines) for e in elements}
         places = copied(op)
         assert set(places.values()) == expected and len(places) == len(expected)
 
@@ -80,7 +81,10 @@ def test_copies_hit_all_banks(case):
     """Of eight neighbouring threads, which write at once."""
     for op in tiles(case):
         for first in range(0, op.threads, 8):
-            at = [op.offset(line, element * 2) for line, element in (first_vector(op, first + t) for t in range(8))]
+            at = [
+                op.offset(line, element * op.element.width)
+                for line, element in (first_vector(op, first + t) for t in range(8))
+            ]
             assert len({a // 16 % 8 for a in at}) == 8
 
 

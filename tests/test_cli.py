@@ -78,7 +78,7 @@ def test_catalogues_hold_every_configuration_once_and_quick_ones_a_few_of_each_k
         for block in filter(family.serves, shapes):
             assert all((spec.path, config) in found for config in family.candidates(spec.path, block, spec))
     quick = [facts for family in families.families() for facts in family.catalogue(arch, quick=True)]
-    assert not any(map(unsupported, quick)) and len(quick) <= 14
+    assert not any(map(unsupported, quick)) and len(quick) <= 22  # one or two of each of 18 families
     assert {"dense", "bsr", "flash forward", "decode"} <= {facts.family for facts in quick}
 
 
@@ -132,7 +132,7 @@ def test_bundles_follow_the_request():
 
 
 def test_inspect_prints_nothing_but_json():
-    arguments = ["inspect", "--arch", "sm_86", "--quick", "--family", "dense,tile order", "--json", "--jobs", "2"]
+    arguments = ["inspect", "--arch", "sm_86", "--quick", "--family", "dense,tile order", "--json", "--jobs", "1"]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
     rows = json.loads(done.stdout)
     assert [row["arch"] for row in rows] == ["sm_86"] * 3 and {row["family"] for row in rows} == {"dense", "tile order"}
@@ -354,7 +354,7 @@ def test_a_missing_package_or_folder_is_one_line(missing, error, tmp_path, monke
 
 
 def test_items_fail_one_by_one_and_a_dead_process_is_an_outcome_too():
-    found = {outcome.item: outcome for outcome in in_parallel(int, ["1", "x", "3"], jobs=2)}
+    found = {outcome.item: outcome for outcome in in_parallel(int, ["1", "x", "3"], jobs=1, own_process=True)}
     assert (found["1"].value, found["3"].value, found["x"].value) == (1, 3, None)
     assert "ValueError" in found["x"].error and not found["1"].error
     dead = list(in_parallel(os._exit, [1, 2], jobs=2))
@@ -390,7 +390,10 @@ def have_ended(pids: list[str]) -> bool:
 @pytest.mark.parametrize("command", ["inspect --arch sm_90 --jobs 1", "compile --arch sm_90 --out {} --jobs 2"])
 def test_ctrl_c_ends_compiling_at_once_in_one_line_and_leaves_no_process(command, tmp_path):
     arguments = command.format(tmp_path / "bundle").split()
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell starts what it runs in the background without SIGINT, and children inherit that.
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*COMMAND, *arguments], **options)
     wait_for(lambda: len(children(process.pid)) >= 2, 120)  # a worker, and one that keeps track of resources
     time.sleep(1)
     workers, start = children(process.pid), time.monotonic()

@@ -13,7 +13,7 @@ from cute_kernels.tile import barriers
 from cute_kernels.tile.barriers import Arrivals
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("cute_kernels", "sparse_collective", "attention")  # each may import those before it
+PACKAGES = ("cute_kernels", "sparse_collective", "attention", "integrations")  # each may import those before it
 KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
 LONGEST = 120  # lines of a function
 SCRIPTS = {

@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
-from cute_kernels.arch import MMA_K
 from cute_kernels.k_tiles import DenseSource, check_sharing
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.scheduler import TileScheduler
+from cute_kernels.tile.element import BITS_16
 from sparse_collective.k_tiles import BsrSource
 
 from .bsr_parts import FORMS, batch
@@ -37,8 +37,8 @@ def test_every_column_of_a_block_is_multiplied_once(tile_k):
         visits = [0] * (f.k_tiles_per_block * tile_k)
         for k in range(f.k_tiles_per_block):
             steps = f.k_blocks[k % len(f.k_blocks)]
-            assert 1 <= steps <= tile_k // MMA_K
-            for column in range(k * tile_k, k * tile_k + steps * MMA_K):
+            assert 1 <= steps <= tile_k // BITS_16.mma_k
+            for column in range(k * tile_k, k * tile_k + steps * BITS_16.mma_k):
                 visits[column] += 1
         assert visits[:bk] == [1] * bk, f"bk {bk}, tile_k {tile_k}: {f.k_blocks}"
         assert any(visits[bk:]) == f.clips_k and sum(visits[bk:]) <= bk / 8, f"bk {bk}: columns of padding"

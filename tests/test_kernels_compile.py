@@ -2,36 +2,61 @@
 
 That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py. Some of
 the catalogues' kernels are, in which everything that a kernel varies in comes up; with --every-kernel all of them are,
-as with `python -m cute_kernels inspect` and the gate of resources.
+as with `python -m cute_kernels inspect` and the gate of resources. Kernels whose source is checked for another
+architecture are compiled with each configuration, and every eighth of the others.
 """
+
+from dataclasses import replace
 
 import pytest
 
+from attention.backward.config import BackwardFacts
+from attention.forward.config import DecodeFacts, FlashFacts
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.families import families, family_of, load_all
 from cute_kernels.runtime.parallel import inspect_kernel
 
 load_all()
-LIKE_SM_80 = ("sm_86", "sm_89")  # the same kernels, and the same instructions for them
-EVERY = 6  # of the kernels for sm_80, so many-th is compiled for each of these in turn, beside each configuration
+LIKE_SM_80 = ("sm_86", "sm_89")  # both have the same kernels: machine_code.txt has the same code for the two
+EVERY = 8  # of the kernels that another architecture has, too, so many-th is compiled beside each configuration
 
 
 def features(facts) -> set:
-    """What a kernel has of each thing that varies: its spills depend on configuration, blocks and epilogue."""
+    """What a kernel has of each thing that varies: its spills depend on configuration, blocks, mask and epilogue."""
+    if isinstance(facts, FlashFacts | BackwardFacts):
+        return features_of_attention(facts)
     if not isinstance(family_of(facts), ProductFamily):
         return {facts}
     cfg, block = facts.config, facts.block
     kind = facts.path, facts.family, cfg.split > 1
     return {
         (kind, "configuration", cfg, facts.epilogue.is_light),
-        (kind, "tile", cfg.tile_m, cfg.tile_n, cfg.split, facts.transposed, block and block.bm),
+        (kind, "rows", cfg.tile_m, cfg.split, facts.transposed, block and block.bm),
+        (kind, "columns", cfg.tile_n, cfg.split, facts.transposed),
         (kind, "epilogue", facts.epilogue),
         (kind, "blocks", block and (block.bm, block.bk)),
         (kind, "layouts", facts.majors, facts.aligns, facts.transposed),
         (kind, "types", facts.dtype, facts.out_dtype, block and block.index_dtype),
         (kind, "batches", facts.ranks, facts.ordered, block and (block.batch, block.run)),
     }
+
+
+def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
+    """Each head dimension with every configuration and every mask. What a term adds is the same for all of them."""
+    blocks, kind = facts.blocks, (facts.path, facts.family)
+    dims = facts.head_dim, facts.head_dim_v
+    terms = facts.window, facts.softcap, getattr(facts, "lse", None), facts.packed
+    found = {
+        (kind, "configuration", facts.config, dims),
+        (kind, "terms", terms, blocks is None),
+        (kind, "mask", dims, blocks and (blocks.mask,)),
+        (kind, "blocks", blocks and (blocks.block_q, blocks.block_k)),
+        (kind, "type", facts.dtype),
+    }
+    if isinstance(facts, DecodeFacts):
+        found |= {(kind, "cache", dims, terms, facts.seqlens, facts.page_size, facts.split)}
+    return found
 
 
 def cover(catalogue: list, features) -> list:
@@ -53,12 +78,20 @@ def configuration(facts) -> set:
     return {(facts.family, getattr(facts, "path", ""), getattr(facts, "config", None))}
 
 
+def is_other_archs(facts) -> bool:
+    """Whether another architecture has a kernel of the same source: those of the sm_80 path on newer ones."""
+    return getattr(facts, "path", "") == "sm_80" and facts.arch != "sm_80"
+
+
 def selected(spec) -> list:
-    if spec.name not in LIKE_SM_80:
-        return cover(catalogue(spec), features)
-    found = cover(catalogue(spec), configuration)
-    rest = [facts for facts in catalogue(spec) if facts not in found]
-    return found + rest[LIKE_SM_80.index(spec.name) :: EVERY]
+    """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns."""
+    every = catalogue(spec)
+    known = [facts for facts in every if spec.name in LIKE_SM_80 or is_other_archs(facts)]
+    found = cover(known, configuration)
+    rest = [facts for facts in known if facts not in found]
+    turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
+    own = cover([facts for facts in every if facts not in known], features)
+    return own + found[turn::turns] + rest[turn::EVERY]
 
 
 def pytest_generate_tests(metafunc):
@@ -72,13 +105,19 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("facts", entries)
 
 
-@pytest.mark.parametrize("spec", ARCHS.values(), ids=lambda spec: spec.name)
-def test_every_configuration_is_selected(spec):
-    every, some = catalogue(spec), selected(spec)
+@pytest.mark.parametrize("names", [("sm_80",), LIKE_SM_80, ("sm_90",)], ids=" ".join)
+def test_every_configuration_is_selected(names):
+    every, some = ([facts for name in names for facts in listed(ARCHS[name])] for listed in (catalogue, selected))
     assert set().union(*map(configuration, some)) == set().union(*map(configuration, every))
     assert len(set(some)) == len(some) and len(set(every)) == len(every)
-    if spec.name not in LIKE_SM_80:
-        assert set().union(*map(features, some)) == set().union(*map(features, every))
+    own = [facts for facts in every if names != LIKE_SM_80 and not is_other_archs(facts)]
+    assert set().union(*map(features, own)) <= set().union(*map(features, some))
+
+
+def test_sm_86_and_sm_89_have_the_same_kernels():
+    """So what is compiled for one of them is checked for both."""
+    first, second = ({replace(facts, arch="") for facts in catalogue(ARCHS[name])} for name in LIKE_SM_80)
+    assert first == second
 
 
 @pytest.mark.slow

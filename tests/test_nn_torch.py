@@ -216,40 +216,40 @@ def check(model, wrapped, alone):
         assert a[0] == b[0]
         torch.testing.assert_close(whole(a[1]).float(), b[1].float(), rtol=0.03, atol=0.03)
 
-def save_and_load(model):
+def save_and_load(model, kind):
     state = model.state_dict()
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=f"{folder}/{kind}")
     saved = {k: whole(v).clone() for k, v in state.items()}
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=f"{folder}/{kind}")
     model.load_state_dict(state)
     for k, v in model.state_dict().items():
         assert torch.equal(whole(v), saved[k]), k
 
-if sys.argv[5] == "ddp":
-    check(*ddp())
-    parts = ddp(forward_sync_buffers=False)
-    check(*parts)
-    save_and_load(parts[0])
-else:
-    parts = fsdp()
-    check(*parts)
-    save_and_load(parts[0])
-    other = BsrLinear(128, 96, True, (32, 32), density=1.0, dtype=torch.bfloat16).state_dict()
-    try:
-        parts[0][0].load_state_dict(other)
-        raise SystemExit("loaded another number of blocks into shards")
-    except RuntimeError as error:
-        assert "cannot be resized; load before it is sharded" in str(error), error
+check(*ddp())
+parts = ddp(forward_sync_buffers=False)
+check(*parts)
+save_and_load(parts[0], "ddp")
+parts = fsdp()
+check(*parts)
+save_and_load(parts[0], "fsdp")
+other = BsrLinear(128, 96, True, (32, 32), density=1.0, dtype=torch.bfloat16).state_dict()
+try:
+    parts[0][0].load_state_dict(other)
+    raise SystemExit("loaded another number of blocks into shards")
+except RuntimeError as error:
+    assert "cannot be resized; load before it is sharded" in str(error), error
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def in_processes(tmp_path, kind):
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """DDP, whose buffers are broadcast in each forward or at the start alone, and FSDP2: as one process alone."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -257,7 +257,7 @@ def in_processes(tmp_path, kind):
     script.write_text(WORKER)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, str(script), r, "2", port, str(tmp_path / "state"), kind] for r in "01"]
+    commands = [[sys.executable, str(script), r, "2", port, str(tmp_path / "state")] for r in "01"]
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(c, env=environment, **outputs) for c in commands]
     try:
@@ -267,10 +267,3 @@ def in_processes(tmp_path, kind):
     finally:
         for process in processes:
             process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes(tmp_path, kind):
-    """DDP, whose buffers are broadcast in each forward or at the start alone, and FSDP2: as one process alone."""
-    in_processes(tmp_path, kind)

@@ -55,11 +55,13 @@ WITHOUT_COMPILER = """
 import sys
 sys.modules["cutlass"] = None
 import torch
+import sparse_collective
 from cute_kernels import gemm
+assert "sparse_collective.nn" not in sys.modules
 print(gemm(torch.ones(2, 3).bfloat16(), torch.ones(3, 2).bfloat16()).sum().item())
 """
 
 
-def test_cpu_tensors_need_no_compiler():
+def test_cpu_tensors_need_no_compiler_and_products_no_layers():
     run = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and run.stdout.strip() == "12.0", run.stderr[-500:]

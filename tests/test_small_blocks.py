@@ -13,6 +13,7 @@ from cute_kernels.matmul import candidates
 from cute_kernels.matmul.catalogue import COL
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.families import unsupported
+from cute_kernels.tile.element import BITS_16
 from sparse_collective import bsr_linear, bsr_matmul, catalogue
 from sparse_collective.row_pairs.tables_family import tables_of as pair_tables_of
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
@@ -225,6 +226,6 @@ def test_what_the_predicate_refuses():
 def test_tiles_with_slabs_beyond_the_block_are_refused():
     """Rows 64 and up of a tile would be stored over those of the block."""
     spec = ARCHS["sm_90"]
-    tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec)
+    tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec, element=BITS_16)
     assert all("slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, block)) for block in ((64, 64), (128, 64)))
     assert unsupported(catalogue.bsr(spec, "sm_90", tall, (144, 64))) == ""

@@ -12,6 +12,7 @@ from cute_kernels.matmul import candidates, cost
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
 from cute_kernels.matmul.split_k_sm90 import SplitKSm90, swaps
 from cute_kernels.runtime.families import unsupported
+from cute_kernels.tile.element import BITS_16
 from sparse_collective.family import in_step
 from sparse_collective.k_tiles import BsrSource
 
@@ -21,7 +22,7 @@ from .mbarrier import Barrier, play
 from .reference import normal
 
 BF16 = torch.bfloat16
-HIGH, LOW = candidates.split_sm90(64, ARCHS["sm_90"])
+HIGH, LOW = candidates.split_sm90(64, ARCHS["sm_90"], BITS_16)
 
 
 @pytest.mark.parametrize("split", [2, 4])

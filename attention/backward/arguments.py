@@ -56,9 +56,10 @@ def backward_args(facts: BackwardFacts) -> tuple:
     arrays = tiles(2, facts.config.tile_m), tiles(facts.config.tile_m * dim)
     blocks = None
     if facts.blocks is not None:
-        lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4))
+        lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4) + (4,) * facts.deterministic)
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (*lists, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds
-    return *tensors, *arrays, cu_seqlens(facts), cu_seqlens(facts), blocks, *scalars, fake_stream()
+    turns = fake_tensor("int32", 2, 1, 1) if facts.deterministic else None
+    return *tensors, *arrays, turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *scalars, fake_stream()

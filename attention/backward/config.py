@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from cute_kernels.arch import ArchSpec, arch_named
-from cute_kernels.tile.element import BYTES
+from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
 from .warps import Warps, warps_of
@@ -49,6 +49,7 @@ class BackwardFacts:
     softcap: bool = False
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
+    deterministic: bool = False  # whether the sums of dQ are added up in the order of K's tiles (turns.py)
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -58,11 +59,21 @@ class BackwardFacts:
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)
 
+    @cached_property
+    def element(self) -> Element:
+        """Of Q, K, V, O and their gradients."""
+        return element_of(self.dtype)
+
     @property
-    def early_dv(self) -> bool:
-        """sm_90: whether dV's product is issued before dS is computed. Else P is rounded when dS is known, which needs
-        fewer registers: P is not held twice."""
-        return self.config.tile_m == 64 and not self.softcap
+    def masks_first(self) -> bool:
+        """sm_90: whether dP's product is issued after the mask, which needs registers, and not with that of S."""
+        masked = self.window.left or self.window.right or self.blocks is not None
+        return masked and max(self.head_dim, self.head_dim_v) == 128
+
+    @property
+    def late_dp(self) -> bool:
+        """sm_90: whether it is issued when P is known: a cap needs still more."""
+        return self.softcap and max(self.head_dim, self.head_dim_v) == 128
 
     @property
     def in_turn(self) -> bool:

@@ -33,6 +33,7 @@ class Terms:
     bounds: tuple = (None, None)  # mask_mods.window_bounds
     softcap: float | None = None
     scale: float | None = None
+    deterministic: bool = False
 
 
 @dataclass
@@ -92,9 +93,12 @@ def backward(
     config, device = plan.facts.config, plan.device
     rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
-    blocks = None if mask is None else (*lists_of(mask), *reads)
+    turns = None
+    if plan.facts.deterministic:
+        turns = torch.zeros((plan.tiles, config.groups), dtype=torch.int32, device=device)
+    blocks = None if mask is None else (*lists_of(mask), *(() if turns is None else (ranks_of(mask),)), *reads)
     plan.prepare(out, dout, lse, None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
-    plan.function(q, k, v, dout, dk, dv, rows, sums, *cu_seqlens, blocks, *plan.scalars)
+    plan.function(q, k, v, dout, dk, dv, rows, sums, turns, *cu_seqlens, blocks, *plan.scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     return gradients
 
@@ -114,8 +118,14 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
         softcap=terms.softcap is not None,
         packed=packed,
         blocks=kind,
+        deterministic=terms.deterministic,
     )
     facts = pick(facts)
+    if facts.deterministic and facts.path == "sm_80":
+        raise RuntimeError(
+            f"{OP} adds up q's gradient in one order on the sm_90 path alone, and this call has a kernel of the sm_80 "
+            "path; pass deterministic=False, or use head dimensions up to 128 with blocks of 128 on a Hopper GPU"
+        )
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
     results = ((f"d{name}", t if _dense(t) else t.new_empty(t.shape)) for name, t in named[:3])
@@ -143,6 +153,16 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
 def lists_of(mask) -> tuple:
     """A BlockMask's lists by columns, made once."""
     return Derived.of(mask).get("transposed", mask.partial_count, mask.transposed, tuple)
+
+
+def ranks_of(mask) -> Tensor:
+    """How many blocks of a BlockMask's row are listed before each, int32 (B, H, Mq, Mk), made once."""
+
+    def make() -> tuple[Tensor]:
+        listed = torch.logical_or(*mask.tables())
+        return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
+
+    return Derived.of(mask).get("ranks", mask.partial_count, make, tuple)[0]
 
 
 def _dense(t: Tensor) -> bool:

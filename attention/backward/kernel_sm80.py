@@ -19,7 +19,6 @@ from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile
-from cute_kernels.tile.element import ELEMENT
 from cute_kernels.tile.ptx import read_special_register, zero_of
 
 from ..forward.mainloop_sm80 import first_vector, lines_at_once, vectors
@@ -64,6 +63,7 @@ class FlashBackwardSm80:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
+        turns: cute.Tensor | None,  # None: this path has no turns yet
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # problem.with_blocks; of a block mask
@@ -228,12 +228,13 @@ class FlashBackwardSm80:
     def copy_vectors(self, lines: Lines, line: Int32, element: Int32, h: Int32, n: Int32, to: Int32):
         """The vectors of the thread whose first one is (line, element)."""
         op, stride = lines.op, lines.mX.stride
-        pitch = Int64(stride[2]) * ELEMENT
+        size = const_expr(op.element.width)
+        pitch = Int64(stride[2]) * size
         row = n * op.lines + line
         zero = zero_of(row)  # so that nothing of this is computed before a loop
-        head = (Int64(lines.b + zero) * stride[0] + Int64(h + zero) * stride[1] + element) * ELEMENT
+        head = (Int64(lines.b + zero) * stride[0] + Int64(h + zero) * stride[1] + element) * size
         source = lines.mX.iterator.toint() + head + (lines.begin + row) * pitch
-        offset = op.offset(line, element * ELEMENT)
+        offset = op.offset(line, element * size)
         passed = const_expr(0)
         for more, byte in const_expr(vectors(op)):
             if const_expr(more > passed):

@@ -11,7 +11,7 @@
                      2, 3     each consumer: its part of dQ is in shared memory, or may be written again
 
 A CTA visits the query tiles of all heads that share its head of K and V, so that dK and dV are written once, and in the
-same order in every run. dQ is added up in memory, by whichever CTA comes first.
+same order in every run. dQ is added up in memory, by whichever CTA comes first, or in turns (turns.py).
 """
 
 import cuda.bindings.driver as cuda
@@ -24,9 +24,10 @@ from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.mainloop_sm90 import permuted
 from .config import FP32, BackwardFacts
-from .mainloop_sm90 import Consumer, MainloopSm90, Work
+from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
 from .problem import problem_of
 from .store import store_fragment
+from .turns import TURN
 
 REGISTERS = {1: (24, 232), 2: (24, 240)}  # a thread of (producer, consumers), by number of consumers
 
@@ -55,6 +56,7 @@ class FlashBackwardSm90:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
+        turns: cute.Tensor | None,  # (B * H * tiles, consumer warpgroups) int32 of zeros; where sums have one order
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # problem.with_blocks; of a block mask
@@ -77,7 +79,7 @@ class FlashBackwardSm90:
         tma_v, tV = loop.make_load(tV, layouts["sV"], (cfg.tile_n, facts.head_dim_v))
         tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (cfg.tile_m, facts.head_dim_v))
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, loop.make_mmas(), p.source,
+            tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, loop.make_mmas(), p.source,
             p.scheduler, p.seqlens, scale_log2, softcap, scale,
         ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=cfg.ctas,
@@ -102,6 +104,7 @@ class FlashBackwardSm90:
         mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
         rows: cute.Tensor,
         dq: cute.Tensor,
+        turns: cute.Tensor | None,
         mmas: tuple,
         source,
         scheduler,
@@ -145,26 +148,27 @@ class FlashBackwardSm90:
             if const_expr(self.facts.packed):
                 self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n)
             col0 = tile.n * cfg.tile_n
-            col = col0 + (tidx - WARPGROUP) // 32 * 16 + tidx % 32 // 4
-            step = Int32(0)
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
                 first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
                 sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
-                work = Work(source, tiles, seqlen, tile.b, h, col, col0, sums, scale_log2, softcap)
+                turn = None
+                if const_expr(self.facts.deterministic):
+                    turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
+                work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
                 for i in cutlass.range(tiles.count, unroll=1):
-                    self.mainloop.step(c, work, i, step % self.facts.ds_buffers, at)
+                    self.mainloop.step(c, work, i, at)
                     at.advance()
-                    step += 1
-            self.mainloop.drain()
-            self.store(c, (mdK, mdV), tile, seqlen, col, scale)
+            self.mainloop.drain(c)
+            self.store(c, (mdK, mdV), tile, seqlen, scale)
 
     @cute.jit
-    def store(self, c: Consumer, gradients: tuple, tile, seqlen, col: Int32, scale: Float32):
+    def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
         """dK and dV of this thread."""
         mdK, mdV = gradients
+        col = tile.n * self.cfg.tile_n + first_row()
         flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
         flat.store(flat.load() * scale)
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):

@@ -24,10 +24,8 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
-from cute_kernels.arch import MMA_K
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
-from cute_kernels.tile.element import ELEMENT
 from cute_kernels.tile.ptx import add_to_memory, read_special_register, zero_of
 
 from .config import FP32, BackwardFacts
@@ -35,7 +33,6 @@ from .dq_sums import sums_of
 from .scores import Work, p_to_ds, scores_to_p
 from .warps import MMA_ROWS
 
-VECTOR = CHUNK // ELEMENT  # elements of one copy
 ALIGN = 1024  # bytes, of shared memory
 COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 
@@ -97,13 +94,13 @@ class MainloopSm80:
         One name's tile may have two uses, with rows and columns exchanged: the memory is the same.
         """
         cfg, facts, warps = self.cfg, self.facts, self.warps
-        threads, dim, dim_v = WARP * cfg.groups, facts.head_dim, facts.head_dim_v
+        threads, dim, dim_v, element = WARP * cfg.groups, facts.head_dim, facts.head_dim_v, facts.element
 
         def a(rows: int, columns: int, along: bool, count: int) -> OperandTile:
-            return OperandTile(rows, columns, along, VECTOR, threads, count, False)
+            return OperandTile(rows, columns, along, element.vector, threads, count, False, element)
 
         def b(rows: int, columns: int, along: bool, count: int) -> OperandTile:
-            return OperandTile(rows, columns, along, VECTOR, threads, count, True)
+            return OperandTile(rows, columns, along, element.vector, threads, count, True, element)
 
         return {
             "K of S": a(cfg.tile_n, dim, True, warps.scores.rows),
@@ -146,7 +143,8 @@ class MainloopSm80:
             operand, product = name.split(" of ")
             parts[name] = Part(op, lanes_of(op, smem, lane, shares[product].of(warp)[op.is_b]), self.begin[operand])
         column = warps.scores.of(warp)[1] * self.width
-        row, byte = self.first_row(warp) + lane // 4, column * ELEMENT + lane % 4 * (2 * ELEMENT)
+        size = facts.element.width
+        row, byte = self.first_row(warp) + lane // 4, column * size + lane % 4 * (2 * size)
         tiles = cfg.tile_n // warps.kv.rows // MMA_ROWS
         acc_dK, acc_dV = (
             cute.make_rmem_tensor((4, tiles, width // warps.kv.columns // 8), Float32)
@@ -237,7 +235,7 @@ class MainloopSm80:
     def convert(self, acc: cute.Tensor) -> list:
         """A tile of P or dS in 16 bits: a fragment (8, MMA_M) of A for each MMA step, two n8 products' accumulators."""
         steps = []
-        for k in range(self.width // MMA_K):
+        for k in range(self.width // self.facts.element.mma_k):
             values = cute.make_rmem_tensor((8, self.tiles_n), self.dtype)
             for i in range(self.tiles_n):
                 for half in range(2):
@@ -254,7 +252,7 @@ class MainloopSm80:
             words = cute.recast_tensor(cute.make_tensor(values.iterator, 8 * self.tiles_n), Int32)
             for v in range(4 * self.tiles_n):
                 row, column = 16 * (v // 4) + 8 * (v % 2), 16 * k + 8 * (v % 4 // 2)
-                x, add = op.split(row, column * ELEMENT)
+                x, add = op.split(row, column * op.element.width)
                 place = make_ptr(Int32, (to ^ x) + (add + self.begin[name]), AddressSpace.smem, assumed_align=4)
                 cute.make_tensor(place, 1)[0] = words[v]
 
@@ -276,7 +274,8 @@ class MainloopSm80:
         op = b.op
         columns = COLUMNS if op.span % COLUMNS == 0 else 16
         tiles = cute.size(acc) // (op.span // 8 * 4)
-        order = sorted(range(op.tile_k // MMA_K), key=lambda k: op.step(0, k)[0])  # those of one address together
+        # Steps of one address together
+        order = sorted(range(op.tile_k // op.element.mma_k), key=lambda k: op.step(0, k)[0])
         steps = [(k, n) for k in order for n in range(0, op.span, columns)]
         rA, rB = fragment(order[0]), self.fragment_b(b, steps[0], columns)
         for i in range(len(steps)):
@@ -307,10 +306,11 @@ def lanes_of(op: OperandTile, smem: Int32, lane: Int32, index) -> tuple:
     One address is enough if no warp's rows begin in the middle of what the swizzle permutes, or they all begin at
     powers of two; otherwise there is one for each 16 rows that the swizzle permutes.
     """
-    if op.k_major or op.span & (op.span - 1) == 0 or op.span * ELEMENT % (op.chunks * CHUNK) == 0:
+    size = op.element.width
+    if op.k_major or op.span & (op.span - 1) == 0 or op.span * size % (op.chunks * CHUNK) == 0:
         return (smem + op.lane_offset(lane, index),)
     i, r = lane >> 3, lane & 7
     row_half, k_half = (i >> 1, i & 1) if op.is_b else (i & 1, i >> 1)
     first = index * op.span + row_half * 8
-    count = op.chunks * CHUNK // (16 * ELEMENT)
-    return tuple(smem + op.offset(k_half * 8 + r, (first + 16 * j) * ELEMENT) for j in range(count))
+    count = op.chunks * CHUNK // (16 * size)
+    return tuple(smem + op.offset(k_half * op.element.vector + r, (first + 16 * j) * size) for j in range(count))

@@ -28,12 +28,14 @@ from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.cute.typing import AddressSpace
+from cutlass.cutlass_dsl import select_
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import bulk_add
+from cute_kernels.tile.ptx import bulk_add, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
@@ -43,6 +45,7 @@ from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
+from .turns import TURN, end_turn, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Consumer:
     ring_q: Int32  # of Q
     ring_do: Int32  # of dO
     sums: Int32  # of dQ's values on their way to memory
+    turn: cute.Tensor | None  # (1,) Int64: the number to move on when they are there, 0 for none
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,17 @@ class Work:
     seqlen: Any  # forward.seqlen.SeqlenInfo
     b: Int32
     h: Int32
-    col: Int32  # the thread's first column of the score matrix
-    col0: Int32  # the tile's first
+    col0: Int32  # the tile's first column of the score matrix
     dq: Int64  # address of dQ's sums of the head's first query tile
+    turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
     scale_log2: Float32
     softcap: Float32
+
+
+def first_row() -> Int32:
+    """The first of this thread's two rows of the tile of K; read anew, so that no register holds it."""
+    thread = read_special_register("tid.x") - WARPGROUP
+    return thread // WARP * 16 + thread % WARP // 4
 
 
 class MainloopSm90:
@@ -100,6 +110,8 @@ class MainloopSm90:
         self.dtype = cutlass_dtype(facts.dtype)
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
+        if facts.ds_buffers not in (1, facts.config.stages):
+            raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
             raise ValueError(
                 f"{facts.config}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them"
@@ -246,6 +258,10 @@ class MainloopSm90:
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         one = (None, None, None, 0)
+        turn = None
+        if facts.deterministic:
+            turn = cute.make_rmem_tensor(1, Int64)
+            turn.fill(0)
         parts = self.parts_k if facts.in_turn else 1
         part = facts.head_dim // parts, cfg.tile_n, 1
         columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
@@ -275,41 +291,47 @@ class MainloopSm90:
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
             sums=storage.sums.data_ptr().toint(),
+            turn=turn,
         )
 
     # ------------------------------------------------------------------ steps
 
     @cute.jit
-    def step(self, c: Consumer, work: Work, i: Int32, buffer: Int32, at):
-        """dK, dV and dQ of query tile i of a head; `at` is the state of both rings, `buffer` of dS."""
+    def step(self, c: Consumer, work: Work, i: Int32, at):
+        """dK, dV and dQ of query tile i of a head; `at` is the state of both rings, and of dS's buffers."""
         number = work.tiles.at(i)
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, number, at)
         if const_expr(self.facts.in_turn):
-            self.products_in_turn(c, work, i, number, buffer, at)
+            self.products_in_turn(c, work, i, number, at)
         else:
-            self.products(c, work, i, number, buffer, at)
+            self.products(c, work, i, number, at)
 
     @cute.jit
-    def products(self, c: Consumer, work: Work, i: Int32, number: Int32, buffer: Int32, at):
+    def products(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
         """A step whose products run beside one another and beside the softmax."""
         self.start_s(c, at.index)
+        masks_first, late_dp = const_expr(self.facts.masks_first), const_expr(self.facts.late_dp)
+        if const_expr(masks_first or late_dp):
+            warpgroup.wait_group(0)
+            self.mask_scores(c, work, i, number)
+        if const_expr(late_dp):
+            self.scores_to_p(c, work, at.index)
         c.pipe_do.consumer_wait(at)
         self.start_dp(c, at.index)
-        warpgroup.wait_group(1)
-        slopes = self.scores_to_p(c, work, i, number, at.index)
-        if const_expr(self.facts.early_dv):
-            self.convert(c.acc_S, c.tVrP)
-            self.start_dv(c, at.index)
+        if const_expr(not (masks_first or late_dp)):
             warpgroup.wait_group(1)
-            self.p_to_ds(c, at.index, slopes)
-        else:
-            warpgroup.wait_group(0)
-            self.p_to_ds(c, at.index, slopes)
-            self.convert(c.acc_S, c.tVrP)
-            self.start_dv(c, at.index)
+            self.mask_scores(c, work, i, number)
+        if const_expr(not late_dp):
+            self.scores_to_p(c, work, at.index)
+        self.start_dv(c, at.index)
+        warpgroup.wait_group(1)
+        self.p_to_ds(c, at.index)
+        if const_expr(late_dp):
+            warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
+        buffer = at.index if const_expr(self.facts.ds_buffers > 1) else 0
         self.share_ds(c, buffer)
         self.start_dq(c, buffer, 0)
         self.start_dk(c, at.index)
@@ -318,24 +340,25 @@ class MainloopSm90:
         warpgroup.wait_group(1)
         self.wait_for_sums(c)
         self.write_dq(c, 0)
-        self.add_dq(c, work, number)
+        self.add_dq(c, work, i, number)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
     @cute.jit
-    def products_in_turn(self, c: Consumer, work: Work, i: Int32, number: Int32, buffer: Int32, at):
+    def products_in_turn(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
         """A step of which only dV and dK run together (BackwardFacts.in_turn)."""
         self.start_s(c, at.index)
         warpgroup.wait_group(0)
-        slopes = self.scores_to_p(c, work, i, number, at.index)
+        self.mask_scores(c, work, i, number)
+        self.scores_to_p(c, work, at.index)
         c.pipe_do.consumer_wait(at)
         self.start_dp(c, at.index)
         warpgroup.wait_group(0)
-        self.p_to_ds(c, at.index, slopes)
-        self.convert(c.acc_S, c.tVrP)
+        self.p_to_ds(c, at.index)
         self.start_dv(c, at.index)
         self.convert(c.acc_dP, c.tKrdS)
         self.start_dk(c, at.index)
+        buffer = at.index if const_expr(self.facts.ds_buffers > 1) else 0
         self.share_ds(c, buffer)
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
@@ -345,7 +368,7 @@ class MainloopSm90:
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
             self.write_dq(c, part)
-        self.add_dq(c, work, number)
+        self.add_dq(c, work, i, number)
 
     def start_s(self, c: Consumer, stage: Int32):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
@@ -373,30 +396,36 @@ class MainloopSm90:
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
     @cute.jit
-    def scores_to_p(self, c: Consumer, work: Work, i: Int32, number: Int32, stage: Int32):
-        """Scores to P in place. Returns what the softcap multiplies dS by, 16 bits each; None without one."""
-        scores, slopes = rows_and_columns(c.acc_S), None
+    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32):
+        """The cap, and -inf where a row does not see a column."""
+        scores = rows_and_columns(c.acc_S)
         if const_expr(self.facts.softcap):
             cap_scores(scores, work.softcap)
-            slopes = cute.make_rmem_tensor(cute.size(c.acc_S), self.dtype)
-            for v in range_constexpr(cute.size(c.acc_S)):
-                slopes[v] = (1.0 - c.acc_S[v] * c.acc_S[v]).to(self.dtype)
-        row0 = number * self.cfg.tile_m
         if const_expr(self.facts.blocks is not None):
             if work.tiles.is_partial(i) or work.col0 + self.cfg.tile_n > work.seqlen.cols:
-                tensors = work.source.mask_tensors
-                mask_elements(scores, self.facts.blocks, tensors, work.col, row0, work.b, work.h, work.seqlen)
+                tensors, row0 = work.source.mask_tensors, number * self.cfg.tile_m
+                col = work.col0 + first_row()
+                mask_elements(scores, self.facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
-            mask_window(scores, work.source, work.col, row0, work.seqlen)
-        for column in range_constexpr(0, cute.size(scores, mode=[1]), 2):
-            lse = self.row_values(c, stage, 0, column)
-            for j in range_constexpr(2):
-                for r in range_constexpr(cute.size(scores, mode=[0])):
-                    scores[r, column + j] = exp2(scores[r, column + j] * work.scale_log2 - lse[j])
-        return slopes
+            mask_window(scores, work.source, work.col0 + first_row(), number * self.cfg.tile_m, work.seqlen)
 
     @cute.jit
-    def p_to_ds(self, c: Consumer, stage: Int32, slopes):
+    def scores_to_p(self, c: Consumer, work: Work, stage: Int32):
+        """Scores to P, in place in fp32 and rounded as an operand; with a cap, in place times the cap's derivative."""
+        for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
+            lse = [self.row_values(c, stage, 0, (first // 4 + j) * 2) for j in range(2)]
+            part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
+            capped = [part[v] for v in range(8)]
+            for v in range_constexpr(8):
+                part[v] = exp2(part[v] * work.scale_log2 - lse[v // 4][v % 2])
+            cute.make_tensor(c.tVrP.iterator + first, cute.make_layout(8)).store(part.load().to(self.dtype))
+            if const_expr(self.facts.softcap):
+                for v in range_constexpr(8):
+                    slope = 1.0 - capped[v] * capped[v]
+                    part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # where masked, it is not a number
+
+    @cute.jit
+    def p_to_ds(self, c: Consumer, stage: Int32):
         """dS = P (dP - delta), in place of dP."""
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
         for column in range_constexpr(0, cute.size(ds, mode=[1]), 2):
@@ -404,9 +433,6 @@ class MainloopSm90:
             for j in range_constexpr(2):
                 for r in range_constexpr(cute.size(ds, mode=[0])):
                     ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
-        if const_expr(slopes is not None):
-            for v in range_constexpr(cute.size(slopes)):
-                c.acc_dP[v] = c.acc_dP[v] * slopes[v].to(Float32)
 
     def row_values(self, c: Consumer, stage: Int32, which: int, column: int) -> cute.Tensor:
         """(2,): LSE (which = 0) or delta (1) of two query rows, those of this thread's columns from `column` on."""
@@ -419,10 +445,18 @@ class MainloopSm90:
 
     @cute.jit
     def wait_for_sums(self, c: Consumer):
-        """Until this warpgroup's part of the sums in shared memory has been read."""
+        """Until this warpgroup's part of the sums in shared memory has been read, and with turns is in memory."""
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.finish_sums(c)
         self.sync(c.group)
+
+    @cute.jit
+    def finish_sums(self, c: Consumer):
+        """By the thread that issued the copy."""
+        cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
+        if const_expr(self.facts.deterministic):
+            if c.turn[0] != 0:
+                end_turn(c.turn[0])
 
     def write_dq(self, c: Consumer, part: int):
         """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""
@@ -440,12 +474,15 @@ class MainloopSm90:
         return self.sums.values * WARPGROUP * FP32
 
     @cute.jit
-    def add_dq(self, c: Consumer, work: Work, number: Int32):
+    def add_dq(self, c: Consumer, work: Work, i: Int32, number: Int32):
         """Add this warpgroup's part of a query tile's dQ to that in memory, by one bulk copy."""
         cute.arch.fence_view_async_shared()
         self.sync(c.group)
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
             part = c.group * self.part_bytes
+            if const_expr(self.facts.deterministic):
+                c.turn[0] = work.turns + Int64(number) * (self.cfg.groups * TURN)
+                wait_for_turn(c.turn[0], work.tiles.turn(i))
             tile = work.dq + Int64(number) * (self.sums.size * FP32)
             bulk_add(tile + part, c.sums + part, self.part_bytes)
             cute.arch.cp_async_bulk_commit_group()
@@ -454,9 +491,11 @@ class MainloopSm90:
         """All 128 threads of one warpgroup."""
         cute.arch.barrier(barrier_id=BACKWARD_DQ + group, number_of_threads=WARPGROUP)
 
-    def drain(self):
+    @cute.jit
+    def drain(self, c: Consumer):
         """Before the CTA ends, its shared memory must have been read."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            self.finish_sums(c)
 
     @cute.jit
     def zero_rows_past_the_end(self, c: Consumer, work: Work, number: Int32, at):

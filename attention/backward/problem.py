@@ -97,7 +97,8 @@ def problem_of(
         seqlens = PackedRows(*cu_seqlens, rows, cols)
         tiles_k = tiles_of_a_head(cols, cfg.tile_n, cu_seqlens[0].shape[0] - 1)
         tiles = tiles_k, arrays.shape[0] // heads
-        scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, 1, seqlens=seqlens, tile_n=cfg.tile_n)
+        l2_heads = heads_kv if facts.deterministic else 1
+        scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, l2_heads, seqlens=seqlens, tile_n=cfg.tile_n)
         tensors = [one_item(t, (1, 0, 2)) for t in tensors]
     else:
         (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
@@ -106,11 +107,13 @@ def problem_of(
         bytes_a_row = (width * 2 + facts.head_dim * FP32) * (heads // heads_kv)
         fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
+        if facts.deterministic:  # of all heads, so that few tiles of one head wait for one another
+            fit = heads_kv * batch
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
     if facts.blocks is not None:
-        lists, mask_tensors = blocks[:4], blocks[4:]
+        lists, (ranks, *mask_tensors) = blocks[:4], blocks[4:] if facts.deterministic else (None, *blocks[4:])
         sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
-        source = BlockRows(*lists, mask_tensors, *sides)
+        source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
     else:
         source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right)
     return Problem(*tensors, scheduler, seqlens, source)

@@ -26,9 +26,19 @@ class QTiles:
     first: Int32  # number of the first one
     full: Int32  # tiles from this one on are full,
     full_end: Int32  # up to before this one
+    n: Int32  # the tile of K
+    reach: Int32 | None  # the first row's leftmost column; None without a left bound
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
 
     def at(self, i) -> Int32:
         return self.first + i
+
+    def turn(self, i) -> Int32:
+        """How many tiles of K before this one the i-th query tile sees (turns.py)."""
+        if self.reach is None:
+            return self.n
+        return self.n - cutlass.max(self.at(i) * self.tile_m + self.reach, 0) // self.tile_n
 
     def is_partial(self, i):
         return (i < self.full) | (i >= self.full_end)
@@ -63,7 +73,8 @@ class WindowRows:
         full_end = (full_end + (self.tile_m - 1) * Int32(full_end == seqlen.rows)) // self.tile_m - tile_begin
         # Columns past the end have scores of 0, which are none.
         full_end = full_end * Int32(first + self.tile_n <= seqlen.cols)
-        return QTiles(count, tile_begin, full, full_end)
+        reach = seqlen.offset - self.left if self.window.left else None
+        return QTiles(count, tile_begin, full, full_end, n, reach, self.tile_m, self.tile_n)
 
     def bounds(self, column, seqlen) -> tuple:
         """(begin, end) of the rows that see a column; none see one past the end."""
@@ -87,7 +98,10 @@ class BlockQTiles:
     item: Int32  # which of B,
     head: Int32  # of H
     column: Int32  # and of Mk
-    steps: cutlass.Constexpr[int]  # tiles a block
+    n: Int32  # the tile of K
+    ranks: cute.Tensor | None  # BlockRows'
+    tiles_k: cutlass.Constexpr[int]  # tiles of K a block
+    steps: cutlass.Constexpr[int]  # query tiles a block
 
     @cute.jit
     def at(self, i) -> Int32:
@@ -106,6 +120,11 @@ class BlockQTiles:
             row = Int32(self.full_index[(*place, block - self.partial)])
         return row * self.steps + i % self.steps
 
+    def turn(self, i) -> Int32:
+        """How many tiles of K before this one the i-th query tile sees (turns.py)."""
+        rank = Int32(self.ranks[self.item, self.head, self.at(i) // self.steps, self.column])
+        return rank * self.tiles_k + self.n % self.tiles_k
+
     def is_partial(self, i):
         return i < self.partial * self.steps
 
@@ -118,6 +137,7 @@ class BlockRows:
     partial_index: cute.Tensor  # (B, H, Mk, width)
     full_count: cute.Tensor
     full_index: cute.Tensor
+    ranks: cute.Tensor | None  # (B, H, Mq, Mk) int32: blocks listed before this one in its row; where turns are kept
     mask_tensors: tuple  # what the element mask reads
     tiles_k: cutlass.Constexpr[int]  # tiles of K a block
     steps: cutlass.Constexpr[int]  # query tiles a block
@@ -128,4 +148,5 @@ class BlockRows:
         at = cutlass.min(b, batch - 1), cutlass.min(h, heads - 1), n // self.tiles_k
         partial, full = (cute.arch.make_warp_uniform(t[at]) for t in (self.partial_count, self.full_count))
         blocks = partial + full
-        return BlockQTiles(blocks * self.steps, blocks, partial, self.partial_index, self.full_index, *at, self.steps)
+        lists, counts = (self.partial_index, self.full_index), (blocks * self.steps, blocks, partial)
+        return BlockQTiles(*counts, *lists, *at, n, self.ranks, self.tiles_k, self.steps)

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.tile.ampere import WARP
 
-from ..forward.config import ELEMENT, DecodeFacts
+from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
 from ..forward.mask_and_softmax import QueryWork
 from ..forward.seqlen import DenseSeqlens
@@ -126,10 +126,11 @@ class DecodeSm80:
         """Copy the packed rows (rows, D) from `first` on; those from `end` on become zeros."""
         op = self.mainloop.q
         line, element = first_vector(op, cute.arch.thread_idx()[0])
-        to = op.offset(line, element * ELEMENT)
+        start = element * op.element.width  # in bytes
+        to = op.offset(line, start)
         for lines, byte in const_expr(vectors(op)):
             row = first + line + lines
-            source = mQ[cutlass.min(row, end - 1), None].iterator.toint() + element * ELEMENT + byte
+            source = mQ[cutlass.min(row, end - 1), None].iterator.toint() + start + byte
             x, add = op.split(lines, byte)
             self.mainloop.tile_steps.copy_vector(op, source, tile + (to ^ x) + add, row < end)
 
@@ -149,8 +150,9 @@ class DecodeSm80:
         """The same for this thread's vectors."""
         mX, mTable, pages, tile = cache
         line, element = first_vector(op, cute.arch.thread_idx()[0])
-        to = op.offset(line, element * ELEMENT)
-        head = mX.iterator.toint() + (Int64(tile.h_kv) * mX.stride[1] + element) * ELEMENT
+        width = const_expr(op.element.width)
+        to = op.offset(line, element * width)
+        head = mX.iterator.toint() + (Int64(tile.h_kv) * mX.stride[1] + element) * width
         source, valid, passed = head, cutlass.Boolean(True), const_expr(-1)
         for lines, byte in const_expr(vectors(op)):
             if const_expr(lines > passed):
@@ -163,6 +165,6 @@ class DecodeSm80:
                     past_end = const_expr(self.facts.page_size < op.lines)  # a tile's last lines may be past all pages
                     number, row, exists = place_of_row(self.facts, mTable, pages, tile.b, row, past_end)
                     valid = valid and exists
-                source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * ELEMENT
+                source = head + (Int64(number) * mX.stride[0] + Int64(row) * mX.stride[2]) * width
             x, add = op.split(lines, byte)
             self.mainloop.tile_steps.copy_vector(op, source + byte, to_tile + (to ^ x) + add, valid)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from cute_kernels.arch import ArchSpec, arch_named
-from cute_kernels.tile.element import BYTES, ELEMENT  # noqa: F401 (the kernels take ELEMENT from here)
+from cute_kernels.tile.element import Element, element_of
 
 from ..masks.element_mask import ElementMask
 
@@ -79,12 +79,18 @@ class FlashFacts:
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)
 
+    @cached_property
+    def element(self) -> Element:
+        """Of Q, K, V and O."""
+        return element_of(self.dtype)
+
     @property
     def smem_bytes(self) -> int:
         """Shared memory of Q and of the rings of K and V, with barriers."""
         cfg = self.config
         kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
-        return (cfg.tile_m * self.head_dim + kv) * BYTES[self.dtype] + (BARRIER_BYTES if self.path == "sm_90" else 0)
+        barriers = BARRIER_BYTES if self.path == "sm_90" else 0
+        return (cfg.tile_m * self.head_dim + kv) * self.element.width + barriers
 
     @property
     def ordered(self) -> bool:

@@ -11,10 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.arch import MMA_K
 from cute_kernels.tile.ampere import WARP, OperandTile
 
-from .config import ELEMENT, FlashFacts
+from .config import FlashFacts
 from .mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
 from .mask_and_softmax import QueryWork
 from .problem import problem_of
@@ -98,7 +97,7 @@ class FlashForwardSm80:
             self.copy(self.mainloop.q, from_q, tile.m, c.sQ, seqlen.rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, end)
             self.mainloop.wait(2 * cfg.stages - 1)
-            in_registers = facts.head_dim // MMA_K if facts.q_in_registers else 0
+            in_registers = facts.head_dim // facts.element.mma_k if facts.q_in_registers else 0
             q_fragments = [self.mainloop.fragment_q(c, k, []) for k in range(in_registers)]
             work = QueryWork(source, tiles, tile, seqlen, row, softcap)
             self.mainloop.steps(c, work, q_fragments, from_k, from_v, end)
@@ -120,9 +119,10 @@ class FlashForwardSm80:
         vector goes in a tile, `source` where that of the head's first tile comes from, `pitch` the bytes of a line.
         """
         line, element = first_vector(op, cute.arch.thread_idx()[0])
-        pitch = Int64(mX.stride[2]) * ELEMENT
-        head = (Int64(b) * mX.stride[0] + Int64(h) * mX.stride[1] + element) * ELEMENT
-        return line, op.offset(line, element * ELEMENT), mX.iterator.toint() + head + (begin + line) * pitch, pitch
+        width = op.element.width
+        pitch = Int64(mX.stride[2]) * width
+        head = (Int64(b) * mX.stride[0] + Int64(h) * mX.stride[1] + element) * width
+        return line, op.offset(line, element * width), mX.iterator.toint() + head + (begin + line) * pitch, pitch
 
     @cute.jit
     def copy(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):

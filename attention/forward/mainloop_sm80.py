@@ -21,16 +21,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
-from cute_kernels.arch import MMA_K
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul.kernel_sm80 import ALIGN
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 
-from .config import ELEMENT, FlashFacts
+from .config import FlashFacts
 from .mask_and_softmax import QueryWork, mask_and_softmax
 from .softmax import OnlineSoftmax, rows_and_columns
 
-VECTOR = CHUNK // ELEMENT  # elements of one copy
 COLUMNS = 32  # of a product, multiplied from one set of fragments of B
 
 
@@ -164,7 +162,7 @@ class MainloopSm80:
     def convert(self, acc_S: cute.Tensor) -> list:
         """P rounded to 16 bits, a fragment (8, MMA_M) of A for each MMA step: two n8 products' accumulators."""
         steps = []
-        for k in range(self.cfg.tile_n // MMA_K):
+        for k in range(self.cfg.tile_n // self.v.element.mma_k):
             rP = cute.make_rmem_tensor((8, self.tiles_m), self.dtype)
             for i in range(self.tiles_m):
                 for half in range(2):
@@ -178,7 +176,8 @@ class MainloopSm80:
         """acc += A B, with fragment(k) of A, and B in shared memory; fragments are read one step ahead."""
         # S is in registers beside O while K is read
         columns = COLUMNS if op is self.v else COLUMNS // 2
-        order = sorted(range(op.tile_k // MMA_K), key=lambda k: op.step(0, k)[0])  # those of one address together
+        # Steps of one address together
+        order = sorted(range(op.tile_k // op.element.mma_k), key=lambda k: op.step(0, k)[0])
         steps = [(k, n) for k in order for n in range(0, op.rows, columns)]
         rA, rB = fragment(order[0]), self.fragment_b(op, steps[0], columns, lane, tile)
         for i in range(len(steps)):
@@ -202,10 +201,11 @@ class MainloopSm80:
 def operand_tiles(facts: FlashFacts) -> tuple:
     """(Q, K, V): the layouts of their tiles in shared memory."""
     cfg = facts.config
-    threads = WARP * cfg.groups
-    q = OperandTile(cfg.tile_m, facts.head_dim, True, VECTOR, threads, cfg.groups, False)
-    k = OperandTile(cfg.tile_n, facts.head_dim, True, VECTOR, threads, 1, True)
-    v = OperandTile(facts.head_dim_v, cfg.tile_n, False, VECTOR, threads, 1, True)  # (Dv, tile_n), as B of P V
+    element, threads = facts.element, WARP * cfg.groups
+    q = OperandTile(cfg.tile_m, facts.head_dim, True, element.vector, threads, cfg.groups, False, element)
+    k = OperandTile(cfg.tile_n, facts.head_dim, True, element.vector, threads, 1, True, element)
+    # (Dv, tile_n), as B of P V
+    v = OperandTile(facts.head_dim_v, cfg.tile_n, False, element.vector, threads, 1, True, element)
     return q, k, v
 
 
@@ -214,7 +214,7 @@ def first_vector(op: OperandTile, thread) -> tuple:
 
     Where all threads copy more lines at once than the tile has, those with a line past its last must copy nothing.
     """
-    return thread // op.chunks, thread % op.chunks * VECTOR
+    return thread // op.chunks, thread % op.chunks * op.vector
 
 
 def lines_at_once(op: OperandTile) -> int:

@@ -8,7 +8,6 @@ from cutlass import Int32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from .choose import L2_BYTES
-from .config import ELEMENT
 from .seqlen import PackedSeqlens
 
 WARP = 32
@@ -48,7 +47,7 @@ class QueryScheduler:
         (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
         qhead_per_kvhead, l2_heads = heads // heads_kv, None
         if facts.path == "sm_90" and (facts.window.left or facts.window.right):
-            fit = L2_BYTES // ((facts.head_dim + facts.head_dim_v) * ELEMENT) // cols
+            fit = L2_BYTES // ((facts.head_dim + facts.head_dim_v) * facts.element.width) // cols
             l2_heads = cutlass.min(cutlass.max(fit, 1) * qhead_per_kvhead, heads * batch)
         return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, qhead_per_kvhead, l2_heads)
 

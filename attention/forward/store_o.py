@@ -10,7 +10,9 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
-VECTOR = 8  # elements of 16 bits that one thread stores at once
+from cute_kernels.tile.element import BITS_16
+
+VECTOR = BITS_16.vector  # elements that one thread stores at once: a word of 32 bits is two neighbours
 
 
 @cute.jit
@@ -51,9 +53,9 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
     words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, Dv / 8)
     for r in range_constexpr(2 * tiles_m):
         if const_expr(isinstance(mO.stride[0], tuple)):  # packed rows
-            at = mO[row + 8 * r, None].iterator.toint() + lane % 4 * VECTOR * 2
+            at = mO[row + 8 * r, None].iterator.toint() + lane % 4 * VECTOR * BITS_16.width
         else:
-            at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * 2
+            at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * BITS_16.width
         for i in range_constexpr(cute.size(acc) // (16 * tiles_m)):
             mine = exchange([words[r + 2 * tiles_m * (4 * i + j)] for j in range(4)], lane)
             vector = cute.make_rmem_tensor(4, Int32)

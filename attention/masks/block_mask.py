@@ -236,6 +236,34 @@ class BlockMask:
         return cls.from_blocks(blocks, blocksize, lengths=lengths, mask_mod=mask_mod, causal=causal)
 
     @classmethod
+    def from_elements(
+        cls, seen: Tensor, blocksize: Sequence[int] = (128, 128), *, lengths: Sequence[int] | None = None
+    ) -> BlockMask:
+        """The mask of a bool tensor with an entry for each score, True where it is seen. Does not synchronise.
+
+        Reads each entry once to find the blocks, and holds `seen`, of which kernels read the entries of partial blocks.
+        So `seen` must not be written to.
+
+        Args:
+            seen: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk) bool, of any strides. Sq and Sk may be 1 for a mask that does
+                not depend on the row or the column; `lengths` says for how many.
+            lengths: (Sq, Sk); those of `seen` where it is None.
+
+        Raises:
+            TypeError: `seen` is no strided bool tensor.
+            ValueError: lengths or block sizes that BlockMask refuses, or `seen` does not have these lengths.
+        """
+        if not is_strided(seen) or seen.dtype is not torch.bool:
+            raise TypeError(f"seen must be a strided bool tensor, got {describe(seen)}")
+        if not 2 <= seen.dim() <= 4:
+            raise ValueError(f"seen must be (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), got {tuple(seen.shape)}")
+        lengths, blocksize, _, _ = grid(tuple(seen.shape[-2:]) if lengths is None else lengths, blocksize)
+        if any(have not in (1, want) for have, want in zip(seen.shape[-2:], lengths, strict=True)):
+            raise ValueError(f"seen has shape {tuple(seen.shape)}, which does not broadcast to (..., {lengths})")
+        partial, full, mask_mod = convert.of_elements(seen, lengths, blocksize)
+        return cls._of_tables(partial, full, lengths, blocksize, mask_mod)
+
+    @classmethod
     def from_flex(cls, mask: FlexBlockMask, *, check: bool = False) -> BlockMask:
         """FlexAttention's mask: its lists, not copied where they are contiguous, and its mask_mod, None for noop_mask.
 

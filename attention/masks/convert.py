@@ -11,6 +11,7 @@ from sparse_collective.bsr import BsrMatrix
 from sparse_collective.checks import describe
 
 from .block_lists import grid, lists_of, table_of
+from .mask_mods import Elements
 
 
 def blocks_of_bsr(pattern: BsrMatrix | Tensor, heads: int | None) -> tuple[Tensor, tuple[int, int]]:
@@ -45,6 +46,33 @@ def blocks_of_indices(crow: Tensor, col: Tensor, shape, blocksize, heads: int | 
     blocks = torch.zeros(items * rows * cols, dtype=torch.bool, device=col.device)
     blocks.index_fill_(0, row.long() * cols + col, True)
     return blocks.view(items // heads, heads, rows, cols), blocksize
+
+
+def of_elements(seen: Tensor, lengths, blocksize) -> tuple[Tensor, Tensor, Elements | None]:
+    """(partial, full), bool (B or 1, H or 1, Mq, Mk), and the mask_mod; see BlockMask.from_elements."""
+    seen = seen[(None,) * (4 - seen.dim())]
+    (sq, sk), (block_q, block_k) = lengths, blocksize
+    if seen.numel() == 0 or sq == 0 or sk == 0:
+        none = seen.new_zeros(1, 1, -(-sq // block_q), -(-sk // block_k))
+        return none, none, None
+    # What is the same along a dimension is read there once: one entry of a dimension that was expanded is enough.
+    varies = tuple(n > 1 and stride != 0 for n, stride in zip(seen.shape, seen.stride(), strict=True))
+    first = tuple(slice(None) if v else slice(0, 1) for v in varies)
+    mask_mod = Elements(seen[tuple(slice(None) if v else 0 for v in varies)], *varies)
+    small = seen[first]
+    rows = small.shape[2] if varies[2] else 1
+    small = small.expand(-1, -1, -1, sk)
+    past_q, past_k = -rows % block_q if rows > 1 else 0, -sk % block_k
+    small = torch.nn.functional.pad(small, (0, past_k, 0, past_q))  # columns past the last are not seen
+    high = block_q if rows > 1 else 1
+    cut = small.unflatten(3, (-1, block_k))  # (B, H, rows, Mk, block_k)
+    some = cut.any(-1).unflatten(2, (-1, high)).any(3)
+    every = cut.all(-1)
+    if past_q:
+        every[:, :, rows:] = True  # rows past the last do not matter
+    every = every.unflatten(2, (-1, high)).all(3)
+    some, every = (t.expand(-1, -1, -(-sq // block_q), -1) for t in (some, every))
+    return some & ~every, every, mask_mod
 
 
 def lists_of_flex(mask) -> tuple[list[Tensor | None], dict]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -72,6 +73,27 @@ def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
 
     state = state, blocks.shape, blocks.stride(), blocks.dtype
     return with_tensor(blocks, MOST_LENGTHS).get(lengths, blocks, make, _tables, state)[0]
+
+
+class ElementTensor(NamedTuple):
+    """A bool tensor of elements, of shape (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), where a bool tensor alone means
+    blocks: what other interfaces hand to block_sparse_attention."""
+
+    seen: Tensor
+
+
+def of_elements(seen: Tensor, lengths: tuple[int, int]) -> BlockMask:
+    """BlockMask.from_elements(seen, lengths=lengths), made once for each lengths."""
+    state = state_of(seen)
+    if state is None or captured(seen):
+        return BlockMask.from_elements(seen, lengths=lengths)
+
+    def make() -> tuple:
+        (alias,) = memory_of(seen)  # a mask that held the tensor itself would keep it alive for ever
+        return (BlockMask.from_elements(alias, lengths=lengths),)
+
+    state = state, seen.shape, seen.stride(), seen.dtype
+    return with_tensor(seen, MOST_LENGTHS).get(("elements", *lengths), seen, make, _tables, state)[0]
 
 
 def of_bsr(pattern: BsrMatrix) -> BlockMask:

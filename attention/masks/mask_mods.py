@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["And", "Band", "Dilated", "GlobalTokens", "MaskMod", "Or", "RowRange", "SameDocument"]
+__all__ = ["And", "Band", "Dilated", "Elements", "GlobalTokens", "MaskMod", "Or", "RowRange", "SameDocument"]
 
 FAR = 2**30  # columns; no two positions are further apart (block_lists.MOST)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -83,6 +83,28 @@ class SameDocument:
         if self.batched:
             return self.q_ids[b, q] == self.kv_ids[b, kv]
         return self.q_ids[q] == self.kv_ids[kv]
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """The elements of a bool tensor, of any strides: (B, H, Sq, Sk) with those of the dimensions that are True here.
+
+    Along the others all items, heads, rows or columns see the same.
+    """
+
+    seen: Tensor
+    item: bool = True
+    head: bool = True
+    row: bool = True
+    column: bool = True
+
+    def __call__(self, b, h, q, kv):
+        index = ()
+        index += (b,) if self.item else ()
+        index += (h,) if self.head else ()
+        index += (q,) if self.row else ()
+        index += (kv,) if self.column else ()
+        return self.seen[index] if index else self.seen & (kv >= 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from .. import functions
 from ..arch import ArchSpec, arch_named
+from ..tile.element import BITS_16, element_of
 from .candidates import split_sm90
 from .config import EpilogueSpec, GemmFacts
 from .terms import epilogue_program
 
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+SHORT = {"float8_e4m3fn": "e4m3", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def squared_relu(x):
@@ -127,7 +128,8 @@ def shared(spec: ArchSpec) -> list[GemmFacts]:
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     changes = ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": full()})
     changes += ({"aligns": (8, 8, 1), "epilogue": COL}, {"ranks": (3, 3, 3)})
-    return [dense(spec, spec.path, config, **change) for config in split_sm90(64, spec)[0] for change in changes]
+    high, _ = split_sm90(BITS_16.rows[0], spec, BITS_16)
+    return [dense(spec, spec.path, config, **change) for config in high for change in changes]
 
 
 def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
@@ -167,7 +169,8 @@ def operands_text(facts: GemmFacts) -> str:
     """Majors and types; then what differs from aligned matrices with 32-bit indices."""
     types = SHORT[facts.dtype] + (f">{SHORT[facts.out_dtype]}" if facts.out_dtype != facts.dtype else "")
     text = f"{','.join(facts.majors)} {types}"
-    aligned = (8, 8, 16 // facts.out_bytes)
+    vector = facts.element.vector
+    aligned = (vector, vector, element_of(facts.out_dtype).vector)
     if facts.aligns != aligned:
         text += " align " + ",".join(map(str, facts.aligns))
     if facts.ranks[1:] != (2, 2):

@@ -4,7 +4,7 @@ from .. import tuned
 from ..arch import ArchSpec
 from ..operand import Layout
 from ..runtime.families import families, family_of
-from ..tile.element import BYTES
+from ..tile.element import element_of
 from .config import GemmFacts
 from .family import ProductFamily
 from .problem import Problem
@@ -66,7 +66,11 @@ def tuned_pick(
 def candidates_for(path: str, problem: Problem, spec: ArchSpec) -> list[tuple[ProductFamily, object]]:
     """(family, configuration) of all families that serve the problem, in the order of their registration."""
     serving = (family for family in families(ProductFamily) if family.serves(problem.block))
-    return [(family, config) for family in serving for config in family.candidates(path, problem.block, spec)]
+    return [
+        (family, config)
+        for family in serving
+        for config in family.candidates(path, problem.block, spec, problem.element)
+    ]
 
 
 def store_align(d: Layout, out_dtype: str) -> int:
@@ -75,7 +79,7 @@ def store_align(d: Layout, out_dtype: str) -> int:
     TMA writes whole granules of 16 bytes. Where the contiguous extent ends inside of one, what lies behind each row (a
     neighbour's columns, where D is a slice) would be overwritten: so the extent must be a multiple of them too.
     """
-    granule = 16 // BYTES[out_dtype]
+    granule = element_of(out_dtype).vector
     return d.vector if d.vector % granule == 0 else 1
 
 
@@ -86,7 +90,7 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
     else:  # cp.async copies whole vectors, so the extent counts too
         aligns = a.vector, b.vector, d.vector
     if problem.block and problem.block.operand == "a":
-        aligns = (8, *aligns[1:])
+        aligns = (problem.element.vector, *aligns[1:])
     return GemmFacts(
         arch=spec.target,
         path=name,

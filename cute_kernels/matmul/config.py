@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..arch import MMA_K, ArchSpec, arch_named
-from ..tile.element import BYTES
+from ..arch import ArchSpec, arch_named
+from ..tile.element import BYTES, Element, element_of
 from ..traced.program import Program
 
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
@@ -131,9 +131,9 @@ class GemmFacts:
 
     Majors name the contiguous mode as the kernel sees it: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a
     tensor with no contiguous mode. Alignments are in elements: what base pointer and strides are multiples of, at
-    most 8; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch tensors
-    a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and output.
-    `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
+    most 16 bytes; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch
+    tensors a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and
+    output. `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
     """
 
     arch: str  # the compiler's target
@@ -179,6 +179,11 @@ class GemmFacts:
         """(group, max_ctas) as the kernel takes them: None of one that has no panels, or a CTA for each work tile."""
         return group if self.config.panels else None, max_ctas if self.warp_specialised else None
 
+    @cached_property
+    def element(self) -> Element:
+        """Of the operands."""
+        return element_of(self.dtype)
+
     @property
     def out_bytes(self) -> int:
         return BYTES[self.out_dtype]
@@ -186,18 +191,18 @@ class GemmFacts:
     @property
     def operand_bytes(self) -> int:
         """Shared memory of the rings of A and B."""
-        return self.config.operand_elements * BYTES[self.dtype]
+        return self.config.operand_elements * self.element.width
 
     @property
     def k_blocks(self) -> tuple[int, ...]:
         """MMA steps of each K-tile in one period; see k_tiles."""
-        full = self.config.tile_k // MMA_K
+        full = self.config.tile_k // self.element.mma_k
         if not self.blocks_along_k:
             return (full,)
         tiles, rest = divmod(self.block.bk, self.config.tile_k)
         if rest == 0:
             return (full,)
-        period = (full,) * tiles + (rest // MMA_K,)
+        period = (full,) * tiles + (rest // self.element.mma_k,)
         # A long period is unrolled code; past 8 K-tiles the padding costs at most 1/9 and zeros do as well.
         return period if len(period) <= 8 else (full,)
 
@@ -216,7 +221,7 @@ class GemmFacts:
         if not self.blocks_along_k:
             return True
         periods = self.k_tiles_per_block // len(self.k_blocks)
-        return sum(self.k_blocks) * MMA_K * periods > self.block.bk
+        return sum(self.k_blocks) * self.element.mma_k * periods > self.block.bk
 
     @property
     def store_bytes(self) -> int:

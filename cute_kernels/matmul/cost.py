@@ -1,16 +1,16 @@
 """What a product takes under a configuration, and how it is launched: a cost model of waves, for an H200.
 
-The model of one work tile, in clocks of an SM: its tensor-core time (2048 multiply-adds a clock) or the time its
-operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card), whichever is
-longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none of its store;
-of two ping-pong consumer groups one stores while the other multiplies. Where K is split among the CTAs of a cluster,
-each takes its share of the loop and of the store, and the exchange comes between them.
+The model of one work tile, in clocks of an SM: its tensor-core time (2048 multiply-adds of 16 bits a clock) or the
+time its operands take from L2 (42 bytes a clock and SM: the measured 8.7 TB/s at the 1.55 GHz of a loaded card),
+whichever is longer, and what no other work hides: filling the pipeline, and the store. A cooperative kernel hides none
+of its store; of two ping-pong consumer groups one stores while the other multiplies. Where K is split among the CTAs of
+a cluster, each takes its share of the loop and of the store, and the exchange comes between them.
 """
 
 from .config import BlockFacts, GemmConfig
 from .problem import Extents, Problem
 
-MACS_PER_CLOCK = 2048
+MAC_BYTES_PER_CLOCK = 4096  # multiply-adds times the bytes of an element
 L2_BYTES_PER_CLOCK = 42
 PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estimate
 # A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: the 25
@@ -38,7 +38,7 @@ def k_width(cfg, block: BlockFacts | None) -> int:
 
 def k_tile_clocks(cfg, width: int, l2_bytes_per_clock: float) -> tuple[float, float]:
     """Of one K-tile of elements of `width` bytes: (products, loads)."""
-    mma = cfg.tile_m * cfg.tile_n * cfg.tile_k / MACS_PER_CLOCK
+    mma = cfg.tile_m * cfg.tile_n * cfg.tile_k * width / MAC_BYTES_PER_CLOCK
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * width / l2_bytes_per_clock
     return mma, load
 

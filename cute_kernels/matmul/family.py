@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from ..arch import ArchSpec, arch_named
 from ..runtime.families import Family, Request, register
 from ..tile.barriers import PRODUCT_ORDER, PRODUCT_STORE
+from ..tile.element import BITS_16, Element
 from . import catalogue, cost, legality
 from .arguments import dense_args
 from .candidates import dense_sm80, dense_sm90
@@ -26,8 +27,8 @@ class ProductFamily(Family):
         """Whether it has kernels for products with an A of such blocks; None is a dense A."""
         raise NotImplementedError
 
-    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec) -> list:
-        """Configurations worth trying, best first among equals."""
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+        """Configurations worth trying for operands of such elements, best first among equals."""
         raise NotImplementedError
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
@@ -40,7 +41,7 @@ class ProductFamily(Family):
 
     def sources(self, path: str) -> tuple[str, ...]:
         """The modules that decide the speed of its kernels on a path: tuned picks hold as long as these stay."""
-        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.ptx")
+        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.element", "tile.ptx")
         names += tuple(f"matmul.{part}_{path.replace('_', '')}" for part in ("kernel", "mainloop", "store"))
         names += ("tile.hopper", "matmul.split_k_sm90") if path == "sm_90" else ("tile.ampere",)
         return tuple(f"cute_kernels.{name}" for name in names)
@@ -49,7 +50,7 @@ class ProductFamily(Family):
         return legality.gemm(facts)
 
     def tensor_core(self, facts: GemmFacts) -> str:
-        return "HGMMA" if facts.warp_specialised else "HMMA"
+        return ("Q" if facts.element.width == 1 else "H") + ("GMMA" if facts.warp_specialised else "MMA")
 
     def warp_specialised(self, facts: GemmFacts) -> bool:
         return facts.warp_specialised
@@ -100,8 +101,8 @@ class Dense(ProductFamily):
     def serves(self, block: BlockFacts | None) -> bool:
         return block is None
 
-    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec) -> list:
-        return dense_sm90(spec) if path == "sm_90" else dense_sm80(spec)
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+        return (dense_sm90 if path == "sm_90" else dense_sm80)(spec, element)
 
     def entry(self, facts: GemmFacts):
         from .dense import DenseGemm

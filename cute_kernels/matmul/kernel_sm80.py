@@ -36,8 +36,8 @@ class GemmSm80:
         self.threads = WARP * cfg.warps_m * cfg.warps_n
         vectors = [1 if major == "any" else align for major, align in zip(facts.majors, facts.aligns)]
         a_k, b_k = facts.majors[0] != "m", facts.majors[1] != "n"
-        a = OperandTile(cfg.tile_m, cfg.tile_k, a_k, vectors[0], self.threads, cfg.warps_m, False)
-        b = OperandTile(cfg.tile_n, cfg.tile_k, b_k, vectors[1], self.threads, cfg.warps_n, True)
+        a = OperandTile(cfg.tile_m, cfg.tile_k, a_k, vectors[0], self.threads, cfg.warps_m, False, facts.element)
+        b = OperandTile(cfg.tile_n, cfg.tile_k, b_k, vectors[1], self.threads, cfg.warps_n, True, facts.element)
         self.mainloop = MainloopSm80(facts, self.dtype, a, b)
         self.store = StoreSm80(facts, self.out_dtype)
         self.smem_bytes = max(cfg.stages * self.mainloop.stage_bytes, self.store.bytes)

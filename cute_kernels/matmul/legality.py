@@ -3,21 +3,26 @@
 Each function says why not, "" if a kernel can be built. A family's `unsupported` asks those that apply to it.
 """
 
-from ..arch import MMA_K
+from ..arch import MMA_M
+from ..tile.element import element_of
 from .config import BARRIER_BYTES, GemmFacts
 
 # What an sm_80 kernel needs besides accumulators and fragments. Compiled with 16 warps: 64 of those take 98 registers,
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40
+OPERANDS = ("bfloat16", "float16")
 
 
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
     cfg, block = facts.config, facts.block
-    if facts.dtype not in ("bfloat16", "float16"):
-        return f"operands of {facts.dtype}: the kernels multiply bfloat16 and float16"
-    if block and (block.bm % MMA_K or block.bk % MMA_K):
-        return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_K}"
+    if facts.dtype not in OPERANDS:
+        return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}"
+    mma_k = facts.element.mma_k
+    if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
+        return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {max(MMA_M, mma_k)}"
+    if reason := majors(facts):
+        return reason
     if any(n < 1 for n in vars(cfg).values()):
         return f"{cfg}: every count must be at least 1"
     if reason := _gated(facts):
@@ -28,6 +33,13 @@ def general(facts: GemmFacts) -> str:
             f"{block.run} long: the columns must divide it"
         )
     return ""
+
+
+def majors(facts: GemmFacts) -> str:
+    """Which contiguous modes tensor cores take."""
+    if facts.element.transposes or facts.majors[0] != "m" and facts.majors[1] != "n":
+        return ""
+    return f"operands of {facts.dtype} that are contiguous along M or N: tensor cores turn elements of 16 bits alone"
 
 
 def _gated(facts: GemmFacts) -> str:
@@ -53,7 +65,7 @@ def gemm(facts: GemmFacts) -> str:
 
 def sm80(facts: GemmFacts) -> str:
     """What the sm_80 kernel asks."""
-    cfg, spec = facts.config, facts.spec
+    cfg, spec, element = facts.config, facts.spec, facts.element
     if cfg.cluster * cfg.consumer_groups > 1:
         return "clusters, ping-pong and a split K exist on the sm_90 path only"
     if cfg.stages < 3:
@@ -61,15 +73,15 @@ def sm80(facts: GemmFacts) -> str:
     if any(n & (n - 1) for n in (cfg.tile_m, cfg.tile_n, cfg.tile_k, cfg.warps_m, cfg.warps_n)):
         return f"tile {cfg}: its sides and warps must be powers of two, which the swizzle needs"
     span_m, span_n = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n
-    if span_m < 16 or span_n < 16 or cfg.tile_k < MMA_K:
-        return f"a warp's part of {span_m}x{span_n}x{cfg.tile_k}: ldmatrix reads 16 rows of 16 elements"
+    if span_m < 16 or span_n < 16 or cfg.tile_k < element.mma_k:
+        return f"a warp's part of {span_m}x{span_n}x{cfg.tile_k}: ldmatrix reads 16 rows of {element.mma_k} elements"
     threads = 32 * cfg.warps_m * cfg.warps_n
     line_a = cfg.tile_m if facts.majors[0] == "m" else cfg.tile_k
     line_b = cfg.tile_n if facts.majors[1] == "n" else cfg.tile_k
     longest = max(line_a, line_b)
-    if longest > 8 * threads:
-        return f"a line of {longest} elements of an operand; {threads} threads copy {8 * threads} at once"
-    n_major, vector = facts.majors[2] == "n", 16 // facts.out_bytes
+    if longest > element.vector * threads:
+        return f"a line of {longest} elements of an operand; {threads} threads copy {element.vector * threads} at once"
+    n_major, vector = facts.majors[2] == "n", element_of(facts.out_dtype).vector
     line = span_n if n_major else span_m
     if line > 32 * vector:
         return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
@@ -102,7 +114,7 @@ def tma_operands(facts: GemmFacts) -> str:
     if facts.spec.path != "sm_90":
         return f"{facts.spec.name} has neither TMA nor WGMMA; its kernels are those of the sm_80 path"
     for name, align in zip("AB", facts.aligns, strict=False):
-        if align < 8:
+        if align < facts.element.vector:
             return f"{name}'s address or strides are not multiples of 16 bytes, which TMA needs"
     if "any" in facts.majors[:2]:
         return "an operand has no contiguous mode, which TMA needs"
@@ -140,9 +152,10 @@ def _tile_sm90(facts: GemmFacts) -> str:
         return f"{cfg.tile_n} columns among {cfg.warps_n} warpgroups: each takes a multiple of stmatrix's 16"
     if max(cfg.tile_m, cfg.tile_n, cfg.tile_k) > 256:
         return f"tile {cfg}: a TMA box, and a WGMMA, has at most 256 a side"
-    if cfg.tile_k not in (16, 32) and cfg.tile_k % 64:
-        return f"a K-tile of {cfg.tile_k}: 16, 32 or multiples of 64 elements fill a swizzle row"
-    atom = next(columns for columns in (64, 32, 16) if cfg.tile_n % columns == 0)
+    widest, half, quarter = facts.element.rows
+    if cfg.tile_k not in (quarter, half) and cfg.tile_k % widest:
+        return f"a K-tile of {cfg.tile_k}: {quarter}, {half} or multiples of {widest} elements fill a swizzle row"
+    atom = next((columns for columns in facts.element.rows if cfg.tile_n % columns == 0), cfg.tile_n)
     if facts.majors[1] == "n" and group_n % atom:
         return f"{group_n} columns a warpgroup cut B's swizzle atom of {atom}"
     chunk = min(group_n, cfg.store_row // facts.out_bytes)

@@ -15,9 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from ..arch import MMA_K
-from ..tile.ampere import TileSteps
-from ..tile.element import ELEMENT
+from ..tile.ampere import CHUNK, TileSteps
 from ..tile.ptx import opaque
 
 
@@ -27,6 +25,7 @@ class MainloopSm80(TileSteps):
     def __init__(self, facts, dtype, a, b):  # OperandTiles
         super().__init__(dtype)
         self.stages = facts.config.stages
+        self.element = facts.element
         self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
         self.period = len(self.k_blocks)
         # The two register buffers alternate with the MMA steps, so a loop's body must hold an even number of them.
@@ -49,7 +48,7 @@ class MainloopSm80(TileSteps):
         stage: Int32,
     ):
         """Issue and commit the copies of one K-tile, as one group."""
-        cols = const_expr(self.k_blocks[j % self.period] * MMA_K)
+        cols = const_expr(self.k_blocks[j % self.period] * self.element.mma_k)
         self.copy(self.a, mA, tile.a[1:], left, cols, threads[0], stage)
         self.copy(self.b, mB, tile.b, left, cols, threads[1], stage + self.a.bytes)
         cute.arch.cp_async_commit_group()
@@ -63,8 +62,8 @@ class MainloopSm80(TileSteps):
         line, element = op.position(cute.arch.thread_idx()[0])
         row0 = rest * op.rows
         row, k = (row0 + line, element) if op.k_major else (cutlass.min(row0 + element, mX.shape[0] - op.vector), line)
-        source = (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
-        return row0, line, element, op.offset(line, element * ELEMENT), opaque(source)
+        source = (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * op.element.width
+        return row0, line, element, op.offset(line, element * op.element.width), opaque(source)
 
     @cute.jit
     def copy(
@@ -79,12 +78,13 @@ class MainloopSm80(TileSteps):
     ):
         """Copy one operand's tile; columns past the extent of mode K become zeros."""
         k0 = tile[0] * op.tile_k
-        source = mX.iterator.toint() + (Int64(tile[1]) * mX.stride[2] + Int64(k0) * mX.stride[1]) * ELEMENT
+        width = const_expr(op.element.width)
+        source = mX.iterator.toint() + (Int64(tile[1]) * mX.stride[2] + Int64(k0) * mX.stride[1]) * width
         # Columns of this tile that exist; below 1 of them, all copies are zero fills.
         columns = mX.shape[1] - k0 if const_expr(self.clips_k) else cols
         limit = cutlass.min(left * op.tile_k, columns)
         tidx = cute.arch.thread_idx()[0]
-        copy = const_expr(self.copy_wide if op.vector == 8 else self.copy_narrow)
+        copy = const_expr(self.copy_wide if op.vector_bytes == CHUNK else self.copy_narrow)
         if const_expr(op.active == op.threads):
             copy(op, mX, source, left, limit, cols, thread, stage, tidx)
         elif tidx < op.active:
@@ -124,7 +124,7 @@ class MainloopSm80(TileSteps):
             if const_expr(op.k_major or lines < cols):
                 x, add = op.split(lines, 0)
                 self.copy_vector(op, at, stage + (to ^ x) + add, valid)
-                at = at + op.stride * mX.stride[0 if op.k_major else 1] * ELEMENT
+                at = at + op.stride * mX.stride[0 if op.k_major else 1] * op.element.width
 
     @cute.jit
     def copy_narrow(
@@ -140,12 +140,13 @@ class MainloopSm80(TileSteps):
         tidx: Int32,
     ):
         """This thread's vectors below 16 bytes: there are many, so in a loop, each from its own coordinates."""
+        width = const_expr(op.element.width)
         for v in cutlass.range(op.copies, unroll=4):
             line, element = op.position(tidx + v * op.active)
             row, k = (line, element) if const_expr(op.k_major) else (element, line)
             row = cutlass.min(thread[0] + row, mX.shape[0] - (1 if const_expr(op.k_major) else op.vector))
-            at = source + (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * ELEMENT
-            self.copy_vector(op, at, stage + op.offset(line, element * ELEMENT), k < limit)
+            at = source + (Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1]) * width
+            self.copy_vector(op, at, stage + op.offset(line, element * width), k < limit)
 
     # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
 
@@ -165,9 +166,9 @@ class MainloopSm80(TileSteps):
         if count > 0:
             lane = cute.arch.lane_idx()
             lanes = (self.a.lane_offset(lane, index_warp[0]), self.b.lane_offset(lane, index_warp[1]))
-            # Two of each, for this MMA step and the next: (8, MMA_M) and (4, MMA_N)
-            rA = [cute.make_rmem_tensor((8, self.mmas_m), self.dtype) for _ in range(2)]
-            rB = [cute.make_rmem_tensor((4, self.mmas_n), self.dtype) for _ in range(2)]
+            # Two of each, for this MMA step and the next: 16 bytes of each MMA_M, and 8 of each MMA_N
+            rA = [cute.make_rmem_tensor((self.element.vector, self.mmas_m), self.dtype) for _ in range(2)]
+            rB = [cute.make_rmem_tensor((self.element.vector // 2, self.mmas_n), self.dtype) for _ in range(2)]
             tile = k_tiles.at(Int32(0))
             threads = (self.thread_part(self.a, mA, tile.a[0]), self.thread_part(self.b, mB, n))
             for s in range_constexpr(self.stages - 1):

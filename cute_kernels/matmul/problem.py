@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..operand import Layout
-from ..tile.element import BYTES
+from ..tile.element import Element, element_of
 from .config import BlockFacts, EpilogueSpec
 
 STATS_ROWS, PAIRED_ROWS = 192, 64  # of PatternStats
@@ -52,9 +52,14 @@ class Problem:
     stats: PatternStats = NOT_KNOWN
 
     @property
+    def element(self) -> Element:
+        """Of A and B."""
+        return element_of(self.dtype)
+
+    @property
     def width(self) -> int:
         """Bytes of an element of A and B."""
-        return BYTES[self.dtype]
+        return self.element.width
 
 
 def listed_at_random(density: float, block: BlockFacts, rows: int) -> float:

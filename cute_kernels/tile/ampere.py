@@ -9,17 +9,22 @@ from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 from cutlass.cute.typing import AddressSpace
 
-from ..arch import MMA_K
-from .element import ELEMENT
+from .element import MMA_K_BYTES, VECTOR_BYTES, Element
 
 WARP = 32
-CHUNK = 16  # bytes; what ldmatrix reads of a line, and the unit of the swizzle
+CHUNK = VECTOR_BYTES  # what ldmatrix reads of a line, and the unit of the swizzle
 ALIGN = 128  # bytes; all 32 banks
 
 
 def log2(x: int) -> int:
     assert x > 0 and x & (x - 1) == 0, f"{x} is no power of two"
     return x.bit_length() - 1
+
+
+def mma_op(dtype):
+    """mma.sync of 16 rows, 8 columns and 32 bytes of K, with fp32 sums, of operands of a compiler's numeric type."""
+    op = warp.MmaF16BF16Op if dtype.width == 16 else warp.MmaFP8Op
+    return op(dtype, cutlass.Float32, (16, 8, MMA_K_BYTES * 8 // dtype.width))
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class OperandTile:
     threads: int
     warps: int  # how many share the rows
     is_b: bool
+    element: Element
+
+    def __post_init__(self):
+        assert self.k_major or self.element.transposes, f"ldmatrix does not transpose {self.element}"
 
     @property
     def lines(self) -> int:
@@ -49,11 +58,15 @@ class OperandTile:
 
     @property
     def line_bytes(self) -> int:
-        return ELEMENT * (self.tile_k if self.k_major else self.rows)
+        return self.element.width * (self.tile_k if self.k_major else self.rows)
 
     @property
     def bytes(self) -> int:
         return self.lines * self.line_bytes
+
+    @property
+    def vector_bytes(self) -> int:
+        return self.vector * self.element.width
 
     @property
     def span(self) -> int:
@@ -83,11 +96,11 @@ class OperandTile:
     @property
     def active(self) -> int:
         """Threads that copy: a small tile has fewer vectors than the CTA has threads."""
-        return min(self.threads, self.bytes // (ELEMENT * self.vector))
+        return min(self.threads, self.bytes // self.vector_bytes)
 
     @property
     def copies(self) -> int:
-        return self.bytes // (ELEMENT * self.vector * self.active)
+        return self.bytes // (self.vector_bytes * self.active)
 
     @property
     def stride(self) -> int:
@@ -96,13 +109,13 @@ class OperandTile:
 
     def position(self, index):
         """(line, element) of a vector."""
-        bits = log2(self.line_bytes // (ELEMENT * self.vector))
+        bits = log2(self.line_bytes // self.vector_bytes)
         return index >> bits, (index & ((1 << bits) - 1)) * self.vector
 
-    # ------------------------------------------------------------------ reading: ldmatrix x4 = 16 rows x 16 k
+    # ------------------------------------------------------------------ reading: ldmatrix x4 = 16 rows x 32 bytes of k
 
     def lane_offset(self, lane, index_warp):
-        """Where a lane's eight-element row of its 8 x 8 matrix lies, for the warp's first 16 rows and first 16 k.
+        """Where a lane's row of its matrix of 8 rows of 16 bytes lies, for the warp's first 16 rows and first MMA step.
 
         A fragment's four matrices run along its rows first for A, along k first for B.
         """
@@ -111,11 +124,13 @@ class OperandTile:
         row = index_warp * self.span + row_half * 8
         if self.k_major:
             return self.offset(row + r, k_half * CHUNK)
-        return self.offset(k_half * 8 + r, row * ELEMENT)
+        return self.offset(k_half * self.element.vector + r, row * self.element.width)
 
     def step(self, i: int, k: int) -> tuple[int, int]:
-        """`split` of the warp's i-th 16 rows and k-th 16 columns."""
-        return self.split(16 * i, MMA_K * ELEMENT * k) if self.k_major else self.split(MMA_K * k, 16 * ELEMENT * i)
+        """`split` of the warp's i-th 16 rows and k-th MMA step."""
+        if self.k_major:
+            return self.split(16 * i, MMA_K_BYTES * k)
+        return self.split(self.element.mma_k * k, 16 * self.element.width * i)
 
 
 class TileSteps:
@@ -130,7 +145,7 @@ class TileSteps:
     @cute.jit
     def copy_vector(self, op: cutlass.Constexpr, source: Int64, to: Int32, valid: cutlass.Boolean):
         """One vector, or zeros where it is not valid."""
-        size = const_expr(op.vector * ELEMENT)
+        size = const_expr(op.vector_bytes)
         layout = cute.make_layout(((op.vector, 1), 1))  # ((vector, rest), copies)
         gX = cute.make_tensor(make_ptr(self.dtype, source, AddressSpace.gmem, assumed_align=size), layout)
         sX = cute.make_tensor(make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=size), layout)
@@ -159,19 +174,20 @@ class TileSteps:
     ):
         """ldmatrix one operand's fragments of MMA step k, 16 rows an instruction, from the first-th 16 rows on.
 
-        rX: (8, MMA_M) for A, (4, MMA_N) for B, of as many rows as are wanted.
+        rX: (16 bytes, MMA_M) for A, (8 bytes, MMA_N) for B, of as many rows as are wanted.
         """
-        # Lines along k need no transposing: the tensor core takes pairs along k in one register.
+        # Lines along k need no transposing: the tensor core takes neighbours along k in one register.
+        vector = const_expr(op.element.vector)
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not op.k_major, 4), self.dtype)
-        count = const_expr(cute.size(rX) // 8)
-        rX = cute.make_tensor(rX.iterator, cute.make_layout((8, count)))  # two n8 fragments of B are one x4
+        count = const_expr(cute.size(rX) // vector)
+        rX = cute.make_tensor(rX.iterator, cute.make_layout((vector, count)))  # two n8 fragments of B are one x4
         for i in range_constexpr(count):
             x, add = op.step(first + i, k)
             at = make_ptr(self.dtype, stage + (lane ^ x) + add, AddressSpace.smem, assumed_align=CHUNK)
-            cute.copy(atom, cute.make_tensor(at, 8), rX[None, i])
+            cute.copy(atom, cute.make_tensor(at, vector), rX[None, i])
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
         """One MMA step."""
-        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, cutlass.Float32, (16, 8, 16)))
+        atom = cute.make_mma_atom(mma_op(self.dtype))
         cute.gemm(atom, acc, rA, rB, acc)

@@ -5,6 +5,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from .element import BITS_16, VECTOR_BYTES, element_of
+
 
 def _asm(result, operands: list, text: str, constraints: str, *, side_effects: bool, loc, ip):
     """The value of type `result`, or of None, of inline PTX with operands that are IR values."""
@@ -66,9 +68,8 @@ def zero_of(count: Int32) -> Int32:
 
 # -- loads ----------------------------------------------------------------------------------------------------
 
-VECTOR_BYTES = 16
 VECTOR_WORDS = VECTOR_BYTES // 4  # registers
-VECTOR_HALVES = VECTOR_BYTES // 2  # elements of 16 bits
+VECTOR_HALVES = BITS_16.vector
 
 
 @dsl_user_op
@@ -130,9 +131,25 @@ def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) 
     _asm(None, operands, f"red.global.add.f32 [$0+{offset}], $1;", "l,f", side_effects=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
+    """A 32-bit number in global memory; what other CTAs wrote before they released it can be read afterwards."""
+    operand = Int64(at).ir_value(loc=loc, ip=ip)
+    text = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), [operand], text, "=r,l", side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def release_add(at: Int64, value: int, *, loc=None, ip=None) -> None:
+    """Add to a number in global memory, after all that this thread wrote, also by bulk operations it waited for."""
+    operand = Int64(at).ir_value(loc=loc, ip=ip)
+    text = f"fence.proxy.async; red.release.gpu.global.add.s32 [$0], {value};"
+    _asm(None, [operand], text, "l", side_effects=True, loc=loc, ip=ip)
+
+
 # -- products -------------------------------------------------------------------------------------------------
 
-WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16"}
+WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
 
 
 @dsl_user_op
@@ -151,28 +168,31 @@ def wgmma_slabs(
     loc=None,
     ip=None,
 ) -> list:
-    """acc + A @ B for several 64-row slabs of A and one B, as WGMMAs of 64 x n x 16; returns the new accumulators.
+    """acc + A @ B for several 64-row slabs of A and one B, as WGMMAs of 32 bytes of K; returns the new accumulators.
 
     Args:
         acc: fp32 registers of this thread, n / 2 for each slab, one slab after the other.
         n: columns of B.
-        a, b: lower halves of the descriptors of the first slab of A (64, 16) and of B (n, 16), both in shared memory.
+        a, b: lower halves of the descriptors of the first slab of A, 64 rows of 32 bytes, and of B, n of them, both in
+            shared memory.
         a_high, b_high: their upper halves.
         a_step: from one slab of A to the next, in units of 16 bytes.
-        a_transposed, b_transposed: whether A is M-major, and B N-major.
+        a_transposed, b_transposed: whether A is M-major, and B N-major, which only elements of 16 bits may be.
 
     Must be executed by all four warps of a warpgroup, between warpgroup.fence and commit_group.
     """
     per_slab = n // 2
     total = len(acc)
     kind = WGMMA_TYPE[dtype]
-    name = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+    element = element_of(dtype)
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k{element.mma_k}.f32.{kind}.{kind}"
+    turned = f", {int(a_transposed)}, {int(b_transposed)}" if element.transposes else ""
     lines = [".reg .pred p; .reg .b32 low; .reg .b64 da, db;", "setp.eq.u32 p, 0, 0;"]
     lines.append(f"mov.b64 db, {{${2 * total + 1}, {b_high}}};")
     for slab in range(total // per_slab):
         registers = ", ".join(f"${slab * per_slab + v}" for v in range(per_slab))
         lines.append(f"add.u32 low, ${2 * total}, {slab * a_step}; mov.b64 da, {{low, {a_high}}};")
-        lines.append(f"{name} {{{registers}}}, da, db, p, 1, 1, {int(a_transposed)}, {int(b_transposed)};")
+        lines.append(f"{name} {{{registers}}}, da, db, p, 1, 1{turned};")
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in acc]
     operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     result = llvm.StructType.get_literal([T.f32()] * total)

@@ -6,6 +6,7 @@ Everything here is sort, searchsorted and gather on the indices' device: sizes a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,29 @@ def random_keys(rows: int, cols: int, nnz: int, device: torch.device | None = No
     lucky = torch.rand(rows, device=scores.device).argsort().argsort() < more
     chosen = rank < each + lucky[:, None].long()
     return top_keys(chosen.float(), nnz)
+
+
+def regrown_by_torch(
+    scores: Tensor, candidates: Tensor, crow: Tensor, col: Tensor, cols: int, dropped: int, even: bool
+) -> Tensor:
+    """regrowth.family.regrown on any device, of patterns of any size."""
+    rows, nnz = len(crow) - 1, len(col)
+    keys = torch.searchsorted(crow[1:], torch.arange(nnz, dtype=crow.dtype, device=col.device), right=True) * cols + col
+    lanes = rows if even else 1
+    here = nnz // lanes
+    order = scores.view(lanes, here).argsort(dim=1, descending=True, stable=True)
+    kept = keys.view(lanes, here).gather(1, order[:, : here - dropped])
+    # All that is kept comes last, whatever the scores of others are.
+    candidates = candidates.clamp(min=torch.finfo(torch.float32).min).index_fill_(0, kept.flatten(), -math.inf)
+    grown = candidates.view(lanes, -1).argsort(dim=1, descending=True, stable=True)[:, :dropped]
+    if even:
+        grown = grown + torch.arange(lanes, device=col.device)[:, None] * cols
+    new = torch.cat([kept, grown], dim=1).flatten().sort().values
+    origin, known = origins(keys, new)
+    starts, columns = indices_of(new, rows, cols)
+    crow.copy_(starts)
+    col.copy_(columns)
+    return torch.where(known, origin, -1).int()
 
 
 def origins(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Choosing the pattern: prune once or by a schedule, drop and regrow blocks while training.
 
 change_pattern_ keeps the number of blocks and writes values and indices in place, without a synchronisation: nothing
-is allocated anew, planned or compiled again. prune_ lowers the number of blocks, and makes them anew. A CUDA graph that
-was captured before either has the old pattern's tables in it, and must be captured again.
+is planned or compiled again. On a GPU one kernel chooses the blocks, and one for each tensor moves them. prune_ lowers
+the number of blocks, and makes them anew. A CUDA graph that was captured before either has the old pattern's tables in
+it, and must be captured again.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..regrowth.family import blocks_moved, regrown
 from .linear import BsrLinear
 from .module import put_data
-from .pattern import Pattern, indices_of, moved, origins, top_keys, top_keys_of_rows
+from .pattern import Pattern, indices_of, moved, origins, regrown_by_torch, top_keys, top_keys_of_rows
 from .scores import Blocks, Scores, plain
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
@@ -150,24 +152,25 @@ def change_pattern_(
         raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
     if layer.nnz == 0:
         return layer
-    found, keys = Blocks.of(layer).score(drop), layer.pattern.keys()
-    lanes = rows if even_rows else 1
-    here = layer.nnz // lanes
-    count = round(fraction * here)
-    order = found.view(lanes, here).argsort(dim=1, descending=True, stable=True)
-    kept = keys.view(lanes, here).gather(1, order[:, : here - count])
-    # All that is kept comes last, whatever the scores of others are.
-    candidates = candidates.clamp(min=torch.finfo(torch.float32).min).index_fill_(0, kept.flatten(), -math.inf)
-    grown = candidates.view(lanes, -1).argsort(dim=1, descending=True, stable=True)[:, :count]
-    grown = grown + torch.arange(lanes, device=keys.device)[:, None] * (rows * cols // lanes)
-    new = torch.cat([kept, grown], dim=1).flatten().sort().values
-    _move(layer, keys, new, optimizer)
+    found, crow, col = Blocks.of(layer).score(drop), layer.crow_indices, layer.col_indices
+    moving = [layer.values] if layer.values.grad is None else [layer.values, layer.values.grad]
+    moving += _state_of_blocks(optimizer, layer.values, layer.nnz).values()
+    lane = layer.nnz // rows if even_rows else None
+    change = cols, round(fraction * (lane if even_rows else layer.nnz)), even_rows
+    origin = regrown(found, candidates, crow, col, *change)
+    if origin is None:
+        origin = regrown_by_torch(found, candidates, crow, col, *change)
+    by_torch = None
+    for t in moving:
+        if not blocks_moved(t, origin, lane):
+            by_torch = by_torch or (origin.clamp(min=0), origin >= 0)
+            t.copy_(moved(t, *by_torch))
     layer._pattern_changed(even=even_rows)
     return layer
 
 
 def _grow_scores(grow: Tensor | str, layer: BsrLinear, generator: torch.Generator | None) -> Tensor:
-    """(blocks,) float32, which the caller may write to."""
+    """(blocks,) float32."""
     device, grid = layer.col_indices.device, layer.grid
     if isinstance(grow, str):
         if grow != "random":
@@ -191,28 +194,19 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
 
 
 def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
-    """Store the blocks `new` in place of `keys`, both ascending."""
+    """Store the blocks `new` in place of `keys`, both ascending, and not as many."""
     values, gradient, pattern = layer.values, layer.values.grad, indices_of(new, *layer.grid)
     origin, known = origins(keys, new)
-    blocks = moved(values, origin, known)
     gradient = None if gradient is None else moved(gradient, origin, known)
-    same = len(new) == layer.nnz
-    if same:
-        values.copy_(blocks)
-        layer.col_indices.copy_(pattern[1])
-        if gradient is not None:
-            values.grad.copy_(gradient)
-    else:
-        values.grad = None
-        put_data(values, blocks)
-        layer.col_indices = pattern[1]
-        values.grad = gradient
+    values.grad = None
+    put_data(values, moved(values, origin, known))
+    values.grad = gradient
+    layer.col_indices = pattern[1]
     layer.crow_indices.copy_(pattern[0])
     if optimizer is not None:
         _carry(optimizer, values, origin, known, len(keys))
-    if not same:
-        layer._random, layer._kept_pattern = False, None
-        layer._adopt()
+    layer._random, layer._kept_pattern = False, None
+    layer._adopt()
 
 
 @torch.no_grad()
@@ -242,8 +236,18 @@ def carry_optimizer_state(
 
 
 def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, known: Tensor, nnz: int) -> None:
-    state = optimizer.state.get(parameter, {})
-    for name, t in state.items():
+    for name, t in _state_of_blocks(optimizer, parameter, nnz).items():
+        new = moved(t, origin, known)
+        if new.shape == t.shape:
+            t.copy_(new)
+        else:
+            optimizer.state[parameter][name] = new
+
+
+def _state_of_blocks(optimizer: torch.optim.Optimizer | None, parameter: Tensor, nnz: int) -> dict[str, Tensor]:
+    """What the optimizer keeps of each block, by name; nothing without an optimizer, or before its first step."""
+    found = {}
+    for name, t in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
         if not isinstance(t, Tensor) or t.numel() == 1 and t.dim() < 2:
             continue
         if t.dim() == 0 or t.shape[0] != nnz:
@@ -251,8 +255,5 @@ def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, 
                 f"the optimizer's {name} has shape {tuple(t.shape)}; only state with an entry for each of the {nnz} "
                 "blocks can follow them"
             )
-        new = moved(plain(t), origin, known)
-        if new.shape == t.shape:
-            t.copy_(new)
-        else:
-            state[name] = new
+        found[name] = plain(t)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -44,7 +45,14 @@ class Blocks:
     module: nn.Module
     weight: Tensor
     gradient: Tensor | None
-    columns: Tensor
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """Made when first asked for, as the pattern is then."""
+        if isinstance(self.module, BsrLinear):
+            return self.module.col_indices.long()
+        columns = self.module.weight.shape[1] // self.weight.shape[-1]
+        return torch.arange(columns, device=self.weight.device).repeat(len(self.weight) // max(columns, 1))
 
     @classmethod
     def of(cls, module: nn.Module, blocksize: Sequence[int] | None = None) -> Blocks:
@@ -56,13 +64,12 @@ class Blocks:
         if isinstance(module, BsrLinear):
             values = plain(module.values)
             gradient = None if values.grad is None else plain(values.grad)
-            return cls(module, values.detach(), gradient, module.col_indices.long())
+            return cls(module, values.detach(), gradient)
         if isinstance(module, nn.Linear) and blocksize is not None:
             weight, gradient = plain(module.weight), module.weight.grad
             blocks = block_view(weight.detach(), blocksize)
-            columns = torch.arange(blocks.shape[1], device=weight.device).repeat(blocks.shape[0])
             gradient = None if gradient is None else block_view(gradient, blocksize).flatten(0, 1)
-            return cls(module, blocks.flatten(0, 1), gradient, columns)
+            return cls(module, blocks.flatten(0, 1), gradient)
         raise TypeError(f"blocks are scored of a BsrLinear, or of an nn.Linear and a blocksize; got {type(module)}")
 
     def score(self, scores: str | Tensor | Scores) -> Tensor:

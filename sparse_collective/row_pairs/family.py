@@ -10,6 +10,7 @@ from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.problem import PAIRED_ROWS, Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
+from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
 from ..family import BsrFamily, in_step, slowed_by_dram
@@ -41,14 +42,17 @@ class RowPairs(BsrFamily):
     name = "row pairs"
     config = RowPairsConfig
 
-    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[RowPairsConfig]:
+    def candidates(
+        self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16
+    ) -> list[RowPairsConfig]:
         """Two column tiles share A."""
-        if path != "sm_90" or block.bm != PAIRED_ROWS or block.bk % 64:
+        if path != "sm_90" or block.bm != PAIRED_ROWS or block.bk % element.rows[0]:
             return []
+        k, of = element.rows[0], {"spec": spec, "element": element}
         shapes = [
-            sm90(128, 192, 64, 1, 1, 1, 2, consumer_groups=2, ring=1, spec=spec),
-            sm90(128, 128, 64, 1, 1, 1, 2, consumer_groups=2, spec=spec),  # for epilogues that take more registers
-            sm90(128, 256, 64, 1, 2, 1, 2, spec=spec),
+            sm90(128, 192, k, 1, 1, 1, 2, consumer_groups=2, ring=1, **of),
+            sm90(128, 128, k, 1, 1, 1, 2, consumer_groups=2, **of),  # for epilogues that take more registers
+            sm90(128, 256, k, 1, 2, 1, 2, **of),
         ]
         return [RowPairsConfig(**vars(shape)) for shape in shapes]
 
@@ -81,11 +85,12 @@ class RowPairs(BsrFamily):
             return f"blocks {block.bm} high: a pair is of blocks {PAIRED_ROWS} high, each the rows of a WGMMA"
         if block.batch == "patterns" or block.run:
             return "a pattern for each item, or runs of columns with an item each: pairs are those of one pattern"
-        if block.bk % 64:
-            return f"blocks {block.bk} wide: pairs take multiples of 64, whole K-tiles"
-        if (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.split) != (128, 64, 1, 1, 1):
+        k = facts.element.rows[0]
+        if block.bk % k:
+            return f"blocks {block.bk} wide: pairs take multiples of {k}, whole K-tiles"
+        if (cfg.tile_m, cfg.tile_k, cfg.warps_m, cfg.cluster_m, cfg.split) != (128, k, 1, 1, 1):
             return (
-                f"tile {cfg}: a pair is 128 rows by K-tiles of 64 that each warpgroup has whole, without a split; "
+                f"tile {cfg}: a pair is 128 rows by K-tiles of {k} that each warpgroup has whole, without a split; "
                 "other rows have other K-tiles, so a cluster shares A alone"
             )
         if facts.epilogue.residual:  # compiled: 8 to 120 bytes of stack

@@ -18,7 +18,7 @@ from .. import alignment, families  # noqa: F401 (importing families registers t
 from ..bsr import BsrMatrix
 from ..checks import RUN_MULTIPLE, check_group_numbers
 from .config import parts_of
-from .tables import box_groups, rows_of
+from .tables_family import groups_of
 
 _PLANS = PlanCache()
 CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time
@@ -48,9 +48,7 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
         a, b = viewed(plan.views, a, b)
     cfg, block = plan.facts.config, plan.facts.block
     parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
-    box_table = pattern.derived(
-        ("boxes", parts, boxes), lambda: (box_groups(rows_of(pattern), pattern.nnz, parts, boxes),)
-    )[0]
+    box_table = groups_of(pattern, parts, boxes)
     runs = (None, None) if groups is None else runs_of(groups, pattern.shape[0])
     d = alignment.aligned_copy(out, accumulate) if plan.staged else out
     residual = d if accumulate else None

@@ -13,6 +13,7 @@ from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
+from cute_kernels.tile.element import BITS_16, Element
 
 from ..catalogue import BLOCKS
 from .config import SampledConfig, parts_of
@@ -35,8 +36,10 @@ class Sampled(ProductFamily):
     def serves(self, block: BlockFacts | None) -> bool:
         return block is not None and block.operand == "d"
 
-    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[SampledConfig]:
-        return _sm90(block, spec) if path == "sm_90" else _sm80(block, spec)
+    def candidates(
+        self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16
+    ) -> list[SampledConfig]:
+        return (_sm90 if path == "sm_90" else _sm80)(block, spec, element)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """Products of all boxes of a tile, or loads: those of B for each box, of A for each group of boxes.
@@ -49,7 +52,8 @@ class Sampled(ProductFamily):
         boxes = problem.density * rows * (extents.N // block.bk) * parts_of(block.bk, config.box_n)
         groups = boxes / config.boxes + (rows * (0.5 - 0.5 / config.boxes) if config.boxes > 1 else 0)
         depth = -(-extents.K // config.tile_k) * config.tile_k * tiles_m
-        products = groups * config.tile_n * max(64, config.tile_m) * depth / cost.MACS_PER_CLOCK
+        macs = groups * config.tile_n * max(64, config.tile_m) * depth
+        products = macs * problem.width / cost.MAC_BYTES_PER_CLOCK
         row_bytes = config.box_n * problem.width if problem.majors[1] == "n" else 128
         feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA of short rows
         loads = (groups * config.tile_m + boxes * config.box_n) * depth * problem.width / feed
@@ -125,28 +129,30 @@ def _sampled(config, boxes: int) -> SampledConfig:
     return SampledConfig(**vars(config), boxes=boxes)
 
 
-def _sm90(block: BlockFacts, spec: ArchSpec) -> list[SampledConfig]:
+def _sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledConfig]:
     """Tiles of 128 or 64 rows, as wide as accumulators allow: a tile's rows of A serve all its boxes."""
     side = fitting(block.bk, 128)
+    k, half, _ = element.rows
     found = []
     if block.bm > 64 and fitting(block.bm, 128) == 128:
-        shapes = [(128, 256, 64, 2, 1), (128, 128, 64, 2, 1)]
+        shapes = [(128, 256, k, 2, 1), (128, 128, k, 2, 1)]
     else:
-        shapes = [(64, 512, 32, 1, 2), (64, 384, 64, 1, 2), (64, 256, 64, 1, 2), (64, 128, 64, 1, 2)]
+        shapes = [(64, 512, half, 1, 2), (64, 384, k, 1, 2), (64, 256, k, 1, 2), (64, 128, k, 1, 2)]
     for tile_m, tile_n, tile_k, warps_m, warps_n in shapes:
         boxes, rest = divmod(tile_n, side)
         if not rest and boxes % warps_n == 0:
-            tile = sm90(tile_m, tile_n, tile_k, warps_m, warps_n, store_row=min(128, 4 * side), spec=spec)
-            found.append(_sampled(tile, boxes))
+            of = {"store_row": min(128, 4 * side), "spec": spec, "element": element}
+            found.append(_sampled(sm90(tile_m, tile_n, tile_k, warps_m, warps_n, **of), boxes))
     return found
 
 
-def _sm80(block: BlockFacts, spec: ArchSpec) -> list[SampledConfig]:
+def _sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledConfig]:
     """One box a tile, of up to 128 x 128."""
     tile_m, tile_n = fitting(block.bm, 128), fitting(block.bk, 128)
     warps_m, warps_n = (2 if side > 16 else 1 for side in (tile_m, tile_n))
-    deep = 64 if spec.smem > 200_000 and tile_m * tile_n == 128 * 128 else 32
-    return [_sampled(sm80(tile_m, tile_n, deep, warps_m, warps_n, 3 if deep == 64 else 4, spec=spec), 1)]
+    deep = spec.smem > 200_000 and tile_m * tile_n == 128 * 128
+    k, stages = (element.rows[0], 3) if deep else (element.rows[1], 4)
+    return [_sampled(sm80(tile_m, tile_n, k, warps_m, warps_n, stages, spec=spec, element=element), 1)]
 
 
 def _sm90_tile(facts: GemmFacts) -> str:
@@ -163,8 +169,9 @@ def _sm90_tile(facts: GemmFacts) -> str:
         return f"tile {cfg}: boxes are 16, 32, 64 or 128 columns wide, and a warpgroup has whole ones"
     if cfg.boxes == 1 and cfg.warps_n > 1:
         return f"tile {cfg}: a warpgroup has whole boxes"
-    if cfg.tile_k not in (32, 64) or cfg.stages < 2:
-        return f"tile {cfg}: K-tiles of 32 or 64, and at least two stages"
+    widest, half, _ = facts.element.rows
+    if cfg.tile_k not in (half, widest) or cfg.stages < 2:
+        return f"tile {cfg}: K-tiles of {half} or {widest}, and at least two stages"
     if cfg.box_n % min(cfg.box_n, cfg.store_row // facts.out_bytes):
         return f"tile {cfg}: a box is no whole chunks of the store"
     if facts.epilogue.residual and facts.out_bytes == 2 and cfg.tile_m * cfg.tile_n == 128 * 256:  # 16 bytes of stack

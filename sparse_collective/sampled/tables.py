@@ -1,5 +1,8 @@
 """Which stored blocks a work tile of a sampled product computes: made once per pattern, on its device, with no sync."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
 
@@ -30,3 +33,12 @@ def box_groups(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Te
         box = first[row] + full[row] * boxes
         groups.append(torch.stack([row, torch.where(left > 0, box, 0), left], 1))
     return torch.cat(groups).int()
+
+
+@dataclass(frozen=True)
+class BoxFacts:
+    """What the kernel that makes them is compiled from."""
+
+    family: ClassVar[str] = "box groups"
+    arch: str
+    index_dtype: str

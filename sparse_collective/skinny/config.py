@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.tile.element import BITS_16
 
-VECTOR = 8  # K elements that a lane loads at a time: 16 bytes
+VECTOR = BITS_16.vector  # K elements that a lane loads at a time: 16 bytes
 PAD = 4  # floats between the columns of a warp's sums, so that its lanes write to 32 banks
 # What a thread needs besides what `registers` counts, where B is loaded in vectors, and by element: with these none
 # spills, compiled for all architectures with every epilogue.

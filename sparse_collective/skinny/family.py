@@ -7,6 +7,7 @@ from cute_kernels.matmul import cost, legality
 from cute_kernels.matmul.config import BlockFacts, GemmFacts
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.families import register
+from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
 from ..family import FEW_COLUMNS, BsrFamily, values_bytes
@@ -24,7 +25,9 @@ class Skinny(BsrFamily):
     config = SkinnyConfig
     orders = False
 
-    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[SkinnyConfig]:
+    def candidates(
+        self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16
+    ) -> list[SkinnyConfig]:
         """Up to 8 columns, and up to 16.
 
         A warp has 2 or 4 KB of W under way. 32 rows a strip ask L2 for half as much of B. Measured (us, 8192 squared,
@@ -58,6 +61,8 @@ class Skinny(BsrFamily):
         if reason := legality.general(facts) or (legality.tma_operands(facts) if facts.path == "sm_90" else ""):
             return reason
         cfg, spec = facts.config, facts.spec
+        if facts.element.vector != VECTOR:
+            return f"operands of {facts.dtype}: a lane of this kernel has {VECTOR} of K in 16 bytes"
         if cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
             return f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns"
         if facts.block.permuted:
@@ -75,7 +80,8 @@ class Skinny(BsrFamily):
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem}" if needed > spec.smem else ""
 
     def sources(self, path: str) -> tuple[str, ...]:
-        return *super().sources(path), "sparse_collective.skinny.kernel"
+        own = ("sparse_collective.skinny.kernel", "cute_kernels.tile.ampere")
+        return tuple(dict.fromkeys((*super().sources(path), *own)))
 
     def entry(self, facts: GemmFacts):
         from .kernel import SkinnyGemm

@@ -31,13 +31,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warp as warp_mma
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul import epilogue
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.epilogue import EpilogueArgs
-from cute_kernels.tile.element import ELEMENT
+from cute_kernels.tile.ampere import mma_op
 from cute_kernels.tile.ptx import VECTOR_WORDS, load_elements, load_vector, opaque
 
 from ..bsr_gemm import BsrGemm
@@ -65,7 +64,7 @@ class SkinnyKernel:
         cfg = facts.config
         self.facts, self.cfg = facts, cfg
         self.dtype, self.out_dtype = cutlass_dtype(facts.dtype), cutlass_dtype(facts.out_dtype)
-        self.threads = WARP * cfg.warps
+        self.threads, self.width = WARP * cfg.warps, facts.element.width
         self.mmas_m, self.mmas_n = cfg.tile_m // 16, cfg.tile_n // 8
         self.piece = LANES_K * cfg.stages  # K-tiles
         # Whether a row is a whole number of pieces, however many blocks it has.
@@ -166,13 +165,13 @@ class SkinnyKernel:
             lane = cute.arch.lane_idx()
             g, t = lane >> 2, lane & 3
             rest_m, _, _ = k_tiles.out(n)
-            a_lane = mA.iterator.toint() + (rest_m * cfg.tile_m + g) * (mA.stride[0] * ELEMENT)
+            a_lane = mA.iterator.toint() + (rest_m * cfg.tile_m + g) * (mA.stride[0] * self.width)
             # Columns past the last one load it again; what comes of them is not stored.
             columns = [cutlass.min(n * cfg.tile_n + j * 8 + g, mB.shape[0] - 1) for j in range(self.mmas_n)]
-            b_lane = [mB.iterator.toint() + Int64(column) * (mB.stride[0] * ELEMENT) for column in columns]
+            b_lane = [mB.iterator.toint() + Int64(column) * (mB.stride[0] * self.width) for column in columns]
             if const_expr(self.uniform):
-                a_lane = a_lane + t * (VECTOR * ELEMENT)
-                b_lane = [x + Int64(t) * (mB.stride[1] * VECTOR * ELEMENT) for x in b_lane]
+                a_lane = a_lane + t * (VECTOR * self.width)
+                b_lane = [x + Int64(t) * (mB.stride[1] * VECTOR * self.width) for x in b_lane]
                 t = Int32(0)
             rA = cute.make_rmem_tensor((4, self.mmas_m, 2, stages), Int32)
             rB = cute.make_rmem_tensor((2, self.mmas_n, 2, stages), Int32)
@@ -185,7 +184,7 @@ class SkinnyKernel:
                 for s in range_constexpr(0, stages, self.span):
                     self.load_b(k_tiles, self.number(piece, t, s), s, mB, b_lane, rCol, rB)
                 self.fetch(k_tiles, cutlass.min(following, pieces - 1), t, rCol)
-                atom = cute.make_mma_atom(warp_mma.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)))
+                atom = cute.make_mma_atom(mma_op(self.dtype))
                 tA, tB = cute.recast_tensor(rA, self.dtype), cute.recast_tensor(rB, self.dtype)
                 for s in range_constexpr(stages):
                     for half in range_constexpr(2):
@@ -224,10 +223,10 @@ class SkinnyKernel:
         They go to the registers of two MMAs: (row, row + 8) of each pair of k.
         """
         _, k, block = self.k_tile(k_tiles, i).a
-        at = a_lane + Int64(block) * (mA.stride[2] * ELEMENT) + k * (VECTOR * ELEMENT)
+        at = a_lane + Int64(block) * (mA.stride[2] * self.width) + k * (VECTOR * self.width)
         for s in range_constexpr(first, first + self.span):
             for row in range_constexpr(2 * self.mmas_m):
-                offset = const_expr((row * 8 * mA.stride[0] + (s - first) * LANES_K * VECTOR) * ELEMENT)
+                offset = const_expr((row * 8 * mA.stride[0] + (s - first) * LANES_K * VECTOR) * self.width)
                 words = load_vector(at + offset, self.valid(k_tiles, i), stream=True)
                 for w in range_constexpr(VECTOR_WORDS):
                     rA[(*a_register(row, w), s)] = words[w]
@@ -245,9 +244,9 @@ class SkinnyKernel:
     ):
         """The same k of a lane's columns of B."""
         k, _ = self.k_tile(k_tiles, i).b
-        step = mB.stride[1] * ELEMENT
+        step = mB.stride[1] * self.width
         for j in range_constexpr(self.mmas_n):
-            at = b_lane[j] + Int64(rCol[first]) * (mB.stride[2] * ELEMENT) + Int64(k * VECTOR) * step
+            at = b_lane[j] + Int64(rCol[first]) * (mB.stride[2] * self.width) + Int64(k * VECTOR) * step
             for s in range_constexpr(first, first + self.span):
                 valid = self.valid(k_tiles, i)
                 if const_expr(loads_vectors(self.facts)):

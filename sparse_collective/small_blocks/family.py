@@ -10,13 +10,13 @@ from cute_kernels.matmul.config import BlockFacts, GemmFacts
 from cute_kernels.matmul.problem import Problem, listed_at_random
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
-from cute_kernels.tile.element import ELEMENT
+from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
 from ..family import BsrFamily, held_by_dram
 from .config import SmallBlocksConfig
 from .tables_family import tables_of
-from .tile import CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
+from .tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
 
 # Fitted to 90 times, as `cost` says, at the clock of a loaded card, which these do not load as much: so shared memory's
 # 128 bytes a clock, of TMA's writes and WGMMA's reads together, look like more.
@@ -31,20 +31,23 @@ class SmallBlocks(BsrFamily):
     config = SmallBlocksConfig
     orders = False
 
-    def candidates(self, path: str, block: BlockFacts, spec: ArchSpec) -> list[SmallBlocksConfig]:
+    def candidates(
+        self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16
+    ) -> list[SmallBlocksConfig]:
         """Each the best for some pattern.
 
         Measured at 8192 cubed on an H200, in us, in this order: 16x16, 12.5 %: 664, 612, 883, 1043, 783; 100 %: 4860,
         4817, 3720, 3930, 3233; 32x32, 3 %: 204, 156, 182, 284, 198; 50 %: 1720, 1490, 1312, 1383, 1334; 64x64, 50 %:
         1707, 1431, 1057, 1166, 1096. A cluster is worth it where B is K-major and blocks are 16 wide: 656, not 767.
         """
-        if path != "sm_90" or block.bm not in (16, 32, 64):
+        if path != "sm_90" or block.bm not in (16, 32, 64) or CHUNK > element.rows[0]:
             return []
         cfg = SmallBlocksConfig(256, 0)
         deep = replace(cfg, store_row=128, chunks=4)
         narrow = replace(deep, tile_n=128)
         shapes = [replace(cfg, cluster_m=2), cfg, narrow, replace(narrow, cluster_m=2), deep]
-        return [with_stages(s, spec, CONSUMERS * 64 * s.store_row + s.chunk_elements * ELEMENT) for s in shapes]
+        store = CONSUMERS * 64
+        return [with_stages(s, spec, element, store * s.store_row + s.chunk_elements * element.width) for s in shapes]
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """A chunk costs the bytes that TMA writes to shared memory and the products read from it (64 columns of B again
@@ -67,10 +70,10 @@ class SmallBlocks(BsrFamily):
             listed = min(1.0, problem.stats.listed * listed / alone)
         geometry = Geometry.of_block(block.bm, block.bk, problem.majors[1] == "k")
         listed = 1 - (1 - listed) ** geometry.gather
-        slabs, k_steps = config.tile_n / 64, min(block.bk, config.tile_k) / 16
-        mma = blocks * slabs * k_steps * 16 * block.bm * 64 / cost.MACS_PER_CLOCK
+        slabs, deep = config.tile_n / 64, min(block.bk, config.tile_k)
+        mma = blocks * slabs * deep * block.bm * 64 * problem.width / cost.MAC_BYTES_PER_CLOCK
         arriving = (listed * config.tile_n + density * config.tile_m) * config.tile_k * problem.width
-        smem = (arriving + blocks * slabs * k_steps * (64 + block.bm) * 16 * problem.width) / SMEM_BYTES_PER_CLOCK
+        smem = (arriving + blocks * slabs * deep * (64 + block.bm) * problem.width) / SMEM_BYTES_PER_CLOCK
         issue = listed * CHUNK_CLOCKS + blocks / CONSUMERS * BLOCK_CLOCKS
         feed = l2_bytes_per_clock * (1 if config.cluster_m > 1 else 0.914) * FEED.get(config.stages, 1.0)
         _, second, first = sorted((max(mma, smem), arriving / feed, issue))
@@ -99,6 +102,8 @@ class SmallBlocks(BsrFamily):
             return "a pattern for each item, or runs of columns with an item each: the tables are those of one pattern"
         if reason := Geometry.refuse(block.bm, block.bk):
             return reason
+        if CHUNK > facts.element.rows[0]:
+            return f"operands of {facts.dtype}: {CHUNK} of them, a chunk, are wider than a swizzled row"
         if cfg.tile_n not in (128, 256) or cfg.cluster_m > 2:
             return f"tile {cfg}: it is {cfg.tile_m} rows by 128 or 256 columns, in clusters of 1 or 2 rows"
         if cfg.stages < 2 or cfg.chunks < 2 or cfg.chunks & (cfg.chunks - 1):

@@ -62,12 +62,17 @@ class SmallBlocksSm90:
         self.out_dtype = cutlass_dtype(facts.out_dtype)
         self.b_n_major = facts.majors[1] != "k"
         self.columns = cfg.tile_n
-        self.slot_bytes = facts.block.bm * self.geometry.width * 2
-        self.ring_bytes = cfg.chunks * ROWS * CHUNK * 2  # of A, a consumer
+        width = facts.element.width
+        self.slot_bytes = facts.block.bm * self.geometry.width * width
+        self.ring_bytes = cfg.chunks * ROWS * CHUNK * width  # of A, a consumer
+        self.chunk_bytes = self.columns * CHUNK * width  # of B
         self.slots = self.ring_bytes // self.slot_bytes
-        row_bytes = 2 * (facts.block.bm if self.a_m_major else self.geometry.width)
+        row_bytes = width * (facts.block.bm if self.a_m_major else self.geometry.width)
         self.a_high = descriptor_high(row_bytes)
-        self.a_step = 16 * (row_bytes if self.a_m_major else 2) >> 4  # 16 columns of a block, in units of 16 bytes
+        self.mma_k = facts.element.mma_k
+        # An MMA step's columns of a block, and rows of B, in units of 16 bytes
+        self.a_step = self.mma_k * (row_bytes if self.a_m_major else width) >> 4
+        self.b_step = self.mma_k * (SLAB if self.b_n_major else 1) * width >> 4
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.cluster = cfg.cluster_m
         self.arrivals = {"chunk": chunk_arrivals(cfg.cluster_m)}
@@ -281,7 +286,7 @@ class SmallBlocksSm90:
                     batch = chunks.slice(i * slices + lane)
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * CHUNK * 2)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.chunk_bytes)
                 for s in range_constexpr(slices):
                     number = cute.arch.shuffle_sync(batch, i * slices % BATCH + s)
                     cute.copy(
@@ -352,15 +357,16 @@ class SmallBlocksSm90:
     def mma(self, chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer):
         """Sum over all chunks; returns the pipeline's state and the ring's head, in units of 16 bytes."""
         steps, width = const_expr(self.geometry.steps), const_expr(self.geometry.width)
-        b_step = const_expr(SLAB * 2 * 16 >> 4 if self.b_n_major else 16 * 2 >> 4)  # 16 rows of B
-        b_slice, gather = const_expr(self.columns * self.slice * 2 >> 4), const_expr(self.geometry.gather)
+        k_steps, b_step = const_expr(width // self.mma_k), const_expr(self.b_step)
+        b_slice = const_expr(self.columns * self.slice * self.facts.element.width >> 4)
+        gather = const_expr(self.geometry.gather)
         lane = cute.arch.lane_idx()
         before, words = Int32(0), Int32(0)
         for i in cutlass.range(chunks.count, unroll=1):
             if i % BATCH == 0:
                 words = chunks.word(i + lane, consumer)
             word = cute.arch.shuffle_sync(words, i % BATCH)
-            chunk = chunks_at + stage * (self.columns * CHUNK * 2 >> 4)
+            chunk = chunks_at + stage * (self.chunk_bytes >> 4)
             cute.arch.mbarrier_wait(full + stage, phase)
             warpgroup.fence()
             for r in range_constexpr(self.geometry.rows):
@@ -368,8 +374,8 @@ class SmallBlocksSm90:
                     for s in range_constexpr(steps):
                         if word & const_expr(signed(1 << (r * steps + s))) != 0:
                             slot = ring + (head & ((self.ring_bytes >> 4) - 1))
-                            for k in range_constexpr(width // 16):
-                                step = const_expr(s // gather * b_slice + (s % gather * (width // 16) + k) * b_step)
+                            for k in range_constexpr(k_steps):
+                                step = const_expr(s // gather * b_slice + (s % gather * k_steps + k) * b_step)
                                 self.multiply(acc, r, chunk + step, slot + k * self.a_step)
                             head += self.slot_bytes >> 4
             warpgroup.commit_group()
@@ -399,7 +405,7 @@ class SmallBlocksSm90:
         Of two rows that TMA copied as one, odd groups of 8 have come with neighbours swapped: so have the products'
         columns, and of four accumulators of such a group the first and second, and the third and fourth.
         """
-        bm, row_bytes = self.facts.block.bm, self.slice * 2
+        bm, row_bytes = self.facts.block.bm, self.slice * self.facts.element.width
         slabs = range(self.columns // SLAB)
         order = [v ^ (v // 4 % 2 if self.fold > 1 else 0) for v in range(bm // 2)]
         at = [s * (ROWS // 2) + r * (bm // 2) + v for s in slabs for v in order]
@@ -408,7 +414,7 @@ class SmallBlocksSm90:
             bm,
             self.facts.dtype,
             chunk,
-            descriptor_high(128 if self.b_n_major else row_bytes),
+            descriptor_high(SLAB * self.facts.element.width if self.b_n_major else row_bytes),
             SLAB * row_bytes >> 4,
             self.b_n_major,
             slot,

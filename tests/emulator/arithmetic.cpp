@@ -27,16 +27,25 @@ template <class D, class A, class C, auto F> Step ternary(Warp& w, const Ins& i,
     return DONE;
 }
 
-// setp: one or two predicates, "p|q", of which the second is the first one's opposite; .and/.or with a third operand.
-enum Combine { PLAIN, AND, OR, XOR };
-template <class T, auto F, Combine HOW> Step compare(Warp& w, const Ins& i, u32 m) {
+// setp: one or two predicates, "p|q", of which the second is the first one's opposite; .and/.or/.xor with another.
+static void put_predicates(Warp& w, const Ins& i, u32 m, u32 bits) {
+    int first = i.group[0];
+    auto combined = [&](u32 x) {
+        if (int(i.op.size()) == first + 2) return x;
+        u32 other = pred(w, i, first + 2);
+        return i.name.find(".and.") != std::string::npos ? x & other
+               : i.name.find(".or.") != std::string::npos ? x | other : x ^ other;
+    };
+    set_pred(w, i, 0, m, combined(bits));
+    if (first == 2) set_pred(w, i, 1, m, combined(~bits));
+}
+
+template <class T, auto F> Step compare(Warp& w, const Ins& i, u32 m) {
     int first = i.group[0];
     const T *a = src<T>(w, i, first), *b = src<T>(w, i, first + 1);
-    u32 bits = 0, other = HOW == PLAIN ? 0 : pred(w, i, first + 2);
+    u32 bits = 0;
     EACH_LANE(l, m) bits |= u32(bool(F(a[l], b[l]))) << l;
-    auto combine = [&](u32 x) { return HOW == AND ? x & other : HOW == OR ? x | other : HOW == XOR ? x ^ other : x; };
-    set_pred(w, i, 0, m, combine(bits));
-    if (first == 2) set_pred(w, i, 1, m, combine(~bits));
+    put_predicates(w, i, m, bits);
     return DONE;
 }
 
@@ -79,7 +88,6 @@ template <class T> Step move(Warp& w, const Ins& i, u32 m) {
     }
     bool split = nd > 1;
     int parts = split ? nd : ns, wide = split ? nd : 0, narrow = split ? 0 : 1;
-    std::vector<u8> copy;  // a vector's element may be the register itself
     switch (sizeof(T) / parts) {
         case 4: part(u32(), wide, narrow, parts, split); break;
         case 2: part(u16(), wide, narrow, parts, split); break;
@@ -157,15 +165,9 @@ template <class T> void bits_of(Table& t, const std::string& s) {
 }
 
 template <class T, bool IS_FLOAT> void comparisons(Table& t, const std::string& s) {
-    auto all = [&](const std::string& name, auto plain, auto with_and, auto with_or, auto with_xor) {
-        t["setp." + name + "." + s] = {plain};
-        t["setp." + name + ".and." + s] = {with_and};
-        t["setp." + name + ".or." + s] = {with_or};
-        t["setp." + name + ".xor." + s] = {with_xor};
-    };
-#define COMPARE(NAME, EXPRESSION) { \
-        constexpr auto f = [](T a, T b) { return EXPRESSION; }; \
-        all(NAME, compare<T, f, PLAIN>, compare<T, f, AND>, compare<T, f, OR>, compare<T, f, XOR>); }
+#define COMPARE(NAME, EXPRESSION) \
+    for (const char* how : {"", ".and", ".or", ".xor"}) \
+        t[std::string("setp." NAME) + how + "." + s] = {compare<T, [](T a, T b) { return (EXPRESSION); }>};
     COMPARE("eq", a == b) COMPARE("lt", a < b) COMPARE("le", a <= b) COMPARE("gt", a > b) COMPARE("ge", a >= b)
     COMPARE("ne", a != b && a == a && b == b)
     if (IS_FLOAT) {

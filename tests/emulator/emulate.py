@@ -14,14 +14,19 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
+from filelock import FileLock
 
 from cute_kernels.runtime.compile import compile_for, export_object
 from cute_kernels.runtime.families import family_of
+from cute_kernels.runtime.keys import host_cpu
 
 from . import ptx
 
@@ -35,9 +40,9 @@ class EmulatorError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where the machine and the kernels' host code are kept: CUTE_KERNELS_EMULATOR, or the user's temporary folder."""
+    """Where the compiled machine is kept: CUTE_KERNELS_EMULATOR, or a folder of the user's caches."""
     named = os.environ.get("CUTE_KERNELS_EMULATOR")
-    folder = Path(named) if named else Path(tempfile.gettempdir(), f"cute-kernels-emulator-{os.getuid()}")
+    folder = Path(named or platformdirs.user_cache_dir("cute-kernels-emulator", appauthor=False))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -50,17 +55,18 @@ def _command(*words: str) -> None:
 
 @functools.cache
 def machine_library() -> Path:
-    """The emulator, compiled once for each of its states; half a minute."""
+    """The emulator, compiled once for each of its states: some 20 seconds of one core."""
     sources = sorted(HERE.glob("*.cpp"))
-    text = b"".join(p.read_bytes() for p in (*sources, *sorted(HERE.glob("*.h"))))
-    built = cache_folder() / f"machine-{hashlib.sha256(text + repr(FLAGS).encode()).hexdigest()[:16]}.so"
-    if not built.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-            objects = [str(Path(folder, p.stem + ".o")) for p in sources]
-            for source, out in zip(sources, objects, strict=True):
-                _command(COMPILER, *FLAGS, "-c", str(source), "-o", out)
-            _command(COMPILER, "-shared", *objects, "-o", f"{folder}/machine.so")
-            os.replace(f"{folder}/machine.so", built)
+    state = [p.read_text() for p in (*sources, *sorted(HERE.glob("*.h")))] + [*FLAGS, COMPILER, host_cpu()]
+    built = cache_folder() / f"machine-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}.so"
+    with FileLock(f"{built}.lock"):  # several processes of tests want it at once
+        if not built.exists():
+            with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+                objects = [str(Path(folder, p.stem + ".o")) for p in sources]
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    list(pool.map(lambda s, o: _command(COMPILER, *FLAGS, "-c", str(s), "-o", o), sources, objects))
+                _command(COMPILER, "-shared", *objects, "-o", f"{folder}/machine.so")
+                os.replace(f"{folder}/machine.so", built)
     return built
 
 
@@ -159,6 +165,39 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 # -- kernels ------------------------------------------------------------------------------------------------------
 
 
+def _load(text: str) -> int:
+    """The number of a PTX module, whose kernels the machine then knows."""
+    number = machine().emu_load(ptx.program(text).encode(), text.encode())
+    if number < 0:
+        raise NotImplementedError(machine().emu_message().decode())
+    return number
+
+
+def _prepare(module: int, tensors: list[torch.Tensor]) -> None:
+    """Before a launch: kernels of this module may touch these tensors alone."""
+    bounds = [x for t in tensors for x in _span(t)]
+    machine().emu_allocations(len(tensors), (ctypes.c_uint64 * len(bounds))(*bounds))
+    machine().emu_configure(module, _SETTINGS["sms"], _SETTINGS["seed"], int(_SETTINGS["check_proxies"]))
+    _SETTINGS["seed"] += 1
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+def run_ptx(text: str, *tensors: torch.Tensor, grid: int = 1, block: int = 32, shared: int = 0) -> None:
+    """Run PTX whose only kernel is named `kernel` and takes the addresses of CPU tensors."""
+    _prepare(_load(text), list(tensors))
+    config = _LaunchConfig((grid, 1, 1), (block, 1, 1), shared, None, None, 0)
+    addresses = [ctypes.c_uint64(t.data_ptr()) for t in tensors]
+    arguments = (ctypes.c_void_p * len(tensors))(*(ctypes.addressof(a) for a in addresses))
+    if machine()._cudaLaunchKernelEx(ctypes.byref(config), ctypes.c_char_p(b"kernel"), arguments):
+        raise EmulatorError(machine().emu_message().decode())
+
+
 class Emulated:
     """A compiled function whose launches the machine runs; `change` may put other PTX in its kernels' place."""
 
@@ -166,10 +205,8 @@ class Emulated:
         self.ptx = compiled.artifacts.PTX.rstrip("\0")
         if change is not None:
             self.ptx = change(self.ptx)
-        library = machine()
-        self.number = library.emu_load(ptx.program(self.ptx).encode(), self.ptx.encode())
-        if self.number < 0:
-            raise NotImplementedError(library.emu_message().decode())
+        self.number = _load(self.ptx)
+        weakref.finalize(self, machine().emu_forget, self.number)
         import tvm_ffi
 
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
@@ -181,16 +218,11 @@ class Emulated:
         self.function = self.module.kernel
 
     def __call__(self, *arguments: Any) -> None:
-        library = machine()
-        tensors = [a for a in _flat(arguments) if isinstance(a, torch.Tensor)]
-        bounds = [x for t in tensors for x in _span(t)]
-        library.emu_allocations(len(tensors), (ctypes.c_uint64 * len(bounds))(*bounds))
-        library.emu_configure(self.number, _SETTINGS["sms"], _SETTINGS["seed"], int(_SETTINGS["check_proxies"]))
-        _SETTINGS["seed"] += 1
+        _prepare(self.number, [a for a in _flat(arguments) if isinstance(a, torch.Tensor)])
         try:
             self.function(*map(_argument, arguments))
         except Exception as error:
-            if message := library.emu_message().decode():
+            if message := machine().emu_message().decode():
                 raise EmulatorError(message) from None
             raise error
 

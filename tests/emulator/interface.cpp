@@ -2,7 +2,10 @@
 #include "machine.h"
 
 int emulated_sms = 4;
-typedef std::map<std::string, std::unique_ptr<Program>> Module;  // kernels of different modules may share their names
+struct Module {                              // kernels of different modules may share their names
+    std::map<std::string, std::unique_ptr<Program>> programs;
+    std::vector<std::vector<u8>> globals;
+};
 static std::vector<Module> modules;
 static size_t current_module = 0;
 static std::vector<Range> allocations;
@@ -32,14 +35,14 @@ void Program::set_constant(int index, u64 value) {
 
 static void read_instruction(std::istringstream& in, Program& p) {
     Ins i;
-    int n, together = 0, moves = 0;
-    in >> i.name >> i.line >> i.guard >> i.negated >> i.dests >> i.target >> together >> moves;
+    int n;
+    in >> i.name >> i.line >> i.guard >> i.negated >> i.dests >> i.target >> i.moves;
     auto found = table().find(i.name);
     if (found == table().end()) fail("not emulated: ", i.name, " (PTX line ", i.line, ": ", p.lines[i.line - 1], ")");
     i.run = found->second.run;
     i.together = found->second.together;
-    i.moves = moves;
     i.is_wgmma = i.name.rfind("wgmma", 0) == 0;
+    p.has_wgmma = p.has_wgmma || i.is_wgmma;
     for (in >> n; n > 0; n--) {
         Operand o;
         int constant, bytes;
@@ -62,7 +65,7 @@ extern "C" {
 int emu_load(const char* text, const char* source) try {
     std::istringstream in(text);
     std::string word;
-    Module programs;
+    Module module;
     std::unique_ptr<Program> p;
     std::vector<std::string> lines;
     std::istringstream from(source);
@@ -70,9 +73,13 @@ int emu_load(const char* text, const char* source) try {
     for (std::string line; std::getline(in, line);) {
         std::istringstream at(line);
         at >> word;
-        if (word == "kernel") {
+        if (word == "global") {
+            module.globals.emplace_back();
+            for (int byte; at >> byte;) module.globals.back().push_back(u8(byte));
+            module.globals.back().push_back(0);
+        } else if (word == "kernel") {
             p = std::make_unique<Program>();
-            at >> p->name >> p->register_bytes >> p->static_shared;
+            at >> p->name >> p->register_bytes >> p->static_shared >> p->local_bytes;
             p->lines = lines;
         } else if (word == "param") { u32 n; at >> n; p->param_sizes.push_back(n); }
         else if (word == "special") { std::string name; u32 offset; at >> name >> offset; p->special.push_back({name, offset}); }
@@ -81,18 +88,20 @@ int emu_load(const char* text, const char* source) try {
             at >> value >> param;
             int index = int(p->constants.size() / 512);
             p->constants.resize(p->constants.size() + 512);
-            if (param >= 0) p->param_constants.push_back({index, {param, value}});
+            if (param >= GLOBALS) value = u64(module.globals.at(param - GLOBALS).data());
+            else if (param >= 0) p->param_constants.push_back({index, param});
             p->set_constant(index, value);
         } else if (word == "ins") read_instruction(at, *p);
-        else if (word == "end") { std::string name = p->name; programs[name] = std::move(p); }
+        else if (word == "end") { std::string name = p->name; module.programs[name] = std::move(p); }
     }
-    modules.push_back(std::move(programs));
+    modules.push_back(std::move(module));
     return int(modules.size()) - 1;
 } catch (std::exception& error) {
     message = error.what();
     return -1;
 }
 
+void emu_forget(int module) { modules.at(size_t(module)) = Module(); }
 const char* emu_message() { return message.c_str(); }
 u64 emu_steps() { return total_steps; }
 
@@ -126,8 +135,9 @@ struct LaunchConfig {
 };
 
 int _cudaLaunchKernelEx(const LaunchConfig* config, const void* function, void** arguments) try {
-    auto found = modules.at(current_module).find((const char*)function);
-    if (found == modules[current_module].end()) fail("no PTX was given for kernel ", (const char*)function);
+    auto& programs = modules.at(current_module).programs;
+    auto found = programs.find((const char*)function);
+    if (found == programs.end()) fail("no PTX was given for kernel ", (const char*)function);
     Program& p = *found->second;
     Machine m;
     m.program = &p;
@@ -151,7 +161,7 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, const void* function, void**
         memcpy(at, arguments[k], p.param_sizes[k]);
         at += (p.param_sizes[k] + 127) / 128 * 128;
     }
-    for (auto& [index, param] : p.param_constants) p.set_constant(index, places[param.first] + param.second);
+    for (auto& [index, param] : p.param_constants) p.set_constant(index, places[param]);
     m.launch();
     total_steps += m.steps;
     return 0;

@@ -19,12 +19,6 @@ std::string where(const Warp& w) {
     return out.str();
 }
 
-void wrote_shared(Warp& w, Cta& cta, const u8* at, u32 bytes) {
-    size_t first = (at - cta.shared.data()) / GRANULE, last = (at - cta.shared.data() + bytes - 1) / GRANULE;
-    for (size_t g = first; g <= last; g++) cta.writer[g] = u8(w.number + 1);
-    cta.machine->event();
-}
-
 void async_reads(Warp& w, Cta& cta, u32 address, u32 bytes) {
     if (!w.cta->machine->check_proxies) return;
     for (u32 g = address / GRANULE; g <= (address + bytes - 1) / GRANULE; g++)
@@ -74,18 +68,25 @@ void Machine::land_something(Warp& w) {
 
 // -- a warp ------------------------------------------------------------------------------------------------------
 
-// A register of a WGMMA in flight: an accumulator may not be used at all, a register of A not be written. A plain copy
-// of an accumulator is what the compiler's allocation of registers takes away: there, the WGMMAs are computed.
-static void check_flying(Warp& w, const Ins& i) {
+// Registers of a WGMMA before the wgmma.wait_group for it: an accumulator may not be used at all, a register of A not be
+// written. A plain copy of an accumulator is what the compiler's allocation of registers takes away; the copy is then
+// as good as the accumulator.
+static void check_wgmma_registers(Warp& w, const Ins& i) {
+    if (i.moves && !i.op[1].constant && w.accumulates[i.op[1].offset / ROW]) {
+        while (!w.wgmmas.empty()) land_one_wgmma(w);
+        w.accumulates[i.op[0].offset / ROW] = w.accumulates[i.op[1].offset / ROW];
+        return;
+    }
+    if (i.moves && !i.op[0].constant && w.accumulates[i.op[0].offset / ROW]) {
+        while (!w.wgmmas.empty()) land_one_wgmma(w);
+        w.accumulates[i.op[0].offset / ROW] = 0;
+    }
     for (size_t k = 0; k < i.op.size(); k++) {
         if (i.op[k].constant) continue;
-        u8 flying = w.flying[i.op[k].offset / ROW];
-        bool bad = (flying & 1) || ((flying & 2) && int(k) < i.dests);
-        if (!bad) continue;
-        if (!i.moves)
-            fail("register ", k, " of the instruction belongs to a WGMMA in flight: wgmma.wait_group comes too late");
-        while (!w.wgmmas.empty()) land_one_wgmma(w);
-        return;
+        if (w.accumulates[i.op[k].offset / ROW])
+            fail("operand ", k, " is an accumulator of a WGMMA that no wgmma.wait_group has waited for");
+        if (int(k) < i.dests && w.feeds[i.op[k].offset / ROW])
+            fail("operand ", k, " is written, and a WGMMA that no wgmma.wait_group has waited for may read it");
     }
 }
 
@@ -95,6 +96,7 @@ void Machine::run_warp(Warp& w, int budget) {
         u32 ready = w.live & ~w.blocked, first = ~0u, group = 0;
         if (!ready) break;
         EACH_LANE(l, ready) first = std::min(first, w.pc[l]);
+        if (chance(3)) EACH_LANE(l, ready & u32(random() >> 8)) first = w.pc[l];  // lanes that parted may go on in any order
         EACH_LANE(l, w.live) if (w.pc[l] == first) group |= 1u << l;
         if (first >= program->code.size()) fail("the program ends without a ret");
         // All lanes together run on without another look, until they branch apart.
@@ -121,7 +123,11 @@ void Machine::run_warp(Warp& w, int budget) {
                     EACH_LANE(l, group) w.pc[l] = first;
                     break;
                 }
-                if (!w.wgmmas.empty() && !i.is_wgmma) check_flying(w, i);
+                if (program->has_wgmma && !i.is_wgmma) {
+                    if (w.unwaited) check_wgmma_registers(w, i);
+                    for (int k = 0; k < i.dests; k++)
+                        if (!i.op[k].constant) w.written[i.op[k].offset / ROW] = w.fences;
+                }
                 if (i.run(w, i, mask) == RETRY) {
                     w.blocked |= group;
                     EACH_LANE(l, group) w.pc[l] = first;
@@ -190,7 +196,7 @@ void Machine::start_cluster(u64 number) {
         for (int k = 0; k < 3; k++) cta->index[k] = u32(at[k]) * cluster_shape[k] + in[k];
         cta->shared.assign(SHARED_BASE + program->static_shared + dynamic_shared + 16, 0xff);
         cta->shared.resize(SHARED_BASE + program->static_shared + dynamic_shared);
-        cta->writer.assign(cta->shared.size() / GRANULE + 2, 0);
+        for (auto* each : {&cta->writer, &cta->witness}) each->assign(cta->shared.size() / GRANULE + 2, 0);
         cta->live_threads = threads;
         cluster->live_threads += threads;
         for (u32 n = 0; n < threads / LANES; n++) {
@@ -202,7 +208,8 @@ void Machine::start_cluster(u64 number) {
                 u32 garbage = 0xffc00000u | u32(random() & 0xffff);
                 memcpy(w->registers.data() + k, &garbage, 4);
             }
-            w->flying.assign(w->registers.size() / ROW + 2, 0);
+            for (auto* rows : {&w->accumulates, &w->feeds, &w->written}) rows->assign(w->registers.size() / ROW + 2, 0);
+            w->local.assign(size_t(program->local_bytes) * LANES, 0xff);
             for (u32& pc : w->pc) pc = 0;
             for (auto& [name, offset] : program->special) set_special(*w, name, offset);
             cta->warps.push_back(std::move(w));

@@ -34,6 +34,8 @@ template <class... A> [[noreturn]] void fail(const A&... parts) {
 constexpr int LANES = 32, ROW = 128;         // bytes of a register's row: 32 lanes of 32 bits; a 64-bit one has two
 constexpr u32 SHARED_BASE = 1024;            // address of the first byte of dynamic shared memory in a CTA's window
 constexpr u64 GENERIC_SHARED = 0x5Full << 56;  // a generic address of shared memory: this and the 32-bit address
+constexpr u64 LOCAL = 0x4Cull << 56;         // an address in a thread's own memory: this and the byte
+constexpr int GLOBALS = 1000;                // "parameters" from here on are the module's arrays
 constexpr int GRANULE = 16;                  // bytes of shared memory whose last writer is known together
 
 struct Warp;
@@ -68,9 +70,10 @@ struct Program {
     std::vector<Ins> code;
     std::vector<std::string> lines;          // of the PTX text, for messages
     std::vector<u8> constants;               // of each: 32 lanes of 64 bits, of 32, of 16, then as a predicate
-    std::vector<std::pair<int, std::pair<int, u64>>> param_constants;  // (constant, (parameter, offset))
+    std::vector<std::pair<int, int>> param_constants;                  // (constant, parameter whose address it is)
     std::vector<std::pair<std::string, u32>> special;
-    u32 register_bytes = 0, static_shared = 0;
+    u32 register_bytes = 0, static_shared = 0, local_bytes = 0;
+    bool has_wgmma = false;
     void set_constant(int index, u64 value);
 };
 
@@ -93,7 +96,9 @@ struct Cta {
     Cluster* cluster;
     u32 rank, index[3];
     std::vector<u8> shared;                  // addresses from 0; the first SHARED_BASE bytes are nobody's
-    std::vector<u8> writer;                  // by granule: 1 + the warp whose write no proxy fence has followed
+    // By granule: 1 + the warp whose write no proxy fence of its own has followed; and 1 + one that has written the
+    // same once more, whose fence does as well.
+    std::vector<u8> writer, witness;
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];
     std::vector<std::unique_ptr<Warp>> warps;
@@ -123,7 +128,7 @@ struct WgmmaCall {
 struct Warp {
     Cta* cta;
     int number;
-    std::vector<u8> registers;
+    std::vector<u8> registers, local;        // local: each lane's, one after the other
     u32 pc[LANES], live = ~0u, blocked = 0;
     bool at_barrier = false;                 // has arrived at the named barrier that it executes
     u64 barrier_generation = 0;
@@ -133,7 +138,11 @@ struct Warp {
     std::deque<Copy> async_copies, bulk_copies;
     std::deque<WgmmaCall> wgmmas;
     u64 wgmma_group = 0;
-    std::vector<u8> flying;                  // by register row: 1 an accumulator, 2 an A operand of a WGMMA in flight
+    // By register row: 1 + the group of a WGMMA not yet waited for, of which it is an accumulator, or part of A; and
+    // how many wgmma.fence there were when another instruction last wrote it.
+    std::vector<u64> accumulates, feeds, written;
+    bool unwaited = false;                   // whether there is any such WGMMA
+    u64 fences = 1;
     u32 current = 0;                         // the instruction executed, for messages
 };
 
@@ -164,8 +173,7 @@ struct Machine {
 
 std::string where(const Warp& w);
 u8* shared_at(Warp& w, u64 address, u32 bytes, u32 align, Cta** owner = nullptr);
-u8* memory_at(Warp& w, char space, u64 address, u32 bytes, bool writes);
-void wrote_shared(Warp& w, Cta& cta, const u8* at, u32 bytes);        // by an ordinary store
+u8* memory_at(Warp& w, char space, int lane, u64 address, u32 bytes, bool writes);
 void async_reads(Warp& w, Cta& cta, u32 address, u32 bytes);          // checks that a proxy fence followed the stores
 void arrive(Warp& w, Cta& cta, u32 address, i32 count, i64 expect_tx);
 void complete_tx(Cta& cta, u32 address, i64 bytes);

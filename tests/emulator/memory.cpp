@@ -30,24 +30,36 @@ void Machine::check_global(u64 address, u64 bytes, const char* what) const {
          std::dec, near.str());
 }
 
-u8* memory_at(Warp& w, char space, u64 address, u32 bytes, bool writes) {
+u8* memory_at(Warp& w, char space, int lane, u64 address, u32 bytes, bool writes) {
+    u64 byte = address - LOCAL, each = w.cta->machine->program->local_bytes;
+    if (byte < each && byte + bytes <= each) return w.local.data() + lane * each + byte;
     if (space == 'x') {
         bool shared = (address & ~u64(~0u)) == GENERIC_SHARED;
         space = shared ? 's' : 'g';
         if (shared) address &= ~0u;
     }
-    if (space == 's') {
-        Cta* cta;
-        u8* at = shared_at(w, address, bytes, bytes, &cta);
-        if (writes) wrote_shared(w, *cta, at, bytes);
-        return at;
-    }
+    if (space == 's') return shared_at(w, address, bytes, bytes);
     if (space == 'g') {
         if (address % bytes) fail("global address 0x", std::hex, address, " is no multiple of ", std::dec, bytes);
         w.cta->machine->check_global(address, bytes, writes ? "a store" : "a load");
         if (writes) w.cta->machine->event();
     }
     return (u8*)address;
+}
+
+// An ordinary store, of which shared memory remembers the warp; see Cta::writer.
+static void put(Warp& w, u8* at, const void* data, u32 bytes) {
+    bool same = memcmp(at, data, bytes) == 0;
+    memcpy(at, data, bytes);
+    for (auto& cta : w.cta->cluster->ctas) {
+        if (at < cta->shared.data() || at >= cta->shared.data() + cta->shared.size()) continue;
+        size_t first = at - cta->shared.data(), last = first + bytes - 1;
+        for (size_t g = first / GRANULE; g <= last / GRANULE; g++) {
+            if (same) cta->witness[g] = u8(w.number + 1);
+            else cta->writer[g] = u8(w.number + 1), cta->witness[g] = 0;
+        }
+        w.cta->machine->event();
+    }
 }
 
 static u64 base_address(const Warp& w, const Ins& i, int operand, int lane, int which) {
@@ -65,7 +77,7 @@ template <int BYTES, bool SIGNED> Step load(Warp& w, const Ins& i, u32 m) {
     char space = space_of(i.name);
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, n, l, 0);
-        const u8* at = memory_at(w, space, space == 's' ? u32(address) : address, BYTES * n, false);
+        const u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, BYTES * n, false);
         for (int k = 0; k < n; k++) {
             if (i.op[k].constant) continue;  // "_"
             u64 v = 0;
@@ -82,11 +94,13 @@ template <int BYTES> Step store(Warp& w, const Ins& i, u32 m) {
     char space = space_of(i.name);
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, 0, l, 0);
-        u8* at = memory_at(w, space, space == 's' ? u32(address) : address, BYTES * n, true);
+        u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, BYTES * n, true);
+        u8 data[8 * BYTES];
         for (int k = 0; k < n; k++) {
             u64 v = get_int(w, i, 1 + k, l);
-            memcpy(at + k * BYTES, &v, BYTES);
+            memcpy(data + k * BYTES, &v, BYTES);
         }
+        put(w, at, data, n * BYTES);
     }
     return DONE;
 }
@@ -96,14 +110,14 @@ template <class T, auto F, bool RETURNS> Step atomic(Warp& w, const Ins& i, u32 
     char space = space_of(i.name);
     EACH_LANE(l, m) {
         u64 address = base_address(w, i, address_at, l, 0);
-        u8* at = memory_at(w, space, space == 's' ? u32(address) : address, sizeof(T) * n, true);
+        u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, sizeof(T) * n, true);
         for (int k = 0; k < n; k++) {
             T old, b, c{};
             memcpy(&old, at + k * sizeof(T), sizeof(T));
             b = src<T>(w, i, address_at + 1 + k)[l];
             if (int(i.op.size()) > address_at + 1 + n) c = src<T>(w, i, address_at + 1 + n)[l];
             T now = F(old, b, c);
-            memcpy(at + k * sizeof(T), &now, sizeof(T));
+            put(w, at + k * sizeof(T), &now, sizeof(T));
             if (RETURNS && !i.op[k].constant) dst<T>(w, i, k)[l] = old;
         }
     }
@@ -133,10 +147,8 @@ template <bool LOADS> Step matrices(Warp& w, const Ins& i, u32) {
     u32 out[4][LANES] = {};
     for (int q = 0; q < n; q++)
         for (int row = 0; row < 8; row++) {
-            Cta* cta;
-            u64 address = u32(base_address(w, i, base, 8 * q + row, 0));
-            u8* at = shared_at(w, address, 16, 16, &cta);
-            if (!LOADS) wrote_shared(w, *cta, at, 16);
+            u8* at = shared_at(w, u32(base_address(w, i, base, 8 * q + row, 0)), 16, 16);
+            u16 stored[8];
             for (int col = 0; col < 8; col++) {
                 int a = trans ? col : row, b = trans ? row : col, lane = 4 * a + b / 2, shift = 16 * (b % 2);
                 u16 h;
@@ -144,10 +156,10 @@ template <bool LOADS> Step matrices(Warp& w, const Ins& i, u32) {
                     memcpy(&h, at + 2 * col, 2);
                     out[q][lane] |= u32(h) << shift;
                 } else {
-                    h = u16(src<u32>(w, i, first + q)[lane] >> shift);
-                    memcpy(at + 2 * col, &h, 2);
+                    stored[col] = u16(src<u32>(w, i, first + q)[lane] >> shift);
                 }
             }
+            if (!LOADS) put(w, at, stored, 16);
         }
     if (LOADS) for (int q = 0; q < n; q++) memcpy(dst<u32>(w, i, q), out[q], sizeof out[q]);
     return DONE;
@@ -223,8 +235,40 @@ Step st_async(Warp& w, const Ins& i, u32 m) {
     return DONE;
 }
 
+// vprintf(format, arguments), of each lane: what it prints goes to standard output.
+Step print(Warp& w, const Ins& i, u32 m) {
+    EACH_LANE(l, m) {
+        const char* f = (const char*)src<u64>(w, i, 1)[l];
+        u64 at = src<u64>(w, i, 2)[l];
+        auto next = [&](auto zero) {
+            at = (at + sizeof zero - 1) / sizeof zero * sizeof zero;
+            memcpy(&zero, memory_at(w, 'x', l, at, sizeof zero, false), sizeof zero);
+            at += sizeof zero;
+            return zero;
+        };
+        while (*f) {
+            if (*f != '%' || f[1] == '%') {
+                f += *f == '%';
+                putchar(*f++);
+                continue;
+            }
+            std::string kind(1, *f++);
+            while (*f && !strchr("diouxXeEfgGcsp", *f)) kind += *f++;
+            char type = *f ? *f++ : 'd';
+            bool wide = kind.find('l') != std::string::npos || type == 'p' || type == 's';
+            if (strchr("eEfgG", type)) printf((kind + type).c_str(), next(0.0));
+            else if (type == 's') printf((kind + type).c_str(), (const char*)next(u64()));
+            else if (wide) printf((kind + type).c_str(), next(u64()));
+            else printf((kind + type).c_str(), next(u32()));
+        }
+    }
+    fflush(stdout);
+    return DONE;
+}
+
 template <int BYTES> void loads_and_stores(Table& t, const std::string& bits) {
-    for (const char* space : {"", ".global", ".shared", ".shared::cta", ".shared::cluster", ".param", ".const"})
+    for (const char* space : {"", ".global", ".shared", ".shared::cta", ".shared::cluster", ".param", ".const",
+                              ".local"})
         for (const char* v : {"", ".v2", ".v4", ".v8"})
             for (const char* kind : {"b", "u", "s", "f"}) {
                 std::string tail = std::string(space) + v + "." + kind + bits;
@@ -266,6 +310,7 @@ void add_memory(Table& t) {
             t[std::string("cp.async.") + kind + "." + space + ".global"] = {cp_async};
     t["cp.async.commit_group"] = {cp_async_commit};
     t["cp.async.wait_group"] = t["cp.async.wait_all"] = {cp_async_wait};
+    t["vprintf"] = {print};
     t["mapa.shared::cluster.u32"] = t["mapa.shared::cluster.u64"] = t["mapa.u64"] = {mapa};
     for (const char* v : {"", ".v2", ".v4"})
         for (const char* type : {"b32", "b64", "u32", "u64", "s32", "s64", "f32"})

@@ -8,20 +8,7 @@ that change nothing here (caches, orders and scopes of memory, `.sync`, `.aligne
 import re
 
 ROW = 128  # bytes of a register's row: 32 lanes of 32 bits
-WIDTH = {
-    "pred": 0,
-    "b16": 2,
-    "u16": 2,
-    "s16": 2,
-    "f16": 2,
-    "b8": 2,
-    "u8": 2,
-    "s8": 2,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-    "f64": 8,
-}
+WIDTH = {"pred": 0} | {f"{kind}{bits}": max(bits // 8, 2) for kind in "busf" for bits in (8, 16, 64)}  # else 4 bytes
 LEFT_OUT = {
     "sync", "aligned", "uni", "weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "sc", "gpu", "sys", "cta",
     "cluster", "nc", "L1::no_allocate", "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::cache_hint",
@@ -29,7 +16,7 @@ LEFT_OUT = {
 }  # fmt: skip
 STORES = ("st", "red", "bra", "bar", "barrier", "ret", "exit", "fence", "membar", "prefetch", "setmaxnreg", "cp",
           "griddepcontrol", "stmatrix", "nanosleep", "trap", "wgmma")  # fmt: skip
-SHARED_BASE = 1024  # as in machine.h
+SHARED_BASE, LOCAL, GLOBALS = 1024, 0x4C << 56, 1000  # as in machine.h
 
 
 def name_of(text: str) -> str:
@@ -38,6 +25,8 @@ def name_of(text: str) -> str:
     keep_rn = base == "cvt"
     # `.sync`, `.cta` and the like leave no trace, but shared::cta, a space, is a part of its own.
     rest = [q for q in rest if q not in LEFT_OUT or (q == "rn" and keep_rn) or (base == "barrier" and q == "cluster")]
+    if base in ("atom", "red"):  # the vector's length just before the type, which comes last
+        rest.sort(key=lambda q: 2 if re.fullmatch(r"[busf]+\d+(x2)?", q) else 1 if re.fullmatch(r"v\d", q) else 0)
     return ".".join([base, *rest])
 
 
@@ -48,6 +37,7 @@ class Kernel:
         self.name = name
         self.params: list[tuple[str, int]] = []
         self.registers = 0  # rows
+        self.local = 0  # bytes of a thread's own memory
         self.special: dict[str, int] = {}
         self.constants: dict[tuple[int, int], int] = {}  # (value, parameter or -1) -> index
         self.scopes: list[dict] = [{}]
@@ -120,12 +110,15 @@ class Reader:
     def __init__(self, text: str):
         self.lines = text.split("\n")
         self.shared: dict[str, int] = {}
+        self.globals: dict[str, list[str]] = {}  # initialised arrays of bytes, such as the formats of printf
         self.static_shared = 0
         self.kernels: list[Kernel] = []
         self.read(text)
 
     def read(self, text: str) -> None:
         self.read_shared(text)
+        for name, values in re.findall(r"\.global[^;]*?\.b8\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}", text):
+            self.globals[name] = values.split(",")
         for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(", text):
             end = text.index(")", match.end())
             kernel = Kernel(match.group(1))
@@ -174,10 +167,14 @@ class Reader:
                 kernel.scopes.pop()
                 if depth == 0:
                     break
-            elif statement.startswith(".reg"):
+            elif statement.startswith((".reg", ".param")):  # of a call: its parameters are as good as registers
                 self.registers(kernel, statement)
+            elif statement.startswith(".local"):
+                name, size = re.search(r"([\w$]+)\[(\d+)\]", statement).groups()
+                kernel.scopes[-1][name] = ("local", kernel.local)
+                kernel.local += -(-int(size) // 16) * 16
             elif statement.startswith("."):
-                if not statement.startswith((".pragma", ".loc", ".file")):
+                if not statement.startswith((".pragma", ".loc", ".file", ".shared")):  # read_shared has seen the last
                     raise NotImplementedError(f"PTX line {number}: {statement}")
             elif statement.endswith(":"):
                 kernel.scopes[-1][statement[:-1]] = ("label", len(kernel.code))
@@ -193,7 +190,7 @@ class Reader:
 
     @staticmethod
     def registers(kernel: Kernel, statement: str) -> None:
-        kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.S).groups()
+        kind, names = re.fullmatch(r"\.(?:reg|param)\s+\.(\w+)\s+(.*)", statement, re.S).groups()
         width = WIDTH.get(kind, 4)
         for name in names.split(","):
             name = name.strip()
@@ -206,8 +203,12 @@ class Reader:
         found = kernel.find(text)
         if found and found[0] == "register":
             return found[1], 0, found[2]
+        if found and found[0] == "local":
+            return kernel.constant(LOCAL | found[1])
         if text == "_":
             return kernel.constant(0)
+        if text in self.globals:
+            return kernel.constant(0, GLOBALS + list(self.globals).index(text))
         if text.startswith("%"):
             name = text[1:]
             if name not in kernel.special:
@@ -244,6 +245,12 @@ class Reader:
             condition, statement = statement.split(None, 1)
             negated = int(condition[1] == "!")
             guard = self.value(kernel, condition[1 + negated :], number)[0]
+        call = re.fullmatch(r"call\S*\s+\((\w+)\),\s*(\w+),\s*\((.*)\)", statement)
+        if call:
+            statement = f"{call.group(2)} {call.group(1)}, {call.group(3)}"
+        to_param = re.fullmatch(r"(?:st|ld)\.param\.(\w+)\s+\[?(\w+|%\w+)\]?,\s*\[?(\w+|%\w+)\]?", statement)
+        if to_param and all((kernel.find(name) or [""])[0] == "register" for name in to_param.groups()[1:]):
+            statement = "mov.{} {}, {}".format(*to_param.groups())
         word, *rest = statement.split(None, 1)
         name, rest = name_of(word), rest[0] if rest else ""
         ins = {
@@ -274,14 +281,14 @@ class Reader:
 def program(text: str) -> str:
     """The text of interface.cpp's emu_load for all kernels of a PTX module."""
     reader = Reader(text)
-    out = []
+    out = ["global " + " ".join(values) for values in reader.globals.values()]
     for kernel in reader.kernels:
-        out.append(f"kernel {kernel.name} {kernel.registers * ROW} {reader.static_shared}")
+        out.append(f"kernel {kernel.name} {kernel.registers * ROW} {reader.static_shared} {kernel.local}")
         out += [f"param {size}" for _, size in kernel.params]
         out += [f"special {name} {offset}" for name, offset in kernel.special.items()]
         out += [f"constant {value} {param}" for value, param in kernel.constants]
         for i in kernel.code:
-            parts = [i["name"], i["line"], i["guard"], i["negated"], i["dests"], i["target"], 0, i["moves"]]
+            parts = [i["name"], i["line"], i["guard"], i["negated"], i["dests"], i["target"], i["moves"]]
             parts += [len(i["ops"])] + [x for op in i["ops"] for x in op]
             parts += [len(i["groups"]), *i["groups"], len(i["offsets"]), *i["offsets"]]
             out.append("ins " + " ".join(map(str, parts)))

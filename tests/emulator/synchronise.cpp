@@ -115,7 +115,7 @@ template <bool SYNCS> Step bar(Warp& w, const Ins& i, u32) {
     if (threads && b.arrived > threads) fail("barrier ", id, " has more than its ", threads, " threads");
     w.cta->machine->event();
     w.barrier_generation = b.generation;
-    if (b.arrived == (threads ? threads : w.cta->live_threads)) complete_barrier(b);
+    if (b.arrived >= (threads ? threads : w.cta->live_threads)) complete_barrier(b);
     if (!SYNCS) return DONE;
     w.at_barrier = true;
     if (b.generation == w.barrier_generation) return RETRY;
@@ -242,9 +242,10 @@ Step nothing(Warp&, const Ins&, u32) { return DONE; }
 Step branch(Warp&, const Ins&, u32) { return DONE; }  // run_warp does it
 
 Step fence_proxy(Warp& w, const Ins&, u32) {
-    for (auto& cta : w.cta->cluster->ctas)
-        if (cta.get() == w.cta)
-            for (u8& by : cta->writer) by = by == w.number + 1 ? 0 : by;
+    Cta& c = *w.cta;
+    u8 me = u8(w.number + 1);
+    for (size_t g = 0; g < c.writer.size(); g++)
+        if (c.writer[g] == me || c.witness[g] == me) c.writer[g] = c.witness[g] = 0;
     return DONE;
 }
 

@@ -118,8 +118,13 @@ Step wgmma(Warp& w, const Ins& i, u32) {
     int nd = i.group[0], na = i.group[1], b = nd + na, p = b + 1;
     if (w.cta->machine->block[0] < 128) fail("wgmma in a CTA of fewer than 128 threads");
     WgmmaCall call{&i, na == 1 ? src<u64>(w, i, nd)[0] : 0, src<u64>(w, i, b)[0], w.wgmma_group, bool(pred(w, i, p) & 1)};
-    for (int k = 0; k < nd; k++) w.flying[i.op[k].offset / ROW] = 1;
-    if (na > 1) for (int k = nd; k < b; k++) w.flying[i.op[k].offset / ROW] |= 2;
+    for (int k = 0; k < (na > 1 ? b : nd); k++) {
+        u32 row = i.op[k].offset / ROW;
+        if (w.written[row] == w.fences && (k >= nd || call.accumulate))
+            fail("operand ", k, " was written after the last wgmma.fence");
+        (k < nd ? w.accumulates : w.feeds)[row] = w.wgmma_group + 1;
+    }
+    w.unwaited = true;
     w.wgmmas.push_back(call);
     if (w.cta->machine->chance(25)) while (!w.wgmmas.empty()) land_one_wgmma(w);
     return DONE;
@@ -147,12 +152,6 @@ void land_one_wgmma(Warp& w) {
     read_matrix(w, matrix_of(call.b, na > 1 ? flag(2) : flag(3)), 0, n, k, fb, columns);
     if (sign < 0) for (auto& row : a) for (float& x : row) x = -x;
     multiply(w, i, 0, 0, n, k, a, columns, call.accumulate);
-    std::fill(w.flying.begin(), w.flying.end(), 0);
-    for (const WgmmaCall& c : w.wgmmas) {
-        for (int q = 0; q < c.ins->group[0]; q++) w.flying[c.ins->op[q].offset / ROW] = 1;
-        if (c.ins->group[1] > 1)
-            for (int q = 0; q < c.ins->group[1]; q++) w.flying[c.ins->op[c.ins->group[0] + q].offset / ROW] |= 2;
-    }
 }
 
 Step wgmma_commit(Warp& w, const Ins&, u32) {
@@ -161,12 +160,21 @@ Step wgmma_commit(Warp& w, const Ins&, u32) {
 }
 
 Step wgmma_wait(Warp& w, const Ins& i, u32) {
-    u64 left = src<u64>(w, i, 0)[0];
-    while (!w.wgmmas.empty() && w.wgmmas.front().group + left < w.wgmma_group) land_one_wgmma(w);
+    u64 left = src<u64>(w, i, 0)[0], open = w.wgmma_group > left ? w.wgmma_group - left : 0;  // the first not waited for
+    while (!w.wgmmas.empty() && w.wgmmas.front().group < open) land_one_wgmma(w);
+    w.unwaited = false;
+    for (auto* rows : {&w.accumulates, &w.feeds})
+        for (u64& group : *rows) {
+            if (group <= open) group = 0;
+            else w.unwaited = true;
+        }
     return DONE;
 }
 
-Step wgmma_fence(Warp&, const Ins&, u32) { return DONE; }
+Step wgmma_fence(Warp& w, const Ins&, u32) {
+    w.fences++;
+    return DONE;
+}
 
 void add_tensor_cores(Table& t) {
     for (const char* type : {"bf16", "f16"})

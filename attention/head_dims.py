@@ -1,0 +1,30 @@
+"""Head dimensions that no kernel has: padded with zeros to the next that one has."""
+
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
+
+from .forward.choose import HEAD_DIMS
+from .plan import has_kernel
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (..., D or Dv) with zeros after D and Dv up to the next of HEAD_DIMS, where a kernel will read them.
+
+    Scores stay as they are, if the scale is that of the D before, and so do the first Dv columns of the result. It
+    copies q, k and v, at each call, and the kernel computes as much as for the padded D. Nothing changes above the
+    largest of HEAD_DIMS, and for CPU tensors, which take no kernel.
+    """
+    if not (q.is_cuda if is_compiling() else has_kernel(q)):
+        return q, k, v
+    (d, d_new), (dv, dv_new) = ((n, least_head_dim(n)) for n in (q.shape[-1], v.shape[-1]))
+    if d_new != d:
+        q, k = pad(q, (0, d_new - d)), pad(k, (0, d_new - d))
+    if dv_new != dv:
+        v = pad(v, (0, dv_new - dv))
+    return q, k, v
+
+
+def least_head_dim(d: int) -> int:
+    """The smallest head dimension of a kernel that is at least d; d itself where none is."""
+    return next((n for n in HEAD_DIMS if n >= d), d)

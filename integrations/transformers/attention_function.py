@@ -1,0 +1,222 @@
+"""The attention function that transformers' layers call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+from attention import attention, block_sparse_attention
+from attention.head_dims import padded
+from attention.masks.kept import ElementTensor
+from cute_kernels.checks import watched
+
+from .block_masks import ATTRIBUTE
+from .masks import Mask
+
+ELSE = 'use attn_implementation="sdpa" or "eager"'
+# Arguments that would change the result, where they are not None or False. Sinks and functions on scores are to be
+# handed to the ops in `attend`, once these take them.
+REFUSED = {
+    "s_aux": f"attention sinks (s_aux) are in no kernel yet; {ELSE}",
+    "position_bias": f"a position bias is added to the scores, which no kernel does yet; {ELSE}",
+    "score_mod": f"functions on scores are in no kernel yet; {ELSE}",
+    "head_mask": f"head masks are in no kernel; {ELSE}",
+    "output_attentions": 'no attention weights are stored; use attn_implementation="eager" for output_attentions',
+    "cache": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
+    "block_table": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
+}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | FlexBlockMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """softmax(query @ key.T) @ value of a layer, under its mask.
+
+    Args:
+        query: (B, H, Sq, D) bfloat16 or float16; on the CPU also float32 and float64.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), H a multiple of Hkv.
+        attention_mask: what `make_mask` made; FlexAttention's BlockMask; a bool tensor (B or 1, H or 1, Sq, Sk), True
+            where a score takes part; or None: causal where `is_causal`, or else the module's attribute of that name,
+            says so.
+        dropout: must be 0: set attention_dropout to 0 in the config for training.
+        scaling, softcap: of the scores; 1 / sqrt(D) and none by default.
+        sliding_window: not read where there is a mask, which has the window.
+        cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), of sequences packed along the flattened batch, as for flash
+            attention; then the mask says only whether it is causal, and its window.
+
+    On a GPU a D or Dv that no kernel has (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192 and
+    256, at each call: query, key and value are copied, in decoding the whole cache, and the kernel does the work of the
+    larger one.
+
+    Returns:
+        ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
+
+    Raises:
+        ValueError, TypeError: for what no kernel does, with what to use: dropout, attention sinks (gpt-oss), a position
+            bias (T5), attention weights, additive masks, paged caches; and for what the ops refuse.
+    """
+    _refuse(module, dropout, kwargs)
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap}
+    operands = padded(query, key, value)
+    blocks = getattr(module, ATTRIBUTE, None)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if blocks is not None:
+            raise ValueError("a block mask (set_block_mask) and cu_seq_lens exclude each other")
+        bounds = _bounds(module, attention_mask, is_causal)
+        out = _packed(*operands, (cu_seq_lens_q, cu_seq_lens_k), bounds, options)
+    elif isinstance(attention_mask, Mask):
+        out = _masked(*operands, attention_mask.to(query.device), blocks, options)
+    elif blocks is not None:
+        raise ValueError("a block mask (set_block_mask) needs the model's own mask, which was replaced or is not made")
+    elif attention_mask is None:
+        out = _unmasked(module, *operands, sliding_window, is_causal, options)
+    else:
+        out = block_sparse_attention(*operands, _block_mask(attention_mask, key), **options)
+    out = out.transpose(1, 2)
+    if out.shape[-1] != head_dim_v:
+        out = out[..., :head_dim_v]
+    return out.contiguous(), None
+
+
+def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
+    if dropout:
+        raise ValueError(
+            f"dropout of attention weights is {dropout}; no kernel has it. Set the config's attention dropout to 0 "
+            '(attention_dropout, attention_probs_dropout_prob), call model.eval(), or use attn_implementation="sdpa"'
+        )
+    for name, why in REFUSED.items():
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            raise ValueError(f"{type(module).__name__}: {why}")
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
+    """Under a mask of make_mask, and the user's block mask."""
+    (rows, columns), have = mask.lengths, (q.shape[2], k.shape[2])
+    if have != mask.lengths or mask.batch not in (1, q.shape[0]):
+        raise ValueError(
+            f"the mask was made for {mask.batch} items of lengths {mask.lengths}, the layer has {q.shape[0]} of {have}"
+        )
+    last = mask.shift + rows  # the column after the last row's
+    if blocks is not None:
+        return _within(q, k, v, mask, blocks, options)
+    if not mask.is_band():
+        return block_sparse_attention(q, k, v, mask.block_mask(), **options)
+    left, right = mask.kind.left, mask.kind.right
+    if left is None and right is None:
+        return attention(q, k, v, out=_transposed(q, k, v), **options)
+    if left is not None and left >= columns - 1:
+        left = None
+    if isinstance(last, Tensor):
+        if right != 0:
+            return block_sparse_attention(q, k, v, mask.block_mask(), **options)
+        return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
+    if last < columns and right == 0:  # a static cache, not full yet
+        if rows == 1 and not watched(q, k, v):  # the same kernel, and under torch.compile the same graph, at each step
+            return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
+        k, v, columns = k[:, :, :last], v[:, :, :last], last
+    if last != columns:
+        return block_sparse_attention(q, k, v, mask.block_mask(), **options)
+    return attention(q, k, v, window=(left, right), out=_transposed(q, k, v), **options)
+
+
+def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
+    """Under both masks."""
+    rows, columns = mask.lengths
+    if mask.skipped:
+        raise ValueError(
+            "a block mask (set_block_mask) needs the whole sequence, and this layer's cache keeps a window; generate "
+            "with a cache of all tokens: DynamicCache() without the model's config"
+        )
+    last = mask.shift + rows
+    if not isinstance(last, int):
+        raise ValueError(
+            "a block mask (set_block_mask) needs to know how full the cache is, and a static cache keeps that on the "
+            "device; generate with a dynamic cache"
+        )
+    if last < columns:
+        if mask.kind is None or mask.kind.right != 0 or mask.padding is not None:
+            raise ValueError(
+                "a block mask (set_block_mask) takes a static cache in causal prefill without padding only"
+            )
+        k, v = k[:, :, :last], v[:, :, :last]
+        mask = mask.up_to(last)
+    return block_sparse_attention(q, k, v, mask.within(blocks.of(mask.lengths, q.device)), **options)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple, bounds: tuple, options: dict) -> Tensor:
+    """Sequences packed along the flattened batch."""
+    (batch, _, rows, _), flat = q.shape, (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    cu_q, cu_k = (t.to(device=q.device, dtype=torch.int32) for t in cu_seqlens)
+    out = attention(*flat, window=bounds, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    return out.unflatten(0, (batch, rows)).transpose(1, 2)
+
+
+def _bounds(module: nn.Module, mask, is_causal: bool | None) -> tuple[int | None, int | None]:
+    """(left, right) of the window in each packed sequence."""
+    if isinstance(mask, Mask) and mask.kind is not None and mask.padding is None:
+        return mask.kind.left, mask.kind.right
+    if mask is not None:
+        raise ValueError(
+            "cu_seq_lens say which sequences are packed; beside them there can be no padding and no mask but a causal "
+            "one, a window, or none"
+        )
+    return None, 0 if _is_causal(module, is_causal) else None
+
+
+def _unmasked(module: nn.Module, q, k, v, sliding_window, is_causal, options: dict) -> Tensor:
+    """Of models that make no mask."""
+    rows, columns = q.shape[2], k.shape[2]
+    if sliding_window is not None and sliding_window < columns:
+        raise ValueError(
+            f"{type(module).__name__} has a sliding_window of {sliding_window} and no mask; the mask of a window comes "
+            "from transformers.masking_utils.create_sliding_window_causal_mask, or the bidirectional one"
+        )
+    causal = rows > 1 and _is_causal(module, is_causal)
+    if causal and rows != columns:
+        raise ValueError(
+            f"{type(module).__name__} is causal and gives no mask: {rows} queries and {columns} keys do not say where "
+            "the queries are; make the mask with transformers.masking_utils.create_causal_mask"
+        )
+    return attention(q, k, v, causal=causal, out=_transposed(q, k, v), **options)
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _block_mask(mask, key: Tensor):
+    """A mask that the user, or the model itself, made."""
+    if isinstance(mask, FlexBlockMask):
+        return mask
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        raise TypeError(f"attention_mask must be a 4-D tensor or a BlockMask here, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"attention_mask is {mask.dtype}: no kernel adds a mask to the scores. Pass a bool one, True where a score "
+            f"takes part, or {ELSE}"
+        )
+    return ElementTensor(mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask)
+
+
+def _transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """Where an op without gradient writes its (B, H, Sq, Dv), so that (B, Sq, H, Dv) is contiguous."""
+    if is_compiling() or watched(q, k, v):
+        return None
+    batch, heads, rows, _ = q.shape
+    return q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)

@@ -1,0 +1,319 @@
+"""From transformers' mask functions to what kernels take: a band, padding, packed sequences, or a traced function.
+
+transformers describes a mask by a function of (item, head, query, key) positions, composed of its own closures, beside
+the lengths and offsets of queries and keys and a padding mask. `make_mask` reads the usual compositions; every other is
+kept as the function, and traced by torch, as masks of FlexAttention are. No tensor with an element for each score is
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from transformers import masking_utils
+
+from attention import BlockMask
+from attention.masks.block_lists import tables_of_rows
+from attention.masks.mask_mods import Band, Elements, MaskMod, RowRange, both
+from cute_kernels.runtime.derived import captured
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a mask function computes: the columns from `left` before the row's position to `right` after it, None
+    without bound, in the row's own sequence where `sequences` (B, S) numbers those."""
+
+    left: int | None = None
+    right: int | None = None
+    sequences: Tensor | None = None
+    restarts: bool = False  # positions are those in a sequence; the same, as differences, if sequences are kept apart
+
+    def __and__(self, other: Kind) -> Kind | None:
+        if self.sequences is not None and other.sequences is not None:
+            return None
+        left, right = _least(self.left, other.left), _least(self.right, other.right)
+        sequences = other.sequences if self.sequences is None else self.sequences
+        return Kind(left, right, sequences, self.restarts or other.restarts)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _code(function: Callable):
+    return function.__code__
+
+
+FEW = 64  # rows
+
+CAUSAL, ALL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+AND = _code(masking_utils.and_masks(CAUSAL))
+SLIDING = _code(masking_utils.sliding_window_overlay(1))
+SLIDING_BOTH = _code(masking_utils.sliding_window_bidirectional_overlay(1))
+PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
+RESTARTED = _code(masking_utils.remap_positions_for_packed_sequence(CAUSAL, torch.zeros(1, 1)))
+
+
+def kind_of(function: Callable) -> Kind | None:
+    """What a function of transformers computes; None of those that are not a Kind, or not known."""
+    kind = _kind_of(function)
+    return None if kind is None or (kind.restarts and kind.sequences is None) else kind
+
+
+def _kind_of(function: Callable) -> Kind | None:
+    if function is CAUSAL:
+        return Kind(right=0)
+    if function is ALL:
+        return Kind()
+    code = getattr(function, "__code__", None)
+    if code not in (AND, SLIDING, SLIDING_BOTH, PACKED, RESTARTED):
+        return None
+    held = [cell.cell_contents for cell in function.__closure__]
+    if code is AND:
+        kind = Kind()
+        for part in held[0]:
+            part = _kind_of(part)
+            kind = None if part is None or kind is None else kind & part
+        return kind
+    if code is RESTARTED:
+        inner = dict(zip(code.co_freevars, held, strict=True))["mask_function"]
+        kind = _kind_of(inner)
+        return None if kind is None else kind & Kind(restarts=True)
+    if code is PACKED:
+        return Kind(sequences=held[0])
+    return Kind(left=held[0] - 1) if code is SLIDING else Kind(left=held[0], right=held[0])
+
+
+@dataclass(frozen=True, eq=False)
+class ItemRowRange:
+    """Row q of item b sees the columns from begin[b, q] to before end[b, q]: two int32 (B, Sq)."""
+
+    begin: Tensor
+    end: Tensor
+
+    def __call__(self, b, h, q, kv):
+        return (kv >= self.begin[b, q]) & (kv < self.end[b, q])
+
+
+class Mask(FlexBlockMask):
+    """A layer's mask on its way through transformers, made once for all layers of its kind.
+
+    It is a FlexAttention BlockMask by name only: of masks that are made ahead of the model's forward pass (static
+    caches), transformers passes on those and 4-D tensors. All tensors that kernels need of it are made when first
+    asked for, on the mask's device and without waiting for it.
+
+    Attributes:
+        batch, lengths: items, and (rows, columns): of the queries, and of the keys that the layer's cache returns.
+        shift: row i is at column i + shift; an int, or a 0-d tensor of a static cache.
+        skipped: columns of the sequence that came before the first that is kept (sliding caches).
+        kind: what `function` computes, None where only the function says that.
+        padding: (B, columns) bool, True of tokens; None: all are.
+    """
+
+    def __init__(self, batch, lengths, shift, skipped, kind, function, padding, device):
+        self.batch, self.lengths, self.shift, self.skipped = batch, lengths, shift, skipped
+        self.kind, self.function, self.padding, self.mask_device = kind, function, padding, device
+        self.made = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.batch, 1, *self.lengths
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask_device
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def to(self, device, *_, **__) -> Mask:
+        """Itself, or what is kept for another device: layers of one model may be on several."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        kind = self.kind
+        if kind is not None and kind.sequences is not None:
+            kind = Kind(kind.left, kind.right, kind.sequences.to(device))
+        if kind is None:
+            raise ValueError(
+                "a mask of a function of its own cannot be moved to another device; keep its layers on one"
+            )
+        shift, padding = (t.to(device) if isinstance(t, Tensor) else t for t in (self.shift, self.padding))
+        return self._once(
+            ("to", device),
+            lambda: Mask(self.batch, self.lengths, shift, self.skipped, kind, self.function, padding, device),
+        )
+
+    def __repr__(self) -> str:
+        what = self.function if self.kind is None else self.kind
+        return f"Mask({what}, lengths={self.lengths}, shift={self.shift}, padding={self.padding is not None})"
+
+    __str__ = __repr__
+
+    def _once(self, key, make: Callable):
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = make()
+        return found
+
+    def up_to(self, columns: int) -> Mask:
+        """Of the first columns alone; without padding."""
+        terms = (self.batch, (self.lengths[0], columns), self.shift, self.skipped, self.kind, self.function)
+        return self._once(("up to", columns), lambda: Mask(*terms, None, self.device))
+
+    def is_band(self) -> bool:
+        """Whether the kind's bounds say all."""
+        return self.kind is not None and self.kind.sequences is None and self.padding is None
+
+    def seqlens_k(self, batch: int) -> Tensor:
+        """(batch,) int32: up to the last row's own column."""
+
+        def make() -> Tensor:
+            last = self.shift + self.lengths[0]
+            if isinstance(last, Tensor):
+                return last.to(device=self.device, dtype=torch.int32).expand(batch).contiguous()
+            return torch.full((batch,), last, dtype=torch.int32, device=self.device)
+
+        return self._once(("seqlens_k", batch), make)
+
+    def block_mask(self) -> BlockMask:
+        """All of it as a block mask of these lengths."""
+
+        def make() -> BlockMask:
+            if self._few_rows():
+                return BlockMask.from_elements(self._elements(), lengths=self.lengths)
+            some, every, mask_mod = self.tables((128, 128))
+            if mask_mod is None:
+                return BlockMask.from_blocks(some, lengths=self.lengths)
+            return BlockMask.from_blocks(some, lengths=self.lengths, partial=~every, mask_mod=mask_mod)
+
+        return self._once("block mask", make)
+
+    def within(self, blocks: BlockMask) -> BlockMask:
+        """What this mask and another of the same lengths both see."""
+
+        def make() -> BlockMask:
+            if self._few_rows():
+                return BlockMask.from_elements(blocks.to_dense() & self._elements(), lengths=self.lengths)
+            some, every, mask_mod = self.tables(blocks.blocksize)
+            if mask_mod is None:
+                return blocks
+            partial, full = blocks.tables()
+            listed, mask_mod = partial | full, both(blocks.mask_mod, mask_mod)
+            shape = torch.broadcast_shapes(listed.shape, some.shape)
+            options = {"partial": (partial | ~every).expand(shape), "mask_mod": mask_mod}
+            return BlockMask.from_blocks(
+                (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, **options
+            )
+
+        return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # blocks stays alive, as its id does
+
+    def _few_rows(self) -> bool:
+        """Whether to make a tensor of elements: numbers in a mask are constants of a kernel, and those of decoding
+        change with every token."""
+        return self.kind is not None and self.lengths[0] <= FEW
+
+    def _elements(self) -> Tensor:
+        """Bool (B or 1, 1, rows, columns), of a kind that is known."""
+        begin, end, _ = self._bands()
+        column = torch.arange(self.lengths[1], dtype=torch.int32, device=self.device)
+        seen = (column >= begin[..., None]) & (column < end[..., None])  # (rows, columns) or (B, rows, columns)
+        seen = seen[(None,) * (3 - seen.dim())][:, None]
+        return seen if self.padding is None else seen & self.padding[:, None, None]
+
+    def tables(self, blocksize) -> tuple[Tensor, Tensor, MaskMod | None]:
+        """Blocks of which something, and of which all is seen, (B or 1, 1, Mq, Mk), and the element mask."""
+        return self._once(("tables", blocksize), lambda: self._tables(blocksize))
+
+    def _tables(self, blocksize) -> tuple:
+        rows, columns = self.lengths
+        if self.kind is None:
+            mask_mod = self.function
+            if self.padding is not None:
+                mask_mod = masking_utils.and_masks(mask_mod, masking_utils.padding_mask_function(self.whole_padding()))
+            if not isinstance(self.shift, int) or self.shift or self.skipped:
+                offsets = (self._number(n) for n in (self.shift + self.skipped, self.skipped))
+                mask_mod = masking_utils.add_offsets_to_mask_function(mask_mod, *offsets)
+            found = BlockMask.from_mask_mod(mask_mod, self.lengths, blocksize, batch=self.batch, device=self.device)
+            partial, full = found.tables()
+            return partial | full, full, mask_mod
+        begin, end, mask_mod = self._bands()
+        if begin.dim() == 1:
+            begin, end = begin[None], end[None]
+        none = torch.zeros_like(begin[0])
+        parts = [tables_of_rows(b, e, none, self.lengths, blocksize) for b, e in zip(begin, end, strict=True)]
+        some, every = (torch.stack(t)[:, None] for t in zip(*parts, strict=True))
+        if self.padding is not None:
+            past = -columns % blocksize[1]
+            tokens = torch.nn.functional.pad(self.padding, (0, past)).unflatten(1, (-1, blocksize[1]))
+            some = some & tokens.any(-1)[:, None, None]
+            every = every & tokens.all(-1)[:, None, None]
+            mask_mod = both(mask_mod, Elements(self.padding, head=False, row=False))
+        return some, every, mask_mod
+
+    def _bands(self) -> tuple[Tensor, Tensor, MaskMod | None]:
+        """The columns [begin, end) of each row, int32 (rows,) or (B, rows), and the mask that says the same."""
+        (rows, columns), kind = self.lengths, self.kind
+        position = torch.arange(rows, dtype=torch.int32, device=self.device) + self.shift
+        begin = torch.zeros_like(position) if kind.left is None else position - kind.left
+        end = torch.full_like(position, columns) if kind.right is None else position + kind.right + 1
+        if kind.sequences is not None:
+            numbers = kind.sequences.contiguous()  # ascending along a row
+            first, past = (torch.searchsorted(numbers, numbers, right=right).int() for right in (False, True))
+            begin, end = torch.maximum(begin, first), torch.minimum(end, past)
+        begin, end = (t.int().clamp(0, columns).contiguous() for t in (begin, end))
+        if kind.sequences is not None:
+            return begin, end, ItemRowRange(begin, end)
+        if kind.left is None and kind.right is None:
+            return begin, end, None
+        constant = isinstance(self.shift, int) and self.shift == 0
+        return begin, end, Band(kind.left, kind.right) if constant else RowRange(begin, end)
+
+    def _number(self, n: int | Tensor) -> Tensor:
+        """As a tensor, which a kernel reads: a number would be a constant, and each other one another kernel."""
+        return n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int32, device=self.device)
+
+    def whole_padding(self) -> Tensor:
+        """The padding by position in the whole sequence, as mask functions count."""
+        return torch.nn.functional.pad(self.padding, (self.skipped, 0)) if self.skipped else self.padding
+
+
+@torch.compiler.disable(reason="masks are made by reading the closures that transformers composes them of")
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = CAUSAL,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_,
+) -> Mask:
+    """The mask function that `register` hands to transformers, which documents the arguments (sdpa_mask).
+
+    Looks once whether anything is padding, as transformers' own do, which waits for the GPU; not while a CUDA graph is
+    captured. torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
+    made ahead of the forward pass, as generate() does for static caches.
+    """
+    kind, shift = kind_of(mask_function), q_offset - kv_offset
+    padding = None
+    if attention_mask is not None:
+        end = kv_offset + kv_length
+        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset:end]
+        matters = kv_length
+        if kind is not None and kind.right == 0 and isinstance(shift, int):
+            matters = min(kv_length, max(shift + q_length, 0))  # nothing sees what comes after
+        if not captured(padding) and bool(padding[:, :matters].all()):
+            padding = None
+    return Mask(batch_size, (q_length, kv_length), shift, kv_offset, kind, mask_function, padding, torch.device(device))

@@ -1,0 +1,29 @@
+"""What the kernels are compiled from, and what torch must know of their writes."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class RegrowthFacts:
+    """Of the kernel that chooses blocks."""
+
+    family: ClassVar[str] = "regrowth"
+    arch: str
+    even: bool  # each block row by itself; else all of them together
+
+
+@dataclass(frozen=True)
+class BlockMoveFacts:
+    """Of the kernel that moves blocks."""
+
+    family: ClassVar[str] = "block moves"
+    arch: str
+    in_place: bool  # else into another tensor
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Count a kernel's write in place as torch counts its own: what is kept of a tensor is made again."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
