@@ -76,26 +76,17 @@ def test_masks_of_scaled_dot_product_attention(path):
     mask[:, :, 3] = False
     with on_emulator("sm_90", sms=4, path=path):
         found = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(t.double() for t in (q, k, v)), mask, enable_gqa=True
-    )
+    expected = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), mask, enable_gqa=True)
     torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
 
 
 def test_gradients_under_padding():
     mask = make_mask(BATCH, 40, 40, attention_mask=left(40))
-    tensors = operands(40, 40)
-    found = []
-    for precise in (False, True):
-        inputs = [(t.double() if precise else t).clone().requires_grad_() for t in tensors]
-        if precise:
-            out, _ = attend(MODULE, *inputs, mask)
-            out.backward(weight.double())
-        else:
-            weight = torch.randn(BATCH, 40, 4, 32).bfloat16()
-            with on_emulator("sm_90", sms=4):
-                out, _ = attend(MODULE, *inputs, mask)
-                out.backward(weight)
-        found.append([t.grad.double() for t in inputs])
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
+    inputs, weight = [t.requires_grad_() for t in operands(40, 40)], torch.randn(BATCH, 40, 4, 32).bfloat16()
+    with on_emulator("sm_90", sms=4):
+        out, _ = attend(MODULE, *inputs, mask)
+        found = torch.autograd.grad(out, inputs, weight)
+    precise = [t.detach().double().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad(attend(MODULE, *precise, mask)[0], precise, weight.double())
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), other, rtol=0.05, atol=0.05)

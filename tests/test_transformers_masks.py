@@ -200,6 +200,11 @@ def test_without_a_mask():
         attend(MODULE, q, k, v, torch.ones(2, 6, dtype=torch.bool))
 
 
+def test_lengths_of_packed_sequences_come_in_pairs():
+    with pytest.raises(ValueError, match="give both cu_seq_lens_q and cu_seq_lens_k, or neither"):
+        attend(MODULE, *operands(6, 6), None, cu_seq_lens_q=torch.tensor([0, 12]))
+
+
 @pytest.mark.parametrize("name", ["s_aux", "position_bias", "score_mod", "head_mask", "cache", "block_table"])
 def test_arguments_that_no_kernel_has(name):
     with pytest.raises(ValueError, match="SimpleNamespace: "):

@@ -306,7 +306,8 @@ def make_mask(
     captured. torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
     made ahead of the forward pass, as generate() does for static caches.
     """
-    kind, shift = kind_of(mask_function), q_offset - kv_offset
+    kind = kind_of(mask_function)
+    shift = q_offset - kv_offset  # of a tensor a new one: a static cache goes on counting in its own
     padding = None
     if attention_mask is not None:
         end = kv_offset + kv_length
