@@ -44,7 +44,6 @@ def left(total):
 def test_padding():
     """In prefill and in decoding, where it is one kernel."""
     window = hf.sliding_window_causal_mask_function(20)
-    check(*operands(70, 70), make_mask(BATCH, 70, 70, attention_mask=left(70)))
     check(*operands(70, 70), make_mask(BATCH, 70, 70, mask_function=window, attention_mask=left(70)))
     for columns in (71, 72):
         mask = make_mask(BATCH, 1, columns, columns - 1, mask_function=window, attention_mask=left(columns))

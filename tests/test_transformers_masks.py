@@ -15,7 +15,8 @@ from cute_kernels import explain  # noqa: E402
 from cute_kernels.runtime.device import assume  # noqa: E402
 from integrations.transformers import attention_function  # noqa: E402
 from integrations.transformers.attention_function import attend  # noqa: E402
-from integrations.transformers.masks import Kind, kind_of, make_mask  # noqa: E402
+from integrations.transformers.kinds import Kind, kind_of  # noqa: E402
+from integrations.transformers.masks import make_mask  # noqa: E402
 
 BATCH, TOTAL = 2, 300
 POSITIONS = torch.cat([torch.arange(n) for n in (70, 1, 130, TOTAL - 201)])[None].expand(BATCH, -1)
