@@ -10,8 +10,8 @@ from torch import Tensor
 from cute_kernels import checks
 from cute_kernels.explain import explains, planner_of
 
-from .head_dims import padded
 from .masks.kept import ElementTensor
+from .operands import autocast, padded
 from .ops import attention, block_sparse_attention
 
 OP = "scaled_dot_product_attention"
@@ -49,15 +49,19 @@ def scaled_dot_product_attention(
         (..., H, L, Ev) of query's dtype. A row that sees nothing is 0, as in torch from 2.5 on; older ones gave NaN.
         Differentiable in query, key and value as `attention` is.
 
-    On a GPU, an E or Ev that no kernel has (other than 64, 96, 128, 192, 256) is padded with zeros to the next: that
-    copies the tensor and computes as much as for the larger one.
+    Under torch.autocast operands of less than 64 bits are cast to its dtype, as torch does. On a GPU, an E or Ev that
+    no kernel has (other than 64, 96, 128, 192, 256) is padded with zeros to the next: that copies the tensor and
+    computes as much as for the larger one.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device or shape, or one that cannot be computed, before any
             launch.
     """
-    op, arguments, options, shape = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out = op(*arguments, **options)
+    op, arguments, options, shape, context = _call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+    with context:
+        out = op(*arguments, **options)
     if out.shape[-1] != shape[-1]:
         out = out[..., : shape[-1]]
     return out if out.shape == shape else out.reshape(shape)
@@ -66,27 +70,28 @@ def scaled_dot_product_attention(
 def _plan(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # the signature of the op
-    op, arguments, options, _ = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    op, arguments, options, *_ = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return planner_of(op)(*arguments, **options)
 
 
 explains(scaled_dot_product_attention, _plan)
 
 
-def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Callable, tuple, dict, torch.Size]:
-    """The op that computes it, its arguments and options, and the shape of the result before it is cut to that."""
+def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Callable, tuple, dict, tuple, object]:
+    """The op that computes it, its arguments and options, the shape of the result, and the context of the call."""
     _check(q, k, v, mask, dropout_p, is_causal, enable_gqa)
+    (q, k, v), context = autocast(q, k, v)
     q, k, v, shape = _four_dimensions(q, k, v, enable_gqa)
     (rows, d), cols = q.shape[2:], k.shape[2]
     options = {"scale": d**-0.5 if scale is None and d else scale}
     q, k, v = padded(q, k, v)
     if mask is not None:
-        return block_sparse_attention, (q, k, v, ElementTensor(_mask(mask, q, k, shape))), options, shape
+        return block_sparse_attention, (q, k, v, ElementTensor(_mask(mask, q, k, shape))), options, shape, context
     if is_causal and cols >= rows:  # what comes after column `rows` is seen by none
-        return attention, (q, k[:, :, :rows], v[:, :, :rows]), options | {"causal": True}, shape
+        return attention, (q, k[:, :, :rows], v[:, :, :rows]), options | {"causal": True}, shape, context
     if is_causal:  # the window is aligned to the last row and column
         options["window"] = (None, rows - cols)
-    return attention, (q, k, v), options, shape
+    return attention, (q, k, v), options, shape, context
 
 
 def _check(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from attention import BlockMask, scaled_dot_product_attention
-from attention.head_dims import padded
 from attention.masks import kept
+from attention.operands import padded
 from cute_kernels import explain
 from cute_kernels.runtime.device import assume
 
@@ -150,6 +150,28 @@ def test_random_calls():
         causal = mask is None and one_of(True, False)
         gqa = kv not in (1, h) or one_of(True, False)
         agree(q, k, v, mask, 0.0, causal, scale=one_of(None, 0.2), enable_gqa=gqa)
+
+
+def test_autocast():
+    """Operands of one dtype, that of autocast, and no less exact than that: the reference computes in fp32."""
+    q, k, v = (t.requires_grad_() for t in qkv(*SHAPES["4d"], torch.float32))
+    exact = torchs(*(t.bfloat16().float() for t in (q, k, v)))
+    for mask in (None, random_mask(5, 7)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = scaled_dot_product_attention(q, k.bfloat16(), v, mask)
+            assert torchs(q, k.bfloat16(), v, mask).dtype == out.dtype == torch.bfloat16
+            assert scaled_dot_product_attention(*(t.double() for t in (q, k, v))).dtype == torch.float64
+        assert torch.autograd.grad(out.float().sum(), q)[0].dtype == torch.float32
+        if mask is None:
+            assert torch.equal(out, exact.bfloat16())
+
+
+def test_inference_mode():
+    q, k, v = qkv(*SHAPES["4d"])
+    with torch.inference_mode():
+        mask = random_mask(5, 7)
+        for given in (q, q.clone()):
+            torch.testing.assert_close(scaled_dot_product_attention(given, k, v, mask), torchs(q, k, v, mask), **TIGHT)
 
 
 # ------------------------------------------------------------------ errors

@@ -198,6 +198,26 @@ def test_cross_attention(side):
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), **CLOSE)
 
 
+def test_autocast():
+    """As it is used in training: weights in float32, products in bfloat16."""
+    eager, ours = pair("Qwen3")
+    expected = eager(tokens(), attention_mask=padding("left")).logits[padding("left").bool()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ours(tokens(), attention_mask=padding("left")).logits[padding("left").bool()]
+    out.float().sum().backward()
+    assert (out - expected).abs().mean() < 0.1 * expected.std()
+
+
+def test_inference_mode():
+    eager, ours = pair("Gemma2")
+    for cache in ("dynamic", "static"):
+        options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+        options["attention_mask"] = padding("left")
+        expected = eager.generate(tokens(), **options)
+        with torch.inference_mode():
+            assert torch.equal(ours.generate(tokens(), **options), expected)
+
+
 def test_from_pretrained(tmp_path):
     eager, _ = pair("Llama")
     eager.save_pretrained(tmp_path)
@@ -388,3 +408,7 @@ def test_attention_weights_are_refused():
         pair("Llama")[1](tokens(), output_attentions=True)
     with pytest.raises(ValueError, match="no attention weights are stored"):
         pair("Bert")[1](tokens(), output_attentions=True)
+    model = small("LlamaForCausalLM", "LlamaConfig", **TEXT)
+    model.config._output_attentions = True  # the setter of transformers asks for "eager"
+    with pytest.raises(ValueError, match="no attention weights are stored"):
+        model(tokens())

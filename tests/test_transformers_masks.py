@@ -15,7 +15,8 @@ from cute_kernels import explain  # noqa: E402
 from cute_kernels.runtime.device import assume  # noqa: E402
 from integrations.transformers import attention_function  # noqa: E402
 from integrations.transformers.attention_function import attend  # noqa: E402
-from integrations.transformers.masks import Kind, kind_of, make_mask  # noqa: E402
+from integrations.transformers.kinds import Kind, kind_of  # noqa: E402
+from integrations.transformers.masks import make_mask  # noqa: E402
 
 BATCH, TOTAL = 2, 300
 POSITIONS = torch.cat([torch.arange(n) for n in (70, 1, 130, TOTAL - 201)])[None].expand(BATCH, -1)
@@ -198,6 +199,11 @@ def test_without_a_mask():
         attend(MODULE, q, k, v, None, sliding_window=4)
     with pytest.raises(TypeError, match="must be a 4-D tensor or a BlockMask here"):
         attend(MODULE, q, k, v, torch.ones(2, 6, dtype=torch.bool))
+
+
+def test_lengths_of_packed_sequences_come_in_pairs():
+    with pytest.raises(ValueError, match="give both cu_seq_lens_q and cu_seq_lens_k, or neither"):
+        attend(MODULE, *operands(6, 6), None, cu_seq_lens_q=torch.tensor([0, 12]))
 
 
 @pytest.mark.parametrize("name", ["s_aux", "position_bias", "score_mod", "head_mask", "cache", "block_table"])

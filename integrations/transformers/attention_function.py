@@ -8,8 +8,8 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention import attention, block_sparse_attention
-from attention.head_dims import padded
 from attention.masks.kept import ElementTensor
+from attention.operands import autocast, padded
 from cute_kernels.checks import watched
 
 from .block_masks import ATTRIBUTE
@@ -58,9 +58,9 @@ def attend(
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), of sequences packed along the flattened batch, as for flash
             attention; then the mask says only whether it is causal, and its window.
 
-    On a GPU a D or Dv that no kernel has (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192 and
-    256, at each call: query, key and value are copied, in decoding the whole cache, and the kernel does the work of the
-    larger one.
+    Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU a D or Dv that no kernel has
+    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192 and 256, at each call: query, key and value
+    are copied, in decoding the whole cache, and the kernel does the work of the larger one.
 
     Returns:
         ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
@@ -72,25 +72,32 @@ def attend(
     _refuse(module, dropout, kwargs)
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap}
-    operands = padded(query, key, value)
-    blocks = getattr(module, ATTRIBUTE, None)
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if blocks is not None:
-            raise ValueError("a block mask (set_block_mask) and cu_seq_lens exclude each other")
-        bounds = _bounds(module, attention_mask, is_causal)
-        out = _packed(*operands, (cu_seq_lens_q, cu_seq_lens_k), bounds, options)
-    elif isinstance(attention_mask, Mask):
-        out = _masked(*operands, attention_mask.to(query.device), blocks, options)
-    elif blocks is not None:
-        raise ValueError("a block mask (set_block_mask) needs the model's own mask, which was replaced or is not made")
-    elif attention_mask is None:
-        out = _unmasked(module, *operands, sliding_window, is_causal, options)
-    else:
-        out = block_sparse_attention(*operands, _block_mask(attention_mask, key), **options)
+    operands, context = autocast(query, key, value)
+    packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("give both cu_seq_lens_q and cu_seq_lens_k, or neither")
+    with context:
+        out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
     out = out.transpose(1, 2)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
     return out.contiguous(), None
+
+
+def _attend(module: nn.Module, q, k, v, mask, packed, sliding_window, is_causal, options: dict) -> Tensor:
+    """(B, H, Sq, Dv), by the way that the mask says."""
+    blocks = getattr(module, ATTRIBUTE, None)
+    if packed is not None:
+        if blocks is not None:
+            raise ValueError("a block mask (set_block_mask) and cu_seq_lens exclude each other")
+        return _packed(q, k, v, packed, _bounds(module, mask, is_causal), options)
+    if isinstance(mask, Mask):
+        return _masked(q, k, v, mask.to(q.device), blocks, options)
+    if blocks is not None:
+        raise ValueError("a block mask (set_block_mask) needs the model's own mask, which was replaced or is not made")
+    if mask is None:
+        return _unmasked(module, q, k, v, sliding_window, is_causal, options)
+    return block_sparse_attention(q, k, v, _block_mask(mask, k), **options)
 
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
@@ -99,8 +106,9 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
             f"dropout of attention weights is {dropout}; no kernel has it. Set the config's attention dropout to 0 "
             '(attention_dropout, attention_probs_dropout_prob), call model.eval(), or use attn_implementation="sdpa"'
         )
+    weights = getattr(getattr(module, "config", None), "output_attentions", None)
     for name, why in REFUSED.items():
-        given = kwargs.get(name)
+        given = weights if weights and name == "output_attentions" else kwargs.get(name)
         if given is not None and given is not False:
             raise ValueError(f"{type(module).__name__}: {why}")
 
@@ -216,7 +224,7 @@ def _block_mask(mask, key: Tensor):
 
 def _transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Where an op without gradient writes its (B, H, Sq, Dv), so that (B, Sq, H, Dv) is contiguous."""
-    if is_compiling() or watched(q, k, v):
-        return None
     batch, heads, rows, _ = q.shape
+    if is_compiling() or watched(q, k, v) or v.shape[-1] * q.element_size() % 16:
+        return None
     return q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)

@@ -1,9 +1,9 @@
 """From transformers' mask functions to what kernels take: a band, padding, packed sequences, or a traced function.
 
 transformers describes a mask by a function of (item, head, query, key) positions, composed of its own closures, beside
-the lengths and offsets of queries and keys and a padding mask. `make_mask` reads the usual compositions; every other is
-kept as the function, and traced by torch, as masks of FlexAttention are. No tensor with an element for each score is
-made.
+the lengths and offsets of queries and keys and a padding mask. The usual compositions are known (kinds.py); every other
+is kept as the function, and traced by torch, as masks of FlexAttention are. No tensor with an element for each score is
+made, but for at most 64 rows.
 """
 
 from __future__ import annotations
@@ -21,73 +21,9 @@ from attention.masks.block_lists import tables_of_rows
 from attention.masks.mask_mods import Band, Elements, MaskMod, RowRange, both
 from cute_kernels.runtime.derived import captured
 
+from .kinds import CAUSAL, Kind, kind_of
 
-@dataclass(frozen=True)
-class Kind:
-    """What a mask function computes: the columns from `left` before the row's position to `right` after it, None
-    without bound, in the row's own sequence where `sequences` (B, S) numbers those."""
-
-    left: int | None = None
-    right: int | None = None
-    sequences: Tensor | None = None
-    restarts: bool = False  # positions are those in a sequence; the same, as differences, if sequences are kept apart
-
-    def __and__(self, other: Kind) -> Kind | None:
-        if self.sequences is not None and other.sequences is not None:
-            return None
-        left, right = _least(self.left, other.left), _least(self.right, other.right)
-        sequences = other.sequences if self.sequences is None else self.sequences
-        return Kind(left, right, sequences, self.restarts or other.restarts)
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return min(a, b)
-
-
-def _code(function: Callable):
-    return function.__code__
-
-
-FEW = 64  # rows
-
-CAUSAL, ALL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
-AND = _code(masking_utils.and_masks(CAUSAL))
-SLIDING = _code(masking_utils.sliding_window_overlay(1))
-SLIDING_BOTH = _code(masking_utils.sliding_window_bidirectional_overlay(1))
-PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
-RESTARTED = _code(masking_utils.remap_positions_for_packed_sequence(CAUSAL, torch.zeros(1, 1)))
-
-
-def kind_of(function: Callable) -> Kind | None:
-    """What a function of transformers computes; None of those that are not a Kind, or not known."""
-    kind = _kind_of(function)
-    return None if kind is None or (kind.restarts and kind.sequences is None) else kind
-
-
-def _kind_of(function: Callable) -> Kind | None:
-    if function is CAUSAL:
-        return Kind(right=0)
-    if function is ALL:
-        return Kind()
-    code = getattr(function, "__code__", None)
-    if code not in (AND, SLIDING, SLIDING_BOTH, PACKED, RESTARTED):
-        return None
-    held = [cell.cell_contents for cell in function.__closure__]
-    if code is AND:
-        kind = Kind()
-        for part in held[0]:
-            part = _kind_of(part)
-            kind = None if part is None or kind is None else kind & part
-        return kind
-    if code is RESTARTED:
-        inner = dict(zip(code.co_freevars, held, strict=True))["mask_function"]
-        kind = _kind_of(inner)
-        return None if kind is None else kind & Kind(restarts=True)
-    if code is PACKED:
-        return Kind(sequences=held[0])
-    return Kind(left=held[0] - 1) if code is SLIDING else Kind(left=held[0], right=held[0])
+FEW = 64  # rows, of decoding
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +242,8 @@ def make_mask(
     captured. torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
     made ahead of the forward pass, as generate() does for static caches.
     """
-    kind, shift = kind_of(mask_function), q_offset - kv_offset
+    kind = kind_of(mask_function)
+    shift = q_offset - kv_offset  # of a tensor a new one: a static cache goes on counting in its own
     padding = None
     if attention_mask is not None:
         end = kv_offset + kv_length
