@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from cute_kernels import checks as common
+from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
@@ -93,7 +94,8 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
 def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, terms) -> tuple:
     """(out, lse): the reference, and zeros in rows after the last sequence."""
     out = torch.zeros(plan.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(plan.lse_shape, -torch.inf, dtype=torch.float32, device=q.device)
+    wide = accumulator(q.dtype)
+    lse = torch.full(plan.lse_shape, -torch.inf, dtype=wide, device=q.device)
     rows, cols = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
     packed = q[:rows], k[:cols], v[:cols], cu_seqlens_q, cu_seqlens_k
     out[:rows], lse[:, :rows] = reference.attention_packed(*packed, **terms, return_lse=True)
