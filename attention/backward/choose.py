@@ -26,10 +26,14 @@ SM_80 = {
 }
 # The same with a softcap or an element mask: both need registers, which these tiles leave free.
 SM_80_MASKED = SM_80 | {
-    64: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 4)),
-    96: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 8)),
+    64: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 8)),
+    96: ((64, 64, 2, 8),),
     128: ((64, 64, 2, 8), (64, 64, 1, 8)),
 }
+
+# Compiled for sm_90a some spill: the first of head dimension 128, and of 256 with block masks.
+SPILLS_ON_SM_90 = {128: (64, 128, 2, 8, *EXCHANGE)}
+BLOCKS_SPILL_ON_SM_90 = SPILLS_ON_SM_90 | {256: (64, 64, 2, 8)}
 
 
 def unsupported(facts: BackwardFacts) -> str | None:
@@ -66,7 +70,9 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
     masked = facts.softcap or facts.blocks is not None and facts.blocks.mask is not None
     table = SM_80_MASKED if masked else SM_80
-    found += (replace(facts, path="sm_80", config=BackwardConfig(*c)) for c in table[dim])
+    spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
+    spilling = spills.get(dim) if facts.spec.name == "sm_90" else None
+    found += (replace(facts, path="sm_80", config=BackwardConfig(*c)) for c in table[dim] if c != spilling)
     return (f for f in found if unsupported(f) is None)
 
 

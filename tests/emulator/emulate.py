@@ -14,6 +14,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import platformdirs
 import torch
+from filelock import FileLock
 
 from cute_kernels.runtime.compile import compile_for, export_object
 from cute_kernels.runtime.families import family_of
@@ -57,13 +59,14 @@ def machine_library() -> Path:
     sources = sorted(HERE.glob("*.cpp"))
     state = [p.read_text() for p in (*sources, *sorted(HERE.glob("*.h")))] + [*FLAGS, COMPILER, host_cpu()]
     built = cache_folder() / f"machine-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}.so"
-    if not built.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-            objects = [str(Path(folder, p.stem + ".o")) for p in sources]
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda s, o: _command(COMPILER, *FLAGS, "-c", str(s), "-o", o), sources, objects))
-            _command(COMPILER, "-shared", *objects, "-o", f"{folder}/machine.so")
-            os.replace(f"{folder}/machine.so", built)
+    with FileLock(f"{built}.lock"):  # several processes of tests want it at once
+        if not built.exists():
+            with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+                objects = [str(Path(folder, p.stem + ".o")) for p in sources]
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    list(pool.map(lambda s, o: _command(COMPILER, *FLAGS, "-c", str(s), "-o", o), sources, objects))
+                _command(COMPILER, "-shared", *objects, "-o", f"{folder}/machine.so")
+                os.replace(f"{folder}/machine.so", built)
     return built
 
 
@@ -203,6 +206,7 @@ class Emulated:
         if change is not None:
             self.ptx = change(self.ptx)
         self.number = _load(self.ptx)
+        weakref.finalize(self, machine().emu_forget, self.number)
         import tvm_ffi
 
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:

@@ -101,6 +101,7 @@ int emu_load(const char* text, const char* source) try {
     return -1;
 }
 
+void emu_forget(int module) { modules.at(size_t(module)) = Module(); }
 const char* emu_message() { return message.c_str(); }
 u64 emu_steps() { return total_steps; }
 

@@ -115,7 +115,7 @@ template <bool SYNCS> Step bar(Warp& w, const Ins& i, u32) {
     if (threads && b.arrived > threads) fail("barrier ", id, " has more than its ", threads, " threads");
     w.cta->machine->event();
     w.barrier_generation = b.generation;
-    if (b.arrived == (threads ? threads : w.cta->live_threads)) complete_barrier(b);
+    if (b.arrived >= (threads ? threads : w.cta->live_threads)) complete_barrier(b);
     if (!SYNCS) return DONE;
     w.at_barrier = true;
     if (b.generation == w.barrier_generation) return RETRY;
