@@ -70,7 +70,7 @@ def attention(
         sinks: (H,) floating-point, a logit for each head that takes part in the softmax and has no value, as gpt-oss's
             models learn them; lse has it, too. Costs one more pass over out.
         deterministic: whether q's gradient has the same bits on every run, as all else has in any case. None: what
-            torch.use_deterministic_algorithms says. The sm_80 path has no such kernel yet, and backward raises there.
+            torch.use_deterministic_algorithms says.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.

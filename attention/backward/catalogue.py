@@ -36,6 +36,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
             if first and dim == ALL_FEATURES:
                 yield pick(replace(plain, window=WindowKind(right=True), packed=True))
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
+                yield pick(replace(plain, window=BOTH, deterministic=True))
                 yield from (pick(replace(plain, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
         yield pick(BackwardFacts(spec.target, path, None, "float16", 192, 128))
 

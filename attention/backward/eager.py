@@ -121,11 +121,6 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
         deterministic=terms.deterministic,
     )
     facts = pick(facts)
-    if facts.deterministic and facts.path == "sm_80":
-        raise RuntimeError(
-            f"{OP} adds up q's gradient in one order on the sm_90 path alone, and this call has a kernel of the sm_80 "
-            "path; pass deterministic=False, or use head dimensions up to 128 with blocks of 128 on a Hopper GPU"
-        )
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
     results = ((f"d{name}", t if _dense(t) else t.new_empty(t.shape)) for name, t in named[:3])

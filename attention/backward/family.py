@@ -59,7 +59,8 @@ class FlashBackward(Family):
 
     def describe(self, facts: BackwardFacts) -> dict[str, str]:
         switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
-        more = [text for text, there in (*switches, ("packed", facts.packed)) if there]
+        switches += (("packed", facts.packed), ("in one order", facts.deterministic))
+        more = [text for text, there in switches if there]
         if facts.blocks:
             mask = facts.blocks.mask
             kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

@@ -63,7 +63,7 @@ class FlashBackwardSm80:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
-        turns: cute.Tensor | None,  # None: this path has no turns yet
+        turns: cute.Tensor | None,  # (B * H * tiles, warps) int32 of zeros; where sums have one order (turns.py)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # problem.with_blocks; of a block mask
@@ -76,8 +76,8 @@ class FlashBackwardSm80:
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
         self.kernel(
-            p.mQ, p.mK, p.mV, p.mdO, p.mdK, p.mdV, rows, dq, p.source, p.scheduler, p.seqlens, scale_log2, softcap,
-            scale,
+            p.mQ, p.mK, p.mV, p.mdO, p.mdK, p.mdV, rows, dq, turns, p.source, p.scheduler, p.seqlens, scale_log2,
+            softcap, scale,
         ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -95,6 +95,7 @@ class FlashBackwardSm80:
         mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
         rows: cute.Tensor,
         dq: cute.Tensor,
+        turns: cute.Tensor | None,
         source,
         scheduler,
         seqlens,
@@ -120,6 +121,7 @@ class FlashBackwardSm80:
         before = seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
         col0 = tile.n * cfg.tile_n
         col = col0 + self.mainloop.first_row(warp) + lane // 4
+        of_turns = None if const_expr(turns is None) else turns.iterator.toint()
         stage, number, copied = Int32(0), Int32(0), cutlass.Boolean(False)
         for g in cutlass.range(heads, unroll=1):
             h = tile.h_kv * heads + g
@@ -128,7 +130,9 @@ class FlashBackwardSm80:
             of_next = source.for_tile(tile.n, tile.h_kv * heads + more, tile.b, seqlen)
             goes_on, next_first = (more > g) & (of_next.count > 0), of_next.at(0)
             first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
-            work = Work(source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), scale_log2, softcap)
+            work = Work(
+                source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), of_turns, scale_log2, softcap
+            )
             if tiles.count > 0:
                 if not copied:
                     number = tiles.at(0)

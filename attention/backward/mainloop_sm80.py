@@ -31,6 +31,7 @@ from cute_kernels.tile.ptx import add_to_memory, read_special_register, zero_of
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
 from .scores import Work, p_to_ds, scores_to_p
+from .turns import TURN, end_turn, wait_for_turn
 from .warps import MMA_ROWS
 
 ALIGN = 1024  # bytes, of shared memory
@@ -217,8 +218,12 @@ class MainloopSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
+    @cute.jit
     def add_dq(self, c: Consumer, parts: dict, work: Work, number: Int32):
-        """dQ = dS K of a query tile, added to its sums: 32 neighbours by each instruction of a warp."""
+        """dQ = dS K of a query tile, added to its sums: 32 neighbours by each instruction of a warp.
+
+        In one order, each warp waits for its turn.
+        """
         split = self.warps.dq
         acc = cute.make_rmem_tensor(
             (4, self.cfg.tile_m // split.rows // MMA_ROWS, self.facts.head_dim // split.columns // 8), Float32
@@ -227,6 +232,20 @@ class MainloopSm80:
         self.multiply(acc, self.fragments(parts["dS of dQ"]), parts["K of dQ"])
         to = work.dq + Int64(work.first_tile + number) * (self.sums.size * FP32)
         to = to + self.sums.offset(read_special_register("tid.x"), 0) * FP32
+        if const_expr(self.facts.deterministic):
+            turn = Int64(work.first_tile + number) * self.cfg.groups + read_special_register("tid.x") // WARP
+            turn = work.turns + turn * TURN
+            if read_special_register("laneid") == 0:
+                wait_for_turn(turn, work.tiles.turn(number))
+            cute.arch.sync_warp()
+        self.add_values(to, acc)
+        if const_expr(self.facts.deterministic):
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if read_special_register("laneid") == 0:
+                end_turn(turn, False)
+
+    def add_values(self, to: Int64, acc: cute.Tensor):
         for r in range(self.sums.values):
             add_to_memory(to, acc[r], self.sums.offset(0, r) * FP32)
 

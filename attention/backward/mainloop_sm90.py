@@ -340,7 +340,7 @@ class MainloopSm90:
         warpgroup.wait_group(1)
         self.wait_for_sums(c)
         self.write_dq(c, 0)
-        self.add_dq(c, work, i, number)
+        self.add_dq(c, work, number)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
@@ -368,7 +368,7 @@ class MainloopSm90:
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
             self.write_dq(c, part)
-        self.add_dq(c, work, i, number)
+        self.add_dq(c, work, number)
 
     def start_s(self, c: Consumer, stage: Int32):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
@@ -456,7 +456,7 @@ class MainloopSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
         if const_expr(self.facts.deterministic):
             if c.turn[0] != 0:
-                end_turn(c.turn[0])
+                end_turn(c.turn[0], True)
 
     def write_dq(self, c: Consumer, part: int):
         """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""
@@ -474,7 +474,7 @@ class MainloopSm90:
         return self.sums.values * WARPGROUP * FP32
 
     @cute.jit
-    def add_dq(self, c: Consumer, work: Work, i: Int32, number: Int32):
+    def add_dq(self, c: Consumer, work: Work, number: Int32):
         """Add this warpgroup's part of a query tile's dQ to that in memory, by one bulk copy."""
         cute.arch.fence_view_async_shared()
         self.sync(c.group)
@@ -482,7 +482,7 @@ class MainloopSm90:
             part = c.group * self.part_bytes
             if const_expr(self.facts.deterministic):
                 c.turn[0] = work.turns + Int64(number) * (self.cfg.groups * TURN)
-                wait_for_turn(c.turn[0], work.tiles.turn(i))
+                wait_for_turn(c.turn[0], work.tiles.turn(number))
             tile = work.dq + Int64(number) * (self.sums.size * FP32)
             bulk_add(tile + part, c.sums + part, self.part_bytes)
             cute.arch.cp_async_bulk_commit_group()

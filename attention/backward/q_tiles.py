@@ -34,11 +34,11 @@ class QTiles:
     def at(self, i) -> Int32:
         return self.first + i
 
-    def turn(self, i) -> Int32:
-        """How many tiles of K before this one the i-th query tile sees (turns.py)."""
+    def turn(self, number) -> Int32:
+        """How many tiles of K before this one a query tile sees (turns.py)."""
         if self.reach is None:
             return self.n
-        return self.n - cutlass.max(self.at(i) * self.tile_m + self.reach, 0) // self.tile_n
+        return self.n - cutlass.max(number * self.tile_m + self.reach, 0) // self.tile_n
 
     def is_partial(self, i):
         return (i < self.full) | (i >= self.full_end)
@@ -120,9 +120,10 @@ class BlockQTiles:
             row = Int32(self.full_index[(*place, block - self.partial)])
         return row * self.steps + i % self.steps
 
-    def turn(self, i) -> Int32:
-        """How many tiles of K before this one the i-th query tile sees (turns.py)."""
-        rank = Int32(self.ranks[self.item, self.head, self.at(i) // self.steps, self.column])
+    def turn(self, number) -> Int32:
+        """How many tiles of K before this one a query tile sees (turns.py)."""
+        zero = zero_of(number + cute.arch.lane_idx())
+        rank = Int32(self.ranks[self.item + zero, self.head + zero, number // self.steps, self.column + zero])
         return rank * self.tiles_k + self.n % self.tiles_k
 
     def is_partial(self, i):

@@ -31,6 +31,7 @@ class Work:
     col0: Int32  # the tile's first
     first_tile: Int32  # number of the head's first query tile, as row_tiles counts
     dq: Int64  # address of dQ's sums
+    turns: Int64 | None  # address of the numbers of turns, one for each warp of each query tile (turns.py)
     scale_log2: Float32
     softcap: Float32
 

@@ -21,6 +21,6 @@ def wait_for_turn(at: Int64, turn: Int32):
         seen = load_acquire(at)
 
 
-def end_turn(at: Int64):
-    """By a thread whose sums are in memory."""
-    release_add(at, 1)
+def end_turn(at: Int64, bulk: bool):
+    """By a thread whose sums are in memory; `bulk`: it added them by a bulk operation, and has waited for that."""
+    release_add(at, 1, bulk)

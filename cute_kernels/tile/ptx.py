@@ -140,10 +140,13 @@ def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def release_add(at: Int64, value: int, *, loc=None, ip=None) -> None:
-    """Add to a number in global memory, after all that this thread wrote, also by bulk operations it waited for."""
+def release_add(at: Int64, value: int, bulk: bool, *, loc=None, ip=None) -> None:
+    """Add to a number in global memory, after all that this thread wrote.
+
+    bulk: also by bulk operations that it waited for; needs sm_90.
+    """
     operand = Int64(at).ir_value(loc=loc, ip=ip)
-    text = f"fence.proxy.async; red.release.gpu.global.add.s32 [$0], {value};"
+    text = f"{'fence.proxy.async; ' if bulk else ''}red.release.gpu.global.add.s32 [$0], {value};"
     _asm(None, [operand], text, "l", side_effects=True, loc=loc, ip=ip)
 
 
