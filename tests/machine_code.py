@@ -68,7 +68,9 @@ def main() -> int:
         name = outcome.item[0]
         found[name] = outcome.value or outcome.error
         # A kernel whose name is not recorded may have had another one.
-        if not (args.write or args.add) and (found[name] != recorded[name] if name in recorded else found[name] not in known):
+        if not (args.write or args.add) and (
+            found[name] != recorded[name] if name in recorded else found[name] not in known
+        ):
             changed += 1
             print(f"{'changed' if name in recorded else 'new, or changed'}: {name}: {found[name]}", flush=True)
     if args.write or args.add:

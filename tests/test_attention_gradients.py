@@ -11,7 +11,7 @@ import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
 from attention.masks.mask_mods import SameDocument
 
-from .attention_parts import FP16, FP64, packed, qkv
+from .attention_parts import FP16, FP64, misaligned, packed, qkv, rows_first
 from .emulator.emulate import COMPILER
 from .emulator.ops import on_emulator
 from .reference import assert_as_good_as_torch, normal, poisoned_empty, seed
@@ -178,6 +178,29 @@ def test_gradients_are_as_exact_as_torchs(machine, name, of_lse):
     if mask is not None:
         seen = seen & mask.to_dense(*q.shape[:2]).cpu()
     check(got, q, k, v, seen[None, None] if seen.dim() == 2 else seen, dout, dlse, **terms)
+
+
+FORMS = {
+    "rows first": rows_first,
+    "misaligned": misaligned,
+    "with gaps": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_every_memory_format(form):
+    """Of one kernel: what its operands are views of does not matter, nor what dO is."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    q, k, v = (FORMS[form](t).requires_grad_() for t in qkv(130, 150, 128, B=2, H=2, heads=1))
+    dout = FORMS[form](normal(*q.shape))
+    out = attention(q, k, v)
+    with on_emulator("sm_90", sms=4), poisoned_empty():
+        got = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for mine, t, exact in zip(got, (q, k, v), torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        assert mine.shape == t.shape
+        torch.testing.assert_close(mine.float(), exact.float(), rtol=0.05, atol=0.03)
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -9,7 +9,7 @@ from cutlass.cute.typing import AddressSpace
 from .config import ConvertFacts
 from .dq_sums import sums_of
 from .fragments import fragments_of
-from .prepare import one_item
+from .prepare import one_item, place_of
 from .row_tiles import DenseRows, PackedRows
 from .store import store_fragment
 
@@ -39,16 +39,16 @@ class Convert:
             seqlens = DenseRows(total, total)
         tiles = dq.shape[0] // (batch * heads)
         self.kernel(dq, seqlens, mdQ, scale).launch(
-            grid=(tiles, heads, batch), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(tiles * heads * batch, 1, 1), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
     def kernel(self, dq: cute.Tensor, seqlens, mdQ: cute.Tensor, scale: Float32):
         facts, sums = self.facts, self.sums
         tidx = cute.arch.thread_idx()[0]
-        tile, h, b = cute.arch.block_idx()
-        tiles, heads, _ = cute.arch.grid_dim()
-        at = dq.iterator.toint() + Int64((b * heads + h) * tiles + tile) * (sums.size * 4)
+        number = cute.arch.block_idx()[0]
+        tile, h, b = place_of(number, mdQ.shape, cute.arch.grid_dim()[0])
+        at = dq.iterator.toint() + Int64(number) * (sums.size * 4)
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.config.tile_m)
         seqlen = seqlens.rows_of(b)

@@ -71,6 +71,8 @@ def backward(
     """
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return tuple(torch.zeros_like(t) for t in (q, k, v))
+    # A plan knows of the alignment of q, k and v.
+    dout, out = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (dout, out))
     element, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if causal else mask
@@ -83,7 +85,7 @@ def backward(
     if plan is None:
         make = partial(plan_backward, q, k, v, dout, out, terms, kind, dlse is not None, cu_seqlens[0])
         plan = _PLANS.checked(OP, key, tensors, None, make)
-    gradients = tuple(torch.empty_like(t) if _dense(t) else t.new_empty(t.shape) for t in (q, k, v))
+    gradients = tuple(gradient_of(t) for t in (q, k, v))
     views = gradients
     if plan.views:
         q, k, v, dout, out, *views = (
@@ -97,7 +99,7 @@ def backward(
     if plan.facts.deterministic:
         turns = torch.zeros((plan.tiles, config.groups), dtype=torch.int32, device=device)
     blocks = None if mask is None else (*lists_of(mask), *(() if turns is None else (ranks_of(mask),)), *reads)
-    plan.prepare(out, dout, lse, None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
+    plan.prepare(out, dout, lse.contiguous(), None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
     plan.function(q, k, v, dout, dk, dv, rows, sums, turns, *cu_seqlens, blocks, *plan.scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     return gradients
@@ -123,7 +125,7 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
-    results = ((f"d{name}", t if _dense(t) else t.new_empty(t.shape)) for name, t in named[:3])
+    results = ((f"d{name}", gradient_of(t, device="meta")) for name, t in named[:3])
     views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
     plan.views = views if any(views) else ()
     if packed:
@@ -160,6 +162,11 @@ def ranks_of(mask) -> Tensor:
     return Derived.of(mask).get("ranks", mask.partial_count, make, tuple)[0]
 
 
-def _dense(t: Tensor) -> bool:
-    """Whether a result with the strides of t has no gaps, and so is as good as a contiguous one."""
-    return torch.ops.aten.is_non_overlapping_and_dense.default(t)
+def gradient_of(t: Tensor, **options) -> Tensor:
+    """Memory for a gradient: of the strides of t, or contiguous where those leave gaps."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(t)
+    return (
+        torch.empty_like(t, **options)
+        if dense
+        else torch.empty(t.shape, dtype=t.dtype, **{"device": t.device, **options})
+    )

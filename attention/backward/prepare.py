@@ -54,7 +54,7 @@ class Prepare:
             seqlens = DenseRows(total, total)
         tiles = rows.shape[0] // (batch * heads)
         self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq).launch(
-            grid=(tiles, heads, batch), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(tiles * heads * batch, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
@@ -70,9 +70,8 @@ class Prepare:
     ):
         facts = self.facts
         tidx = cute.arch.thread_idx()[0]
-        tile, h, b = cute.arch.block_idx()
-        tiles, heads, _ = cute.arch.grid_dim()
-        number = (b * heads + h) * tiles + tile
+        number = cute.arch.block_idx()[0]
+        tile, h, b = place_of(number, mO.shape, cute.arch.grid_dim()[0])
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.tile_m)
         seqlen = seqlens.rows_of(b)
@@ -124,6 +123,13 @@ class Prepare:
         atom = cute.make_copy_atom(CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
         cute.copy(atom, cute.make_tensor(pointer, VECTOR), values)
         return values
+
+
+def place_of(number, shape: tuple, count) -> tuple:
+    """(tile, head, item) of a query tile by its number, of `count` tiles of a tensor (B, H, ..)."""
+    batch, heads, *_ = shape
+    tiles = count // (batch * heads)
+    return number % tiles, number // tiles % heads, number // (tiles * heads)
 
 
 def one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
