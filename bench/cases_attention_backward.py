@@ -42,6 +42,9 @@ QUICK = ((FIRST, True), (FIRST, False), ((2, 8192, 32, 64), True))  # and whethe
 SM_80 = (FIRST, (2, 8192, 32, 64))
 SPARSE = FIRST
 DENSITY = 1 / 8
+# Side of a block -> asked of our useful rate over FlexAttention's, and over our own dense one.
+OVER_FLEX = {128: 1.8, 64: 2.0}
+OVER_DENSE = {128: 0.85, 64: 0.60}
 DOCUMENTS = (5000, 3500, 2500, 2000, 1500, 1000, 600, 284)  # 16384 tokens
 DOCUMENT_HEADS = (16, 128)  # H, D
 LONG = 32768
@@ -194,10 +197,10 @@ def documents() -> Case:
     return case(name, problem, x, [peers.fa4(x, problem.flops)], FA4, 1.05)
 
 
-def sparse(side: int, asked: float, flex: bool = True) -> Case:
-    """Random full blocks beside our own dense backward of the same shape, and beside FlexAttention where asked for.
+def sparse(side: int, flex: bool) -> Case:
+    """Random full blocks beside our own dense backward of the same shape, or held against FlexAttention too.
 
-    The row is held against FlexAttention; what is asked over our own dense rate is a check.
+    What is asked over our own dense rate is a check in any case.
     """
     B, S, H, D = SPARSE
     blocks = uniform(S // side, S // side, round(DENSITY * S / side))
@@ -205,9 +208,10 @@ def sparse(side: int, asked: float, flex: bool = True) -> Case:
     problem = TrainingProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
     x = operands(problem, blocks)
     others = [our_other(OUR_DENSE, x, dense_problem(SPARSE).flops)]
-    if flex:
-        others.append(peers.flex_attention(x, problem.flops))
-    return case(sparse_name(side), problem, x, others, FLEX, asked if flex else None)
+    if not flex:
+        return case(sparse_name(side), problem, x, others, OUR_DENSE, OVER_DENSE[side])
+    others.append(peers.flex_attention(x, problem.flops))
+    return case(sparse_name(side), problem, x, others, FLEX, OVER_FLEX[side])
 
 
 def sparse_name(side: int) -> str:
@@ -237,15 +241,15 @@ def gpt_oss(what: str, asked: float, sinks: bool = False) -> Case:
 
 
 def backward_cases(mode: str) -> Iterator[Case]:
-    """ "full" has every row that a number is asked of; "quick" one of each kind that compiles fast.
+    """With "full" every row that a number is asked of; else some, without FlexAttention, whose kernels compile long.
 
-    FlexAttention, whose kernels compile long, is beside dense rows of the first shape alone, and in "full".
+    FlexAttention is beside dense rows of the first shape alone.
     """
     if mode != "full":
         yield older(FIRST, True)
         yield one_order(FIRST, True)
-        yield sparse(128, 1.8)
-        yield sparse(64, 2.0, flex=False)
+        for side in OVER_DENSE:
+            yield sparse(side, flex=False)
         for shape, causal in QUICK:
             yield backward(shape, causal)
         yield documents()
@@ -254,8 +258,8 @@ def backward_cases(mode: str) -> Iterator[Case]:
         yield older(shape, causal)
     for causal in (False, True):
         yield one_order(FIRST, causal)
-    yield sparse(128, 1.8)
-    yield sparse(64, 2.0)
+    for side in OVER_FLEX:
+        yield sparse(side, flex=True)
     for what in (FORWARD, BACKWARD):
         yield gpt_oss(what, 0.98, sinks=True)
     for shape, causal in product(SHAPES, (False, True)):

@@ -3,13 +3,13 @@
 import statistics
 from collections.abc import Sequence
 
-from .cases_attention_backward import BACKWARD, OUR_DENSE, sparse_name
+from .cases_attention_backward import BACKWARD, OUR_DENSE, OVER_DENSE, sparse_name
 from .checks import Check, show
 from .rows import Row
 from .table import make_console
 
 MEAN, LOWEST = 1.03, 0.95  # asked of the rows of whole backwards, over the fastest peer
-OF_DENSE = {sparse_name(128): 0.85, sparse_name(64): 0.60}  # of useful rates over our own dense one
+OF_DENSE = {sparse_name(side): asked for side, asked in OVER_DENSE.items()}
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
