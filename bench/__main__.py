@@ -5,13 +5,14 @@
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
                     its kernels' registers, spills and shared memory
+    attention-backward  gradients of attention beside the same peers', through torch's autograd
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     plot, compare   figures of result files; two runs beside each other
 
 Every row times ours and its peers in turns, on random normal operands, L2 flushed, outputs preallocated, after the card
-has settled. Results go to bench/results/<card>/<suite>.json, figures beside them.
+has settled; gradients are allocated by each call. Results go to bench/results/<card>/<suite>.json, figures beside them.
 """
 
 import argparse
@@ -29,10 +30,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import (
     cases,
     cases_attention,
+    cases_attention_backward,
     cases_training,
     ceilings,
     compare,
     findings_attention,
+    findings_attention_backward,
     findings_training,
     record,
     table,
@@ -169,8 +172,11 @@ SUITES = {
     "gemm": Suite(cases.gemm_cases, cases.host_calls),
     "training": Suite(cases_training.training_cases, findings_training.host_calls, findings_training.measure),
     "attention": Suite(cases_attention.attention_cases, findings_attention.host_calls, findings_attention.measure),
+    cases_attention_backward.SUITE: Suite(
+        cases_attention_backward.backward_cases, dict, findings_attention_backward.measure
+    ),
 }
-# What runs with no command. Attention runs alone: its first peer to be imported changes CuTe DSL for the process.
+# What runs with no command. Attention's run alone: their first peer to be imported changes CuTe DSL for the process.
 PRODUCTS = ("block-sparse", "gemm")
 
 

@@ -77,6 +77,18 @@ def changed(path: str) -> None:
         near(theirs.values.grad.cpu(), ours.values.grad.double())
 
 
+def differentiated(name: str) -> Callable:
+    """Attention and its gradients, of a case of test_attention_gradients."""
+
+    def run(path: str) -> None:
+        from . import test_attention_gradients as gradients
+
+        check_of = gradients.check_packed if name in gradients.PACKED else gradients.check_case
+        check_of(name, DEVICE, partial(cute_kernels.path, path))
+
+    return run
+
+
 CASES = {  # a maker's arguments, or a function of the path
     "dense ragged": partial(dense, 200, 136, 72),
     "dense nt with terms": partial(dense, 136, 200, 72, "nt", dtype=FP16, terms="bias+gelu+residual"),
@@ -104,6 +116,10 @@ CASES = {  # a maker's arguments, or a function of the path
     "attention, 128x128 blocks": partial(attend, "blocks", 1, 72, 9, 200, 300, 64, block=(128, 128)),
     "attention, 64x64 blocks": partial(attend, "blocks", 1, 72, 9, 200, 170, 128, block=(64, 64), lse=False),
     "attention, 128x64 blocks": partial(attend, "blocks", 1, 2, 1, 200, 170, 256, block=(128, 64)),
+    "gradients of attention": differentiated("tails"),
+    "gradients of attention, a window": differentiated("left bound, cap"),
+    "gradients of attention, packed": differentiated("packed, causal"),
+    "gradients of attention, blocks": differentiated("blocks, causal"),
     "decoding, K and V split": partial(attend, "dense", 2, 8, 2, 1, 333, 128, splits=3),
     "decoding, a cache": partial(attend, "cache", 3, 6, 2, 3, 200, 256, causal=True, splits=1, lse=False),
     "decoding, pages of 16, split": partial(attend, "cache", 4, 8, 2, 3, 208, 64, causal=True, splits=3, page=16),

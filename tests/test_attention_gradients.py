@@ -161,6 +161,11 @@ def test_gradients_are_as_exact_as_torchs(machine, name, of_lse):
     device, computed, path = machine
     if device == "cpu" and name in NOT_EMULATED[path]:
         pytest.skip("a kernel that is emulated on the other path, or with other terms")
+    check_case(name, device, computed, of_lse)
+
+
+def check_case(name, device, computed, of_lse=False):
+    """The gradients of one of CASES; on a GPU both ways are `computed()`, else backward alone."""
     seed(name)
     *tensors, options = CASES[name](device)
     q, k, v = (t.requires_grad_() for t in tensors)
@@ -209,6 +214,10 @@ def test_gradients_of_packed_sequences(machine, name):
     device, computed, path = machine
     if device == "cpu" and path == "sm_80" and name == "packed":
         pytest.skip("the others are packed, too")
+    check_packed(name, device, computed)
+
+
+def check_packed(name, device, computed):
     seed(name)
     rows, cols, dim, options = PACKED[name]
     call = packed(rows, cols, 4, 2, dim, device=device, more=(9, 11))
