@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_kernels.runtime.device import forced_path, in_forwards_path
+
 from . import eager, reference
 from .backward.eager import Terms, backward
 from .masks.mask_mods import window_bounds
@@ -23,12 +25,13 @@ class Attention(torch.autograd.Function):
         masks = () if mask is None else (mask,)
         out, lse = run(q, k, v, *masks, **options, **more, return_lse=True)
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.call = options, mask
+        ctx.call, ctx.path = (options, mask), forced_path()
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
+    @in_forwards_path
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
         options, mask = ctx.call

@@ -16,6 +16,7 @@ from . import eager
 from .dtypes import accumulator
 from .epilogue_gradient.eager import epilogue_gradient
 from .matmul.terms import epilogue_program
+from .runtime.device import forced_path, in_forwards_path
 
 
 def saved_of(activation: str | None, epilogue) -> str:
@@ -82,11 +83,12 @@ class Gemm(torch.autograd.Function):
 
         y, saved = with_saved(run, activation, epilogue)
         ctx.save_for_backward(a, b, bias, residual, saved)
-        ctx.terms = activation, alpha, beta, epilogue
+        ctx.terms, ctx.path = (activation, alpha, beta, epilogue), forced_path()
         return y
 
     @staticmethod
     @once_differentiable
+    @in_forwards_path
     def backward(ctx, dy):
         return gemm_backward(_product, epilogue_gradient, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
 

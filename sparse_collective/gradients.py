@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from cute_kernels.dtypes import accumulator
 from cute_kernels.gradients import of_columns, sum_to, through_epilogue, with_saved
 from cute_kernels.matmul.terms import epilogue_program
+from cute_kernels.runtime.device import forced_path, in_forwards_path
 
 from . import eager
 from .bsr import BsrMatrix
@@ -36,11 +37,12 @@ class Bsr(torch.autograd.Function):
 
         y, saved = with_saved(run, activation, epilogue)
         ctx.save_for_backward(stored, b, bias, residual, groups, saved)
-        ctx.call = op, W, activation, epilogue
+        ctx.call, ctx.path = (op, W, activation, epilogue), forced_path()
         return y
 
     @staticmethod
     @once_differentiable
+    @in_forwards_path
     def backward(ctx, dy):
         op, W, activation, epilogue = ctx.call
         _, b, bias, _, groups, saved = ctx.saved_tensors

@@ -30,6 +30,23 @@ def path(name: str):
         _FORCED.reset(token)
 
 
+def in_forwards_path(backward):
+    """An autograd function's backward, in the path of `ctx.path`, which forward set to `forced_path()`.
+
+    Autograd runs the backward of CUDA tensors in threads of its own, which know nothing of the caller's `path`. (Nor do
+    ops of a compiled backward, which take the GPU's own path.)
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        if ctx.path is None or ctx.path == forced_path():
+            return backward(ctx, *gradients)
+        with path(ctx.path):
+            return backward(ctx, *gradients)
+
+    return run
+
+
 class Assumed(NamedTuple):
     """A GPU that need not be there."""
 
