@@ -46,23 +46,9 @@ def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> t
 
 
 def gradients_of(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    dlse,
-    cu_q,
-    cu_k,
-    mask,
-    *,
-    causal=False,
-    window=None,
-    softcap=None,
-    scale=None,
+    q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window=None, softcap=None, scale=None,
     deterministic=None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors."""
     if dout is None:
         dout = torch.zeros_like(out) if dlse is not None else None
