@@ -255,6 +255,7 @@ void Machine::launch() {
     }
     u64 slots = std::max<u64>(1, 2 * emulated_sms / size);
     Warp* running = nullptr;
+    int idle = 0;
     try {
         while (next < clusters || !resident.empty()) {
             while (next < clusters && resident.size() < slots) start_cluster(next++);
@@ -272,7 +273,10 @@ void Machine::launch() {
             }
             running = nullptr;
             if (events == before && !later.empty()) land_something(*warps[0]);
-            else if (steps == steps_before && events == before) fail("no warp can go on:", all_waiting(*this));
+            else if (steps == steps_before && events == before) idle++;
+            if (events != before) idle = 0;
+            // One round without a step shows nothing: of lanes that parted, those that wait may have been drawn.
+            if (idle > 50) fail("no warp can go on:", all_waiting(*this));
             if (steps - last_event > 5'000'000) fail("the warps run in circles:", all_waiting(*this));
             for (auto it = resident.begin(); it != resident.end();)
                 it = (*it)->live_threads ? it + 1 : resident.erase(it);
