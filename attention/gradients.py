@@ -50,10 +50,10 @@ def gradients_of(
     deterministic=None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors."""
-    if dout is None:
-        dout = torch.zeros_like(out) if dlse is not None else None
-    if dout is None:
+    if dout is None and dlse is None:
         return tuple(torch.zeros_like(t) for t in (q, k, v))
+    if dout is None:
+        dout = torch.zeros_like(out)
     if not has_kernel(q):
         return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
     if mask is not None:

@@ -83,7 +83,8 @@ def attention(
 
     Differentiable once in q, k and v, by out and by lse. Saved for that are q, k, v, out and lse, nothing quadratic.
     The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU,
-    unless `deterministic`.
+    unless `deterministic`. On Hopper GPUs the gradients of head dimensions above 128, and of blocks 64 wide above 96,
+    are computed by the sm_80 path's kernel, which has no TMA and WGMMA.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as

@@ -311,6 +311,8 @@ def test_gradients_under_torch_compile(name):
 
 
 def test_the_registered_op_without_lse_has_gradients():
+    from attention import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
+
     q, k, v = (t.requires_grad_() for t in qkv(20, 30, 16, dtype=FP64))
     out, _ = torch.ops.attention.attention(q, k, v, True)
     got = torch.autograd.grad(out.sum(), (q, k, v))

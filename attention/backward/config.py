@@ -109,7 +109,7 @@ class BackwardFacts:
         elements += cfg.tile_m * (cfg.stages * self.head_dim + of_do * self.head_dim_v)
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
         fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
-        return elements * BYTES[self.dtype] + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
+        return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from cutlass import Float32, Int64, const_expr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
+from ..forward.problem import one_item
 from .config import ConvertFacts
 from .dq_sums import sums_of
 from .fragments import fragments_of
-from .prepare import one_item, place_of
+from .prepare import place_of
 from .row_tiles import DenseRows, PackedRows
 from .store import store_fragment
 

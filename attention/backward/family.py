@@ -8,6 +8,7 @@ from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ
 
 from ..forward.family import HALF
 from .arguments import backward_args, convert_args, prepare_args
+from .choose import unsupported
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 OPS = "attention", "block_sparse_attention"
@@ -42,6 +43,9 @@ class FlashBackward(Family):
             for dim in request.head_dims:
                 yield from catalogue.usual(op, arch_named(request.arch), dtype, dim)
 
+    def unsupported(self, facts: BackwardFacts) -> str:
+        return unsupported(facts) or ""
+
     def tensor_core(self, facts: BackwardFacts) -> str:
         return "HGMMA" if facts.path == "sm_90" else "HMMA"
 
@@ -52,7 +56,7 @@ class FlashBackward(Family):
         if facts.path != "sm_90":
             return None
         groups = facts.config.groups
-        return "backward", {BACKWARD_ALL: 1, BACKWARD_DQ: groups}
+        return "backward of one" if groups == 1 else "backward", {BACKWARD_ALL: 1, BACKWARD_DQ: groups}
 
     def smem_limit(self, facts: BackwardFacts) -> int:
         return facts.spec.smem if facts.config.ctas == 1 else HALF

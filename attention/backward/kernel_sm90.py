@@ -59,7 +59,7 @@ class FlashBackwardSm90:
         turns: cute.Tensor | None,  # (B * H * tiles, consumer warpgroups) int32 of zeros; where sums have one order
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
-        blocks: tuple | None,  # problem.with_blocks; of a block mask
+        blocks: tuple | None,  # see problem.problem_of; of a block mask
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK

@@ -15,6 +15,7 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.dtypes import cutlass_dtype
 
 from ..forward.mask import LOG2E
+from ..forward.problem import one_item
 from ..forward.softmax import quad_sum
 from .config import PrepareFacts
 from .row_tiles import DenseRows, PackedRows
@@ -130,9 +131,3 @@ def place_of(number, shape: tuple, count) -> tuple:
     batch, heads, *_ = shape
     tiles = count // (batch * heads)
     return number % tiles, number // tiles % heads, number // (tiles * heads)
-
-
-def one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
-    """The tensor with a batch of one before its modes, in another order."""
-    shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
-    return cute.make_tensor(tensor.iterator, cute.make_layout((1, *shape), stride=(0, *stride)))

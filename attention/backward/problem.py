@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..forward.choose import L2_BYTES
+from ..forward.problem import one_item
 from .config import FP32, BackwardFacts
-from .prepare import one_item
 from .q_tiles import BlockRows, WindowRows
 from .row_tiles import DenseRows, PackedRows, tiles_of_a_head
 
@@ -86,7 +86,7 @@ def problem_of(
     tensors: tuple,  # Q, K, V, dO, dK, dV
     arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
     cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
-    blocks: tuple | None,  # with_blocks; of a block mask
+    blocks: tuple | None,  # BlockRows' lists, ranks where turns are kept, mask tensors; of a block mask
     left: Int32 | None,  # bounds of the window; not of a block mask
     right: Int32 | None,
 ) -> Problem:
@@ -104,7 +104,7 @@ def problem_of(
         (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
         seqlens = DenseRows(rows, cols)
         # As many heads as L2 has room for: their Q and dO are read, and their dQ is added to, by all tiles of K.
-        bytes_a_row = (width * 2 + facts.head_dim * FP32) * (heads // heads_kv)
+        bytes_a_row = (width * facts.element.width + facts.head_dim * FP32) * (heads // heads_kv)
         fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
         if facts.deterministic:  # of all heads, so that few tiles of one head wait for one another

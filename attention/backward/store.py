@@ -6,6 +6,8 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
+from cute_kernels.tile.element import BITS_16
+
 from ..forward.store_o import store_rows
 
 
@@ -25,7 +27,7 @@ def store_pairs(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tile
     values.store(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))).load().to(mX.element_type))
     words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, columns / 8)
     for r in range_constexpr(2 * tiles_m):
-        at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * 2
+        at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * BITS_16.width
         for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
             word = cute.make_rmem_tensor(1, Int32)
             word[0] = words[r + 2 * tiles_m * i]

@@ -41,8 +41,8 @@ def problem_of(
         seqlens = PackedSeqlens(*cu_seqlens, rows, cols)
         scheduler = PackedScheduler.at_most(seqlens, facts.config.tile_m, heads, heads // heads_kv)
         *tensors, mLSE = tensors
-        tensors = [_one_item(t, (1, 0, 2)) for t in tensors]
-        tensors.append(None if mLSE is None else _one_item(mLSE, (0, 1)))
+        tensors = [one_item(t, (1, 0, 2)) for t in tensors]
+        tensors.append(None if mLSE is None else one_item(mLSE, (0, 1)))
     else:
         seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2])
         scheduler = QueryScheduler.of(facts, mQ.shape, mK.shape)
@@ -53,7 +53,7 @@ def problem_of(
     return Problem(*tensors, scheduler, seqlens, source)
 
 
-def _one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
+def one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
     """The tensor with a batch of one before its modes, in another order."""
     shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
     return cute.make_tensor(tensor.iterator, cute.make_layout((1, *shape), stride=(0, *stride)))

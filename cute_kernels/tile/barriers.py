@@ -25,17 +25,14 @@ BACKWARD_ALL, BACKWARD_DQ = 1, 2
 
 MOST = 16
 WARP, WARPGROUP = 32, 128
-PRODUCER_WARPS = {
-    "product": 4,
-    "forward": 4,
-    "decode": 1,
-    "backward": 4,
-}  # of a CTA, also idle ones; all others are consumers
+# Of a CTA, also idle ones; all others are consumers.
+PRODUCER_WARPS = {"product": 4, "forward": 4, "decode": 1, "backward": 4, "backward of one": 4}
 USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
     "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
-    "backward": ((BACKWARD_ALL, 1, WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),  # the first by each consumer warpgroup
+    "backward": ((BACKWARD_ALL, 1, 2 * WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),
+    "backward of one": ((BACKWARD_ALL, 1, WARPGROUP), (BACKWARD_DQ, 1, WARPGROUP)),  # consumer warpgroup
 }
 
 
