@@ -61,5 +61,7 @@ def backward_args(facts: BackwardFacts) -> tuple:
         blocks = (*lists, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds
-    turns = fake_tensor("int32", 2, 1, 1) if facts.deterministic else None
-    return *tensors, *arrays, turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *scalars, fake_stream()
+    turns = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
+    if facts.path == "sm_90":  # which is persistent
+        turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))
+    return *tensors, *arrays, *turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *scalars, fake_stream()

@@ -13,6 +13,7 @@ from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.call_plan import CallPlan, PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
+from cute_kernels.runtime.workspace import zeros
 
 from ..block_sparse import Derived, with_causal
 from ..forward.config import BlockKind, WindowKind
@@ -95,19 +96,22 @@ def backward(
     config, device = plan.facts.config, plan.device
     rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
-    turns = None
+    order, ranks = (None,), ()
     if plan.facts.deterministic:
-        turns = torch.zeros((plan.tiles, config.groups), dtype=torch.int32, device=device)
-    blocks = None if mask is None else (*lists_of(mask), *(() if turns is None else (ranks_of(mask),)), *reads)
+        order = (torch.zeros((plan.tiles, config.groups), dtype=torch.int32, device=device),)
+        ranks = () if mask is None else (ranks_of(mask),)
+    if plan.facts.path == "sm_90":
+        order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
+    blocks = None if mask is None else (*lists_of(mask), *ranks, *reads)
     plan.prepare(out, dout, lse.contiguous(), None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
-    plan.function(q, k, v, dout, dk, dv, rows, sums, turns, *cu_seqlens, blocks, *plan.scalars)
+    plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *plan.scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     return gradients
 
 
 def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q) -> BackwardPlan:
     """Choose the kernels of a backward, of tensors that forward has checked."""
-    spec, _, _ = device_arch(q.get_device())
+    spec, sms, _ = device_arch(q.get_device())
     packed = cu_q is not None
     facts = BackwardFacts(
         arch=spec.target,
@@ -141,6 +145,8 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
     if kind is None:  # no row is further than Sk from its first column or Sq from its last
         bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, (cols, length), strict=True))
     plan.scalars = scale_log2, cap, plan.scale, *bounds
+    if facts.path == "sm_90":
+        plan.scalars += (sms * facts.config.ctas,)  # as many CTAs as run at once
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts))

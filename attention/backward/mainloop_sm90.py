@@ -1,7 +1,7 @@
 """The sm_90 mainloop of attention's backward: what consumers do with each query tile.
 
     ring       producer arrives          consumers arrive (per stage)
-    K, V       1 thread + bytes of TMA   nobody: they stay
+    K, V       1 thread + bytes of TMA   1 thread for each consumer warp, after the last query tile
     Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages. rows: LSE and delta
     dO         the same
 
@@ -40,6 +40,7 @@ from cute_kernels.tile.ptx import bulk_add, read_special_register
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
+from ..forward.tile_queue import FIELDS, SLOTS
 from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
@@ -178,6 +179,8 @@ class MainloopSm90:
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.stages], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
@@ -232,16 +235,23 @@ class MainloopSm90:
             defer_sync=True,
         )
 
-    def make_pipelines(self, storage) -> tuple:
-        """(K and V, Q and rows, dO); returns after every barrier is visible."""
+    def make_pipelines(self, storage, arrivals: Arrivals) -> tuple:
+        """(K and V, Q and rows, dO, queue); returns after every barrier is visible. `arrivals` are the queue's."""
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
         q = self.make_ring(storage.barriers_q, cfg.stages, cfg.tile_m * (dims[0] * width + 2 * FP32))
         do = self.make_ring(storage.barriers_do, cfg.stages, cfg.tile_m * dims[1] * width)
+        queue = pipeline.PipelineAsync.create(
+            barrier_storage=storage.barriers_queue.data_ptr(),
+            num_stages=SLOTS,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
+            defer_sync=True,
+        )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return kv, q, do
+        return kv, q, do, queue
 
     def consumer(self, mmas: tuple, group: Int32, storage, rings: tuple) -> Consumer:
         """A warpgroup's operands and registers."""
@@ -457,6 +467,7 @@ class MainloopSm90:
         if const_expr(self.facts.deterministic):
             if c.turn[0] != 0:
                 end_turn(c.turn[0], True)
+                c.turn[0] = Int64(0)
 
     def write_dq(self, c: Consumer, part: int):
         """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""
