@@ -20,6 +20,7 @@ class BackwardConfig:
     A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
     of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K. sm_80: `groups` warps
     share products as warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere.
+    `ahead`: whether products go on beside the next tile's exponentials (ahead_sm90).
     """
 
     tile_m: int
@@ -28,10 +29,11 @@ class BackwardConfig:
     groups: int
     ctas: int = 1  # sm_90: CTAs that share an SM
     exchange: bool = False  # sm_80
+    ahead: bool = False  # sm_90
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        return text + " exchange" * self.exchange
+        return text + " exchange" * self.exchange + " ahead" * self.ahead
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
+from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
 from .problem import KvTile, problem_of
@@ -44,7 +45,7 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm90(facts)
+        self.mainloop = (AheadSm90 if facts.config.ahead else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         queue = Arrivals(1, 4 * facts.config.groups, threads=32)
@@ -92,7 +93,8 @@ class FlashBackwardSm90:
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, counter, loop.make_mmas(),
             p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale,
         ).launch(
-            grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=cfg.ctas,
+            grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
+            min_blocks_per_mp=cfg.ctas,
             preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
             stream=stream,
         )  # fmt: skip
@@ -159,7 +161,7 @@ class FlashBackwardSm90:
                 c.acc_dV.fill(0.0)
                 pipe_kv.consumer_wait(at_kv)
                 if const_expr(self.facts.packed):
-                    self.zero_rows_past_the_end(storage, seqlen.cols - col0)
+                    self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - col0, 0))
                 for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                     h = tile.h_kv * scheduler.qhead_per_kvhead + g
                     tiles = source.for_tile(tile.n, h, tile.b, seqlen)
@@ -170,9 +172,7 @@ class FlashBackwardSm90:
                     if const_expr(self.facts.deterministic):
                         turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
                     work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
-                    for i in cutlass.range(tiles.count, unroll=1):
-                        self.mainloop.step(c, work, i, at)
-                        at.advance()
+                    at = self.mainloop.steps(c, work, at)
                 pipe_kv.consumer_release(at_kv)
                 at_kv.advance()
                 if const_expr(self.facts.deterministic):
@@ -195,7 +195,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def zero_rows_past_the_end(self, storage, valid: Int32):
-        """Zero the rows of K and V that belong to the next sequence."""
+        """Zero the rows of K and V that belong to the next sequence; all of a tile that has none of its own."""
         if valid < self.cfg.tile_n:
             for place, layout in self.mainloop.lines_of_kv(storage):
                 self.mainloop.zero_rows(place, layout, Int32(0), valid)

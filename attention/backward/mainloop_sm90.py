@@ -111,7 +111,7 @@ class MainloopSm90:
         self.dtype = cutlass_dtype(facts.dtype)
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
-        if facts.ds_buffers not in (1, facts.config.stages):
+        if facts.config.stages % facts.ds_buffers:
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
             raise ValueError(
@@ -307,6 +307,14 @@ class MainloopSm90:
     # ------------------------------------------------------------------ steps
 
     @cute.jit
+    def steps(self, c: Consumer, work: Work, at):
+        """All query tiles of a head; returns the state of the rings after them."""
+        for i in cutlass.range(work.tiles.count, unroll=1):
+            self.step(c, work, i, at)
+            at.advance()
+        return at
+
+    @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, at):
         """dK, dV and dQ of query tile i of a head; `at` is the state of both rings, and of dS's buffers."""
         number = work.tiles.at(i)
@@ -341,7 +349,7 @@ class MainloopSm90:
         if const_expr(late_dp):
             warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
-        buffer = at.index if const_expr(self.facts.ds_buffers > 1) else 0
+        buffer = self.buffer_of(at)
         self.share_ds(c, buffer)
         self.start_dq(c, buffer, 0)
         self.start_dk(c, at.index)
@@ -368,7 +376,7 @@ class MainloopSm90:
         self.start_dv(c, at.index)
         self.convert(c.acc_dP, c.tKrdS)
         self.start_dk(c, at.index)
-        buffer = at.index if const_expr(self.facts.ds_buffers > 1) else 0
+        buffer = self.buffer_of(at)
         self.share_ds(c, buffer)
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
@@ -379,6 +387,11 @@ class MainloopSm90:
             warpgroup.wait_group(0)
             self.write_dq(c, part)
         self.add_dq(c, work, number)
+
+    def buffer_of(self, at):
+        """dS's buffer of a step."""
+        buffers = self.facts.ds_buffers
+        return 0 if buffers == 1 else at.index if buffers == self.cfg.stages else at.index % buffers
 
     def start_s(self, c: Consumer, stage: Int32):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
