@@ -6,8 +6,8 @@ from dataclasses import replace
 from ..forward.choose import HEAD_DIMS
 from .config import BackwardConfig, BackwardFacts
 
-# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). At 64 products go on beside the
-# next exponentials (ahead_sm90), but not with both a cap and a mask that reads tensors: that would spill.
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). At 64 products go on beside
+# the next exponentials (ahead_sm90), but not with both a cap and a mask that reads tensors: that would spill.
 SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
 SM_90_AHEAD = {64: (64, 128, 4, 2, 1, False, True)}
 
