@@ -24,8 +24,9 @@ from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.mainloop_sm90 import permuted
 from .config import FP32, BackwardFacts
-from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
+from .mainloop_sm90 import Consumer, MainloopSm90, Work
 from .problem import problem_of
+from .shared_columns_sm90 import SharedColumnsSm90
 from .store import store_fragment
 from .turns import TURN
 
@@ -37,7 +38,7 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm90(facts)
+        self.mainloop = (SharedColumnsSm90 if facts.config.query_tiles else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         self.arrivals = {"Q, dO, K and V": self.mainloop.arrivals}
@@ -74,10 +75,10 @@ class FlashBackwardSm90:
         layouts = loop.layouts()
         self.storage = loop.storage()
         self.smem_bytes = self.storage.size_in_bytes()
-        tma_q, tQ = loop.make_load(tQ, layouts["sQ"], (cfg.tile_m, facts.head_dim))
+        tma_q, tQ = loop.make_load(tQ, layouts["sQ"], (loop.piece_rows, facts.head_dim))
         tma_k, tK = loop.make_load(tK, layouts["sK"], (cfg.tile_n, facts.head_dim))
         tma_v, tV = loop.make_load(tV, layouts["sV"], (cfg.tile_n, facts.head_dim_v))
-        tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (cfg.tile_m, facts.head_dim_v))
+        tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (loop.piece_rows, facts.head_dim_v))
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, loop.make_mmas(), p.source,
             p.scheduler, p.seqlens, scale_log2, softcap, scale,
@@ -130,8 +131,8 @@ class FlashBackwardSm90:
             if warp == 0:
                 views = self.mainloop.views(storage, self.mainloop.layouts())
                 operands = {
-                    "q": (tma_q, views["sQ"], mQ, (cfg.tile_m, self.facts.head_dim), seqlen.q0),
-                    "do": (tma_do, views["sdO"], mdO, (cfg.tile_m, self.facts.head_dim_v), seqlen.q0),
+                    "q": (tma_q, views["sQ"], mQ, (self.mainloop.piece_rows, self.facts.head_dim), seqlen.q0),
+                    "do": (tma_do, views["sdO"], mdO, (self.mainloop.piece_rows, self.facts.head_dim_v), seqlen.q0),
                     "k": (tma_k, views["sK"], mK, (cfg.tile_n, self.facts.head_dim), seqlen.k0),
                     "v": (tma_v, views["sV"], mV, (cfg.tile_n, self.facts.head_dim_v), seqlen.k0),
                 }
@@ -156,9 +157,9 @@ class FlashBackwardSm90:
                 sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
                 turn = None
                 if const_expr(self.facts.deterministic):
-                    turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
+                    turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
                 work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
-                for i in cutlass.range(tiles.count, unroll=1):
+                for i in cutlass.range(self.mainloop.steps(tiles.count), unroll=1):
                     self.mainloop.step(c, work, i, at)
                     at.advance()
             self.mainloop.drain(c)
@@ -168,11 +169,11 @@ class FlashBackwardSm90:
     def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
         """dK and dV of this thread."""
         mdK, mdV = gradients
-        col = tile.n * self.cfg.tile_n + first_row()
+        col = tile.n * self.cfg.tile_n + self.mainloop.first_row()
         flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
         flat.store(flat.load() * scale)
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
-            begin = cute.domain_offset((seqlen.k0, 0), m[seqlen.b, tile.h_kv, None, None])
+            begin = cute.domain_offset((seqlen.k0, self.mainloop.first_column(c, acc)), m[seqlen.b, tile.h_kv, None, None])
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
@@ -187,32 +188,40 @@ class FlashBackwardSm90:
     @cute.jit
     def produce(self, parts: dict, rows, ring, pipes: tuple, source, scheduler, seqlens, tile):
         """Load the CTA's tiles of K and V, and all query tiles that see them."""
-        cfg = self.cfg
-        pipe_kv, pipe_q, pipe_do = pipes
+        cfg, pipe_kv = self.cfg, pipes[0]
         seqlen = seqlens.of(tile.b)
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         pipe_kv.producer_acquire(once)
-        self.load(parts["k"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once)
-        self.load(parts["v"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once)
+        self.load(parts["k"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once, once.index)
+        self.load(parts["v"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once, once.index)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
             h = tile.h_kv * scheduler.qhead_per_kvhead + g
             tiles = source.for_tile(tile.n, h, tile.b, seqlen)
             first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
             first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-            for i in cutlass.range(tiles.count, unroll=1):
-                m = tiles.at(i)
-                pipe_q.producer_acquire(at)
-                self.load(parts["q"], (m, 0, h, seqlen.b), pipe_q, at)
-                self.load_rows(rows, first + m, ring, at.index, pipe_q.producer_get_barrier(at))
-                pipe_do.producer_acquire(at)
-                self.load(parts["do"], (m, 0, h, seqlen.b), pipe_do, at)
+            for i in cutlass.range(self.mainloop.steps(tiles.count), unroll=1):
+                self.load_step(parts, rows, ring, pipes, self.mainloop.numbers(tiles, i), first, (h, seqlen.b), at)
                 at.advance()
 
-    def load(self, part: tuple, tile: tuple, pipe, at):
-        """Load a tile of an operand, whose stage is free."""
+    def load_step(self, parts: dict, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at):
+        """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on."""
+        _, pipe_q, pipe_do = pipes
+        pieces = list(enumerate(self.mainloop.coordinates(numbers)))
+        pipe_q.producer_acquire(at)
+        for j, m in pieces:
+            self.load(parts["q"], (m, 0, *head), pipe_q, at, at.index * len(pieces) + j)
+        for j, m in enumerate(numbers):
+            index = at.index * len(numbers) + j
+            self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at))
+        pipe_do.producer_acquire(at)
+        for j, m in pieces:
+            self.load(parts["do"], (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)
+
+    def load(self, part: tuple, tile: tuple, pipe, at, index):
+        """Load a tile of an operand to a place of its ring that is free."""
         tma, sX, gX = part
-        cute.copy(tma, gX[(None, *tile)], sX[None, at.index], tma_bar_ptr=pipe.producer_get_barrier(at))
+        cute.copy(tma, gX[(None, *tile)], sX[None, index], tma_bar_ptr=pipe.producer_get_barrier(at))
 
     @cute.jit
     def load_rows(self, rows: cute.Tensor, number: Int32, ring: cute.Pointer, stage: Int32, bar: cute.Pointer):
