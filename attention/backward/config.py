@@ -39,7 +39,7 @@ class BackwardConfig:
 
     @property
     def dq_groups(self) -> int:
-        """sm_90: warpgroups that share a query tile's dQ."""
+        """Those of `groups` that share a query tile's dQ."""
         return self.groups // max(self.query_tiles, 1)
 
     @property

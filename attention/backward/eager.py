@@ -97,7 +97,7 @@ def backward(
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
     turns = None
     if plan.facts.deterministic:
-        turns = torch.zeros((plan.tiles, config.dq_groups if plan.facts.path == "sm_90" else config.groups), dtype=torch.int32, device=device)
+        turns = torch.zeros((plan.tiles, config.dq_groups), dtype=torch.int32, device=device)
     blocks = None if mask is None else (*lists_of(mask), *(() if turns is None else (ranks_of(mask),)), *reads)
     plan.prepare(out, dout, lse.contiguous(), None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
     plan.function(q, k, v, dout, dk, dv, rows, sums, turns, *cu_seqlens, blocks, *plan.scalars)

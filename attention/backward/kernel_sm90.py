@@ -173,7 +173,8 @@ class FlashBackwardSm90:
         flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
         flat.store(flat.load() * scale)
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
-            begin = cute.domain_offset((seqlen.k0, self.mainloop.first_column(c, acc)), m[seqlen.b, tile.h_kv, None, None])
+            column = self.mainloop.first_column(c, acc)
+            begin = cute.domain_offset((seqlen.k0, column), m[seqlen.b, tile.h_kv, None, None])
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit

@@ -1,9 +1,9 @@
 """The sm_90 mainloop where warpgroups share the columns of dK and dV: of 64 rows of K a CTA, or of head dimensions
 above 128.
 
-Each of two warpgroups has all rows of K, and half of the columns of dK and dV. It computes S' and dP' of its own part of
-a step's query rows, and gives P' and dS' to the other through shared memory. What it has of its own stays in registers
-as an A operand, so that half of dV's and dK's products begin before the others' part is known:
+Each of two warpgroups has all rows of K, and half of the columns of dK and dV. It computes S' and dP' of its own part
+of a step's query rows, and gives P' and dS' to the other through shared memory. What it has of its own stays in
+registers as an A operand, so that half of dV's and dK's products begin before the others' part is known:
 
     wait Q[i] -> issue S' = K Q[own]' -> wait dO[i] -> issue dP' = V dO[own]' -> wait S'
     P' = 2^(S' - LSE) -> the other has read the last -> P' to shared memory -> issue dV += P'[own] dO[own] -> wait dP'
@@ -80,7 +80,7 @@ class SharedColumnsSm90(MainloopSm90):
     def check_config(self):
         cfg = self.cfg
         if (cfg.tile_m, cfg.tile_n, cfg.groups) != (ROWS, ROWS, GROUPS) or cfg.query_tiles not in (1, GROUPS):
-            raise ValueError(f"{cfg}: {GROUPS} warpgroups share columns, of tiles of {ROWS}x{ROWS}, 1 or {GROUPS} a step")
+            raise ValueError(f"{cfg}: {GROUPS} warpgroups share columns, of 1 or {GROUPS} tiles of {ROWS}x{ROWS}")
         if self.facts.head_dim // cfg.dq_groups % (8 * cfg.dq_parts):
             raise ValueError(f"{cfg}: {cfg.dq_parts} parts of dQ do not have whole columns")
 
@@ -285,8 +285,8 @@ class SharedColumnsSm90(MainloopSm90):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=GROUPS * WARPGROUP)
         self.start_dq(c, c.group if const_expr(self.pair) else 0, 0)
-        self.start_product_of_others(c.mmas[5], c.acc_dV, c.tVsP, c.tVrdO, other, piece)
-        self.start_product_of_others(c.mmas[6], c.acc_dK, c.tKsdS, c.tKrQ, other, piece)
+        self.start_of_other(c.mmas[5], c.acc_dV, c.tVsP, c.tVrdO, other, piece)
+        self.start_of_other(c.mmas[6], c.acc_dK, c.tKsdS, c.tKrQ, other, piece)
         warpgroup.wait_group(2)
         self.add_part(c, work, tile, number, 0)
         warpgroup.wait_group(1)
@@ -296,7 +296,7 @@ class SharedColumnsSm90(MainloopSm90):
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
-    def start_product_of_others(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, other: Int32, piece: Int32):
+    def start_of_other(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, other: Int32, piece: Int32):
         """acc += A B of the other warpgroup's query rows."""
         operands = a[None, None, None, other], b[None, None, None, piece + other]
         start_product(mma, acc, *in_steps(*operands), False)
@@ -304,9 +304,8 @@ class SharedColumnsSm90(MainloopSm90):
     def share(self, c: ColumnsConsumer, values: cute.Tensor, place: cute.Tensor):
         """P' or dS' to shared memory."""
         thread = c.copy_dS.get_slice(cute.arch.thread_idx()[0] % WARPGROUP)
-        cute.copy(
-            c.copy_dS, thread.retile(cute.make_tensor(values.iterator, c.acc_dP.layout)), place[None, None, None, c.group]
-        )
+        values = thread.retile(cute.make_tensor(values.iterator, c.acc_dP.layout))
+        cute.copy(c.copy_dS, values, place[None, None, None, c.group])
 
     @cute.jit
     def add_part(self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]):
@@ -344,8 +343,11 @@ class SharedColumnsSm90(MainloopSm90):
     def zero_rows_past_the_end(self, c: Consumer, work: Work, i: Int32, at):
         numbers = self.numbers(work.tiles, i)
         for j, m in enumerate(self.coordinates(numbers)):
-            valid = cutlass.max(work.seqlen.rows - m * self.piece_rows, 0)
+            valid = work.seqlen.rows - m * self.piece_rows
             if valid < self.piece_rows:
                 c.pipe_do.consumer_wait(at)
                 for ring, name in ((c.ring_q, "sQ"), (c.ring_do, "sdO")):
                     self.zero_rows(ring, self.transposed()[name].outer, at.index * GROUPS + j, valid)
+
+    def zero_rows(self, ring: Int32, layout, index: Int32, valid: Int32):
+        super().zero_rows(ring, layout, index, cutlass.max(valid, 0))  # a whole tile may be past the end

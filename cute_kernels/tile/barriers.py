@@ -36,7 +36,9 @@ USES = {  # kernel -> (first barrier, how many at most, threads that meet at eac
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
     "backward": ((BACKWARD_ALL, 1, 2 * WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),
     "backward, shared columns": (
-        (BACKWARD_ALL, 1, 2 * WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP), (BACKWARD_READ, 2, 2 * WARPGROUP),
+        (BACKWARD_ALL, 1, 2 * WARPGROUP),
+        (BACKWARD_DQ, 2, WARPGROUP),
+        (BACKWARD_READ, 2, 2 * WARPGROUP),
     ),
     "backward of one": ((BACKWARD_ALL, 1, WARPGROUP), (BACKWARD_DQ, 1, WARPGROUP)),  # consumer warpgroup
 }
