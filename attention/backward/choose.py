@@ -11,8 +11,12 @@ from .config import BackwardConfig, BackwardFacts
 SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
 SM_90_AHEAD = {64: (64, 128, 4, 2, 1, False, True)}
 
+# Where two warpgroups share the columns of dK and dV: (ctas, exchange, ahead, query tiles of a step, parts of dQ).
+PAIR_IN_PARTS, ONE = (1, False, False, 2, 2), (1, False, False, 1, 1)
+SM_90 |= {192: (64, 64, 2, 2, *ONE), 256: (64, 64, 1, 2, *ONE)}
+
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
-SM_90_NARROW = {64: (64, 64, 2, 1, 2), 96: (64, 64, 1, 1, 2)}
+SM_90_NARROW = SM_90 | {64: (64, 64, 2, 1, 2), 96: (64, 64, 1, 1, 2), 128: (64, 64, 2, 2, *PAIR_IN_PARTS)}
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
@@ -56,8 +60,7 @@ def unsupported(facts: BackwardFacts) -> str | None:
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     """The facts with each configuration that there is for them, the most promising first.
 
-    Facts of the sm_90 path also get those of the sm_80 path: there is nothing else for head dimensions above 128, and
-    for blocks 64 wide above 96.
+    Facts of the sm_90 path also get those of the sm_80 path.
 
     Raises:
         ValueError: a head dimension that no kernel has.

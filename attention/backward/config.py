@@ -11,6 +11,8 @@ from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
 from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
+ALIGN = 1024  # of operands in shared memory, bytes
+QUEUE_BYTES = 80  # of forward/tile_queue: barriers and fields of its slots
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,10 @@ class BackwardConfig:
     """Tile and schedule of one kernel.
 
     A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
-    of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K. sm_80: `groups` warps
-    share products as warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere.
-    `ahead`: whether products go on beside the next tile's exponentials (ahead_sm90).
+    of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K, or with `query_tiles`
+    all of them, and a part of the columns of dK and dV (shared_columns_sm90). sm_80: `groups` warps share products as
+    warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere. `ahead`: whether
+    products go on beside the next tile's exponentials (ahead_sm90).
     """
 
     tile_m: int
@@ -30,10 +33,23 @@ class BackwardConfig:
     ctas: int = 1  # sm_90: CTAs that share an SM
     exchange: bool = False  # sm_80
     ahead: bool = False  # sm_90
+    query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
+    dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        return text + " exchange" * self.exchange + " ahead" * self.ahead
+        text += " exchange" * self.exchange + " ahead" * self.ahead
+        return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text
+
+    @property
+    def dq_groups(self) -> int:
+        """Those of `groups` that share a query tile's dQ."""
+        return self.groups // max(self.query_tiles, 1)
+
+    @property
+    def step_rows(self) -> int:
+        """Query rows of a step."""
+        return self.tile_m * max(self.query_tiles, 1)
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,8 @@ class BackwardFacts:
         sm_90: also dQ and barriers. sm_80: P', where it does not stay in registers.
         """
         cfg, hopper = self.config, self.path == "sm_90"
+        if cfg.query_tiles:
+            return self.smem_of_shared_columns
         scores = cfg.tile_m * cfg.tile_n
         of_do = cfg.stages if hopper else self.stages_do
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
@@ -112,6 +130,18 @@ class BackwardFacts:
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
         fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
         return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
+
+    @property
+    def smem_of_shared_columns(self) -> int:
+        """Shared memory where warpgroups share columns: of K, V, the rings of Q, dO and rows, P, dS, parts of dQ.
+
+        Barriers and rows come first, and fill multiples of 1024 bytes.
+        """
+        cfg, width = self.config, self.head_dim + self.head_dim_v
+        elements = (cfg.tile_n + cfg.stages * cfg.step_rows) * width + 2 * cfg.tile_n * cfg.step_rows
+        sums = cfg.step_rows * self.head_dim // cfg.dq_parts
+        first = 16 * (1 + 2 * cfg.stages) + QUEUE_BYTES + 2 * cfg.stages * cfg.step_rows * FP32
+        return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)

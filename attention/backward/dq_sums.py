@@ -41,5 +41,5 @@ class DqSums:
 def sums_of(path: str, config, head_dim: int) -> DqSums:
     """The order of a path's main kernel."""
     if path == "sm_90":
-        return DqSums(config.tile_m, head_dim, WARPGROUP * config.groups, WARPGROUP, 4)
+        return DqSums(config.tile_m, head_dim, WARPGROUP * config.dq_groups, WARPGROUP, 4)
     return DqSums(config.tile_m, head_dim, WARP * config.groups, WARP, 1)

@@ -98,7 +98,7 @@ def backward(
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
     order, ranks = (None,), ()
     if plan.facts.deterministic:
-        order = (torch.zeros((plan.tiles, config.groups), dtype=torch.int32, device=device),)
+        order = (torch.zeros((plan.tiles, config.dq_groups), dtype=torch.int32, device=device),)
         ranks = () if mask is None else (ranks_of(mask),)
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the counter of tiles

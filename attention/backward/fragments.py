@@ -34,7 +34,7 @@ def fragments_of(path: str, config, head_dim: int) -> DqFragments:
     """
     if path == "sm_90":
         groups_m = config.tile_m // ROWS
-        return DqFragments(groups_m, WARPGROUP, ROWS, head_dim * groups_m // config.groups)
+        return DqFragments(groups_m, WARPGROUP, ROWS, head_dim * groups_m // config.dq_groups)
     shared = split_of_dq(config, head_dim)
     rows = config.tile_m // shared.rows
     return DqFragments(shared.rows, WARP, rows, head_dim // shared.columns, rows // MMA_ROWS)

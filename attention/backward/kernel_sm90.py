@@ -31,8 +31,9 @@ from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
 from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
-from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
+from .mainloop_sm90 import Consumer, MainloopSm90, Work
 from .problem import KvTile, problem_of
+from .shared_columns_sm90 import SharedColumnsSm90
 from .store import store_fragment
 from .turns import TURN
 
@@ -45,7 +46,8 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = (AheadSm90 if facts.config.ahead else MainloopSm90)(facts)
+        shared, ahead = facts.config.query_tiles, facts.config.ahead
+        self.mainloop = (SharedColumnsSm90 if shared else AheadSm90 if ahead else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         queue = Arrivals(1, 4 * facts.config.groups, threads=32)
@@ -85,10 +87,10 @@ class FlashBackwardSm90:
         layouts = loop.layouts()
         self.storage = loop.storage()
         self.smem_bytes = self.storage.size_in_bytes()
-        tma_q, tQ = loop.make_load(tQ, layouts["sQ"], (cfg.tile_m, facts.head_dim))
+        tma_q, tQ = loop.make_load(tQ, layouts["sQ"], (loop.piece_rows, facts.head_dim))
         tma_k, tK = loop.make_load(tK, layouts["sK"], (cfg.tile_n, facts.head_dim))
         tma_v, tV = loop.make_load(tV, layouts["sV"], (cfg.tile_n, facts.head_dim_v))
-        tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (cfg.tile_m, facts.head_dim_v))
+        tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (loop.piece_rows, facts.head_dim_v))
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, counter, loop.make_mmas(),
             p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale,
@@ -170,7 +172,7 @@ class FlashBackwardSm90:
                     sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
                     turn = None
                     if const_expr(self.facts.deterministic):
-                        turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
+                        turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
                     work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
                     at = self.mainloop.steps(c, work, at)
                 pipe_kv.consumer_release(at_kv)
@@ -186,11 +188,12 @@ class FlashBackwardSm90:
     def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
         """dK and dV of this thread."""
         mdK, mdV = gradients
-        col = tile.n * self.cfg.tile_n + first_row()
+        col = tile.n * self.cfg.tile_n + self.mainloop.first_row()
         flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
         flat.store(flat.load() * scale)
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
-            begin = cute.domain_offset((seqlen.k0, 0), m[seqlen.b, tile.h_kv, None, None])
+            column = self.mainloop.first_column(c, acc)
+            begin = cute.domain_offset((seqlen.k0, column), m[seqlen.b, tile.h_kv, None, None])
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
@@ -212,7 +215,7 @@ class FlashBackwardSm90:
         """
         cfg, facts = self.cfg, self.facts
         q, do, k, v = operands
-        pipe_kv, pipe_q, pipe_do = pipes
+        pipe_kv, _, _ = pipes
         at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
@@ -222,33 +225,29 @@ class FlashBackwardSm90:
         while index < scheduler.count:
             tile = KvTile(*fields)
             seqlen = seqlens.of(tile.b)
-            q_part = self.partition(*q, (cfg.tile_m, facts.head_dim), seqlen.q0)
-            do_part = self.partition(*do, (cfg.tile_m, facts.head_dim_v), seqlen.q0)
+            q_part = self.partition(*q, (self.mainloop.piece_rows, facts.head_dim), seqlen.q0)
+            do_part = self.partition(*do, (self.mainloop.piece_rows, facts.head_dim_v), seqlen.q0)
             k_part = self.partition(*k, (cfg.tile_n, facts.head_dim), seqlen.k0)
             v_part = self.partition(*v, (cfg.tile_n, facts.head_dim_v), seqlen.k0)
             place = tile.n, 0, tile.h_kv, seqlen.b
             pipe_kv.producer_acquire(at_kv)
-            self.load(k_part, place, pipe_kv, at_kv)
-            self.load(v_part, place, pipe_kv, at_kv)
+            self.load(k_part, place, pipe_kv, at_kv, at_kv.index)
+            self.load(v_part, place, pipe_kv, at_kv, at_kv.index)
             at_kv.advance()
             last = (tile.h_kv + 1) * scheduler.qhead_per_kvhead - 1
-            count = source.for_tile(tile.n, last, tile.b, seqlen).count
+            count = self.mainloop.step_count(source.for_tile(tile.n, last, tile.b, seqlen).count)
             number, fetch_at = index + step, cutlass.max(count - FETCH_AHEAD, 0)
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
                 first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-                for i in cutlass.range(tiles.count, unroll=1):
+                for i in cutlass.range(self.mainloop.step_count(tiles.count), unroll=1):
                     # Early enough that it is there in time, and no earlier; see forward/kernel_sm90.py.
                     if (h == last) & (i == fetch_at):
                         number = queue.fetch(step)
-                    m = tiles.at(i)
-                    pipe_q.producer_acquire(at)
-                    self.load(q_part, (m, 0, h, seqlen.b), pipe_q, at)
-                    self.load_rows(rows, first + m, ring, at.index, pipe_q.producer_get_barrier(at))
-                    pipe_do.producer_acquire(at)
-                    self.load(do_part, (m, 0, h, seqlen.b), pipe_do, at)
+                    numbers = self.mainloop.numbers(tiles, i)
+                    self.load_step((q_part, do_part), rows, ring, pipes, numbers, first, (h, seqlen.b), at)
                     at.advance()
             if count == 0:
                 number = queue.fetch(step)
@@ -257,10 +256,27 @@ class FlashBackwardSm90:
             queue.publish(index, fields, at_queue)
             at_queue.advance()
 
-    def load(self, part: tuple, tile: tuple, pipe, at):
-        """Load a tile of an operand, whose stage is free."""
+    def load_step(self, parts: tuple, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at):
+        """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on.
+
+        parts: of Q and dO.
+        """
+        (q, do), (_, pipe_q, pipe_do) = parts, pipes
+        pieces = list(enumerate(self.mainloop.coordinates(numbers)))
+        pipe_q.producer_acquire(at)
+        for j, m in pieces:
+            self.load(q, (m, 0, *head), pipe_q, at, at.index * len(pieces) + j)
+        for j, m in enumerate(numbers):
+            index = at.index * len(numbers) + j
+            self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at))
+        pipe_do.producer_acquire(at)
+        for j, m in pieces:
+            self.load(do, (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)
+
+    def load(self, part: tuple, tile: tuple, pipe, at, index):
+        """Load a tile of an operand to a place of its ring that is free."""
         tma, sX, gX = part
-        cute.copy(tma, gX[(None, *tile)], sX[None, at.index], tma_bar_ptr=pipe.producer_get_barrier(at))
+        cute.copy(tma, gX[(None, *tile)], sX[None, index], tma_bar_ptr=pipe.producer_get_barrier(at))
 
     @cute.jit
     def load_rows(self, rows: cute.Tensor, number: Int32, ring: cute.Pointer, stage: Int32, bar: cute.Pointer):

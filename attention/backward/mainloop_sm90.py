@@ -97,9 +97,13 @@ class Work:
     softcap: Float32
 
 
-def first_row() -> Int32:
-    """The first of this thread's two rows of the tile of K; read anew, so that no register holds it."""
+def first_row(threads: int | None = None) -> Int32:
+    """The first of this thread's two rows of the tile of K; read anew, so that no register holds it.
+
+    threads: how many have all rows of the tile; None: all consumers.
+    """
     thread = read_special_register("tid.x") - WARPGROUP
+    thread = thread if threads is None else thread % threads
     return thread // WARP * 16 + thread % WARP // 4
 
 
@@ -111,6 +115,11 @@ class MainloopSm90:
         self.dtype = cutlass_dtype(facts.dtype)
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
+        self.check_config()
+
+    def check_config(self):
+        """ValueError if these steps cannot be done with the configuration."""
+        facts = self.facts
         if facts.config.stages % facts.ds_buffers:
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
@@ -124,6 +133,40 @@ class MainloopSm90:
     def groups_m(self) -> int:
         """Warpgroups that have rows of dQ of their own; the others share the columns."""
         return self.cfg.tile_m // ROWS
+
+    # What the kernel around it asks: here a step is one query tile, loaded in one piece.
+
+    @property
+    def piece_rows(self) -> int:
+        return self.cfg.tile_m
+
+    def step_count(self, count: Int32) -> Int32:
+        """Steps of `count` query tiles."""
+        return count
+
+    def numbers(self, tiles, i: Int32) -> list:
+        """Of the query tiles of step i."""
+        return [tiles.at(i)]
+
+    def coordinates(self, numbers: list) -> list:
+        """Of the pieces of these tiles, in pieces."""
+        return numbers
+
+    def first_row(self) -> Int32:
+        """Of this thread in the tile of K."""
+        return first_row()
+
+    def first_query(self, c: Consumer, number: Int32) -> Int32:
+        """The first query row that a warpgroup has scores of."""
+        return number * self.cfg.tile_m
+
+    def dq_part(self, group: Int32) -> Int32:
+        """Which part of a query tile's dQ a warpgroup has."""
+        return group
+
+    def first_column(self, c: Consumer, acc: cute.Tensor):
+        """Of a warpgroup's accumulators of dK or dV."""
+        return 0
 
     def layouts(self) -> dict:
         """As loaded and written: sQ (tile_m, D, PIPE), sdO (tile_m, Dv, PIPE), sK (tile_n, D), sV (tile_n, Dv), and
@@ -240,8 +283,8 @@ class MainloopSm90:
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
-        q = self.make_ring(storage.barriers_q, cfg.stages, cfg.tile_m * (dims[0] * width + 2 * FP32))
-        do = self.make_ring(storage.barriers_do, cfg.stages, cfg.tile_m * dims[1] * width)
+        q = self.make_ring(storage.barriers_q, cfg.stages, cfg.step_rows * (dims[0] * width + 2 * FP32))
+        do = self.make_ring(storage.barriers_do, cfg.stages, cfg.step_rows * dims[1] * width)
         queue = pipeline.PipelineAsync.create(
             barrier_storage=storage.barriers_queue.data_ptr(),
             num_stages=SLOTS,
@@ -309,7 +352,7 @@ class MainloopSm90:
     @cute.jit
     def steps(self, c: Consumer, work: Work, at):
         """All query tiles of a head; returns the state of the rings after them."""
-        for i in cutlass.range(work.tiles.count, unroll=1):
+        for i in cutlass.range(self.step_count(work.tiles.count), unroll=1):
             self.step(c, work, i, at)
             at.advance()
         return at
@@ -426,11 +469,11 @@ class MainloopSm90:
             cap_scores(scores, work.softcap)
         if const_expr(self.facts.blocks is not None):
             if work.tiles.is_partial(i) or work.col0 + self.cfg.tile_n > work.seqlen.cols:
-                tensors, row0 = work.source.mask_tensors, number * self.cfg.tile_m
-                col = work.col0 + first_row()
+                tensors, row0 = work.source.mask_tensors, self.first_query(c, number)
+                col = work.col0 + self.first_row()
                 mask_elements(scores, self.facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
-            mask_window(scores, work.source, work.col0 + first_row(), number * self.cfg.tile_m, work.seqlen)
+            mask_window(scores, work.source, work.col0 + self.first_row(), self.first_query(c, number), work.seqlen)
 
     @cute.jit
     def scores_to_p(self, c: Consumer, work: Work, stage: Int32):

@@ -10,6 +10,7 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros
     backward        1          all consumer warpgroups        dS is in shared memory, or rows past the end are zeros
     backward        2, 3       a consumer warpgroup           its part of dQ is written, or its place free again
+    backward        4, 5       both consumer warpgroups       one has read the other's P and dS (shared columns)
 
 The small-block kernel's store is a product's; it has three consumers, and so barriers 1 to 3.
 
@@ -21,17 +22,24 @@ from dataclasses import dataclass
 PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
 FORWARD_ORDER, FORWARD_OOB = 1, 8
 DECODE_CONSUMERS = 1
-BACKWARD_ALL, BACKWARD_DQ = 1, 2
+BACKWARD_ALL, BACKWARD_DQ, BACKWARD_READ = 1, 2, 4
 
 MOST = 16
 WARP, WARPGROUP = 32, 128
 # Of a CTA, also idle ones; all others are consumers.
-PRODUCER_WARPS = {"product": 4, "forward": 4, "decode": 1, "backward": 4, "backward of one": 4}
+PRODUCER_WARPS = {
+    "product": 4, "forward": 4, "decode": 1, "backward": 4, "backward of one": 4, "backward, shared columns": 4,
+}  # fmt: skip
 USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
     "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
     "backward": ((BACKWARD_ALL, 1, 2 * WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),
+    "backward, shared columns": (
+        (BACKWARD_ALL, 1, 2 * WARPGROUP),
+        (BACKWARD_DQ, 2, WARPGROUP),
+        (BACKWARD_READ, 2, 2 * WARPGROUP),
+    ),
     "backward of one": ((BACKWARD_ALL, 1, WARPGROUP), (BACKWARD_DQ, 1, WARPGROUP)),  # consumer warpgroup
 }
 

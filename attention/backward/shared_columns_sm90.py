@@ -1,0 +1,348 @@
+"""The sm_90 mainloop where warpgroups share the columns of dK and dV: of 64 rows of K a CTA, or of head dimensions
+above 128.
+
+Each of two warpgroups has all rows of K, and half of the columns of dK and dV. It computes S' and dP' of its own part
+of a step's query rows, and gives P' and dS' to the other through shared memory. What it has of its own stays in
+registers as an A operand, so that half of dV's and dK's products begin before the others' part is known:
+
+    wait Q[i] -> issue S' = K Q[own]' -> wait dO[i] -> issue dP' = V dO[own]' -> wait S'
+    P' = 2^(S' - LSE) -> the other has read the last -> P' to shared memory -> issue dV += P'[own] dO[own] -> wait dP'
+    dS' = P' (dP' - delta) -> to shared memory -> issue dK += dS'[own] Q[own] -> all consumers
+    issue dQ = dS K, dV += P'[other] dO[other], dK += dS'[other] Q[other]
+    wait dQ -> to shared memory, from there added to memory -> wait dV, release dO[i] -> wait dK, release Q[i]
+
+What is a warpgroup's own, and what of dQ it computes, is one of two (BackwardConfig.query_tiles):
+
+    query tiles of a step    own             dQ
+    1                        32 query rows   of all 64, half of the columns; of both warpgroups' dS
+    2                        a query tile    of its own tile, all columns; of its own dS
+
+With two tiles the last step may have one only. The second warpgroup then does the first one's again, with P of 0.
+
+Rings hold pieces of as many query rows as are a warpgroup's own, two a stage: piece `2 stage + g` is warpgroup g's.
+dQ goes to memory in `dq_parts` parts of its columns one after the other, through a part's place in shared memory.
+
+    named barriers   1       all consumers: P and dS are in shared memory, or rows past the end are zeros
+                     2, 3    each consumer: a part of dQ is in shared memory, or may be written again
+                     4, 5    both consumers: warpgroup 0, 1 has read what the other wrote in the step before
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.cute.typing import AddressSpace
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_READ
+from cute_kernels.tile.element import SWIZZLES
+from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
+from cute_kernels.tile.ptx import bulk_add
+
+from ..forward.mainloop_sm90 import in_steps
+from ..forward.tile_queue import FIELDS, SLOTS
+from .config import FP32
+from .fragments import ROWS
+from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
+from .turns import TURN, wait_for_turn
+
+GROUPS = 2
+
+
+@dataclass(frozen=True)
+class ColumnsConsumer(Consumer):
+    """A warpgroup's; tVrP and tKrdS, of the base, are its own P' and dS'. PIPE counts pieces."""
+
+    tVsP: cute.Tensor  # (MMA, 1, MMA_K, group): P' as an A operand in shared memory
+    tKsdS: cute.Tensor  # (MMA, 1, MMA_K, group)
+    sP: cute.Tensor  # (R2S, R2S_M, R2S_N, group): where this thread's part goes, as sdS
+
+
+def divided(dtype, rows: int, cols: int, parts: int, stages: int, row_major: bool):
+    """A ring (rows, cols, PIPE) whose swizzle ends where each of `parts` parts of the columns does.
+
+    row_major: as loaded; otherwise the same memory as (cols, rows, PIPE).
+    """
+    kinds = warpgroup.SmemLayoutAtomKind
+    width = cols // parts * dtype.width // 8
+    name = next(f"SW{span}" for span in SWIZZLES if width % span == 0)
+    atom = warpgroup.make_smem_layout_atom(getattr(kinds, f"{'K' if row_major else 'MN'}_{name}"), dtype)
+    shape, order = ((rows, cols, stages), (0, 1, 2)) if row_major else ((cols, rows, stages), (1, 0, 2))
+    return cute.tile_to_shape(atom, shape, order=order)
+
+
+class SharedColumnsSm90(MainloopSm90):
+    """Steps over the query tiles of one tile of K and V, of two warpgroups that share the columns of dK and dV."""
+
+    def check_config(self):
+        cfg = self.cfg
+        if (cfg.tile_m, cfg.tile_n, cfg.groups) != (ROWS, ROWS, GROUPS) or cfg.query_tiles not in (1, GROUPS):
+            raise ValueError(f"{cfg}: {GROUPS} warpgroups share columns, of 1 or {GROUPS} tiles of {ROWS}x{ROWS}")
+        if self.facts.head_dim // cfg.dq_groups % (8 * cfg.dq_parts):
+            raise ValueError(f"{cfg}: {cfg.dq_parts} parts of dQ do not have whole columns")
+
+    # ------------------------------------------------------------------ what the kernel asks
+
+    @property
+    def pair(self) -> bool:
+        """Whether each warpgroup has a query tile of its own."""
+        return self.cfg.query_tiles == GROUPS
+
+    @property
+    def piece_rows(self) -> int:
+        return self.cfg.step_rows // GROUPS
+
+    def step_count(self, count: Int32) -> Int32:
+        return (count + 1) // 2 if self.pair else count
+
+    def numbers(self, tiles, i: Int32) -> list:
+        if not self.pair:
+            return [tiles.at(i)]
+        return [tiles.at(cutlass.min(2 * i + j, tiles.count - 1)) for j in range(GROUPS)]
+
+    def coordinates(self, numbers: list) -> list:
+        return numbers if self.pair else [numbers[0] * GROUPS + j for j in range(GROUPS)]
+
+    def first_row(self) -> Int32:
+        return first_row(WARPGROUP)
+
+    def first_query(self, c: Consumer, number: Int32) -> Int32:
+        row = number * self.cfg.tile_m
+        return row if self.pair else row + c.group * self.piece_rows
+
+    def first_column(self, c: Consumer, acc: cute.Tensor) -> Int32:
+        return c.group * (cute.size(acc) * WARPGROUP // ROWS)
+
+    def dq_part(self, group: Int32):
+        return 0 if self.pair else group
+
+    # ------------------------------------------------------------------ storage, products
+
+    def layouts(self) -> dict:
+        """As loaded and written: sQ (piece_rows, D, PIPE), sdO (piece_rows, Dv, PIPE), sK (tile_n, D), sV (tile_n, Dv),
+        sP and sdS (tile_n, piece_rows, group)."""
+        cfg, facts, pieces = self.cfg, self.facts, GROUPS * self.cfg.stages
+        scores = smem_layout(self.dtype, cfg.tile_n, self.piece_rows, GROUPS, True)
+        return {
+            "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, pieces, True),
+            "sdO": divided(self.dtype, self.piece_rows, facts.head_dim_v, GROUPS, pieces, True),
+            "sK": self.k_layout(True),
+            "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
+            "sP": scores,
+            "sdS": scores,
+        }
+
+    def transposed(self) -> dict:
+        cfg, facts, pieces = self.cfg, self.facts, GROUPS * self.cfg.stages
+        # Of dQ's rows; where both warpgroups' dS is read together, one lies behind the other.
+        count, rows = (GROUPS, self.piece_rows) if self.pair else (1, cfg.tile_m)
+        return {
+            "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, pieces, False),
+            "sdO": divided(self.dtype, self.piece_rows, facts.head_dim_v, GROUPS, pieces, False),
+            "sK": self.k_layout(False),
+            "sdS": divided(self.dtype, cfg.tile_n, rows, rows // self.piece_rows, count, False),
+        }
+
+    def k_layout(self, row_major: bool):
+        return divided(self.dtype, self.cfg.tile_n, self.facts.head_dim, self.cfg.dq_groups, 1, row_major)
+
+    @property
+    def part_values(self) -> int:
+        """Of a part of a thread's sums."""
+        return self.sums.values // self.cfg.dq_parts
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a part of a warpgroup's sums."""
+        return self.part_values * WARPGROUP * FP32
+
+    def storage(self) -> type:
+        cfg = self.cfg
+        q, do, k, v, scores = (cute.cosize(self.layouts()[name]) for name in ("sQ", "sdO", "sK", "sV", "sP"))
+
+        @cute.struct
+        class SharedStorage:
+            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.step_rows * cfg.stages], 128]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
+            sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, do], ALIGN]
+            sP: cute.struct.Align[cute.struct.MemRange[self.dtype, scores], ALIGN]
+            sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, scores], ALIGN]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * self.part_bytes // FP32], ALIGN]
+
+        return SharedStorage
+
+    def make_mmas(self) -> tuple:
+        """(S', dP', dV and dK of own rows, dQ, dV and dK of the other's)."""
+        facts = self.facts
+        k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+        memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+        def product(a, b, groups: int, columns: int, source):
+            """Of `groups` warpgroups side by side, each with `columns` columns."""
+            make = sm90_utils.make_trivial_tiled_mma
+            return make(self.dtype, self.dtype, a, b, Float32, (1, groups, 1), (ROWS, columns), source)
+
+        return (
+            product(k, k, 1, self.piece_rows, memory),
+            product(k, k, 1, self.piece_rows, memory),
+            product(k, mn, GROUPS, facts.head_dim_v // GROUPS, registers),
+            product(k, mn, GROUPS, facts.head_dim // GROUPS, registers),
+            product(mn, mn, self.cfg.dq_groups, facts.head_dim // self.cfg.dq_groups, memory),
+            product(k, mn, GROUPS, facts.head_dim_v // GROUPS, memory),
+            product(k, mn, GROUPS, facts.head_dim // GROUPS, memory),
+        )
+
+    def consumer(self, mmas: tuple, group: Int32, storage, rings: tuple) -> ColumnsConsumer:
+        cfg, facts = self.cfg, self.facts
+        s, t = self.views(storage, self.layouts()), self.views(storage, self.transposed())
+        mine = cute.make_layout(GROUPS, stride=WARPGROUP)(group)
+        firsts = (0, 0, mine, mine, 0 if self.pair else mine, mine, mine)
+        of_s, of_dp, of_dv, of_dk, of_dq, of_dv2, of_dk2 = (m.get_slice(i) for m, i in zip(mmas, firsts, strict=True))
+        mma_s, mma_dp, mma_dv, mma_dk, mma_dq, mma_dv2, mma_dk2 = mmas
+
+        def registers(thread, shape: tuple):
+            return cute.make_rmem_tensor(thread.partition_shape_C(shape), Float32)
+
+        copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
+        thread = copy_dS.get_slice(cute.arch.thread_idx()[0] % WARPGROUP)
+        one = (None, None, None, 0)
+        turn = None
+        if facts.deterministic:
+            turn = cute.make_rmem_tensor(1, Int64)
+            turn.fill(0)
+        scores = cfg.tile_n, self.piece_rows
+        rows = 2 * cfg.tile_m if self.pair else self.piece_rows  # from one warpgroup's LSE to the other's
+        return ColumnsConsumer(
+            group=group,
+            mmas=mmas,
+            tSrK=mma_s.make_fragment_A(of_s.partition_A(s["sK"]))[one],
+            tSrQ=mma_s.make_fragment_B(of_s.partition_B(s["sQ"])),
+            tPrV=mma_dp.make_fragment_A(of_dp.partition_A(s["sV"]))[one],
+            tPrdO=mma_dp.make_fragment_B(of_dp.partition_B(s["sdO"])),
+            tVrP=cute.make_rmem_tensor(of_dv.partition_shape_A(scores), self.dtype),
+            tVrdO=mma_dv.make_fragment_B(of_dv.partition_B(t["sdO"])),
+            tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A(scores), self.dtype),
+            tKrQ=mma_dk.make_fragment_B(of_dk.partition_B(t["sQ"])),
+            tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
+            tQrK=(mma_dq.make_fragment_B(of_dq.partition_B(t["sK"]))[one],),
+            tVsP=mma_dv2.make_fragment_A(of_dv2.partition_A(s["sP"])),
+            tKsdS=mma_dk2.make_fragment_A(of_dk2.partition_A(s["sdS"])),
+            acc_S=registers(of_s, scores),
+            acc_dP=registers(of_dp, scores),
+            acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
+            acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
+            acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim)),
+            pipe_q=rings[0],
+            pipe_do=rings[1],
+            copy_dS=copy_dS,
+            sP=thread.partition_D(s["sP"]),
+            sdS=thread.partition_D(s["sdS"]),
+            rows=storage.rows.data_ptr().toint() + group * (rows * FP32),
+            ring_q=storage.sQ.data_ptr().toint(),
+            ring_do=storage.sdO.data_ptr().toint(),
+            sums=storage.sums.data_ptr().toint() + group * self.part_bytes,
+            turn=turn,
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    @cute.jit
+    def step(self, c: ColumnsConsumer, work: Work, i: Int32, at):
+        """dK, dV and dQ of step i of a head; `at` is the state of both rings."""
+        tile = i * 2 + c.group if const_expr(self.pair) else i
+        number = work.tiles.at(cutlass.min(tile, work.tiles.count - 1))
+        other = 1 - c.group
+        piece, stage = at.index * GROUPS, at.index * self.cfg.query_tiles  # of Q and dO, of rows
+        c.pipe_q.consumer_wait(at)
+        if const_expr(self.facts.packed):
+            self.zero_rows_past_the_end(c, work, i, at)
+        cute.arch.barrier_arrive(barrier_id=BACKWARD_READ + c.group, number_of_threads=GROUPS * WARPGROUP)
+        self.start_s(c, piece + c.group)
+        c.pipe_do.consumer_wait(at)
+        self.start_dp(c, piece + c.group)
+        warpgroup.wait_group(1)
+        self.mask_scores(c, work, tile, number)
+        if const_expr(self.pair):
+            if tile >= work.tiles.count:
+                c.acc_S.fill(-Float32.inf)
+        self.scores_to_p(c, work, stage)
+        cute.arch.barrier(barrier_id=BACKWARD_READ + other, number_of_threads=GROUPS * WARPGROUP)
+        self.share(c, c.tVrP, c.sP)
+        self.start_dv(c, piece + c.group)
+        warpgroup.wait_group(1)
+        self.p_to_ds(c, stage)
+        self.convert(c.acc_dP, c.tKrdS)
+        self.share(c, c.tKrdS, c.sdS)
+        self.start_dk(c, piece + c.group)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=GROUPS * WARPGROUP)
+        self.start_dq(c, c.group if const_expr(self.pair) else 0, 0)
+        self.start_of_other(c.mmas[5], c.acc_dV, c.tVsP, c.tVrdO, other, piece)
+        self.start_of_other(c.mmas[6], c.acc_dK, c.tKsdS, c.tKrQ, other, piece)
+        warpgroup.wait_group(2)
+        self.add_part(c, work, tile, number, 0)
+        warpgroup.wait_group(1)
+        c.pipe_do.consumer_release(at)
+        for part in range_constexpr(1, self.cfg.dq_parts):
+            self.add_part(c, work, tile, number, part)
+        warpgroup.wait_group(0)
+        c.pipe_q.consumer_release(at)
+
+    def start_of_other(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, other: Int32, piece: Int32):
+        """acc += A B of the other warpgroup's query rows."""
+        operands = a[None, None, None, other], b[None, None, None, piece + other]
+        start_product(mma, acc, *in_steps(*operands), False)
+
+    def share(self, c: ColumnsConsumer, values: cute.Tensor, place: cute.Tensor):
+        """P' or dS' to shared memory."""
+        thread = c.copy_dS.get_slice(cute.arch.thread_idx()[0] % WARPGROUP)
+        values = thread.retile(cute.make_tensor(values.iterator, c.acc_dP.layout))
+        cute.copy(c.copy_dS, values, place[None, None, None, c.group])
+
+    @cute.jit
+    def add_part(self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]):
+        """Add a part of this warpgroup's dQ to that in memory, by one bulk copy; a tile past the last one is not."""
+        self.wait_for_sums(c)
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        layout = cute.make_layout(self.sums.vector)
+        for r in range_constexpr(0, self.part_values, self.sums.vector):
+            at = c.sums + self.sums.offset(tidx, r) * FP32
+            place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
+            values = cute.make_tensor(c.acc_dQ.iterator + part * self.part_values + r, layout)
+            cute.autovec_copy(values, cute.make_tensor(place, layout))
+        cute.arch.fence_view_async_shared()
+        self.sync(c.group)
+        if tidx == 0 and tile < work.tiles.count:
+            if const_expr(self.facts.deterministic):
+                turn = work.turns + Int64(number) * (self.cfg.dq_groups * TURN)
+                if const_expr(part == 0):
+                    wait_for_turn(turn, work.tiles.turn(number))
+                if const_expr(part == self.cfg.dq_parts - 1):
+                    c.turn[0] = turn
+            begin = (self.dq_part(c.group) * self.cfg.dq_parts + part) * self.part_bytes
+            bulk_add(work.dq + Int64(number) * (self.sums.size * FP32) + begin, c.sums, self.part_bytes)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def zero_rows_past_the_end(self, c: Consumer, work: Work, i: Int32, at):
+        numbers = self.numbers(work.tiles, i)
+        for j, m in enumerate(self.coordinates(numbers)):
+            valid = work.seqlen.rows - m * self.piece_rows
+            if valid < self.piece_rows:
+                c.pipe_do.consumer_wait(at)
+                for ring, name in ((c.ring_q, "sQ"), (c.ring_do, "sdO")):
+                    self.zero_rows(ring, self.transposed()[name].outer, at.index * GROUPS + j, valid)
+
+    def zero_rows(self, ring: Int32, layout, index: Int32, valid: Int32):
+        super().zero_rows(ring, layout, index, cutlass.max(valid, 0))  # a whole tile may be past the end
