@@ -99,11 +99,12 @@ def test_blocks_are_moved_in_place(place, dtype, shape, lane):
             mine[torch.randperm(lane)[: len(old)].sort().values] = old.int() + row * lane
         origin = origin.flatten().to(place)
         before = torch.randn(len(origin), *shape, device=place).to(dtype)
-        expected = moved(before, origin.clamp(min=0), origin >= 0)
         for by in (lane, None):
-            t = before.clone()
-            move_kernel.move_blocks_on_gpu(t, origin, by)
-            assert torch.equal(t, expected) and t._version == 1
+            several = [before.clone(), before.flip(0), before.neg(), before.clone(), before.abs()][: 1 + lane % 5]
+            expected = [moved(t, origin.clamp(min=0), origin >= 0) for t in several]
+            move_kernel.move_blocks_on_gpu(several, origin, by)
+            for t, wanted in zip(several, expected, strict=True):
+                assert torch.equal(t, wanted) and t._version == 1
 
 
 def test_which_blocks_are_moved_by_the_kernel():

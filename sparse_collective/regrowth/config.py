@@ -6,6 +6,9 @@ from typing import ClassVar
 import torch
 
 
+MOST_TENSORS = 4  # of a launch that moves blocks: values, their gradient, and two moments
+
+
 @dataclass(frozen=True)
 class RegrowthFacts:
     """Of the kernel that chooses blocks."""
@@ -21,6 +24,8 @@ class BlockMoveFacts:
 
     family: ClassVar[str] = "block moves"
     arch: str
+    dtype: str  # of the tensors: bfloat16, float16, float32, or int32 for the words of others
+    tensors: int  # of one shape, 1 to MOST_TENSORS
     in_place: bool  # else into another tensor
 
 

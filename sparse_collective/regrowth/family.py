@@ -6,7 +6,7 @@ from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
-from .config import BlockMoveFacts, RegrowthFacts
+from .config import MOST_TENSORS, BlockMoveFacts, RegrowthFacts
 
 
 class Regrowth(Family):
@@ -48,15 +48,24 @@ class BlockMoves(Family):
     def arguments(self, facts: BlockMoveFacts) -> tuple:
         from cutlass import Int32
 
-        blocks = fake_tensor("int32", 2, 1, 4)
-        other = None if facts.in_place else fake_tensor("int32", 2, 1, 4)
-        return blocks, other, fake_tensor("int32", 1, 0, 1), Int32(1), fake_stream()
+        align = 4 if facts.dtype in ("float32", "int32") else 8  # 16 bytes
+        blocks = [fake_tensor(facts.dtype, 3, 2, align) for _ in range(facts.tensors)]
+        none = [None] * (MOST_TENSORS - facts.tensors)
+        result = None if facts.in_place else fake_tensor(facts.dtype, 4, 3, align)
+        return *blocks, *none, result, fake_tensor("int32", 1, 0, 1), Int32(1), fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[BlockMoveFacts]:
-        return [BlockMoveFacts(arch_named(arch).target, in_place) for in_place in (False, True)[: 1 if quick else 2]]
+        """AdamW's without a gradient; of an optimizer without state that of the values alone."""
+        target = arch_named(arch).target
+        facts = [BlockMoveFacts(target, "bfloat16", n, in_place) for n in (3, 1) for in_place in (True, False)]
+        return facts[: 1 if quick else None]
 
     def describe(self, facts: BlockMoveFacts) -> dict[str, str]:
-        return {"configuration": "block moves", "problem": "in place" if facts.in_place else "to another tensor"}
+        return {
+            "configuration": "block moves",
+            "problem": f"{facts.tensors} tensors " + ("in place" if facts.in_place else "to another tensor"),
+            "operands": facts.dtype,
+        }
 
 
 def regrown(
@@ -82,20 +91,21 @@ def regrown(
     return regrown_on_gpu(scores, candidates, crow, col, cols, dropped, even)
 
 
-def blocks_moved(t: Tensor, origin: Tensor, lane: int | None) -> bool:
-    """Move t's blocks (nnz, ...) in place, each from its origin (nnz,) int32, zeros for -1; False where no kernel can.
+def blocks_moved(tensors: list[Tensor], origin: Tensor, lane: int | None) -> list[Tensor]:
+    """Move tensors' blocks (nnz, ...) in place, each from its origin (nnz,) int32, zeros for -1, on a GPU by a kernel.
 
     lane: every run of so many blocks stays within itself, as a block row of an even pattern does; None: all may move.
     Origins ascend, but for those that are -1.
+
+    Returns the tensors that no kernel can move, which are left as they were.
     """
-    if not t.is_cuda or not t.is_contiguous():
-        return False
+    if not origin.is_cuda:
+        return tensors
     from .move_kernel import fits, move_blocks_on_gpu
 
-    if not fits(t):
-        return False
-    move_blocks_on_gpu(t, origin, lane)
-    return True
+    suited = [t for t in tensors if t.is_cuda and fits(t)]
+    move_blocks_on_gpu(suited, origin, lane)
+    return [] if len(suited) == len(tensors) else [t for t in tensors if not any(t is other for other in suited)]
 
 
 REGROWTH = register(Regrowth())
