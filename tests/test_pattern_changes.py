@@ -78,10 +78,12 @@ def test_blocks_are_chosen_as_by_sorts(place, rows, cols, even, kind):
             given = scores(len(col), kind, place), scores(rows * cols, kind, place)
             ours, theirs = ((crow.clone(), col.clone()) for _ in range(2))
             origin = choose_kernel.regrown_on_gpu(*given, *ours, cols, dropped, even)
-            expected = regrown_by_torch(*given, *theirs, cols, dropped, even)
-            for found, wanted in zip((*ours, origin), (*theirs, expected), strict=True):
-                assert found.dtype == wanted.dtype and torch.equal(found, wanted)
-            assert all(t._version == 1 for t in ours)
+            for where in sorted({"cpu", place}):
+                there, (starts, columns) = ([t.to(where, copy=True) for t in ts] for ts in (given, theirs))
+                expected = regrown_by_torch(*there, starts, columns, cols, dropped, even)
+                for found, wanted in zip((*ours, origin), (starts, columns, expected), strict=True):
+                    assert found.dtype == wanted.dtype and torch.equal(found.to(where), wanted)
+                assert [t._version for t in ours] == [t._version for t in (starts, columns)] == [0 if even else 1, 1]
 
 
 @pytest.mark.parametrize("lane", [1, 3, 8, 21, 150])
@@ -132,12 +134,12 @@ def test_tables_are_made_as_by_torch(place, monkeypatch, rows, cols, index_dtype
         crow, col = crow.to(place), col.to(place)
         for width in {transposed_kernel.columns_of_a_cta(rows, cols), min(7, cols), cols}:
             monkeypatch.setattr(transposed_kernel, "columns_of_a_cta", lambda *_, width=width: width)
-            found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)
+            found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)[0]
             for ours, theirs in zip(found, transposed_index(crow, col, cols), strict=True):
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         every = crow if crow.dim() == 1 else torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
         for parts, boxes in ((1, 1), (1, 2), (2, 2), (3, 4), (1, 32)):
-            found = tables_kernel.box_groups_on_gpu(crow, len(col), parts, boxes)
+            found = tables_kernel.box_groups_on_gpu(crow, len(col), parts, boxes)[0]
             assert torch.equal(found, box_groups(every, len(col), parts, boxes))
 
 
@@ -152,9 +154,9 @@ def test_a_ctas_columns_fit_its_bitmaps(rows, cols):
 @pytest.mark.parametrize(("rows", "cols", "density"), [(4096, 4096, 0.1), (512, 512, 0.125), (9, 100_000, 0.3)])
 def test_large_patterns(rows, cols, density):
     crow, col = (t.cuda() for t in cases.mask_to_indices(cases.bernoulli(rows, cols, density), torch.int32))
-    found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)
+    found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)[0]
     assert all(map(torch.equal, found, transposed_index(crow, col, cols)))
-    found = tables_kernel.box_groups_on_gpu(crow, len(col), 1, 16)
+    found = tables_kernel.box_groups_on_gpu(crow, len(col), 1, 16)[0]
     assert torch.equal(found, box_groups(crow, len(col), 1, 16))
     if choose_kernel.fits(rows, cols, False):
         given = torch.randn(len(col), device="cuda"), torch.randn(rows * cols, device="cuda")

@@ -203,7 +203,7 @@ class BsrModule(nn.Module):
         What kernels know of the pattern notices the write; `even` says whether block rows hold equally many now.
         """
         kept = self._weight
-        if kept is None:
+        if kept is None or kept.even == even:
             return
         fresh = BsrMatrix._make(
             self.crow_indices, self.col_indices, kept.stored, kept.shape, checked=kept.checked, even=even,

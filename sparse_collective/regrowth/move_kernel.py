@@ -20,10 +20,11 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import AddressSpace, make_ptr
 
 from cute_kernels.dtypes import NAMES
+from cute_kernels.runtime.derived import written
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
-from .config import MOST_TENSORS, BlockMoveFacts, written
+from .config import MOST_TENSORS, BlockMoveFacts
 
 THREADS = 128
 VECTOR = 4  # words of 4 bytes

@@ -249,8 +249,9 @@ class Reader:
         if call:
             statement = f"{call.group(2)} {call.group(1)}, {call.group(3)}"
         to_param = re.fullmatch(r"(?:st|ld)\.param\.(\w+)\s+\[?(\w+|%\w+)\]?,\s*\[?(\w+|%\w+)\]?", statement)
-        in_register = "[%" in statement  # the address of a parameter of the kernel, chosen among several
-        if to_param and all((kernel.find(name) or [""])[0] == "register" for name in to_param.groups()[1:]) and not in_register:
+        if "[%" in statement:  # in a register: the address of a parameter of the kernel, one of several
+            to_param = None
+        if to_param and all((kernel.find(name) or [""])[0] == "register" for name in to_param.groups()[1:]):
             statement = "mov.{} {}, {}".format(*to_param.groups())
         word, *rest = statement.split(None, 1)
         name, rest = name_of(word), rest[0] if rest else ""
