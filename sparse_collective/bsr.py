@@ -133,7 +133,7 @@ class BsrMatrix(Conversions, LikeTensor):
 
     def _set(self, **attributes: object) -> None:
         for name, value in attributes.items():
-            object.__setattr__(self, name, value)
+            _SETTERS[name](self, value)
 
     def _set_stats(self, stats: PatternStats) -> None:
         dtypes = self.stored.dtype, self.crow_indices.dtype
@@ -353,6 +353,8 @@ class BsrMatrix(Conversions, LikeTensor):
         loaded = loaded.t() if transposed else loaded
         self._set(**{name: getattr(loaded, name) for name in BsrMatrix.__slots__ if name != "__weakref__"})
 
+
+_SETTERS = {name: getattr(BsrMatrix, name).__set__ for name in BsrMatrix.__slots__ if name != "__weakref__"}
 
 # torch.load(weights_only=True) then makes instances, by __setstate__ and of nothing but tensors and numbers.
 torch.serialization.add_safe_globals([BsrMatrix])

@@ -147,7 +147,9 @@ def change_pattern_(
     if not 0 <= fraction <= 1:
         raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
     rows, cols = layer.grid
-    crow, col, values = layer.crow_indices, layer.col_indices, layer.values
+    crow, col = (layer._buffers[name] for name in ("crow_indices", "col_indices"))  # see BsrModule.weight
+    values = layer._parameters.get("values")
+    values = layer.values if values is None else values
     candidates = _grow_scores(grow, (rows, cols), col.device, generator)
     if even_rows and not layer.weight.even:
         raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
@@ -192,9 +194,10 @@ def _grow_scores(
 def _check_layer(op: str, layer: BsrLinear) -> None:
     if not isinstance(layer, BsrLinear):
         raise TypeError(f"{op} needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
-    if layer.crow_indices.is_meta:
+    if layer._buffers["crow_indices"].is_meta:
         raise ValueError(f"{op}: the layer is on the meta device, and has no pattern yet")
-    plain(layer.values)
+    values = layer._parameters.get("values")
+    plain(layer.values if values is None else values)
 
 
 def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,5 +1,8 @@
 """The kernels that change a pattern in place, as families; and who calls them."""
 
+import functools
+from types import ModuleType
+
 from torch import Tensor
 
 from cute_kernels.arch import arch_named
@@ -68,6 +71,14 @@ class BlockMoves(Family):
         }
 
 
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """The modules that need the compiler's package, imported once: an import that has been done takes 1 us."""
+    from . import choose_kernel, move_kernel
+
+    return choose_kernel, move_kernel
+
+
 def regrown(
     scores: Tensor, candidates: Tensor, crow: Tensor, col: Tensor, cols: int, dropped: int, even: bool
 ) -> Tensor | None:
@@ -84,11 +95,10 @@ def regrown(
     """
     if not scores.is_cuda:
         return None
-    from .choose_kernel import fits, regrown_on_gpu
-
-    if not fits(len(crow) - 1, cols, even):
+    choose_kernel, _ = _kernels()
+    if not choose_kernel.fits(crow.shape[0] - 1, cols, even):
         return None
-    return regrown_on_gpu(scores, candidates, crow, col, cols, dropped, even)
+    return choose_kernel.regrown_on_gpu(scores, candidates, crow, col, cols, dropped, even)
 
 
 def blocks_moved(tensors: list[Tensor], origin: Tensor, lane: int | None) -> list[Tensor]:
@@ -101,11 +111,13 @@ def blocks_moved(tensors: list[Tensor], origin: Tensor, lane: int | None) -> lis
     """
     if not origin.is_cuda:
         return tensors
-    from .move_kernel import fits, move_blocks_on_gpu
-
-    suited = [t for t in tensors if t.is_cuda and fits(t)]
-    move_blocks_on_gpu(suited, origin, lane)
-    return [] if len(suited) == len(tensors) else [t for t in tensors if not any(t is other for other in suited)]
+    _, move_kernel = _kernels()
+    suited, left = [], []
+    for t in tensors:
+        (suited if t.is_cuda and move_kernel.fits(t) else left).append(t)
+    if suited:
+        move_kernel.move_blocks_on_gpu(suited, origin, lane)
+    return left
 
 
 REGROWTH = register(Regrowth())

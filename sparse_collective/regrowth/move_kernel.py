@@ -139,19 +139,18 @@ class BlockMoveKernel:
 
 def fits(t: torch.Tensor) -> bool:
     """Whether the kernel can move a tensor's blocks (nnz, ...): without gaps, whole vectors, aligned."""
-    nnz = t.shape[0]
-    size = t.nbytes // nnz if nnz else 0
-    aligned = size > 0 and size % 16 == 0 and t.data_ptr() % 16 == 0
-    return aligned and t.is_contiguous() and nnz * (size // 16) < 2**31
+    nnz, bytes_ = t.shape[0], t.nbytes
+    whole = bytes_ > 0 and bytes_ % (16 * nnz) == 0 and t.data_ptr() % 16 == 0
+    return whole and bytes_ < 2**35 and t.is_contiguous()  # vectors are counted by 32 bits
 
 
 def move_blocks_on_gpu(tensors: list[torch.Tensor], origin: torch.Tensor, lane: int | None) -> None:
     """family.blocks_moved of tensors that `fits`: those of one shape and dtype together, a few in each launch."""
-    alike: dict[tuple, list[torch.Tensor]] = {}
-    for t in tensors:
-        alike.setdefault((t.dtype, t.shape), []).append(t)
-    target = device_arch(origin.get_device())[0].target
-    for (dtype, shape), group in alike.items():
+    target, rest = device_arch(origin.get_device())[0].target, tensors
+    while rest:
+        dtype, shape = rest[0].dtype, rest[0].shape
+        group = [t for t in rest if t.dtype is dtype and t.shape == shape]
+        rest = [] if len(group) == len(rest) else [t for t in rest if t.dtype is not dtype or t.shape != shape]
         if len(shape) != 3 or dtype not in NAMES or shape[2] * dtype.itemsize % 16:
             group = [t.detach().view(shape[0], 1, -1).view(torch.int32) for t in group]
         for first in range(0, len(group), MOST_TENSORS):
