@@ -57,7 +57,9 @@ class Derived:
         cuda = source.is_cuda
         here = cuda and found is not None and found.number == torch._C._cuda_getCurrentRawStream(source.get_device())
         if found is not None and found.state == state:
-            if cuda and not here and not torch.cuda.is_current_stream_capturing():  # it may not wait for what is outside
+            if (
+                cuda and not here and not torch.cuda.is_current_stream_capturing()
+            ):  # it may not wait for what is outside
                 stream = torch.cuda.current_stream(source.device)
                 stream.wait_event(found.done)
                 for tensor in tensors_of(found.value):

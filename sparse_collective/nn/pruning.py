@@ -156,7 +156,9 @@ def change_pattern_(
     nnz = col.shape[0]
     if nnz == 0:
         return layer
-    found = magnitude_of(values.detach()) if isinstance(drop, str) and drop == "magnitude" else Blocks.of(layer).score(drop)
+    found = (
+        magnitude_of(values.detach()) if isinstance(drop, str) and drop == "magnitude" else Blocks.of(layer).score(drop)
+    )
     gradient = values.grad
     moving = [values] if gradient is None else [values, gradient]
     moving += _state_of_blocks(optimizer, values, nnz).values()

@@ -7,7 +7,7 @@ blocks keep their order, so what is stored at a place is not needed any more whe
     from its last place down            blocks that come from an earlier one, and zeros where a block has grown
 
 A few blocks are loaded before any of them is stored, so that their loads are under way together. Into another tensor
-each thread moves 16 bytes of one block. The grid's second mode counts the tensors, as values and an optimizer's moments.
+each thread moves 16 bytes of one block. The grid's second mode counts the tensors: values, and an optimizer's moments.
 
 Works on every architecture: no TMA, no tensor cores.
 """

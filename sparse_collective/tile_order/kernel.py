@@ -340,7 +340,7 @@ def fits(rows: int, *, row_tiles: int, tiles_n: int, batch: int, workers: int | 
 def work_order_on_gpu(
     crow: torch.Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
 ) -> tuple[torch.Tensor, Callable]:
-    """reference.work_order of a checked pattern on a GPU, for problems that `fits`; and what makes it of another crow."""
+    """reference.work_order of a checked pattern on a GPU, for problems that `fits`; and what makes it of other rows."""
     rows, to_workers = len(crow) - 1, workers is not None
     workers = workers or 1
     entries = -(-rows * row_tiles * tiles_n * batch // workers) * workers

@@ -21,8 +21,8 @@ import torch
 from cutlass import Int32
 
 from cute_kernels.dtypes import NAMES_OF_INDEX
-from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.derived import written
+from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
 from ..scan import WARP, exclusive_scan
