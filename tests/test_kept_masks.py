@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import BlockMask, block_sparse, block_sparse_attention
 from attention.masks import kept
-from cute_kernels.runtime.derived import Again, Derived, state_of
+from cute_kernels.runtime.derived import Derived, state_of
 from sparse_collective.bsr import BsrMatrix
 
 from . import emulate_attention
@@ -359,32 +359,6 @@ def test_the_memo_forgets_the_oldest():
 
 @pytest.mark.gpu
 @every_form
-def test_made_again_in_its_own_tensors(monkeypatch):
-    """An Again is, on the stream that it was made on; on another one, and in a capture, it is made anew."""
-    recorded, state = [], SimpleNamespace(stream=7, capturing=False)
-
-    def stream(device):
-        done = SimpleNamespace(record=lambda on: recorded.append(on.cuda_stream))
-        return SimpleNamespace(cuda_stream=state.stream, record_event=lambda: done, wait_event=recorded.append)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False)
-    source = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device=None)
-    memo, owners = Derived(), []
-
-    def get(version: int, owner: str) -> list:
-        return memo.get("key", source, lambda: Again([owner], owners.append), lambda value: (), version, owner)
-
-    first = get(0, "a")
-    assert get(0, "b") is first == ["a"] and not owners
-    assert get(1, "c") is first and get(1, "d") is first and owners == ["c"] and recorded == [7]
-    state.capturing = True
-    assert get(1, "e") is first and get(2, "f") == ["f"] and get(1, "g") is first
-    state.capturing, state.stream = False, 8
-    assert get(2, "h") == ["h"] and get(3, "i") == ["h"] and owners == ["c", "i"] and recorded == [7, 8]
-
-
 class TestOnGpu:
     def test_nothing_waits(self, form):
         call, masks = operands("cuda"), [held(form, device="cuda") for _ in range(2)]

@@ -7,6 +7,7 @@ Without a GPU the kernels run on the emulator, where there is one.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparse_collective.bsr
 from cute_kernels.runtime import device
 from cute_kernels.runtime.cache import KernelCache
+from cute_kernels.runtime.derived import Again, Derived
 from sparse_collective import BsrMatrix
 from sparse_collective.nn import BsrLinear, change_pattern_, pruning
 from sparse_collective.nn.pattern import indices_of, moved, random_keys, regrown_by_torch
@@ -347,3 +349,29 @@ def test_views_follow_the_change():
     before = W.t()
     W.col_indices.add_(0)
     assert W.t().numbers is not before.numbers and torch.equal(W.t().numbers, before.numbers)
+
+
+def test_made_again_in_its_own_tensors(monkeypatch):
+    """An Again is, on the stream that it was made on; on another one, and in a capture, it is made anew."""
+    recorded, state = [], SimpleNamespace(stream=7, capturing=False)
+
+    def stream(device):
+        done = SimpleNamespace(record=lambda on: recorded.append(on.cuda_stream))
+        return SimpleNamespace(cuda_stream=state.stream, record_event=lambda: done, wait_event=recorded.append)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False)
+    source = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device=None)
+    memo, owners = Derived(), []
+
+    def get(version: int, owner: str) -> list:
+        return memo.get("key", source, lambda: Again([owner], owners.append), lambda value: (), version, owner)
+
+    first = get(0, "a")
+    assert get(0, "b") is first == ["a"] and not owners
+    assert get(1, "c") is first and get(1, "d") is first and owners == ["c"] and recorded == [7]
+    state.capturing = True
+    assert get(1, "e") is first and get(2, "f") == ["f"] and get(1, "g") is first
+    state.capturing, state.stream = False, 8
+    assert get(2, "h") == ["h"] and get(3, "i") == ["h"] and owners == ["c", "i"] and recorded == [7, 8]
