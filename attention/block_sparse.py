@@ -158,7 +158,7 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         mask = with_causal(mask)
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
-    return launch(plan, q, k, v, out, (None, None, blocks))
+    return launch(plan, q, k, v, out, (None, None, blocks, None if score is None else score.reads))
 
 
 def plan_block_sparse(
@@ -179,19 +179,17 @@ def plan_block_sparse(
     if score is not None:
         checks.check_score(OP, score, q, k, softcap)
     if not plan.empty and planning.has_kernel(q):
-        if score is not None:
-            raise ValueError(f"{OP}: there is no kernel with a score_mod yet; CPU tensors take it")
-        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out)
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, score)
     return plan
 
 
-def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
+def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, score) -> None:
     """Fill in the kernel of a plan whose arguments are right."""
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
-    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element))
+    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m
     l2_heads = heads_in_l2(k.shape[2], (k.shape[3] + v.shape[3]) * k.element_size())
     plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])

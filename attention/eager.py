@@ -64,7 +64,7 @@ def attention(
     elif seqlens_k is not None:
         out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table))
     else:
-        out, lse = launch(plan, q, k, v, out)
+        out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads))
     return (out, lse) if return_lse else out
 
 
@@ -120,9 +120,7 @@ def plan_attention(
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns
-        if score_mod is not None:
-            raise ValueError("attention: there is no kernel with a score_mod yet; CPU tensors take it")
-        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
+        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, score=score_mod)
     return plan
 
 

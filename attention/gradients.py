@@ -59,6 +59,10 @@ def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> t
             "atomic operations, and deterministic gradients are asked for; detach() the tensors, or let go of "
             "deterministic=True and torch.use_deterministic_algorithms"
         )
+    if has_kernel(q):
+        raise RuntimeError(
+            "attention: with a score_mod no kernel computes gradients yet; call it under torch.no_grad()"
+        )
     score.mod.check_derivatives()
     return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, *score.tensors)
 

@@ -95,9 +95,9 @@ class BoundScore:
         return any(t.requires_grad for t in self.tensors)
 
     @cached_property
-    def views(self) -> tuple[Tensor, ...]:
-        """The tensors as a kernel takes them."""
-        return views_of(self.tensors)
+    def reads(self) -> tuple[Tensor, ...] | None:
+        """The tensors as a kernel takes them; None where there are none."""
+        return views_of(self.tensors) or None
 
     def check(self, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         check_extents(self.mod, self.tensors, batch, heads, lengths, WHAT)
