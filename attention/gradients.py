@@ -59,10 +59,6 @@ def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> t
             "atomic operations, and deterministic gradients are asked for; detach() the tensors, or let go of "
             "deterministic=True and torch.use_deterministic_algorithms"
         )
-    if has_kernel(q):
-        raise RuntimeError(
-            "attention: with a score_mod no kernel computes gradients yet; call it under torch.no_grad()"
-        )
     score.mod.check_derivatives()
     return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, *score.tensors)
 
@@ -89,7 +85,7 @@ def gradients_of(
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
     terms = Terms(window_bounds(window, causal), softcap, scale, in_one_order(deterministic))
-    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal)
+    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, score_mod, sums)
 
 
 def in_one_order(deterministic: bool | None) -> bool:

@@ -27,7 +27,7 @@ from cute_kernels.traced.record import Traced
 from .masks.element_mask import ElementMask, check_extents, views_of
 
 INPUTS = ("float32", *("int32",) * 4)
-B_INPUT, H_INPUT, Q_INPUT, KV_INPUT = range(1, 5)  # numbers of values
+SCORE_INPUT, B_INPUT, H_INPUT, Q_INPUT, KV_INPUT = range(5)  # numbers of values
 WHAT = "score_mod"
 
 
@@ -37,6 +37,10 @@ class Read(NamedTuple):
     load: Load
     slope: Program  # d result / d element
     of_head: bool  # whether its place depends on b and h alone
+
+    @property
+    def needs_score(self) -> bool:
+        return SCORE_INPUT in inputs_of(self.slope, self.slope.output)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class ScoreMod(ElementMask):
         """d result / d score."""
         return derivative(self.program)
 
+    @property
+    def adds(self) -> bool:
+        """Whether d result / d score is 1 everywhere."""
+        return constant_of(self.slope) == 1.0
+
     def reads(self, slots: Sequence[int]) -> list[Read]:
         """The elements that are read of these tensors, where the result depends on them smoothly."""
         found = []
@@ -55,6 +64,8 @@ class ScoreMod(ElementMask):
             if load.slot not in slots:
                 continue
             slope = derivative(self.program, number)
+            if constant_of(slope) == 0.0:
+                continue
             depends = set().union(*(inputs_of(self.program, i) for i in load.indices))
             found.append(Read(load, slope, depends <= {B_INPUT, H_INPUT}))
         return found
@@ -77,6 +88,12 @@ def inputs_of(program: Program, number: int) -> set[int]:
         return {number}
     part = program.of_value(number)
     return {i for node in part.nodes if node.op != "const" for i in _args(node) if i < len(program.inputs)}
+
+
+def constant_of(program: Program) -> float | None:
+    """What a Program computes of any inputs, where that is seen at once."""
+    node = program.nodes[-1] if program.nodes else None
+    return node.args[0] if node is not None and node.op == "const" else None
 
 
 def _args(node: Node) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     found = []
     if facts.path == "sm_90" and dim in tiles:
         found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
-    masked = facts.softcap or facts.blocks is not None and facts.blocks.mask is not None
+    masked = facts.softcap or facts.score is not None or facts.blocks is not None and facts.blocks.mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
     spilling = spills.get(dim) if facts.spec.name == "sm_90" else None

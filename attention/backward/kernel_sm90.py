@@ -60,6 +60,8 @@ class FlashBackwardSm90:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # see problem.problem_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
+        score_sums: tuple | None,  # of those that get gradients, the fp32 sums that these are added to
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK
@@ -80,7 +82,7 @@ class FlashBackwardSm90:
         tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (cfg.tile_m, facts.head_dim_v))
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, loop.make_mmas(), p.source,
-            p.scheduler, p.seqlens, scale_log2, softcap, scale,
+            p.scheduler, p.seqlens, scale_log2, softcap, scale, (score_tensors, score_sums),
         ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=cfg.ctas,
             preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
@@ -112,6 +114,7 @@ class FlashBackwardSm90:
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,
+        score: tuple,
     ):
         cfg = self.cfg
         tidx = cute.arch.thread_idx()[0]
@@ -157,7 +160,7 @@ class FlashBackwardSm90:
                 turn = None
                 if const_expr(self.facts.deterministic):
                     turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
-                work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
+                work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap, *score)
                 for i in cutlass.range(tiles.count, unroll=1):
                     self.mainloop.step(c, work, i, at)
                     at.advance()
