@@ -176,6 +176,12 @@ def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_l
     return result if return_lse else result[0]
 
 
+@torch.compiler.disable
+def uncompiled(op, *args, **options):
+    """A call that no registered op takes, one with a score_mod: torch.compile's graph ends before it."""
+    return op(*args, **options)
+
+
 def crossing(block_mask) -> tuple[tuple, str]:
     """A mask as arguments of a registered op, and its form, which `_block_mask` reads; torch.compile traces it.
 

@@ -206,7 +206,7 @@ def test_lengths_of_packed_sequences_come_in_pairs():
         attend(MODULE, *operands(6, 6), None, cu_seq_lens_q=torch.tensor([0, 12]))
 
 
-@pytest.mark.parametrize("name", ["position_bias", "score_mod", "head_mask", "cache", "block_table"])
+@pytest.mark.parametrize("name", ["head_mask", "cache", "block_table"])
 def test_arguments_that_no_kernel_has(name):
     with pytest.raises(ValueError, match="SimpleNamespace: "):
         attend(MODULE, *operands(6, 6), None, **{name: torch.ones(2)})

@@ -33,7 +33,7 @@ class AheadSm90(MainloopSm90):
                 following = work.tiles.at(i)
                 ahead = at.clone()
                 ahead.advance()
-                self.finish_ds(c, at)
+                self.finish_ds(c, work, number, at)
                 self.wait_for_q(c, work, following, ahead)
                 self.start_s(c, ahead.index)
                 self.start_dq_and_dk(c, at)
@@ -43,7 +43,7 @@ class AheadSm90(MainloopSm90):
                 self.finish_dq(c, work, number)
                 number = following
                 at.advance()
-            self.finish_ds(c, at)
+            self.finish_ds(c, work, number, at)
             self.start_dq_and_dk(c, at)
             warpgroup.wait_group(0)
             c.pipe_q.consumer_release(at)
@@ -61,15 +61,15 @@ class AheadSm90(MainloopSm90):
         self.start_dp(c, at.index)
         warpgroup.wait_group(later + 1)
         self.mask_scores(c, work, i, number)
-        self.scores_to_p(c, work, at.index)
+        self.scores_to_p(c, work, at.index, number)
         self.start_dv(c, at.index)
 
     @cute.jit
-    def finish_ds(self, c: Consumer, at):
+    def finish_ds(self, c: Consumer, work: Work, number: Int32, at):
         """dS' of a tile, as an operand in registers; gives dO's stage back."""
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
-        self.p_to_ds(c, at.index)
+        self.p_to_ds(c, work, at.index, number)
         self.convert(c.acc_dP, c.tKrdS)
 
     @cute.jit

@@ -70,13 +70,18 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
             raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
     dim = max(facts.head_dim, facts.head_dim_v)
     mask = None if facts.blocks is None else facts.blocks.mask
-    tiles = SM_90 if facts.softcap and mask is not None and mask.tensors else SM_90 | SM_90_AHEAD
+    scattered = facts.score is not None and any(not read.of_head for read in facts.score_reads)
+    tiles = SM_90 | SM_90_AHEAD
+    if scattered:  # gradients that each element adds to memory need registers
+        tiles = SM_90 | {128: SM_90_NARROW[128]}
+    elif facts.softcap and mask is not None and mask.tensors:
+        tiles = SM_90
     if facts.blocks is not None and facts.blocks.block_k != 128:
         tiles = SM_90_NARROW
     found = []
     if facts.path == "sm_90" and dim in tiles:
         found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
-    masked = facts.softcap or mask is not None
+    masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
     spilling = spills.get(dim) if facts.spec.name == "sm_90" else None

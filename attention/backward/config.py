@@ -8,6 +8,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
+from ..score_mod import Read, ScoreMod
 from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
@@ -68,6 +69,8 @@ class BackwardFacts:
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
     deterministic: bool = False  # whether the sums of dQ are added up in the order of K's tiles (turns.py)
+    score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
+    score_sums: tuple[int, ...] = ()  # the tensors that it captures, by number, whose gradients are computed
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -90,8 +93,19 @@ class BackwardFacts:
 
     @property
     def late_dp(self) -> bool:
-        """sm_90: whether it is issued when P is known: a cap needs still more."""
-        return self.softcap and max(self.head_dim, self.head_dim_v) == 128
+        """sm_90: whether it is issued when P is known: a cap or a score_mod needs still more."""
+        return (self.softcap or self.score is not None) and max(self.head_dim, self.head_dim_v) == 128
+
+    @cached_property
+    def score_reads(self) -> list[Read]:
+        """What the score_mod reads of these tensors."""
+        return self.score.reads(self.score_sums)
+
+    @cached_property
+    def keeps_scores(self) -> bool:
+        """Whether dS is computed of the scores, and P once more, and not of P times d score_mod / d score: where what
+        captured tensors get needs the scores, or P alone."""
+        return bool(self.score_reads) and not (self.score.adds and not any(r.needs_score for r in self.score_reads))
 
     @property
     def in_turn(self) -> bool:

@@ -72,6 +72,8 @@ class FlashBackwardSm90:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # see problem.problem_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
+        score_sums: tuple | None,  # of those that get gradients, the fp32 sums that these are added to
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK
@@ -93,7 +95,7 @@ class FlashBackwardSm90:
         tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (loop.piece_rows, facts.head_dim_v))
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, counter, loop.make_mmas(),
-            p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale,
+            p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale, (score_tensors, score_sums),
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
@@ -127,6 +129,7 @@ class FlashBackwardSm90:
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,
+        score: tuple,
     ):
         cfg = self.cfg
         tidx = cute.arch.thread_idx()[0]
@@ -173,7 +176,7 @@ class FlashBackwardSm90:
                     turn = None
                     if const_expr(self.facts.deterministic):
                         turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
-                    work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
+                    work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap, *score)
                     at = self.mainloop.steps(c, work, at)
                 pipe_kv.consumer_release(at_kv)
                 at_kv.advance()

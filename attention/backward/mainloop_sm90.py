@@ -46,6 +46,7 @@ from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
+from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
 from .turns import TURN, end_turn, wait_for_turn
 
 
@@ -94,7 +95,9 @@ class Work:
     dq: Int64  # address of dQ's sums of the head's first query tile
     turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
     scale_log2: Float32
-    softcap: Float32
+    softcap: Float32  # with a score_mod, what scores are multiplied by before it
+    score_tensors: tuple | None = None  # what a score_mod reads
+    score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
 
 
 def first_row(threads: int | None = None) -> Int32:
@@ -378,17 +381,17 @@ class MainloopSm90:
             warpgroup.wait_group(0)
             self.mask_scores(c, work, i, number)
         if const_expr(late_dp):
-            self.scores_to_p(c, work, at.index)
+            self.scores_to_p(c, work, at.index, number)
         c.pipe_do.consumer_wait(at)
         self.start_dp(c, at.index)
         if const_expr(not (masks_first or late_dp)):
             warpgroup.wait_group(1)
             self.mask_scores(c, work, i, number)
         if const_expr(not late_dp):
-            self.scores_to_p(c, work, at.index)
+            self.scores_to_p(c, work, at.index, number)
         self.start_dv(c, at.index)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, at.index)
+        self.p_to_ds(c, work, at.index, number)
         if const_expr(late_dp):
             warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
@@ -411,11 +414,11 @@ class MainloopSm90:
         self.start_s(c, at.index)
         warpgroup.wait_group(0)
         self.mask_scores(c, work, i, number)
-        self.scores_to_p(c, work, at.index)
+        self.scores_to_p(c, work, at.index, number)
         c.pipe_do.consumer_wait(at)
         self.start_dp(c, at.index)
         warpgroup.wait_group(0)
-        self.p_to_ds(c, at.index)
+        self.p_to_ds(c, work, at.index, number)
         self.start_dv(c, at.index)
         self.convert(c.acc_dP, c.tKrdS)
         self.start_dk(c, at.index)
@@ -476,29 +479,64 @@ class MainloopSm90:
             mask_window(scores, work.source, work.col0 + self.first_row(), self.first_query(c, number), work.seqlen)
 
     @cute.jit
-    def scores_to_p(self, c: Consumer, work: Work, stage: Int32):
+    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32):
         """Scores to P, in place in fp32 and rounded as an operand; with a cap, in place times the cap's derivative."""
         for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
             lse = [self.row_values(c, stage, 0, (first // 4 + j) * 2) for j in range(2)]
             part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
             capped = [part[v] for v in range(8)]
-            for v in range_constexpr(8):
-                part[v] = exp2(part[v] * work.scale_log2 - lse[v // 4][v % 2])
+            if const_expr(self.facts.score is not None):
+                kept = self.changed_scores_to_p(c, work, part, lse, first, number)
+            else:
+                for v in range_constexpr(8):
+                    part[v] = exp2(part[v] * work.scale_log2 - lse[v // 4][v % 2])
             cute.make_tensor(c.tVrP.iterator + first, cute.make_layout(8)).store(part.load().to(self.dtype))
+            if const_expr(self.facts.score is not None):
+                for v in range_constexpr(8):
+                    part[v] = kept[v]
             if const_expr(self.facts.softcap):
                 for v in range_constexpr(8):
                     slope = 1.0 - capped[v] * capped[v]
                     part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # where masked, it is not a number
 
     @cute.jit
-    def p_to_ds(self, c: Consumer, stage: Int32):
-        """dS = P (dP - delta), in place of dP."""
+    def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32):
+        """dS = P (dP - delta), in place of dP; and the gradients of what a score_mod captures."""
+        totals, place = [], ()
+        if const_expr(self.facts.score is not None):
+            totals, place = no_totals(self.facts), self.place_of_scores(c, work, number)
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
         for column in range_constexpr(0, cute.size(ds, mode=[1]), 2):
             delta = self.row_values(c, stage, 1, column)
+            lse = delta
+            if const_expr(self.facts.score is not None and self.facts.keeps_scores):
+                lse = self.row_values(c, stage, 0, column)
             for j in range_constexpr(2):
                 for r in range_constexpr(cute.size(ds, mode=[0])):
-                    ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
+                    if const_expr(self.facts.score is not None):
+                        at = const_expr((column // 2 * 4 + 2 * r + j, 1))
+                        both = p[r, column + j], ds[r, column + j] - delta[j], lse[j]
+                        ds[r, column + j] = ds_of(self.facts, work, *both, (*at, *place), totals)
+                    else:
+                        ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
+        if const_expr(self.facts.score is not None):
+            add_totals(self.facts, work, totals)
+
+    def place_of_scores(self, c: Consumer, work: Work, number: Int32) -> tuple:
+        """(column, query row) of this thread's first score."""
+        return work.col0 + self.first_row(), self.first_query(c, number) + read_special_register("laneid") % 4 * 2
+
+    def changed_scores_to_p(
+        self, c: Consumer, work: Work, part: cute.Tensor, lse: list, first: int, number: Int32
+    ) -> list:
+        """Eight scores from `first` on to P in place. Returns what is kept for dS (BackwardFacts.keeps_scores)."""
+        facts, kept = self.facts, []
+        for v in range(8):
+            inputs = inputs_at(facts, work, part[v], first + v, 1, *self.place_of_scores(c, work, number))
+            p = p_of(facts, work, part[v], lse[v // 4][v % 2], inputs)
+            kept.append(part[v] if facts.keeps_scores else times_slope(facts, work, p, p, inputs))
+            part[v] = p
+        return kept
 
     def row_values(self, c: Consumer, stage: Int32, which: int, column: int) -> cute.Tensor:
         """(2,): LSE (which = 0) or delta (1) of two query rows, those of this thread's columns from `column` on."""

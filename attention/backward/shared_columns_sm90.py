@@ -276,12 +276,12 @@ class SharedColumnsSm90(MainloopSm90):
         if const_expr(self.pair):
             if tile >= work.tiles.count:
                 c.acc_S.fill(-Float32.inf)
-        self.scores_to_p(c, work, stage)
+        self.scores_to_p(c, work, stage, number)
         cute.arch.barrier(barrier_id=BACKWARD_READ + other, number_of_threads=GROUPS * WARPGROUP)
         self.share(c, c.tVrP, c.sP)
         self.start_dv(c, piece + c.group)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, stage)
+        self.p_to_ds(c, work, stage, number)
         self.convert(c.acc_dP, c.tKrdS)
         self.share(c, c.tKrdS, c.sdS)
         self.start_dk(c, piece + c.group)

@@ -156,7 +156,12 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     for tiles, tile_us in SM_90[dim]:
-        if facts.softcap and (dim, tiles) in NO_SOFTCAP or extents.uneven and (dim, tiles) in UNMASKED_ONLY:
+        if (
+            facts.softcap
+            and (dim, tiles) in NO_SOFTCAP
+            or (extents.uneven or facts.score is not None)
+            and ((dim, tiles) in UNMASKED_ONLY)
+        ):
             continue
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
         found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))

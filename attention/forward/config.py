@@ -8,6 +8,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import Element, element_of
 
 from ..masks.element_mask import ElementMask
+from ..score_mod import ScoreMod
 
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
@@ -70,6 +71,7 @@ class FlashFacts:
     lse: bool = False
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
+    score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -102,10 +104,11 @@ class FlashFacts:
         """sm_90: whether the softmax of full tiles first tries to do without their row maxima (step_without_max).
 
         Not at head dimension 256, where a step waits for the tensor cores and nothing is gained. Three warpgroups have
-        no registers for it with 128 columns, or with a window that has a left bound.
+        no registers for it with 128 columns, or with a window that has a left bound. Nor with a score_mod, which would
+        be computed in two places.
         """
         tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
-        return max(self.head_dim, self.head_dim_v) < 256 and not tight
+        return max(self.head_dim, self.head_dim_v) < 256 and not tight and self.score is None
 
     @property
     def rescale_threshold(self) -> float:

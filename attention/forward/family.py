@@ -76,6 +76,8 @@ def describe(facts: FlashFacts) -> dict[str, str]:
     switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
     switches += (("lse", facts.lse), ("packed", facts.packed))
     more = [text for text, there in switches if there]
+    if facts.score:
+        more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

@@ -43,6 +43,7 @@ class FlashForwardSm80:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
         scale_log2: Float32,
         softcap: Float32,
         left: Int32 | None,  # None of a block mask
@@ -50,9 +51,11 @@ class FlashForwardSm80:
         stream: cuda.CUstream,
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
-        self.kernel(p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap).launch(
+        self.kernel(
+            p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap, score_tensors
+        ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
-        )
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ kernel
 
@@ -69,6 +72,7 @@ class FlashForwardSm80:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -99,7 +103,7 @@ class FlashForwardSm80:
             self.mainloop.wait(2 * cfg.stages - 1)
             in_registers = facts.head_dim // facts.element.mma_k if facts.q_in_registers else 0
             q_fragments = [self.mainloop.fragment_q(c, k, []) for k in range(in_registers)]
-            work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+            work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
             self.mainloop.steps(c, work, q_fragments, from_k, from_v, end)
         softmax.finish(out, lse)
         gO = cute.domain_offset((seqlen.q0, 0), mO[seqlen.b, tile.h, None, None])

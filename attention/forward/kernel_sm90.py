@@ -71,6 +71,7 @@ class FlashForwardSm90:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
         counter: cute.Tensor | None,  # (1,) int32, 0; of a dynamic schedule
         scale_log2: Float32,
         softcap: Float32,
@@ -93,7 +94,7 @@ class FlashForwardSm90:
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
-            scale_log2, softcap,
+            scale_log2, softcap, score_tensors,
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -123,6 +124,7 @@ class FlashForwardSm90:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -173,7 +175,7 @@ class FlashForwardSm90:
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+                    work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
                     pipe_q.consumer_wait(state_q)
                     at_k = self.mainloop.first_step(c, work, at_k)
                     if const_expr(facts.packed):

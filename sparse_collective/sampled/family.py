@@ -20,7 +20,9 @@ from ..catalogue import BLOCKS
 from .config import SampledConfig, parts_of
 
 SIDES = (128, 64, 32, 16)
-PAIRS = 1.15  # what a pair of CTAs must promise by the model, which was fitted to tiles of one CTA; none is measured yet
+PAIRS = (
+    1.15  # what a pair of CTAs must promise by the model, which was fitted to tiles of one CTA; none is measured yet
+)
 
 
 def fitting(block: int, widest: int) -> int:
