@@ -68,9 +68,9 @@ def check_head_dims(op: str, q, v) -> None:
             )
 
 
-def check_gradient_dims(op: str, q, v) -> None:
-    """Head dimensions that have a backward; asked before forward runs."""
-    if WIDE in (q.shape[-1], v.shape[-1]) and (q.is_cuda or plans_kernel(q.device)):
+def check_gradient_dims(op: str, q, v, kernel: bool) -> None:
+    """Head dimensions that have a backward, if `kernel` says that one is needed; asked before forward runs."""
+    if kernel and WIDE in (q.shape[-1], v.shape[-1]):
         raise RuntimeError(
             f"{op}: at head_dim {WIDE} it computes no gradients, and q, k or v requires one; call it under "
             f"torch.no_grad(), or use torch's flex_attention or scaled_dot_product_attention. Gradients exist for "

@@ -12,6 +12,7 @@ import torch
 
 from cute_kernels.runtime import families
 
+from ..forward.choose import SM_80 as SM_80_FORWARD
 from ..forward.choose import WIDE
 from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
 from .checks import capacity
@@ -32,11 +33,12 @@ SM_80 = {
     False: ((64, 32, 4, 4), (64, 32, 3, 4)),
     True: ((64, 16, 6, 4), (64, 16, 4, 4)),
 }
-# At head dimension 512, on sm_90 too, for at most so many packed rows: warps share their rows (FlashFacts.sharers).
+# At head dimension 512, on sm_90 too: warps share their rows (FlashFacts.sharers). For at most WIDE_FEW packed rows,
+# without and with pages, which need registers. For more the forward kernel's tiles.
 WIDE_FEW = 16
-WIDE_TILES = {
-    True: ((16, 32, 3, 4), (16, 32, 2, 4), (16, 32, 1, 4)),
-    False: ((64, 32, 2, 8), (64, 32, 1, 8), (32, 16, 1, 8)),
+SM_80_WIDE_FEW = {
+    False: ((16, 32, 3, 4), (16, 32, 2, 4), (16, 32, 1, 4)),
+    True: ((16, 16, 6, 4), (16, 16, 4, 4), (16, 16, 2, 4)),
 }
 CTAS_SM_80 = 2  # that share an SM, as a rule
 TILE_M = 64
@@ -81,7 +83,8 @@ def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
     """The facts with their configuration, the only one there is for them, but at head dimension 512."""
     dim = max(facts.head_dim, facts.head_dim_v)
     if dim == WIDE:
-        found = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in WIDE_TILES[packed_rows <= WIDE_FEW])
+        configs = SM_80_WIDE_FEW[facts.page_size > 0] if packed_rows <= WIDE_FEW else SM_80_FORWARD[WIDE]
+        found = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in configs)
         return next(f for f in found if f.smem_bytes <= f.spec.smem)
     if facts.path == "sm_90":
         tile_n, stages, ctas = SM_90[dim]

@@ -10,7 +10,7 @@ from cute_kernels.arch import ArchSpec
 
 from ..masks.element_mask import element_mask
 from ..masks.mask_mods import And, Band, RowRange
-from .choose import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
+from .choose import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, head_dims_text, pick
 from .config import BlockKind, FlashFacts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
@@ -63,6 +63,19 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
                     yield pick(replace(facts, packed=True), EXTENTS)
         yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128), EXTENTS)
         yield from with_blocks(spec, path)
+        yield from wide(spec, path)
+
+
+def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+    """Head dimension 512: with all terms, packed, with tensors in a block mask; on a path's first architecture plain."""
+    plain = FlashFacts(spec.target, path, None, head_dim=WIDE, head_dim_v=WIDE)
+    terms = replace(plain, softcap=True, lse=True)
+    if path == spec.name:
+        yield pick(plain, EXTENTS)
+        yield pick(replace(plain, window=WindowKind(right=True)), EXTENTS)
+        yield pick(replace(terms, window=WindowKind(left=True, right=True)), EXTENTS)
+    yield pick(replace(terms, window=WindowKind(left=True, right=True), packed=True), EXTENTS)
+    yield pick(replace(terms, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
 
 
 def candidates(facts: FlashFacts, spec: ArchSpec) -> list:
@@ -95,8 +108,8 @@ def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[FlashFacts]
 
     Shapes decide between configurations, so all of them are here. Other windows are compiled on their first call.
     """
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
+    if dim not in (*HEAD_DIMS, WIDE):
+        raise ValueError(f"head dimension {dim} has no kernel; there are {head_dims_text()}")
     plain = FlashFacts(spec.target, spec.path, None, dtype, dim, dim)
     if op == "block_sparse_attention":
         for blocksize in BLOCKSIZES:

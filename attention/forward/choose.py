@@ -19,6 +19,7 @@ SM_90 = {
     128: (((192, 80, 4, 3), 1.245), ((128, 128, 3, 2), 1.40), ((64, 128, 2, 1), 1.06)),
     192: (((128, 112, 2, 2), 1.74), ((64, 112, 2, 1), 1.23)),
     256: (((128, 80, 2, 2), 1.72), ((64, 80, 2, 1), 1.34)),
+    WIDE: (((64, 64, 1, 2), 2.2),),  # by calculation
 }
 NO_SOFTCAP = {(64, (192, 128, 2, 3))}
 UNMASKED_ONLY = {(96, (192, 80, 4, 3)), (128, (192, 80, 4, 3))}
@@ -36,7 +37,7 @@ SM_80 = {
     256: ((64, 64, 1, 4), (128, 64, 1, 8)),
     # Two warps share their rows, and in the last four (FlashFacts.sharers). These serve packed sequences and block
     # masks, too, whose blocks they divide.
-    WIDE: ((64, 64, 1, 8), (64, 32, 1, 8), (32, 16, 1, 8)),
+    WIDE: ((64, 32, 2, 8), (64, 32, 1, 8), (32, 16, 1, 8)),
 }
 
 # The same for kernels that write LSE and for packed sequences: both need registers, which these tiles leave free.
@@ -97,6 +98,8 @@ def head_dims_text() -> str:
 def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
     blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
+    if facts.path == "sm_90" and dim == WIDE:
+        return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
         tile_n, stages = BLOCKS_SM_90[blocks.block_q][dim][blocks.block_k == 64]
         groups = blocks.block_q // 64
@@ -177,8 +180,6 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
 
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     """The facts with the configuration that is estimated to be the fastest, or the sm_80 path's first that fits."""
-    if facts.head_dim == WIDE:
-        facts = replace(facts, path="sm_80")
     if facts.blocks is not None:
         config = config_of_blocks(facts)
     elif facts.path == "sm_90":

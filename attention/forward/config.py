@@ -110,7 +110,7 @@ class FlashFacts:
     @property
     def ordered(self) -> bool:
         """sm_90: whether warpgroups issue their products one after the other, by an ordered barrier."""
-        return self.config.groups > 1
+        return self.config.groups > self.sharers
 
     @property
     def skips_max(self) -> bool:
