@@ -278,7 +278,9 @@ def test_a_mask_is_converted_once(monkeypatch):
 # ------------------------------------------------------------------ with kernels, and under torch.compile
 
 
-@pytest.mark.parametrize(("d", "dv", "read"), [(32, 32, 64), (80, 64, 96), (64, 64, 64), (200, 129, 256), (300, 64, 512)])
+@pytest.mark.parametrize(
+    ("d", "dv", "read"), [(32, 32, 64), (80, 64, 96), (64, 64, 64), (200, 129, 256), (300, 64, 512)]
+)
 def test_plans_of_a_gpu(d, dv, read):
     """Head dimensions without a kernel are padded; masks take the kernel of block masks."""
     q, k, v = (torch.empty(1, 2, 256, n, dtype=torch.bfloat16, device="meta") for n in (d, d, dv))

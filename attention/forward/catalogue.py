@@ -67,7 +67,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
 
 
 def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
-    """Head dimension 512: with all terms, packed, with tensors in a block mask; on a path's first architecture plain."""
+    """Head dimension 512: packed and with block masks; on a path's first architecture also plain and with all terms."""
     plain = FlashFacts(spec.target, path, None, head_dim=WIDE, head_dim_v=WIDE)
     terms = replace(plain, softcap=True, lse=True)
     if path == spec.name:

@@ -196,9 +196,7 @@ class MainloopSm80:
     @cute.jit
     def add_scores(self, c: Consumer):
         """Add those of the warps that share the rows. In pairs, so that the sums are the same bits in all of them."""
-        others = [
-            c.exchange + ((c.part ^ other) - c.part) * self.part_bytes for other in range(1, self.sharers)
-        ]
+        others = [c.exchange + ((c.part ^ other) - c.part) * self.part_bytes for other in range(1, self.sharers)]
         for i in range_constexpr(cute.size(c.acc_S) // 4):
             parts = []
             for other in others:

@@ -208,7 +208,9 @@ class MainloopSm90:
         """The i-th four scores of this thread or, with `other`, of the one so many threads before or after it."""
         number = (read_special_register("tid.x") - WARPGROUP) ^ other  # read anew: no register is held for it
         at = base + number * VECTOR_BYTES + i * (self.sharers * WARPGROUP * VECTOR_BYTES)
-        return cute.make_tensor(make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(4))
+        return cute.make_tensor(
+            make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(4)
+        )
 
     def meet(self):
         cute.arch.barrier(barrier_id=FORWARD_SCORES, number_of_threads=self.sharers * WARPGROUP)

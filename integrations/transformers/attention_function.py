@@ -60,8 +60,8 @@ def attend(
         s_aux: (H,), attention sinks, as gpt-oss has them.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU a D or Dv that no kernel has
-    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256 and 512, at each call: query, key and value
-    are copied, in decoding the whole cache, and the kernel does the work of the larger one.
+    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256 and 512, at each call: query, key and
+    value are copied, in decoding the whole cache, and the kernel does the work of the larger one.
 
     Returns:
         ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
