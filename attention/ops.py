@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
+from cute_kernels.runtime.device import plans_kernel
 from sparse_collective import BsrMatrix
 
 from . import block_sparse, checks, eager
@@ -48,7 +49,7 @@ def attention(
     Args:
         q: (B, H, Sq, D) bfloat16 or float16, of any strides with D contiguous.
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H is a multiple of Hkv, and head h of q uses head h // (H / Hkv).
-            On a GPU D and Dv are 64, 96, 128, 192 or 256.
+            On a GPU D and Dv are 64, 96, 128, 192 or 256, or both are 512.
         causal: row i sees columns up to i + Sk - Sq, so the last row sees the last column, whatever the lengths.
         window: (left, right): row i sees columns i + Sk - Sq - left to i + Sk - Sq + right, both included; None, or -1
             as in FlashAttention, for no bound.
@@ -93,7 +94,7 @@ def attention(
     lse, nothing quadratic.
     The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU,
     unless `deterministic`. On Hopper GPUs the gradients of head dimensions above 128, and of blocks 64 wide above 96,
-    are computed by the sm_80 path's kernel, which has no TMA and WGMMA.
+    are computed by the sm_80 path's kernel, which has no TMA and WGMMA. Head dimension 512 has no gradients.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
@@ -101,8 +102,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or the GPU is older than
-            sm_80.
+        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or on a GPU the head
+            dimension is 512; or the GPU is older than sm_80.
     """
     if score_mod is not None and is_compiling():
         from .torch_op import uncompiled
@@ -229,6 +230,7 @@ def _with_gradient(op: str, run, q, k, v, mask, options: dict, cu_q=None, cu_k=N
     """(out, lse) that autograd knows."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
+    checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable
 
     return differentiable(run, q, k, v, mask, options, cu_q, cu_k)

@@ -107,7 +107,7 @@ def plan_kernel(
     if choose is not None and choose(plan, facts, sms):
         return
     plan.facts = pick(facts, Extents(*extents, *bounds, sms))
-    if facts.path == "sm_90":
+    if plan.facts.path == "sm_90":
         plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True
     plan.function = families.function_for(plan.facts)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_kernels.arch import ArchSpec
 
 from ..forward.catalogue import ALL_FEATURES, BLOCKSIZES, MASKS, SCORES
-from ..forward.choose import HEAD_DIMS
+from ..forward.choose import HEAD_DIMS, WIDE
 from ..forward.config import BlockKind, WindowKind
 from .choose import pick
 from .config import BackwardFacts
@@ -47,6 +47,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
 
 def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[BackwardFacts]:
     """What a bundle has: dense and causal attention, packed too, or masks without a function; without a cap."""
+    if dim == WIDE:  # forward only
+        return
     if dim not in HEAD_DIMS:
         raise ValueError(f"head dimension {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
     plain = BackwardFacts(spec.target, spec.path, None, dtype, dim, dim)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, Request, register
-from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER
+from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
 from .arguments import forward_args
 from .config import FlashFacts
@@ -50,8 +50,9 @@ class FlashForward(Family):
     def named_barriers(self, facts: FlashFacts) -> tuple[str, dict[int, int]] | None:
         if facts.path != "sm_90":
             return None
-        groups = facts.config.groups
-        return "forward", {FORWARD_ORDER: groups * facts.ordered, FORWARD_OOB: groups * facts.packed}
+        groups, sharing = facts.config.groups, int(facts.sharers > 1)
+        counts = {FORWARD_ORDER: groups * facts.ordered, FORWARD_SCORES: sharing, FORWARD_OOB: groups * facts.packed}
+        return "forward", counts
 
     def smem_limit(self, facts: FlashFacts) -> int:
         return facts.spec.smem if facts.config.ctas == 1 else HALF

@@ -63,8 +63,8 @@ def attend(
         score_mod: FlexAttention's function of (score, b, h, q, kv), beside which there is no position_bias.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU a D or Dv that no kernel has
-    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192 and 256, at each call: query, key and value
-    are copied, in decoding the whole cache, and the kernel does the work of the larger one.
+    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256 and 512, at each call: query, key and
+    value are copied, in decoding the whole cache, and the kernel does the work of the larger one.
 
     Returns:
         ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
