@@ -78,10 +78,9 @@ class ScoreMod(ElementMask):
             raise TypeError(f"score_mod: {error}; call it under torch.no_grad()") from None
 
     @cached_property
-    def loads_elements(self) -> bool:
-        """Whether different scores of a head read different elements."""
-        indices = (i for _, load in self.program.loads for i in load.indices)
-        return any(not inputs_of(self.program, i) <= {B_INPUT, H_INPUT} for i in indices)
+    def takes_positions(self) -> bool:
+        """Whether it depends on the row or the column."""
+        return not inputs_of(self.program, self.program.output).isdisjoint((Q_INPUT, KV_INPUT))
 
     def indexes(self, value: int) -> bool:
         """Whether an input is an index by itself, and so must not go past a tensor's end."""

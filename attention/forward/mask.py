@@ -10,7 +10,7 @@ from cute_kernels.traced.lower import lower
 
 from ..score_mod import KV_INPUT, Q_INPUT, ScoreMod
 
-LOADS = 16  # of a thread, for a score_mod, that are on their way at once
+AT_ONCE = 16  # scores of a thread whose positions, and what is read there, are in registers at a time
 LOG2E = 1.4426950408889634
 
 
@@ -44,8 +44,8 @@ def change_scores(
         if const_expr(mod.indexes(Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
         for c in range_constexpr(columns):
-            if const_expr(mod.loads_elements and r + c > 0 and (r * columns + c) % LOADS == 0):
-                # There are no registers for the loads of all scores at once.
+            if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
+                # There are no registers for the loads of all scores at once, nor for their positions.
                 mine = integer_after(mine, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
             column = mine + const_expr(c // 2 * 8 + c % 2)
             if const_expr(mod.indexes(KV_INPUT) and not inside):
