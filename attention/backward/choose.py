@@ -9,9 +9,9 @@ from .config import BackwardConfig, BackwardFacts
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). Not measured yet.
 SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
 
-# Where two warpgroups share the columns of dK and dV: (ctas, exchange, query tiles of a step, parts of dQ).
-PAIR_IN_PARTS, ONE = (1, False, 2, 2), (1, False, 1, 1)
-SM_90 |= {192: (64, 64, 2, 2, *ONE), 256: (64, 64, 1, 2, *ONE)}
+# Where two warpgroups share the columns of dK and dV: (ctas, exchange, query tiles of a step, parts of dQ, one_do).
+PAIR_IN_PARTS, ONE, ONE_IN_PARTS = (1, False, 2, 2), (1, False, 1, 1), (1, False, 1, 2, True)
+SM_90 |= {192: (64, 64, 2, 2, *ONE), 256: (64, 64, 2, 2, *ONE_IN_PARTS)}
 
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
 SM_90_NARROW = SM_90 | {64: (64, 64, 2, 1, 2), 96: (64, 64, 1, 1, 2), 128: (64, 64, 2, 2, *PAIR_IN_PARTS)}

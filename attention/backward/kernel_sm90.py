@@ -159,9 +159,11 @@ class FlashBackwardSm90:
                 if const_expr(self.facts.deterministic):
                     turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
                 work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
+                self.mainloop.begin_head(c, work, at)
                 for i in cutlass.range(self.mainloop.steps(tiles.count), unroll=1):
                     self.mainloop.step(c, work, i, at)
                     at.advance()
+                self.mainloop.end_head()
             self.mainloop.drain(c)
             self.store(c, (mdK, mdV), tile, seqlen, scale)
 
@@ -215,6 +217,7 @@ class FlashBackwardSm90:
         for j, m in enumerate(numbers):
             index = at.index * len(numbers) + j
             self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at))
+        at = self.mainloop.state_of_do(at, True)
         pipe_do.producer_acquire(at)
         for j, m in pieces:
             self.load(parts["do"], (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)

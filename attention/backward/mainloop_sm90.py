@@ -159,6 +159,16 @@ class MainloopSm90:
         """The first query row that a warpgroup has scores of."""
         return number * self.cfg.tile_m
 
+    def state_of_do(self, at, producer: bool):
+        """Of dO's ring, by that of Q's."""
+        return at
+
+    def begin_head(self, c: Consumer, work: Work, at):
+        """Before the steps over a head's query tiles."""
+
+    def end_head(self):
+        """After them."""
+
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
         return group
@@ -281,7 +291,7 @@ class MainloopSm90:
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
         q = self.make_ring(storage.barriers_q, cfg.stages, cfg.step_rows * (dims[0] * width + 2 * FP32))
-        do = self.make_ring(storage.barriers_do, cfg.stages, cfg.step_rows * dims[1] * width)
+        do = self.make_ring(storage.barriers_do, self.facts.stages_do, cfg.step_rows * dims[1] * width)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
         return kv, q, do
