@@ -163,7 +163,6 @@ class FlashBackwardSm90:
                 for i in cutlass.range(self.mainloop.steps(tiles.count), unroll=1):
                     self.mainloop.step(c, work, i, at)
                     at.advance()
-                self.mainloop.end_head()
             self.mainloop.drain(c)
             self.store(c, (mdK, mdV), tile, seqlen, scale)
 

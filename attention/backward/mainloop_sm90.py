@@ -166,9 +166,6 @@ class MainloopSm90:
     def begin_head(self, c: Consumer, work: Work, at):
         """Before the steps over a head's query tiles."""
 
-    def end_head(self):
-        """After them."""
-
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
         return group

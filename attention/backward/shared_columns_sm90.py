@@ -268,10 +268,7 @@ class SharedColumnsSm90(MainloopSm90):
         if const_expr(self.cfg.ahead):
             self.wait_for_q(c, work, Int32(0), at)
             self.start_s(c, at.index * GROUPS + c.group)
-
-    def end_head(self):
-        if self.cfg.ahead:
-            warpgroup.wait_group(0)  # for S' of no step
+            warpgroup.wait_group(0)
 
     @cute.jit
     def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
@@ -297,7 +294,8 @@ class SharedColumnsSm90(MainloopSm90):
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, i, of_do.index, "sdO")
         self.start_dp(c, do + c.group)
-        warpgroup.wait_group(1)
+        if const_expr(not self.cfg.ahead):
+            warpgroup.wait_group(1)
         self.mask_scores(c, work, tile, number)
         if const_expr(self.pair):
             if tile >= work.tiles.count:
@@ -322,33 +320,39 @@ class SharedColumnsSm90(MainloopSm90):
         all_of, q, do = (None, None, None), at.index * GROUPS + other, of_do.index * GROUPS + other
         of_dv = c.mmas[5], c.acc_dV, c.tVsP[*all_of, other], c.tVrdO[*all_of, do]
         of_dk = c.mmas[6], c.acc_dK, c.tKsdS[*all_of, other], c.tKrQ[*all_of, q]
-        one_do = const_expr(self.facts.stages_do < self.cfg.stages)
+        one_do = const_expr(int(self.facts.stages_do < self.cfg.stages))
         if const_expr(one_do):  # dV first, so that the next dO is loaded early
             self.add_product(*of_dv)
         self.start_dq(c, c.group if const_expr(self.pair) else 0, 0)
         if const_expr(not one_do):
             self.add_product(*of_dv)
         self.add_product(*of_dk)
-        ahead = const_expr(int(self.cfg.ahead))
-        if const_expr(ahead):
-            following = at.clone()
-            following.advance()
-            self.wait_for_q(c, work, i + 1, following)
-            self.start_s(c, following.index * GROUPS + c.group)
+        ahead, early = const_expr(int(self.cfg.ahead)), const_expr(int(self.cfg.ahead and self.cfg.dq_parts == 1))
+        if const_expr(early):
+            self.start_next_s(c, work, i, at)
         if const_expr(one_do):
-            warpgroup.wait_group(2 + ahead)
+            warpgroup.wait_group(2 + early)
             c.pipe_do.consumer_release(of_do)
-            warpgroup.wait_group(1 + ahead)
-            self.add_part(c, work, tile, number, 0)
-        else:
-            warpgroup.wait_group(2 + ahead)
-            self.add_part(c, work, tile, number, 0)
+        warpgroup.wait_group(2 - one_do + early)
+        self.add_part(c, work, tile, number, 0)
+        if const_expr(ahead > early):  # some registers of dQ are free now
+            self.start_next_s(c, work, i, at)
+        if const_expr(not one_do):
             warpgroup.wait_group(1 + ahead)
             c.pipe_do.consumer_release(of_do)
         for part in range_constexpr(1, self.cfg.dq_parts):
             self.add_part(c, work, tile, number, part)
         warpgroup.wait_group(ahead)
         c.pipe_q.consumer_release(at)
+        if const_expr(ahead):
+            warpgroup.wait_group(0)  # with products in flight at a loop's end, the compiler serialises all of them
+
+    def start_next_s(self, c: ColumnsConsumer, work: Work, i: Int32, at):
+        """Start S' of the step after i."""
+        following = at.clone()
+        following.advance()
+        self.wait_for_q(c, work, i + 1, following)
+        self.start_s(c, following.index * GROUPS + c.group)
 
     def add_product(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
         """Start acc += A B."""
