@@ -33,7 +33,7 @@ class BackwardConfig:
     query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
     dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
     one_do: bool = False  # the same: dO's ring has one stage
-    ahead: bool = False  # the same: S' of a step is begun in the step before; needs two stages of Q
+    ahead: bool = True  # the same: S' of a step is begun in the step before; needs two stages of Q
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}" + " exchange" * self.exchange

@@ -41,7 +41,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_READ
 from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import bulk_add
+from cute_kernels.tile.ptx import bulk_add, zero_here
 
 from ..forward.mainloop_sm90 import in_steps
 from .config import FP32
@@ -347,11 +347,14 @@ class SharedColumnsSm90(MainloopSm90):
         if const_expr(ahead):
             warpgroup.wait_group(0)  # with products in flight at a loop's end, the compiler serialises all of them
 
+    @cute.jit
     def start_next_s(self, c: ColumnsConsumer, work: Work, i: Int32, at):
         """Start S' of the step after i."""
         following = at.clone()
         following.advance()
         self.wait_for_q(c, work, i + 1, following)
+        for v in range_constexpr(cute.size(c.acc_S)):
+            c.acc_S[v] = zero_here()  # or what P was is computed anew here, as what the product begins with
         self.start_s(c, following.index * GROUPS + c.group)
 
     def add_product(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
