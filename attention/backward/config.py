@@ -36,6 +36,7 @@ class BackwardConfig:
     ahead: bool = False  # sm_90
     query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
     dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
+    one_do: bool = False  # the same: dO's ring has one stage
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
@@ -125,8 +126,9 @@ class BackwardFacts:
 
     @property
     def stages_do(self) -> int:
-        """sm_80: of dO's ring."""
-        return 1 if self.warps.in_registers else self.config.stages
+        """Of dO's ring."""
+        one = self.config.one_do if self.path == "sm_90" else self.warps.in_registers
+        return 1 if one else self.config.stages
 
     @property
     def smem_bytes(self) -> int:
@@ -138,9 +140,8 @@ class BackwardFacts:
         if cfg.query_tiles:
             return self.smem_of_shared_columns
         scores = cfg.tile_m * cfg.tile_n
-        of_do = cfg.stages if hopper else self.stages_do
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
-        elements += cfg.tile_m * (cfg.stages * self.head_dim + of_do * self.head_dim_v)
+        elements += cfg.tile_m * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
         fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
         return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
@@ -151,10 +152,11 @@ class BackwardFacts:
 
         Barriers and rows come first, and fill multiples of 1024 bytes.
         """
-        cfg, width = self.config, self.head_dim + self.head_dim_v
-        elements = (cfg.tile_n + cfg.stages * cfg.step_rows) * width + 2 * cfg.tile_n * cfg.step_rows
-        sums = cfg.step_rows * self.head_dim // cfg.dq_parts
-        first = 16 * (1 + 2 * cfg.stages) + QUEUE_BYTES + 2 * cfg.stages * cfg.step_rows * FP32
+        cfg, rows = self.config, self.config.step_rows
+        elements = cfg.tile_n * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_n * rows
+        elements += rows * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
+        sums = rows * self.head_dim // cfg.dq_parts
+        first = 16 * (1 + cfg.stages + self.stages_do) + QUEUE_BYTES + 2 * cfg.stages * rows * FP32
         return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
 
 

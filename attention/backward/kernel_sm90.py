@@ -29,7 +29,6 @@ from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
-from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, MainloopSm90, Work
 from .problem import KvTile, problem_of
@@ -46,8 +45,8 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        shared, ahead = facts.config.query_tiles, facts.config.ahead
-        self.mainloop = (SharedColumnsSm90 if shared else AheadSm90 if ahead else MainloopSm90)(facts)
+        shared = facts.config.query_tiles
+        self.mainloop = (SharedColumnsSm90 if shared else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         queue = Arrivals(1, 4 * facts.config.groups, threads=32)
@@ -272,6 +271,7 @@ class FlashBackwardSm90:
         for j, m in enumerate(numbers):
             index = at.index * len(numbers) + j
             self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at))
+        at = self.mainloop.state_of_do(at, True)
         pipe_do.producer_acquire(at)
         for j, m in pieces:
             self.load(do, (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)

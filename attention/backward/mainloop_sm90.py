@@ -163,6 +163,13 @@ class MainloopSm90:
         """The first query row that a warpgroup has scores of."""
         return number * self.cfg.tile_m
 
+    def state_of_do(self, at, producer: bool):
+        """Of dO's ring, by that of Q's."""
+        return at
+
+    def begin_head(self, c: Consumer, work: Work, at):
+        """Before the steps over a head's query tiles."""
+
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
         return group
@@ -287,7 +294,7 @@ class MainloopSm90:
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
         q = self.make_ring(storage.barriers_q, cfg.stages, cfg.step_rows * (dims[0] * width + 2 * FP32))
-        do = self.make_ring(storage.barriers_do, cfg.stages, cfg.step_rows * dims[1] * width)
+        do = self.make_ring(storage.barriers_do, self.facts.stages_do, cfg.step_rows * dims[1] * width)
         queue = pipeline.PipelineAsync.create(
             barrier_storage=storage.barriers_queue.data_ptr(),
             num_stages=SLOTS,
@@ -355,6 +362,7 @@ class MainloopSm90:
     @cute.jit
     def steps(self, c: Consumer, work: Work, at):
         """All query tiles of a head; returns the state of the rings after them."""
+        self.begin_head(c, work, at)
         for i in cutlass.range(self.step_count(work.tiles.count), unroll=1):
             self.step(c, work, i, at)
             at.advance()

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
@@ -41,7 +41,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_READ
 from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import bulk_add
+from cute_kernels.tile.ptx import bulk_add, zero_here
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.tile_queue import FIELDS, SLOTS
@@ -84,6 +84,8 @@ class SharedColumnsSm90(MainloopSm90):
             raise ValueError(f"{cfg}: {GROUPS} warpgroups share columns, of 1 or {GROUPS} tiles of {ROWS}x{ROWS}")
         if self.facts.head_dim // cfg.dq_groups % (8 * cfg.dq_parts):
             raise ValueError(f"{cfg}: {cfg.dq_parts} parts of dQ do not have whole columns")
+        if cfg.ahead and cfg.stages < 2:
+            raise ValueError(f"{cfg}: Q of the step ahead needs a stage of its own")
 
     # ------------------------------------------------------------------ what the kernel asks
 
@@ -117,6 +119,11 @@ class SharedColumnsSm90(MainloopSm90):
     def first_column(self, c: Consumer, acc: cute.Tensor) -> Int32:
         return c.group * (cute.size(acc) * WARPGROUP // ROWS)
 
+    def state_of_do(self, at, producer: bool):
+        if self.facts.stages_do == self.cfg.stages:
+            return at
+        return pipeline.PipelineState(1, at.count, Int32(0), at.count % 2 ^ Int32(producer))
+
     def dq_part(self, group: Int32):
         return 0 if self.pair else group
 
@@ -125,11 +132,12 @@ class SharedColumnsSm90(MainloopSm90):
     def layouts(self) -> dict:
         """As loaded and written: sQ (piece_rows, D, PIPE), sdO (piece_rows, Dv, PIPE), sK (tile_n, D), sV (tile_n, Dv),
         sP and sdS (tile_n, piece_rows, group)."""
-        cfg, facts, pieces = self.cfg, self.facts, GROUPS * self.cfg.stages
+        cfg, facts = self.cfg, self.facts
+        of_q, of_do = GROUPS * cfg.stages, GROUPS * facts.stages_do
         scores = smem_layout(self.dtype, cfg.tile_n, self.piece_rows, GROUPS, True)
         return {
-            "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, pieces, True),
-            "sdO": divided(self.dtype, self.piece_rows, facts.head_dim_v, GROUPS, pieces, True),
+            "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, of_q, True),
+            "sdO": divided(self.dtype, self.piece_rows, facts.head_dim_v, GROUPS, of_do, True),
             "sK": self.k_layout(True),
             "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
             "sP": scores,
@@ -137,12 +145,13 @@ class SharedColumnsSm90(MainloopSm90):
         }
 
     def transposed(self) -> dict:
-        cfg, facts, pieces = self.cfg, self.facts, GROUPS * self.cfg.stages
+        cfg, facts = self.cfg, self.facts
+        of_q, of_do = GROUPS * cfg.stages, GROUPS * facts.stages_do
         # Of dQ's rows; where both warpgroups' dS is read together, one lies behind the other.
         count, rows = (GROUPS, self.piece_rows) if self.pair else (1, cfg.tile_m)
         return {
-            "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, pieces, False),
-            "sdO": divided(self.dtype, self.piece_rows, facts.head_dim_v, GROUPS, pieces, False),
+            "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, of_q, False),
+            "sdO": divided(self.dtype, self.piece_rows, facts.head_dim_v, GROUPS, of_do, False),
             "sK": self.k_layout(False),
             "sdS": divided(self.dtype, cfg.tile_n, rows, rows // self.piece_rows, count, False),
         }
@@ -168,7 +177,7 @@ class SharedColumnsSm90(MainloopSm90):
         class SharedStorage:
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
-            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * self.facts.stages_do]
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
             slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.step_rows * cfg.stages], 128]
@@ -258,51 +267,102 @@ class SharedColumnsSm90(MainloopSm90):
     # ------------------------------------------------------------------ steps
 
     @cute.jit
+    def begin_head(self, c: ColumnsConsumer, work: Work, at):
+        if const_expr(self.cfg.ahead):
+            self.wait_for_q(c, work, Int32(0), at)
+            self.start_s(c, at.index * GROUPS + c.group)
+            warpgroup.wait_group(0)
+
+    @cute.jit
+    def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
+        """For Q of step i, unless there is no such step: the product of it is then of what is there, and not used."""
+        if i < self.step_count(work.tiles.count):
+            c.pipe_q.consumer_wait(at)
+            if const_expr(self.facts.packed):
+                self.zero_rows_past_the_end(c, work, i, at.index, "sQ")
+
+    @cute.jit
     def step(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """dK, dV and dQ of step i of a head; `at` is the state of both rings."""
-        tile = i * 2 + c.group if const_expr(self.pair) else i
+        """dK, dV and dQ of step i of a head; `at` is the state of Q's ring."""
+        tile = i * GROUPS + c.group if const_expr(self.pair) else i
         number = work.tiles.at(cutlass.min(tile, work.tiles.count - 1))
         other = 1 - c.group
-        piece, stage = at.index * GROUPS, at.index * self.cfg.query_tiles  # of Q and dO, of rows
-        c.pipe_q.consumer_wait(at)
-        if const_expr(self.facts.packed):
-            self.zero_rows_past_the_end(c, work, i, at)
+        of_do = self.state_of_do(at, False)
+        rows, q, do = at.index * self.cfg.query_tiles, at.index * GROUPS, of_do.index * GROUPS  # places in rings
+        if const_expr(not self.cfg.ahead):
+            self.wait_for_q(c, work, i, at)
+            self.start_s(c, q + c.group)
         cute.arch.barrier_arrive(barrier_id=BACKWARD_READ + c.group, number_of_threads=GROUPS * WARPGROUP)
-        self.start_s(c, piece + c.group)
-        c.pipe_do.consumer_wait(at)
-        self.start_dp(c, piece + c.group)
-        warpgroup.wait_group(1)
+        c.pipe_do.consumer_wait(of_do)
+        if const_expr(self.facts.packed):
+            self.zero_rows_past_the_end(c, work, i, of_do.index, "sdO")
+        self.start_dp(c, do + c.group)
+        if const_expr(not self.cfg.ahead):
+            warpgroup.wait_group(1)
         self.mask_scores(c, work, tile, number)
         if const_expr(self.pair):
             if tile >= work.tiles.count:
                 c.acc_S.fill(-Float32.inf)
-        self.scores_to_p(c, work, stage, number)
+        self.scores_to_p(c, work, rows, number)
         cute.arch.barrier(barrier_id=BACKWARD_READ + other, number_of_threads=GROUPS * WARPGROUP)
         self.share(c, c.tVrP, c.sP)
-        self.start_dv(c, piece + c.group)
+        self.start_dv(c, do + c.group)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, work, stage, number)
+        self.p_to_ds(c, work, rows, number)
         self.convert(c.acc_dP, c.tKrdS)
         self.share(c, c.tKrdS, c.sdS)
-        self.start_dk(c, piece + c.group)
+        self.start_dk(c, q + c.group)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=GROUPS * WARPGROUP)
+        self.finish_products(c, work, i, at, of_do, tile, number)
+
+    @cute.jit
+    def finish_products(self, c: ColumnsConsumer, work: Work, i: Int32, at, of_do, tile: Int32, number: Int32):
+        """The rest of a step, when P' and dS' of both warpgroups are in shared memory."""
+        other = 1 - c.group
+        all_of, q, do = (None, None, None), at.index * GROUPS + other, of_do.index * GROUPS + other
+        of_dv = c.mmas[5], c.acc_dV, c.tVsP[*all_of, other], c.tVrdO[*all_of, do]
+        of_dk = c.mmas[6], c.acc_dK, c.tKsdS[*all_of, other], c.tKrQ[*all_of, q]
+        one_do = const_expr(int(self.facts.stages_do < self.cfg.stages))
+        if const_expr(one_do):  # dV first, so that the next dO is loaded early
+            self.add_product(*of_dv)
         self.start_dq(c, c.group if const_expr(self.pair) else 0, 0)
-        self.start_of_other(c.mmas[5], c.acc_dV, c.tVsP, c.tVrdO, other, piece)
-        self.start_of_other(c.mmas[6], c.acc_dK, c.tKsdS, c.tKrQ, other, piece)
-        warpgroup.wait_group(2)
+        if const_expr(not one_do):
+            self.add_product(*of_dv)
+        self.add_product(*of_dk)
+        ahead, early = const_expr(int(self.cfg.ahead)), const_expr(int(self.cfg.ahead and self.cfg.dq_parts == 1))
+        if const_expr(early):
+            self.start_next_s(c, work, i, at)
+        if const_expr(one_do):
+            warpgroup.wait_group(2 + early)
+            c.pipe_do.consumer_release(of_do)
+        warpgroup.wait_group(2 - one_do + early)
         self.add_part(c, work, tile, number, 0)
-        warpgroup.wait_group(1)
-        c.pipe_do.consumer_release(at)
+        if const_expr(ahead > early):  # some registers of dQ are free now
+            self.start_next_s(c, work, i, at)
+        if const_expr(not one_do):
+            warpgroup.wait_group(1 + ahead)
+            c.pipe_do.consumer_release(of_do)
         for part in range_constexpr(1, self.cfg.dq_parts):
             self.add_part(c, work, tile, number, part)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(ahead)
         c.pipe_q.consumer_release(at)
+        if const_expr(ahead):
+            warpgroup.wait_group(0)  # with products in flight at a loop's end, the compiler serialises all of them
 
-    def start_of_other(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, other: Int32, piece: Int32):
-        """acc += A B of the other warpgroup's query rows."""
-        operands = a[None, None, None, other], b[None, None, None, piece + other]
-        start_product(mma, acc, *in_steps(*operands), False)
+    @cute.jit
+    def start_next_s(self, c: ColumnsConsumer, work: Work, i: Int32, at):
+        """Start S' of the step after i."""
+        following = at.clone()
+        following.advance()
+        self.wait_for_q(c, work, i + 1, following)
+        for v in range_constexpr(cute.size(c.acc_S)):
+            c.acc_S[v] = zero_here()  # or what P was is computed anew here, as what the product begins with
+        self.start_s(c, following.index * GROUPS + c.group)
+
+    def add_product(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+        """Start acc += A B."""
+        start_product(mma, acc, *in_steps(a, b), False)
 
     def share(self, c: ColumnsConsumer, values: cute.Tensor, place: cute.Tensor):
         """P' or dS' to shared memory."""
@@ -335,14 +395,14 @@ class SharedColumnsSm90(MainloopSm90):
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def zero_rows_past_the_end(self, c: Consumer, work: Work, i: Int32, at):
+    def zero_rows_past_the_end(self, c: Consumer, work: Work, i: Int32, stage: Int32, name: cutlass.Constexpr[str]):
+        """Zero the rows of Q ("sQ") or dO of step i that belong to the next sequence."""
+        ring = c.ring_q if const_expr(name == "sQ") else c.ring_do
         numbers = self.numbers(work.tiles, i)
         for j, m in enumerate(self.coordinates(numbers)):
             valid = work.seqlen.rows - m * self.piece_rows
             if valid < self.piece_rows:
-                c.pipe_do.consumer_wait(at)
-                for ring, name in ((c.ring_q, "sQ"), (c.ring_do, "sdO")):
-                    self.zero_rows(ring, self.transposed()[name].outer, at.index * GROUPS + j, valid)
+                self.zero_rows(ring, self.transposed()[name].outer, stage * GROUPS + j, valid)
 
     def zero_rows(self, ring: Int32, layout, index: Int32, valid: Int32):
         super().zero_rows(ring, layout, index, cutlass.max(valid, 0))  # a whole tile may be past the end

@@ -40,6 +40,12 @@ def read_special_register(register: str, *, loc=None, ip=None) -> Int32:
     return Int32(_asm(T.i32(), [], f"mov.u32 $0, %{register};", "=r", side_effects=True, loc=loc, ip=ip))
 
 
+@dsl_user_op
+def zero_here(*, loc=None, ip=None) -> Float32:
+    """0.0, written to a register at this place: not after the wgmma.fence that follows."""
+    return Float32(_asm(T.f32(), [], "mov.b32 $0, 0;", "=f", side_effects=True, loc=loc, ip=ip))
+
+
 # ptxas does not know that no arithmetic results in a NaN of this pattern.
 SELECT = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.f32 $0, 0f00000000, $1, p; }"
 
