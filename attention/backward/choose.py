@@ -67,7 +67,10 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     tiles = SM_90 if facts.blocks is None or facts.blocks.block_k == 128 else SM_90_NARROW
     found = []
     if facts.path == "sm_90" and dim in tiles:
-        found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
+        config = BackwardConfig(*tiles[dim])
+        if facts.deterministic and config.groups > 1:  # sums wait for their turn while the next ones are made
+            found.append(replace(facts, config=replace(config, sums=config.stages)))
+        found.append(replace(facts, config=config))
     masked = facts.softcap or facts.blocks is not None and facts.blocks.mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90

@@ -28,10 +28,11 @@ class BackwardConfig:
     groups: int
     ctas: int = 1  # sm_90: CTAs that share an SM
     exchange: bool = False  # sm_80
+    sums: int = 1  # sm_90: buffers of dQ's sums on their way to memory: 1, or as many as stages
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        return text + " exchange" * self.exchange
+        return text + " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class BackwardFacts:
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
         elements += cfg.tile_m * (cfg.stages * self.head_dim + of_do * self.head_dim_v)
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
-        fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
+        fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim * cfg.sums if hopper else 0))
         return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
 
 

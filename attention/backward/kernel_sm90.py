@@ -1,6 +1,6 @@
 """The sm_90 kernel of attention's backward: one CTA a tile of K and V, TMA in, WGMMA, dK and dV from registers.
 
-    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
+    warpgroup 0      producer; one of its warps issues all TMA loads; one for each consumer adds dQ's sums to memory
     warpgroups 1..   consumers; each owns 64 rows of K and V (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
@@ -8,7 +8,8 @@
     Q, dO      see mainloop_sm90
 
     named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeros
-                     2, 3     each consumer: its part of dQ is in shared memory, or may be written again
+                     2 to 5   each consumer and its storing warp: its part of dQ is in a buffer of sums
+                     6 to 9   the same: the buffer has been read
 
 A CTA visits the query tiles of all heads that share its head of K and V, so that dK and dV are written once, and in the
 same order in every run. dQ is added up in memory, by whichever CTA comes first, or in turns (turns.py).
@@ -17,14 +18,14 @@ same order in every run. dQ is added up in memory, by whichever CTA comes first,
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.mainloop_sm90 import permuted
 from .config import FP32, BackwardFacts
-from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
+from .mainloop_sm90 import Consumer, DqWork, MainloopSm90, Work, first_row
 from .problem import problem_of
 from .store import store_fragment
 from .turns import TURN
@@ -138,6 +139,9 @@ class FlashBackwardSm90:
                 parts = {name: self.partition(*operand) for name, operand in operands.items()}
                 ring = storage.rows.data_ptr()
                 self.produce(parts, rows, ring, (pipe_kv, pipe_q, pipe_do), source, scheduler, seqlens, tile)
+            elif warp <= cfg.groups:
+                sums = storage.sums.data_ptr().toint()
+                self.store_dq(warp - 1, sums, (dq, turns), source, scheduler, seqlens, tile)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             c = self.mainloop.consumer(mmas, group, storage, (pipe_q, pipe_do))
@@ -151,17 +155,10 @@ class FlashBackwardSm90:
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-                first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
-                first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-                sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
-                turn = None
-                if const_expr(self.facts.deterministic):
-                    turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
-                work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
+                work = Work(source, tiles, seqlen, tile.b, h, col0, scale_log2, softcap)
                 for i in cutlass.range(tiles.count, unroll=1):
                     self.mainloop.step(c, work, i, at)
                     at.advance()
-            self.mainloop.drain(c)
             self.store(c, (mdK, mdV), tile, seqlen, scale)
 
     @cute.jit
@@ -182,7 +179,32 @@ class FlashBackwardSm90:
             for place, layout in self.mainloop.lines_of_kv(storage):
                 self.mainloop.zero_rows(place, layout, Int32(0), valid)
 
-    # ------------------------------------------------------------------ producer
+    # ------------------------------------------------------------------ producer's warpgroup
+
+    @cute.jit
+    def store_dq(self, group: Int32, sums: Int32, memory: tuple, source, scheduler, seqlens, tile):
+        """Add a consumer warpgroup's parts of dQ to memory: a warp's work."""
+        cfg, (dq, turns) = self.cfg, memory
+        seqlen = seqlens.of(tile.b)
+        heads = scheduler.qhead_per_kvhead
+        left = Int32(0)
+        for g in cutlass.range(heads, unroll=1):
+            left += source.for_tile(tile.n, tile.h_kv * heads + g, tile.b, seqlen).count
+        for buffer in range_constexpr(cfg.sums):
+            if left > 0:
+                self.mainloop.free_sums(group, buffer)
+            left -= 1
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.sums)
+        for g in cutlass.range(heads, unroll=1):
+            h = tile.h_kv * heads + g
+            tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+            first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
+            first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
+            begin = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
+            turn = None
+            if const_expr(self.facts.deterministic):
+                turn = turns.iterator.toint() + (first * cfg.groups + group) * TURN
+            left, at = self.mainloop.store_sums(group, DqWork(tiles, begin, turn), sums, left, at)
 
     @cute.jit
     def produce(self, parts: dict, rows, ring, pipes: tuple, source, scheduler, seqlens, tile):

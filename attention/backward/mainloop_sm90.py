@@ -33,7 +33,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import WARP
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, Arrivals
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
 from cute_kernels.tile.ptx import bulk_add, read_special_register
 
@@ -77,12 +77,11 @@ class Consumer:
     ring_q: Int32  # of Q
     ring_do: Int32  # of dO
     sums: Int32  # of dQ's values on their way to memory
-    turn: cute.Tensor | None  # (1,) Int64: the number to move on when they are there, 0 for none
 
 
 @dataclass(frozen=True)
 class Work:
-    """One head's query tiles, and what masks and dQ need."""
+    """One head's query tiles, and what masks need."""
 
     source: Any  # q_tiles.WindowRows or BlockRows
     tiles: Any  # what source.for_tile gave
@@ -90,16 +89,31 @@ class Work:
     b: Int32
     h: Int32
     col0: Int32  # the tile's first column of the score matrix
-    dq: Int64  # address of dQ's sums of the head's first query tile
-    turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
     scale_log2: Float32
     softcap: Float32
+
+
+@dataclass(frozen=True)
+class DqWork:
+    """One head's query tiles, and where a consumer warpgroup's parts of dQ go."""
+
+    tiles: Any
+    dq: Int64  # address of dQ's sums of the head's first query tile
+    turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
 
 
 def first_row() -> Int32:
     """The first of this thread's two rows of the tile of K; read anew, so that no register holds it."""
     thread = read_special_register("tid.x") - WARPGROUP
     return thread // WARP * 16 + thread % WARP // 4
+
+
+STORE_THREADS = WARPGROUP + WARP  # a consumer warpgroup and the warp that stores its part of dQ
+
+
+def meeting(group: Int32, buffer: Int32 | int) -> Int32:
+    """Number of their barrier of a buffer of sums, from the first one on."""
+    return group + 2 * buffer
 
 
 class MainloopSm90:
@@ -112,6 +126,8 @@ class MainloopSm90:
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
         if facts.ds_buffers not in (1, facts.config.stages):
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
+        if facts.config.sums not in (1, facts.config.stages):
+            raise ValueError(f"{facts.config}: buffers of dQ's sums take turns as the rings do, or there is one")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
             raise ValueError(
                 f"{facts.config}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them"
@@ -179,7 +195,7 @@ class MainloopSm90:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.stages], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size * cfg.sums], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
@@ -258,10 +274,6 @@ class MainloopSm90:
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         one = (None, None, None, 0)
-        turn = None
-        if facts.deterministic:
-            turn = cute.make_rmem_tensor(1, Int64)
-            turn.fill(0)
         parts = self.parts_k if facts.in_turn else 1
         part = facts.head_dim // parts, cfg.tile_n, 1
         columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
@@ -291,7 +303,6 @@ class MainloopSm90:
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
             sums=storage.sums.data_ptr().toint(),
-            turn=turn,
         )
 
     # ------------------------------------------------------------------ steps
@@ -338,9 +349,10 @@ class MainloopSm90:
         warpgroup.wait_group(2)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
-        self.wait_for_sums(c)
-        self.write_dq(c, 0)
-        self.add_dq(c, work, number)
+        sums = self.buffer_of_sums(at)
+        self.wait_for_sums(c, sums)
+        self.write_dq(c, 0, sums)
+        self.give_sums(c, sums)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
@@ -363,12 +375,13 @@ class MainloopSm90:
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
         c.pipe_q.consumer_release(at)
-        self.wait_for_sums(c)
+        sums = self.buffer_of_sums(at)
+        self.wait_for_sums(c, sums)
         for part in range_constexpr(self.parts_k):
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
-            self.write_dq(c, part)
-        self.add_dq(c, work, number)
+            self.write_dq(c, part, sums)
+        self.give_sums(c, sums)
 
     def start_s(self, c: Consumer, stage: Int32):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
@@ -443,59 +456,72 @@ class MainloopSm90:
         cute.autovec_copy(cute.make_tensor(place, pair), values)
         return values
 
-    @cute.jit
-    def wait_for_sums(self, c: Consumer):
-        """Until this warpgroup's part of the sums in shared memory has been read, and with turns is in memory."""
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            self.finish_sums(c)
-        self.sync(c.group)
+    def buffer_of_sums(self, at) -> Int32 | int:
+        """Of the step whose state is `at`."""
+        return at.index if self.cfg.sums > 1 else 0
 
-    @cute.jit
-    def finish_sums(self, c: Consumer):
-        """By the thread that issued the copy."""
-        cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
-        if const_expr(self.facts.deterministic):
-            if c.turn[0] != 0:
-                end_turn(c.turn[0], True)
+    def wait_for_sums(self, c: Consumer, buffer: Int32 | int):
+        """Until this warpgroup's part of a buffer of sums has been read."""
+        cute.arch.barrier(barrier_id=BACKWARD_FREE + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
 
-    def write_dq(self, c: Consumer, part: int):
-        """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""
+    def write_dq(self, c: Consumer, part: int, buffer: Int32 | int):
+        """acc_dQ, `part` of the warpgroup's columns, to a buffer of sums."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        begin = c.sums + c.group * self.part_bytes
+        begin = c.sums + self.place_of_sums(c.group, buffer)
         layout, count = cute.make_layout(self.sums.vector), cute.size(c.acc_dQ)
         for r in range(0, count, self.sums.vector):
             at = begin + self.sums.offset(tidx, part * count + r) * FP32
             place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(c.acc_dQ.iterator + r, layout), cute.make_tensor(place, layout))
 
+    def give_sums(self, c: Consumer, buffer: Int32 | int):
+        """To the warp that stores them."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=BACKWARD_FULL + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
+
+    def place_of_sums(self, group: Int32, buffer: Int32 | int) -> Int32:
+        """Bytes from the first buffer's begin on."""
+        return group * self.part_bytes + buffer * (self.sums.size * FP32)
+
     @property
     def part_bytes(self) -> int:
         """Of a warpgroup's sums."""
         return self.sums.values * WARPGROUP * FP32
 
-    @cute.jit
-    def add_dq(self, c: Consumer, work: Work, number: Int32):
-        """Add this warpgroup's part of a query tile's dQ to that in memory, by one bulk copy."""
-        cute.arch.fence_view_async_shared()
-        self.sync(c.group)
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            part = c.group * self.part_bytes
-            if const_expr(self.facts.deterministic):
-                c.turn[0] = work.turns + Int64(number) * (self.cfg.groups * TURN)
-                wait_for_turn(c.turn[0], work.tiles.turn(number))
-            tile = work.dq + Int64(number) * (self.sums.size * FP32)
-            bulk_add(tile + part, c.sums + part, self.part_bytes)
-            cute.arch.cp_async_bulk_commit_group()
-
-    def sync(self, group: Int32):
-        """All 128 threads of one warpgroup."""
-        cute.arch.barrier(barrier_id=BACKWARD_DQ + group, number_of_threads=WARPGROUP)
+    # ------------------------------------------------------------------ dQ's store
 
     @cute.jit
-    def drain(self, c: Consumer):
-        """Before the CTA ends, its shared memory must have been read."""
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            self.finish_sums(c)
+    def store_sums(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
+        """Add a consumer warpgroup's parts of dQ of a head's query tiles, by a warp; returns (left, at).
+
+        left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
+        """
+        for i in cutlass.range(work.tiles.count, unroll=1):
+            number, buffer = work.tiles.at(i), self.buffer_of_sums(at)
+            cute.arch.barrier(barrier_id=BACKWARD_FULL + meeting(group, buffer), number_of_threads=STORE_THREADS)
+            if cute.arch.lane_idx() == 0:
+                turn = Int64(0)
+                if const_expr(self.facts.deterministic):
+                    turn = work.turns + Int64(number) * (self.cfg.groups * TURN)
+                    wait_for_turn(turn, work.tiles.turn(number))
+                tile = work.dq + Int64(number) * (self.sums.size * FP32)
+                bulk_add(tile + group * self.part_bytes, sums + self.place_of_sums(group, buffer), self.part_bytes)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
+                if const_expr(self.facts.deterministic):
+                    end_turn(turn, True)
+            cute.arch.sync_warp()
+            if left > 0:
+                self.free_sums(group, buffer)
+            left -= 1
+            at.advance()
+        return left, at
+
+    def free_sums(self, group: Int32, buffer: Int32 | int):
+        """A buffer of sums may be written."""
+        cute.arch.barrier_arrive(barrier_id=BACKWARD_FREE + meeting(group, buffer), number_of_threads=STORE_THREADS)
+
+    # ------------------------------------------------------------------ rows past the end, rounding
 
     @cute.jit
     def zero_rows_past_the_end(self, c: Consumer, work: Work, number: Int32, at):
