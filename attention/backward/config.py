@@ -29,10 +29,18 @@ class BackwardConfig:
     ctas: int = 1  # sm_90: CTAs that share an SM
     exchange: bool = False  # sm_80
     sums: int = 1  # sm_90: buffers of dQ's sums on their way to memory: 1, or as many as stages
+    ahead: bool = False  # sm_90: scores are computed 64 query rows ahead (ahead_sm90.py)
+    stages_q: int = 0  # sm_90: of Q's ring; 0: as many as dO's
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        return text + " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1)
+        text += " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
+        return text + f" stages of Q {self.stages_q}" * (self.stages_q > 0)
+
+    @property
+    def ring_q(self) -> int:
+        """sm_90: stages of Q's ring."""
+        return self.stages_q or self.stages
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,11 @@ class BackwardFacts:
         return self.config.groups == 1
 
     @property
+    def in_registers(self) -> tuple[bool, bool]:
+        """sm_90: whether K, and V, are operands in registers, as head dimensions up to 64 leave room for."""
+        return self.config.ahead and self.head_dim <= 64, self.config.ahead and self.head_dim_v <= 64
+
+    @property
     def ds_buffers(self) -> int:
         """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
         return 1 if self.in_turn else 2
@@ -107,9 +120,9 @@ class BackwardFacts:
         scores = cfg.tile_m * cfg.tile_n
         of_do = cfg.stages if hopper else self.stages_do
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
-        elements += cfg.tile_m * (cfg.stages * self.head_dim + of_do * self.head_dim_v)
+        elements += cfg.tile_m * (cfg.ring_q * self.head_dim + of_do * self.head_dim_v)
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
-        fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim * cfg.sums if hopper else 0))
+        fp32 = cfg.tile_m * (2 * cfg.ring_q + (self.head_dim * cfg.sums if hopper else 0))
         return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
 
 

@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.mainloop_sm90 import permuted
+from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, DqWork, MainloopSm90, Work, first_row
 from .problem import problem_of
@@ -38,7 +39,7 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm90(facts)
+        self.mainloop = AheadSm90(facts) if facts.config.ahead else MainloopSm90(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         self.arrivals = {"Q, dO, K and V": self.mainloop.arrivals}
@@ -145,20 +146,37 @@ class FlashBackwardSm90:
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             c = self.mainloop.consumer(mmas, group, storage, (pipe_q, pipe_do))
-            c.acc_dK.fill(0.0)
-            c.acc_dV.fill(0.0)
+            if const_expr(not cfg.ahead):
+                c.acc_dK.fill(0.0)
+                c.acc_dV.fill(0.0)
             at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ring_q)
             pipe_kv.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
             if const_expr(self.facts.packed):
                 self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n)
             col0 = tile.n * cfg.tile_n
-            for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
-                h = tile.h_kv * scheduler.qhead_per_kvhead + g
+            heads = scheduler.qhead_per_kvhead
+            begin = Int32(0)  # the first head that sees the tile
+            if const_expr(cfg.ahead):
+                if const_expr(self.facts.blocks is not None):
+                    begin = self.first_head(source, scheduler, seqlen, tile)
+                h = tile.h_kv * heads + begin
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
                 work = Work(source, tiles, seqlen, tile.b, h, col0, scale_log2, softcap)
-                for i in cutlass.range(tiles.count, unroll=1):
-                    self.mainloop.step(c, work, i, at)
-                    at.advance()
+                self.mainloop.begin(c, storage, work, at_q, at)
+            for g in cutlass.range(begin, heads, unroll=1):
+                h = tile.h_kv * heads + g
+                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+                work = Work(source, tiles, seqlen, tile.b, h, col0, scale_log2, softcap)
+                first = Int32(g == begin) if const_expr(cfg.ahead) else 0
+                for i in cutlass.range(first, tiles.count, unroll=1):
+                    if const_expr(cfg.ahead):
+                        at_q, at = self.mainloop.step(c, work, i, at_q, at)
+                    else:
+                        self.mainloop.step(c, work, i, at)
+                        at.advance()
+            if const_expr(cfg.ahead):
+                self.mainloop.finish(c, at_q, at, self.steps(source, scheduler, seqlen, tile))
             self.store(c, (mdK, mdV), tile, seqlen, scale)
 
     @cute.jit
@@ -182,14 +200,30 @@ class FlashBackwardSm90:
     # ------------------------------------------------------------------ producer's warpgroup
 
     @cute.jit
+    def steps(self, source, scheduler, seqlen, tile) -> Int32:
+        """How many query tiles see the CTA's tile of K and V, of all heads."""
+        count, heads = Int32(0), scheduler.qhead_per_kvhead
+        for g in cutlass.range(heads, unroll=1):
+            count += source.for_tile(tile.n, tile.h_kv * heads + g, tile.b, seqlen).count
+        return count
+
+    @cute.jit
+    def first_head(self, source, scheduler, seqlen, tile) -> Int32:
+        """The first of the heads that share a head of K and V of which query tiles see the CTA's; 0 if there is none."""
+        first, heads = Int32(0), scheduler.qhead_per_kvhead
+        for g in cutlass.range(heads, unroll=1):
+            from_last = heads - 1 - g
+            if source.for_tile(tile.n, tile.h_kv * heads + from_last, tile.b, seqlen).count > 0:
+                first = from_last
+        return first
+
+    @cute.jit
     def store_dq(self, group: Int32, sums: Int32, memory: tuple, source, scheduler, seqlens, tile):
         """Add a consumer warpgroup's parts of dQ to memory: a warp's work."""
         cfg, (dq, turns) = self.cfg, memory
         seqlen = seqlens.of(tile.b)
         heads = scheduler.qhead_per_kvhead
-        left = Int32(0)
-        for g in cutlass.range(heads, unroll=1):
-            left += source.for_tile(tile.n, tile.h_kv * heads + g, tile.b, seqlen).count
+        left = self.steps(source, scheduler, seqlen, tile)
         for buffer in range_constexpr(cfg.sums):
             if left > 0:
                 self.mainloop.free_sums(group, buffer)
@@ -217,6 +251,7 @@ class FlashBackwardSm90:
         self.load(parts["k"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once)
         self.load(parts["v"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.ring_q)
         for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
             h = tile.h_kv * scheduler.qhead_per_kvhead + g
             tiles = source.for_tile(tile.n, h, tile.b, seqlen)
@@ -224,9 +259,10 @@ class FlashBackwardSm90:
             first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
             for i in cutlass.range(tiles.count, unroll=1):
                 m = tiles.at(i)
-                pipe_q.producer_acquire(at)
-                self.load(parts["q"], (m, 0, h, seqlen.b), pipe_q, at)
-                self.load_rows(rows, first + m, ring, at.index, pipe_q.producer_get_barrier(at))
+                pipe_q.producer_acquire(at_q)
+                self.load(parts["q"], (m, 0, h, seqlen.b), pipe_q, at_q)
+                self.load_rows(rows, first + m, ring, at_q.index, pipe_q.producer_get_barrier(at_q))
+                at_q.advance()
                 pipe_do.producer_acquire(at)
                 self.load(parts["do"], (m, 0, h, seqlen.b), pipe_do, at)
                 at.advance()

@@ -2,8 +2,8 @@
 
     ring       producer arrives          consumers arrive (per stage)
     K, V       1 thread + bytes of TMA   nobody: they stay
-    Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages. rows: LSE and delta
-    dO         the same
+    Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `ring_q` stages. rows: LSE and delta
+    dO         the same                  the same; `stages` stages
 
 Scores are computed transposed, a warpgroup having 64 rows of K, so that P' and dS' are A operands in registers. A step
 over query tile i, with dK and dV in registers (FlashAttention-3, Shah et al. 2024):
@@ -55,13 +55,13 @@ class Consumer:
     group: Int32
     mmas: tuple  # S', dP', dV, dK, dQ
     tSrK: cute.Tensor  # (MMA, 1, MMA_K)
-    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tSrQ: tuple  # of each part of the rows that scores are computed of in turn, (MMA, 1, MMA_K, PIPE)
     tPrV: cute.Tensor  # (MMA, 1, MMA_K)
-    tPrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tPrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
     tVrP: cute.Tensor  # (MMA, 1, MMA_K): P' as an A operand; the accumulators' order is that of its k
-    tVrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tVrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
     tKrdS: cute.Tensor  # (MMA, 1, MMA_K): dS' as an A operand
-    tKrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tKrQ: tuple  # the same, (MMA, 1, MMA_K, PIPE)
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tQrK: tuple  # of each part of the columns that the warpgroup computes in turn, (MMA, 1, MMA_K)
     acc_S: cute.Tensor  # (MMA, 1, MMA_N), as acc_dP
@@ -72,7 +72,7 @@ class Consumer:
     pipe_q: pipeline.PipelineAsync
     pipe_do: pipeline.PipelineAsync
     copy_dS: cute.TiledCopy
-    sdS: cute.Tensor  # (R2S, R2S_M, R2S_N, PIPE): where this thread's part goes
+    sdS: tuple  # the same, (R2S, R2S_M, R2S_N, PIPE): where this thread's part goes
     rows: Int32  # address of rows' ring in shared memory
     ring_q: Int32  # of Q
     ring_do: Int32  # of dO
@@ -124,6 +124,8 @@ class MainloopSm90:
         self.dtype = cutlass_dtype(facts.dtype)
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
+        self.unit = ROWS if facts.config.ahead else facts.config.tile_m  # query rows that scores are computed of
+        self.units = facts.config.tile_m // self.unit
         if facts.ds_buffers not in (1, facts.config.stages):
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.sums not in (1, facts.config.stages):
@@ -145,7 +147,7 @@ class MainloopSm90:
         sdS (tile_n, tile_m, 2)."""
         cfg, facts = self.cfg, self.facts
         return {
-            "sQ": smem_layout(self.dtype, cfg.tile_m, facts.head_dim, cfg.stages, True),
+            "sQ": smem_layout(self.dtype, cfg.tile_m, facts.head_dim, cfg.ring_q, True),
             "sdO": smem_layout(self.dtype, cfg.tile_m, facts.head_dim_v, cfg.stages, True),
             "sK": self.k_layout(True),
             "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
@@ -162,7 +164,7 @@ class MainloopSm90:
         """The same memory with its modes in another order."""
         cfg, facts = self.cfg, self.facts
         return {
-            "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.stages, False),
+            "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.ring_q, False),
             "sdO": smem_layout(self.dtype, facts.head_dim_v, cfg.tile_m, cfg.stages, False),
             "sK": self.k_layout(False),
             "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, self.facts.ds_buffers, False),
@@ -192,9 +194,9 @@ class MainloopSm90:
         @cute.struct
         class SharedStorage:
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
-            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.ring_q]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.stages], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.ring_q], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size * cfg.sums], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
@@ -222,9 +224,10 @@ class MainloopSm90:
             return make(self.dtype, self.dtype, a, b, Float32, (*groups, 1), (ROWS, columns), source)
 
         along = cfg.groups, 1
+        of_k, of_v = (registers if there else memory for there in facts.in_registers)
         return (
-            product(k, k, along, cfg.tile_m, memory),
-            product(k, k, along, cfg.tile_m, memory),
+            product(k, k, along, self.unit, of_k),
+            product(k, k, along, self.unit, of_v),
             product(k, mn, along, facts.head_dim_v, registers),
             product(k, mn, along, facts.head_dim, registers),
             product(mn, mn, (self.groups_m, cfg.groups // self.groups_m), facts.head_dim // self.parts_k, memory),
@@ -253,7 +256,7 @@ class MainloopSm90:
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
-        q = self.make_ring(storage.barriers_q, cfg.stages, cfg.tile_m * (dims[0] * width + 2 * FP32))
+        q = self.make_ring(storage.barriers_q, cfg.ring_q, cfg.tile_m * (dims[0] * width + 2 * FP32))
         do = self.make_ring(storage.barriers_do, cfg.stages, cfg.tile_m * dims[1] * width)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -277,28 +280,45 @@ class MainloopSm90:
         parts = self.parts_k if facts.in_turn else 1
         part = facts.head_dim // parts, cfg.tile_n, 1
         columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
+        scores = cfg.tile_n, self.unit
+
+        def units(x: cute.Tensor, mode: int) -> list:
+            """A ring's units of rows, which are this mode of its tensor."""
+            extents = [cute.size(x, mode=[m]) for m in range(3)]
+            extents[mode] = self.unit
+            return [
+                cute.local_tile(x, tuple(extents), tuple(u * (m == mode) for m in range(3)))
+                for u in range(self.units)
+            ]
+
+        def operand_a(mma, thread, place: cute.Tensor, in_registers: bool):
+            if in_registers:
+                return cute.make_rmem_tensor(thread.partition_shape_A(place.shape[:2]), self.dtype)
+            return mma.make_fragment_A(thread.partition_A(place))[one]
+
+        in_registers = facts.in_registers
         return Consumer(
             group=group,
             mmas=mmas,
-            tSrK=mma_s.make_fragment_A(of_s.partition_A(s["sK"]))[one],
-            tSrQ=mma_s.make_fragment_B(of_s.partition_B(s["sQ"])),
-            tPrV=mma_dp.make_fragment_A(of_dp.partition_A(s["sV"]))[one],
-            tPrdO=mma_dp.make_fragment_B(of_dp.partition_B(s["sdO"])),
-            tVrP=cute.make_rmem_tensor(of_dv.partition_shape_A((cfg.tile_n, cfg.tile_m)), self.dtype),
-            tVrdO=mma_dv.make_fragment_B(of_dv.partition_B(t["sdO"])),
-            tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A((cfg.tile_n, cfg.tile_m)), self.dtype),
-            tKrQ=mma_dk.make_fragment_B(of_dk.partition_B(t["sQ"])),
+            tSrK=operand_a(mma_s, of_s, s["sK"], in_registers[0]),
+            tSrQ=tuple(mma_s.make_fragment_B(of_s.partition_B(x)) for x in units(s["sQ"], 0)),
+            tPrV=operand_a(mma_dp, of_dp, s["sV"], in_registers[1]),
+            tPrdO=tuple(mma_dp.make_fragment_B(of_dp.partition_B(x)) for x in units(s["sdO"], 0)),
+            tVrP=cute.make_rmem_tensor(of_dv.partition_shape_A(scores), self.dtype),
+            tVrdO=tuple(mma_dv.make_fragment_B(of_dv.partition_B(x)) for x in units(t["sdO"], 1)),
+            tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A(scores), self.dtype),
+            tKrQ=tuple(mma_dk.make_fragment_B(of_dk.partition_B(x)) for x in units(t["sQ"], 1)),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
             tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),
-            acc_S=registers(of_s, (cfg.tile_n, cfg.tile_m)),
-            acc_dP=registers(of_dp, (cfg.tile_n, cfg.tile_m)),
+            acc_S=registers(of_s, scores),
+            acc_dP=registers(of_dp, scores),
             acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
             acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
             acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim // parts)),
             pipe_q=rings[0],
             pipe_do=rings[1],
             copy_dS=copy_dS,
-            sdS=copy_dS.get_slice(tidx).partition_D(s["sdS"]),
+            sdS=tuple(copy_dS.get_slice(tidx).partition_D(x) for x in units(s["sdS"], 1)),
             rows=storage.rows.data_ptr().toint(),
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
@@ -383,17 +403,17 @@ class MainloopSm90:
             self.write_dq(c, part, sums)
         self.give_sums(c, sums)
 
-    def start_s(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
+    def start_s(self, c: Consumer, stage: Int32, unit: int = 0):
+        start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[unit][None, None, None, stage]), True)
 
-    def start_dp(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[1], c.acc_dP, *in_steps(c.tPrV, c.tPrdO[None, None, None, stage]), True)
+    def start_dp(self, c: Consumer, stage: Int32, unit: int = 0):
+        start_product(c.mmas[1], c.acc_dP, *in_steps(c.tPrV, c.tPrdO[unit][None, None, None, stage]), True)
 
-    def start_dv(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[None, None, None, stage]), False)
+    def start_dv(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[unit][None, None, None, stage]), add=add)
 
-    def start_dk(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[None, None, None, stage]), False)
+    def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage]), add=add)
 
     def start_dq(self, c: Consumer, buffer: Int32, part: int):
         """`part` of the warpgroup's columns."""
@@ -402,31 +422,40 @@ class MainloopSm90:
     @cute.jit
     def share_ds(self, c: Consumer, buffer: Int32):
         """dS to shared memory; returns when all consumers' is there."""
-        rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
-        copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
-        cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[None, None, None, buffer])
-        cute.arch.fence_view_async_shared()
+        self.write_ds(c, buffer)
+        self.wait_for_ds()
+
+    def wait_for_ds(self):
+        """Of all consumers."""
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
+    def write_ds(self, c: Consumer, buffer: Int32, unit: int = 0):
+        """dS to shared memory."""
+        rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
+        copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
+        cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[unit][None, None, None, buffer])
+        cute.arch.fence_view_async_shared()
+
     @cute.jit
-    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32):
+    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0):
         """The cap, and -inf where a row does not see a column."""
+        row0 = number * self.cfg.tile_m + unit * self.unit
         scores = rows_and_columns(c.acc_S)
         if const_expr(self.facts.softcap):
             cap_scores(scores, work.softcap)
         if const_expr(self.facts.blocks is not None):
             if work.tiles.is_partial(i) or work.col0 + self.cfg.tile_n > work.seqlen.cols:
-                tensors, row0 = work.source.mask_tensors, number * self.cfg.tile_m
+                tensors = work.source.mask_tensors
                 col = work.col0 + first_row()
                 mask_elements(scores, self.facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
-            mask_window(scores, work.source, work.col0 + first_row(), number * self.cfg.tile_m, work.seqlen)
+            mask_window(scores, work.source, work.col0 + first_row(), row0, work.seqlen)
 
     @cute.jit
-    def scores_to_p(self, c: Consumer, work: Work, stage: Int32):
+    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr = 0):
         """Scores to P, in place in fp32 and rounded as an operand; with a cap, in place times the cap's derivative."""
         for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
-            lse = [self.row_values(c, stage, 0, (first // 4 + j) * 2) for j in range(2)]
+            lse = [self.row_values(c, stage, 0, unit * self.unit // 4 + (first // 4 + j) * 2) for j in range(2)]
             part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
             capped = [part[v] for v in range(8)]
             for v in range_constexpr(8):
