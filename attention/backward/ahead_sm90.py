@@ -19,6 +19,8 @@ After the last tile S' is computed once more, of what is in Q's ring, and nobody
 would have the compiler serialise them all.
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
@@ -147,14 +149,18 @@ class AheadSm90(MainloopSm90):
         self.wait_for_ds()
         warpgroup.wait_group(in_flight)
         c.pipe_do.consumer_release(at)
-        self.start_dq(c, at.index, 0)
+        self.start_dq(self.dq_in_dp(c), at.index, 0)
         self.start_dk(c, at_q.index, self.units - 1, True if self.units > 1 else at.count > 0)
+
+    def dq_in_dp(self, c: Consumer) -> Consumer:
+        """The same with dP's registers as dQ's."""
+        return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
 
     def hand_over_dq(self, c: Consumer, at):
         """dQ of the tile of this state, to the warp that stores it."""
         buffer = self.buffer_of_sums(at)
         self.wait_for_sums(c, buffer)
-        self.write_dq(c, 0, buffer)
+        self.write_dq(self.dq_in_dp(c), 0, buffer)
         self.give_sums(c, buffer)
 
     @cute.jit

@@ -6,6 +6,9 @@ from dataclasses import replace
 from ..forward.choose import HEAD_DIMS
 from .config import BackwardConfig, BackwardFacts
 
+# By the larger of the two head dimensions: scores computed ahead. Registers of a mask that reads tensors are too many.
+SM_90_AHEAD = {64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3)}
+
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). Not measured yet.
 SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
 
@@ -66,6 +69,9 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     dim = max(facts.head_dim, facts.head_dim_v)
     tiles = SM_90 if facts.blocks is None or facts.blocks.block_k == 128 else SM_90_NARROW
     found = []
+    if facts.path == "sm_90" and tiles is SM_90 and dim in SM_90_AHEAD and not facts.packed:
+        if facts.blocks is None or facts.blocks.mask is None or not facts.blocks.mask.tensors:
+            found.append(replace(facts, config=SM_90_AHEAD[dim]))
     if facts.path == "sm_90" and dim in tiles:
         config = BackwardConfig(*tiles[dim])
         if facts.deterministic and config.groups > 1:  # sums wait for their turn while the next ones are made

@@ -92,8 +92,9 @@ class BackwardFacts:
 
     @property
     def in_registers(self) -> tuple[bool, bool]:
-        """sm_90: whether K, and V, are operands in registers, as head dimensions up to 64 leave room for."""
-        return self.config.ahead and self.head_dim <= 64, self.config.ahead and self.head_dim_v <= 64
+        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone."""
+        cfg = self.config
+        return cfg.ahead and self.head_dim <= 64, cfg.ahead and self.head_dim_v <= 64 and cfg.tile_m == 64
 
     @property
     def ds_buffers(self) -> int:

@@ -287,8 +287,7 @@ class MainloopSm90:
             extents = [cute.size(x, mode=[m]) for m in range(3)]
             extents[mode] = self.unit
             return [
-                cute.local_tile(x, tuple(extents), tuple(u * (m == mode) for m in range(3)))
-                for u in range(self.units)
+                cute.local_tile(x, tuple(extents), tuple(u * (m == mode) for m in range(3))) for u in range(self.units)
             ]
 
         def operand_a(mma, thread, place: cute.Tensor, in_registers: bool):
