@@ -209,7 +209,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def first_head(self, source, scheduler, seqlen, tile) -> Int32:
-        """The first of the heads that share a head of K and V of which query tiles see the CTA's; 0 if there is none."""
+        """The first of the heads that share a head of K and V with query tiles that see the CTA's; 0: perhaps none."""
         first, heads = Int32(0), scheduler.qhead_per_kvhead
         for g in cutlass.range(heads, unroll=1):
             from_last = heads - 1 - g
