@@ -7,8 +7,8 @@ A step takes a query tile in units of 64 rows. Scores of the next unit, dQ and d
     first unit: wait dQ -> to shared memory, to the warp that stores it; wait dO[i]
     issue dP' = V dO[i]' -> wait dK; first unit: release Q[i - 1]
     issue dV += P' dO[i] -> wait dP' -> dS' = P' (dP' - delta)
-    wait Q of the next unit -> issue its S' -> dS' to shared memory
-    last unit: all consumers -> wait dV, release dO[i] -> issue dQ = dS K
+    wait Q of the next unit -> issue its S' -> wait dV; last unit: release dO[i] -> dS' to shared memory
+    last unit: all consumers -> issue dQ = dS K
     issue dK += dS' Q[i]
 
 dQ's accumulators are those that dP' takes after them. A unit's fp32 scores, 64 by 64 for a warpgroup, and dP' need 64
@@ -26,6 +26,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
+
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.hopper import WARPGROUP
 
@@ -110,9 +112,9 @@ class AheadSm90(MainloopSm90):
         if steps > 0:
             self.hand_over_dq(c, at)
             c.pipe_q.consumer_release(at_q)
-        else:
-            c.acc_dK.fill(0.0)
-            c.acc_dV.fill(0.0)
+        for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
+            for v in range_constexpr(cute.size(acc)):
+                acc[v] = select_(steps > 0, acc[v], Float32(0.0))
 
     # ------------------------------------------------------------------ a unit
 
@@ -136,24 +138,31 @@ class AheadSm90(MainloopSm90):
             self.convert(c.acc_S, c.tVrP)
         self.start_dv(c, at.index, unit, add)
         warpgroup.wait_group(1)
-        self.p_to_rounded_ds(c, at_q.index, unit)
+        self.p_to_ds(c, at_q.index, unit)
+        if self.facts.head_dim_v > 64 or self.facts.head_dim > 64:
+            warpgroup.wait_group(0)  # for dV
 
     def share_unit(self, c: Consumer, at_q, at, unit: int, add: bool):
-        """dS to shared memory, and start dK. Of a unit that is not its tile's last."""
+        """dS to shared memory, and start dK. Of a unit that is not its tile's last; scores have been started since."""
+        warpgroup.wait_group(1)  # for dV: dS takes P's registers
+        self.convert(c.acc_dP, c.tKrdS)
         self.write_ds(c, at.index, unit)
         self.start_dk(c, at_q.index, unit, add)
 
     def share_last_unit(self, c: Consumer, at_q, at, in_flight: int):
         """dS to shared memory, and start dQ and dK; so many products have been started since dV's."""
-        self.write_ds(c, at.index, self.units - 1)
-        self.wait_for_ds()
         warpgroup.wait_group(in_flight)
         c.pipe_do.consumer_release(at)
+        self.convert(c.acc_dP, c.tKrdS)
+        self.write_ds(c, at.index, self.units - 1)
+        self.wait_for_ds()
         self.start_dq(self.dq_in_dp(c), at.index, 0)
         self.start_dk(c, at_q.index, self.units - 1, True if self.units > 1 else at.count > 0)
 
     def dq_in_dp(self, c: Consumer) -> Consumer:
         """The same with dP's registers as dQ's."""
+        if cute.size(c.acc_dQ) != cute.size(c.acc_dP):
+            return c
         return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
 
     def hand_over_dq(self, c: Consumer, at):
@@ -170,16 +179,3 @@ class AheadSm90(MainloopSm90):
             lse = self.row_values(c, stage, 0, (unit * self.unit + first * 2) // 4)
             for v in range_constexpr(4):
                 c.acc_S[first + v] = exp2(c.acc_S[first + v] * work.scale_log2 - lse[v % 2])
-
-    @cute.jit
-    def p_to_rounded_ds(self, c: Consumer, stage: Int32, unit: cutlass.Constexpr):
-        """dS = P (dP - delta) as an operand; eight values at a time, of which P and dP then need no registers."""
-        eight = cute.make_layout(8)
-        for first in range_constexpr(0, cute.size(c.acc_S), 8):
-            part = cute.make_rmem_tensor(8, Float32)
-            for j in range_constexpr(2):
-                delta = self.row_values(c, stage, 1, (unit * self.unit + (first + 4 * j) * 2) // 4)
-                for v in range_constexpr(4):
-                    at = const_expr(first + 4 * j + v)
-                    part[4 * j + v] = c.acc_S[at] * (c.acc_dP[at] - delta[v % 2])
-            cute.make_tensor(c.tKrdS.iterator + first, eight).store(part.load().to(self.dtype))

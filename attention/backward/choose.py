@@ -7,7 +7,10 @@ from ..forward.choose import HEAD_DIMS
 from .config import BackwardConfig, BackwardFacts
 
 # By the larger of the two head dimensions: scores computed ahead. Registers of a mask that reads tensors are too many.
-SM_90_AHEAD = {64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3)}
+SM_90_AHEAD = {
+    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3),
+    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
+}
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). Not measured yet.
 SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
@@ -54,6 +57,12 @@ def unsupported(facts: BackwardFacts) -> str | None:
     return None
 
 
+def has_registers_ahead(facts: BackwardFacts) -> bool:
+    """Whether scores may be computed ahead: masks of tensors, and a cap at head dimension 128, need the registers."""
+    tensors = facts.blocks is not None and facts.blocks.mask is not None and facts.blocks.mask.tensors
+    return not (facts.packed or tensors or facts.softcap and max(facts.head_dim, facts.head_dim_v) == 128)
+
+
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     """The facts with each configuration that there is for them, the most promising first.
 
@@ -69,9 +78,11 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     dim = max(facts.head_dim, facts.head_dim_v)
     tiles = SM_90 if facts.blocks is None or facts.blocks.block_k == 128 else SM_90_NARROW
     found = []
-    if facts.path == "sm_90" and tiles is SM_90 and dim in SM_90_AHEAD and not facts.packed:
-        if facts.blocks is None or facts.blocks.mask is None or not facts.blocks.mask.tensors:
-            found.append(replace(facts, config=SM_90_AHEAD[dim]))
+    if facts.path == "sm_90" and tiles is SM_90 and dim in SM_90_AHEAD and has_registers_ahead(facts):
+        config = SM_90_AHEAD[dim]
+        if facts.deterministic:  # sums wait for their turn while the next ones are made
+            found.append(replace(facts, config=replace(config, sums=config.stages, stages_q=0)))
+        found.append(replace(facts, config=config))
     if facts.path == "sm_90" and dim in tiles:
         config = BackwardConfig(*tiles[dim])
         if facts.deterministic and config.groups > 1:  # sums wait for their turn while the next ones are made

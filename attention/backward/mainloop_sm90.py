@@ -296,6 +296,7 @@ class MainloopSm90:
             return mma.make_fragment_A(thread.partition_A(place))[one]
 
         in_registers = facts.in_registers
+        tVrP, tKrdS = (cute.make_rmem_tensor(x.partition_shape_A(scores), self.dtype) for x in (of_dv, of_dk))
         return Consumer(
             group=group,
             mmas=mmas,
@@ -303,9 +304,9 @@ class MainloopSm90:
             tSrQ=tuple(mma_s.make_fragment_B(of_s.partition_B(x)) for x in units(s["sQ"], 0)),
             tPrV=operand_a(mma_dp, of_dp, s["sV"], in_registers[1]),
             tPrdO=tuple(mma_dp.make_fragment_B(of_dp.partition_B(x)) for x in units(s["sdO"], 0)),
-            tVrP=cute.make_rmem_tensor(of_dv.partition_shape_A(scores), self.dtype),
+            tVrP=tVrP,
             tVrdO=tuple(mma_dv.make_fragment_B(of_dv.partition_B(x)) for x in units(t["sdO"], 1)),
-            tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A(scores), self.dtype),
+            tKrdS=tVrP if cfg.ahead else tKrdS,  # one after the other
             tKrQ=tuple(mma_dk.make_fragment_B(of_dk.partition_B(x)) for x in units(t["sQ"], 1)),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
             tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),
@@ -466,11 +467,11 @@ class MainloopSm90:
                     part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # where masked, it is not a number
 
     @cute.jit
-    def p_to_ds(self, c: Consumer, stage: Int32):
+    def p_to_ds(self, c: Consumer, stage: Int32, unit: cutlass.Constexpr = 0):
         """dS = P (dP - delta), in place of dP."""
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
         for column in range_constexpr(0, cute.size(ds, mode=[1]), 2):
-            delta = self.row_values(c, stage, 1, column)
+            delta = self.row_values(c, stage, 1, unit * self.unit // 4 + column)
             for j in range_constexpr(2):
                 for r in range_constexpr(cute.size(ds, mode=[0])):
                     ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
