@@ -26,7 +26,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
-
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.hopper import WARPGROUP
