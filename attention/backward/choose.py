@@ -59,9 +59,13 @@ def unsupported(facts: BackwardFacts) -> str | None:
 
 
 def has_registers_ahead(facts: BackwardFacts) -> bool:
-    """Whether scores may be computed ahead: masks of tensors, and a cap at head dimension 128, need the registers."""
-    tensors = facts.blocks is not None and facts.blocks.mask is not None and facts.blocks.mask.tensors
-    return not (facts.packed or tensors or facts.softcap and max(facts.head_dim, facts.head_dim_v) == 128)
+    """Whether scores may be computed ahead. Element masks and a cap, one at head dimension 128, need the registers."""
+    if facts.packed:
+        return False
+    wide = max(facts.head_dim, facts.head_dim_v) == 128
+    if facts.blocks is None or facts.blocks.mask is None:
+        return not (wide and facts.softcap)
+    return not (wide or facts.softcap or facts.blocks.mask.tensors)
 
 
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
