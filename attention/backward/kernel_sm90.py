@@ -160,10 +160,10 @@ class FlashBackwardSm90:
             if const_expr(cfg.ahead):
                 if const_expr(self.facts.blocks is not None):
                     begin = self.first_head(source, scheduler, seqlen, tile)
-                h = tile.h_kv * heads + begin
-                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-                work = Work(source, tiles, seqlen, tile.b, h, col0, scale_log2, softcap)
-                self.mainloop.begin(c, storage, work, at_q, at)
+                h0 = tile.h_kv * heads + begin
+                tiles0 = source.for_tile(tile.n, h0, tile.b, seqlen)
+                work0 = Work(source, tiles0, seqlen, tile.b, h0, col0, scale_log2, softcap)
+                self.mainloop.begin(c, storage, work0, at_q, at)
             for g in cutlass.range(begin, heads, unroll=1):
                 h = tile.h_kv * heads + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
