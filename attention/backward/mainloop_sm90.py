@@ -402,6 +402,8 @@ class MainloopSm90:
             warpgroup.wait_group(0)
             self.write_dq(c, part, sums)
         self.give_sums(c, sums)
+        if const_expr(self.facts.ds_buffers == 1):
+            self.wait_for_ds()  # all warps have read dS
 
     def start_s(self, c: Consumer, stage: Int32, unit: int = 0):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[unit][None, None, None, stage]), True)
