@@ -6,6 +6,13 @@ from dataclasses import replace
 from ..forward.choose import HEAD_DIMS
 from .config import BackwardConfig, BackwardFacts
 
+# By the larger of the two head dimensions: scores computed ahead. Registers of a mask that reads tensors are too many.
+SM_90_AHEAD = {
+    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3),
+    96: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
+    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
+}
+
 # By the larger of the two head dimensions.
 SM_90 = {dim: BackwardConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
 
@@ -58,6 +65,16 @@ def unsupported(facts: BackwardFacts) -> str | None:
     return None
 
 
+def has_registers_ahead(facts: BackwardFacts) -> bool:
+    """Whether scores may be computed ahead. Element masks and a cap, one at head dimension 128, need the registers."""
+    if facts.packed or facts.score is not None:
+        return False
+    wide = max(facts.head_dim, facts.head_dim_v) == 128
+    if facts.blocks is None or facts.blocks.mask is None:
+        return not (wide and facts.softcap)
+    return not (wide or facts.softcap or facts.blocks.mask.tensors)
+
+
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     """The facts with each configuration that there is for them, the most promising first.
 
@@ -76,8 +93,16 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     if facts.blocks is not None and facts.blocks.block_k != 128:
         tiles = SM_90_NARROW
     found = []
+    if facts.path == "sm_90" and tiles == SM_90 and dim in SM_90_AHEAD and has_registers_ahead(facts):
+        config = SM_90_AHEAD[dim]
+        if facts.deterministic:  # sums wait for their turn while the next ones are made
+            found.append(replace(facts, config=replace(config, sums=config.stages, stages_q=0)))
+        found.append(replace(facts, config=config))
     if facts.path == "sm_90" and dim in tiles:
-        found.append(replace(facts, config=tiles[dim]))
+        config = tiles[dim]
+        if facts.deterministic and config.storing_warps > 1:  # sums wait for their turn while the next ones are made
+            found.append(replace(facts, config=replace(config, sums=config.stages)))
+        found.append(replace(facts, config=config))
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90

@@ -23,8 +23,7 @@ class BackwardConfig:
     A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
     of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K, or with `query_tiles`
     all of them, and a part of the columns of dK and dV (shared_columns_sm90). sm_80: `groups` warps share products as
-    warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere. `ahead`: whether
-    products go on beside the next tile's exponentials (ahead_sm90).
+    warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere.
     """
 
     tile_m: int
@@ -33,15 +32,33 @@ class BackwardConfig:
     groups: int
     ctas: int = 1  # sm_90: CTAs that share an SM
     exchange: bool = False  # sm_80
-    ahead: bool = False  # sm_90
+    ahead: bool = False  # sm_90: scores are computed ahead, of the next 64 query rows, or of the next step
+    sums: int = 1  # sm_90: buffers of dQ's sums on their way to memory: 1, or as many as stages
+    stages_q: int = 0  # sm_90: of Q's ring; 0: as many as dO's
     query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
     dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
     one_do: bool = False  # the same: dO's ring has one stage
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        text += " exchange" * self.exchange + " ahead" * self.ahead
+        text += " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
+        text += f" stages of Q {self.stages_q}" * (self.stages_q > 0)
         return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text
+
+    @property
+    def ring_q(self) -> int:
+        """sm_90: stages of Q's ring."""
+        return self.stages_q or self.stages
+
+    @property
+    def by_units(self) -> bool:
+        """sm_90: whether scores are computed ahead by units of 64 query rows (ahead_sm90)."""
+        return self.ahead and not self.query_tiles
+
+    @property
+    def storing_warps(self) -> int:
+        """sm_90: those that add dQ's sums to memory."""
+        return 0 if self.query_tiles else self.groups
 
     @property
     def dq_groups(self) -> int:
@@ -115,6 +132,12 @@ class BackwardFacts:
         return self.config.groups == 1
 
     @property
+    def in_registers(self) -> tuple[bool, bool]:
+        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone."""
+        cfg = self.config
+        return cfg.by_units and self.head_dim <= 64, cfg.by_units and self.head_dim_v <= 64 and cfg.tile_m == 64
+
+    @property
     def ds_buffers(self) -> int:
         """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
         return 1 if self.in_turn else 2
@@ -141,9 +164,9 @@ class BackwardFacts:
             return self.smem_of_shared_columns
         scores = cfg.tile_m * cfg.tile_n
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
-        elements += cfg.tile_m * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
+        elements += cfg.tile_m * (cfg.ring_q * self.head_dim + self.stages_do * self.head_dim_v)
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
-        fp32 = cfg.tile_m * (2 * cfg.stages + (self.head_dim if hopper else 0))
+        fp32 = cfg.tile_m * (2 * cfg.ring_q + (self.head_dim * cfg.sums if hopper else 0))
         return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
 
     @property

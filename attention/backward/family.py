@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.families import Family, Request, register
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, BACKWARD_READ
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, BACKWARD_FREE, BACKWARD_FULL, BACKWARD_READ
 
 from ..forward.family import HALF
 from .arguments import backward_args, convert_args, prepare_args
@@ -56,10 +56,11 @@ class FlashBackward(Family):
         if facts.path != "sm_90":
             return None
         groups = facts.config.groups
-        used = {BACKWARD_ALL: 1, BACKWARD_DQ: groups}
         if facts.config.query_tiles:
-            return "backward, shared columns", used | {BACKWARD_READ: groups}
-        return "backward of one" if groups == 1 else "backward", used
+            return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: groups, BACKWARD_READ: groups}
+        sums = groups * facts.config.sums
+        counts = {BACKWARD_ALL: 1, BACKWARD_FULL: sums, BACKWARD_FREE: sums}
+        return "backward of one" if groups == 1 else "backward", counts
 
     def smem_limit(self, facts: BackwardFacts) -> int:
         return facts.spec.smem if facts.config.ctas == 1 else HALF

@@ -1,15 +1,16 @@
 """The sm_90 kernel of attention's backward: persistent, warp-specialised, TMA in, WGMMA, dK and dV from registers.
 
-    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
+    warpgroup 0      producer; one of its warps issues all TMA loads; one for each consumer adds dQ's sums to memory
     warpgroups 1..   consumers; each owns 64 rows of K and V (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
     K and V    1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     Q, dO      see mainloop_sm90
-    queue      the producer warp         all consumer threads; tile_queue.SLOTS stages
+    queue      the producer warp         all threads of consumers and warps that store; tile_queue.SLOTS stages
 
     named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeros
-                     2, 3     each consumer: its part of dQ is in shared memory, or may be written again
+                     2 to 5   each consumer and its storing warp: its part of dQ is in a buffer of sums
+                     6 to 9   the same: the buffer has been read
 
 For a tile of K and V a CTA visits the query tiles of all heads that share that head, so that dK and dV are written
 once, and in the same order in every run. dQ is added up in memory, by whichever CTA comes first, or in turns
@@ -20,7 +21,7 @@ one's dK and dV are stored, which come straight from registers.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.tile.barriers import Arrivals
@@ -29,8 +30,9 @@ from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
+from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
-from .mainloop_sm90 import Consumer, MainloopSm90, Work
+from .mainloop_sm90 import Consumer, DqWork, MainloopSm90, Work
 from .problem import KvTile, problem_of
 from .shared_columns_sm90 import SharedColumnsSm90
 from .store import store_fragment
@@ -45,11 +47,11 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        shared = facts.config.query_tiles
-        self.mainloop = (SharedColumnsSm90 if shared else MainloopSm90)(facts)
+        cfg = facts.config
+        self.mainloop = (SharedColumnsSm90 if cfg.query_tiles else AheadSm90 if cfg.ahead else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
-        queue = Arrivals(1, 4 * facts.config.groups, threads=32)
+        queue = Arrivals(1, 4 * cfg.groups + cfg.storing_warps, threads=32)
         self.arrivals = {"Q, dO, K and V": self.mainloop.arrivals, "queue": queue}
         self.storage = self.smem_bytes = None  # known once traced
 
@@ -147,12 +149,16 @@ class FlashBackwardSm90:
                 views = self.mainloop.views(storage, self.mainloop.layouts())
                 operands = (tma_q, views["sQ"], mQ), (tma_do, views["sdO"], mdO)
                 operands += (tma_k, views["sK"], mK), (tma_v, views["sV"], mV)
-                ring = storage.rows.data_ptr()
-                self.produce(operands, rows, ring, (pipe_kv, pipe_q, pipe_do), queue, source, scheduler, seqlens)
+                pipes = pipe_kv, pipe_q, pipe_do
+                self.produce(operands, rows, storage.rows.data_ptr(), pipes, queue, source, scheduler, seqlens)
+            elif warp <= cfg.storing_warps:
+                sums = storage.sums.data_ptr().toint()
+                self.store_dq(warp - 1, sums, (dq, turns), queue, source, scheduler, seqlens)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             c = self.mainloop.consumer(mmas, group, storage, (pipe_q, pipe_do))
             at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
+            at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ring_q)
             at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
             index = read_special_register("ctaid.x")
@@ -160,31 +166,66 @@ class FlashBackwardSm90:
             while index < scheduler.count:
                 tile = KvTile(*fields)
                 seqlen = seqlens.of(tile.b)
-                col0 = tile.n * cfg.tile_n
-                c.acc_dK.fill(0.0)
-                c.acc_dV.fill(0.0)
+                if const_expr(not cfg.by_units):
+                    c.acc_dK.fill(0.0)
+                    c.acc_dV.fill(0.0)
                 pipe_kv.consumer_wait(at_kv)
                 if const_expr(self.facts.packed):
-                    self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - col0, 0))
-                for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
-                    h = tile.h_kv * scheduler.qhead_per_kvhead + g
-                    tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-                    first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
-                    first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-                    sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
-                    turn = None
-                    if const_expr(self.facts.deterministic):
-                        turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
-                    work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap, *score)
-                    at = self.mainloop.steps(c, work, at)
+                    self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - tile.n * cfg.tile_n, 0))
+                terms = scale_log2, softcap, *score
+                if const_expr(cfg.by_units):
+                    at_q, at = self.steps_by_units(c, storage, terms, source, scheduler, seqlen, tile, at_q, at)
+                else:
+                    for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
+                        work = self.work_of(g, terms, source, scheduler, seqlen, tile)
+                        part = self.mainloop.dq_part(group)
+                        to = self.dq_work_of(work.tiles, work.h, part, (dq, turns), scheduler, seqlens, seqlen, tile)
+                        at = self.mainloop.steps(c, self.mainloop.work(work, to), at)
                 pipe_kv.consumer_release(at_kv)
                 at_kv.advance()
-                if const_expr(self.facts.deterministic):
-                    self.mainloop.drain(c)  # others wait for it
+                if const_expr(not cfg.storing_warps):
+                    self.mainloop.drain(c)  # others wait for its turns, and the CTA for its sums to be read
                 index, fields = queue.consume(len(fields), at_queue)
                 at_queue.advance()
                 self.store(c, (mdK, mdV), tile, seqlen, scale)
-            self.mainloop.drain(c)
+
+    @cute.jit
+    def steps_by_units(
+        self, c: Consumer, storage, terms: tuple, source, scheduler, seqlen, tile, at_q, at
+    ):  # fmt: skip
+        """All query tiles that see a tile of K and V; returns the states of Q's and dO's rings after them."""
+        begin = Int32(0)  # the first head that sees the tile
+        if const_expr(self.facts.blocks is not None):
+            begin = self.first_head(source, scheduler, seqlen, tile)
+        begun = at.count
+        self.mainloop.begin(c, storage, self.work_of(begin, terms, source, scheduler, seqlen, tile), at_q, at)
+        for g in cutlass.range(begin, scheduler.qhead_per_kvhead, unroll=1):
+            work = self.work_of(g, terms, source, scheduler, seqlen, tile)
+            for i in cutlass.range(Int32(g == begin), work.tiles.count, unroll=1):
+                at_q, at = self.mainloop.step(c, work, i, at_q, at, begun)
+        steps = self.steps(source, scheduler, seqlen, tile)
+        self.mainloop.finish(c, at_q, at, begun, steps)
+        if steps > 0:
+            at_q.advance()
+            at.advance()
+        return at_q, at
+
+    def work_of(self, g, terms: tuple, source, scheduler, seqlen, tile) -> Work:
+        """Of head g of those that share the tile's head of K and V. terms: Work's from scale_log2 on."""
+        h = tile.h_kv * scheduler.qhead_per_kvhead + g
+        tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+        return Work(source, tiles, seqlen, tile.b, h, tile.n * self.cfg.tile_n, *terms)
+
+    def dq_work_of(self, tiles, h, part, memory: tuple, scheduler, seqlens, seqlen, tile) -> DqWork:
+        """Where a consumer warpgroup's dQ of a head goes. part: of those that have turns; memory: (sums, turns)."""
+        cfg, (dq, turns) = self.cfg, memory
+        first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
+        first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
+        begin = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
+        turn = None
+        if self.facts.deterministic:
+            turn = turns.iterator.toint() + (first * cfg.dq_groups + part) * TURN
+        return DqWork(tiles, begin, turn)
 
     @cute.jit
     def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
@@ -205,7 +246,51 @@ class FlashBackwardSm90:
             for place, layout in self.mainloop.lines_of_kv(storage):
                 self.mainloop.zero_rows(place, layout, Int32(0), valid)
 
-    # ------------------------------------------------------------------ producer
+    # ------------------------------------------------------------------ producer's warpgroup
+
+    @cute.jit
+    def steps(self, source, scheduler, seqlen, tile) -> Int32:
+        """How many query tiles see the CTA's tile of K and V, of all heads."""
+        count, heads = Int32(0), scheduler.qhead_per_kvhead
+        for g in cutlass.range(heads, unroll=1):
+            count += source.for_tile(tile.n, tile.h_kv * heads + g, tile.b, seqlen).count
+        return count
+
+    @cute.jit
+    def first_head(self, source, scheduler, seqlen, tile) -> Int32:
+        """The first of the heads that share a head of K and V with query tiles that see the CTA's; 0: perhaps none."""
+        first, heads = Int32(0), scheduler.qhead_per_kvhead
+        for g in cutlass.range(heads, unroll=1):
+            from_last = heads - 1 - g
+            if source.for_tile(tile.n, tile.h_kv * heads + from_last, tile.b, seqlen).count > 0:
+                first = from_last
+        return first
+
+    @cute.jit
+    def store_dq(
+        self, group: Int32, sums: Int32, memory: tuple, queue: TileQueue, source, scheduler, seqlens
+    ):  # fmt: skip
+        """Add a consumer warpgroup's parts of dQ to memory: a warp's work."""
+        cfg = self.cfg
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.sums)
+        at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        index = read_special_register("ctaid.x")
+        fields = scheduler.fields(index)
+        while index < scheduler.count:
+            tile = KvTile(*fields)
+            seqlen = seqlens.of(tile.b)
+            left = self.steps(source, scheduler, seqlen, tile)
+            for j in range_constexpr(cfg.sums):
+                if left > 0:
+                    self.mainloop.free_sums(group, (at.index + j) % cfg.sums)
+                left -= 1
+            for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
+                h = tile.h_kv * scheduler.qhead_per_kvhead + g
+                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+                to = self.dq_work_of(tiles, h, group, memory, scheduler, seqlens, seqlen, tile)
+                left, at = self.mainloop.store_sums(group, to, sums, left, at)
+            index, fields = queue.consume(len(fields), at_queue)
+            at_queue.advance()
 
     @cute.jit
     def produce(
@@ -219,7 +304,8 @@ class FlashBackwardSm90:
         q, do, k, v = operands
         pipe_kv, _, _ = pipes
         at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.ring_q)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, facts.stages_do)
         at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         step = cute.arch.grid_dim()[0]
         index = read_special_register("ctaid.x")
@@ -249,7 +335,8 @@ class FlashBackwardSm90:
                     if (h == last) & (i == fetch_at):
                         number = queue.fetch(step)
                     numbers = self.mainloop.numbers(tiles, i)
-                    self.load_step((q_part, do_part), rows, ring, pipes, numbers, first, (h, seqlen.b), at)
+                    self.load_step((q_part, do_part), rows, ring, pipes, numbers, first, (h, seqlen.b), at_q, at)
+                    at_q.advance()
                     at.advance()
             if count == 0:
                 number = queue.fetch(step)
@@ -258,20 +345,19 @@ class FlashBackwardSm90:
             queue.publish(index, fields, at_queue)
             at_queue.advance()
 
-    def load_step(self, parts: tuple, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at):
+    def load_step(self, parts: tuple, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at_q, at):
         """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on.
 
         parts: of Q and dO.
         """
         (q, do), (_, pipe_q, pipe_do) = parts, pipes
         pieces = list(enumerate(self.mainloop.coordinates(numbers)))
-        pipe_q.producer_acquire(at)
+        pipe_q.producer_acquire(at_q)
         for j, m in pieces:
-            self.load(q, (m, 0, *head), pipe_q, at, at.index * len(pieces) + j)
+            self.load(q, (m, 0, *head), pipe_q, at_q, at_q.index * len(pieces) + j)
         for j, m in enumerate(numbers):
-            index = at.index * len(numbers) + j
-            self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at))
-        at = self.mainloop.state_of_do(at, True)
+            index = at_q.index * len(numbers) + j
+            self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at_q))
         pipe_do.producer_acquire(at)
         for j, m in pieces:
             self.load(do, (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)

@@ -2,8 +2,8 @@
 
     ring       producer arrives          consumers arrive (per stage)
     K, V       1 thread + bytes of TMA   1 thread for each consumer warp, after the last query tile
-    Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages. rows: LSE and delta
-    dO         the same
+    Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `ring_q` stages. rows: LSE and delta
+    dO         the same                  the same; `stages` stages
 
 Scores are computed transposed, a warpgroup having 64 rows of K, so that P' and dS' are A operands in registers. A step
 over query tile i, with dK and dV in registers (FlashAttention-3, Shah et al. 2024):
@@ -33,7 +33,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import WARP
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, Arrivals
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
 from cute_kernels.tile.ptx import bulk_add, read_special_register
 
@@ -57,13 +57,13 @@ class Consumer:
     group: Int32
     mmas: tuple  # S', dP', dV, dK, dQ
     tSrK: cute.Tensor  # (MMA, 1, MMA_K)
-    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tSrQ: tuple  # of each part of the rows that scores are computed of in turn, (MMA, 1, MMA_K, PIPE)
     tPrV: cute.Tensor  # (MMA, 1, MMA_K)
-    tPrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tPrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
     tVrP: cute.Tensor  # (MMA, 1, MMA_K): P' as an A operand; the accumulators' order is that of its k
-    tVrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tVrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
     tKrdS: cute.Tensor  # (MMA, 1, MMA_K): dS' as an A operand
-    tKrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tKrQ: tuple  # the same, (MMA, 1, MMA_K, PIPE)
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tQrK: tuple  # of each part of the columns that the warpgroup computes in turn, (MMA, 1, MMA_K)
     acc_S: cute.Tensor  # (MMA, 1, MMA_N), as acc_dP
@@ -74,17 +74,16 @@ class Consumer:
     pipe_q: pipeline.PipelineAsync
     pipe_do: pipeline.PipelineAsync
     copy_dS: cute.TiledCopy
-    sdS: cute.Tensor  # (R2S, R2S_M, R2S_N, PIPE): where this thread's part goes
+    sdS: tuple  # the same, (R2S, R2S_M, R2S_N, PIPE): where this thread's part goes
     rows: Int32  # address of rows' ring in shared memory
     ring_q: Int32  # of Q
     ring_do: Int32  # of dO
     sums: Int32  # of dQ's values on their way to memory
-    turn: cute.Tensor | None  # (1,) Int64: the number to move on when they are there, 0 for none
 
 
 @dataclass(frozen=True)
 class Work:
-    """One head's query tiles, and what masks and dQ need."""
+    """One head's query tiles, and what masks need."""
 
     source: Any  # q_tiles.WindowRows or BlockRows
     tiles: Any  # what source.for_tile gave
@@ -92,12 +91,19 @@ class Work:
     b: Int32
     h: Int32
     col0: Int32  # the tile's first column of the score matrix
-    dq: Int64  # address of dQ's sums of the head's first query tile
-    turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
     scale_log2: Float32
     softcap: Float32  # with a score_mod, what scores are multiplied by before it
     score_tensors: tuple | None = None  # what a score_mod reads
     score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
+
+
+@dataclass(frozen=True)
+class DqWork:
+    """One head's query tiles, and where a consumer warpgroup's parts of dQ go."""
+
+    tiles: Any
+    dq: Int64  # address of dQ's sums of the head's first query tile
+    turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
 
 
 def first_row(threads: int | None = None) -> Int32:
@@ -110,6 +116,14 @@ def first_row(threads: int | None = None) -> Int32:
     return thread // WARP * 16 + thread % WARP // 4
 
 
+STORE_THREADS = WARPGROUP + WARP  # a consumer warpgroup and the warp that stores its part of dQ
+
+
+def meeting(group: Int32, buffer: Int32 | int) -> Int32:
+    """Number of their barrier of a buffer of sums, from the first one on."""
+    return group + 2 * buffer
+
+
 class MainloopSm90:
     """Steps over the query tiles of one tile of K and V; also the storage, products and rings that they need."""
 
@@ -118,13 +132,18 @@ class MainloopSm90:
         self.dtype = cutlass_dtype(facts.dtype)
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
+        cfg = facts.config
+        self.unit = ROWS if cfg.by_units else cfg.tile_m  # query rows that scores are computed of
+        self.units = cfg.tile_m // self.unit
         self.check_config()
 
     def check_config(self):
         """ValueError if these steps cannot be done with the configuration."""
         facts = self.facts
-        if facts.config.stages % facts.ds_buffers:
+        if facts.ds_buffers not in (1, facts.config.stages):
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
+        if facts.config.sums not in (1, facts.config.stages):
+            raise ValueError(f"{facts.config}: buffers of dQ's sums take turns as the rings do, or there is one")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
             raise ValueError(
                 f"{facts.config}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them"
@@ -137,7 +156,7 @@ class MainloopSm90:
         """Warpgroups that have rows of dQ of their own; the others share the columns."""
         return self.cfg.tile_m // ROWS
 
-    # What the kernel around it asks: here a step is one query tile, loaded in one piece.
+    # What the kernel around it asks: here a step is one query tile, loaded in one piece, and warps store dQ.
 
     @property
     def piece_rows(self) -> int:
@@ -163,12 +182,12 @@ class MainloopSm90:
         """The first query row that a warpgroup has scores of."""
         return number * self.cfg.tile_m
 
-    def state_of_do(self, at, producer: bool):
-        """Of dO's ring, by that of Q's."""
-        return at
-
     def begin_head(self, c: Consumer, work: Work, at):
         """Before the steps over a head's query tiles."""
+
+    def work(self, work: Work, dq: DqWork) -> Work:
+        """What steps take of a head."""
+        return work
 
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
@@ -183,7 +202,7 @@ class MainloopSm90:
         sdS (tile_n, tile_m, 2)."""
         cfg, facts = self.cfg, self.facts
         return {
-            "sQ": smem_layout(self.dtype, cfg.tile_m, facts.head_dim, cfg.stages, True),
+            "sQ": smem_layout(self.dtype, cfg.tile_m, facts.head_dim, cfg.ring_q, True),
             "sdO": smem_layout(self.dtype, cfg.tile_m, facts.head_dim_v, cfg.stages, True),
             "sK": self.k_layout(True),
             "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
@@ -200,7 +219,7 @@ class MainloopSm90:
         """The same memory with its modes in another order."""
         cfg, facts = self.cfg, self.facts
         return {
-            "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.stages, False),
+            "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.ring_q, False),
             "sdO": smem_layout(self.dtype, facts.head_dim_v, cfg.tile_m, cfg.stages, False),
             "sK": self.k_layout(False),
             "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, self.facts.ds_buffers, False),
@@ -230,12 +249,12 @@ class MainloopSm90:
         @cute.struct
         class SharedStorage:
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
-            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.ring_q]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
             slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.stages], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.ring_q], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size * cfg.sums], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
@@ -262,9 +281,10 @@ class MainloopSm90:
             return make(self.dtype, self.dtype, a, b, Float32, (*groups, 1), (ROWS, columns), source)
 
         along = cfg.groups, 1
+        of_k, of_v = (registers if there else memory for there in facts.in_registers)
         return (
-            product(k, k, along, cfg.tile_m, memory),
-            product(k, k, along, cfg.tile_m, memory),
+            product(k, k, along, self.unit, of_k),
+            product(k, k, along, self.unit, of_v),
             product(k, mn, along, facts.head_dim_v, registers),
             product(k, mn, along, facts.head_dim, registers),
             product(mn, mn, (self.groups_m, cfg.groups // self.groups_m), facts.head_dim // self.parts_k, memory),
@@ -293,7 +313,7 @@ class MainloopSm90:
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
-        q = self.make_ring(storage.barriers_q, cfg.stages, cfg.step_rows * (dims[0] * width + 2 * FP32))
+        q = self.make_ring(storage.barriers_q, cfg.ring_q, cfg.step_rows * (dims[0] * width + 2 * FP32))
         do = self.make_ring(storage.barriers_do, self.facts.stages_do, cfg.step_rows * dims[1] * width)
         queue = pipeline.PipelineAsync.create(
             barrier_storage=storage.barriers_queue.data_ptr(),
@@ -321,40 +341,52 @@ class MainloopSm90:
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         one = (None, None, None, 0)
-        turn = None
-        if facts.deterministic:
-            turn = cute.make_rmem_tensor(1, Int64)
-            turn.fill(0)
         parts = self.parts_k if facts.in_turn else 1
         part = facts.head_dim // parts, cfg.tile_n, 1
         columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
+        scores = cfg.tile_n, self.unit
+
+        def units(x: cute.Tensor, mode: int) -> list:
+            """A ring's units of rows, which are this mode of its tensor."""
+            extents = [cute.size(x, mode=[m]) for m in range(3)]
+            extents[mode] = self.unit
+            return [
+                cute.local_tile(x, tuple(extents), tuple(u * (m == mode) for m in range(3))) for u in range(self.units)
+            ]
+
+        def operand_a(mma, thread, place: cute.Tensor, in_registers: bool):
+            if in_registers:
+                return cute.make_rmem_tensor(thread.partition_shape_A(place.shape[:2]), self.dtype)
+            return mma.make_fragment_A(thread.partition_A(place))[one]
+
+        in_registers = facts.in_registers
+        tVrP, tKrdS = (cute.make_rmem_tensor(x.partition_shape_A(scores), self.dtype) for x in (of_dv, of_dk))
         return Consumer(
             group=group,
             mmas=mmas,
-            tSrK=mma_s.make_fragment_A(of_s.partition_A(s["sK"]))[one],
-            tSrQ=mma_s.make_fragment_B(of_s.partition_B(s["sQ"])),
-            tPrV=mma_dp.make_fragment_A(of_dp.partition_A(s["sV"]))[one],
-            tPrdO=mma_dp.make_fragment_B(of_dp.partition_B(s["sdO"])),
-            tVrP=cute.make_rmem_tensor(of_dv.partition_shape_A((cfg.tile_n, cfg.tile_m)), self.dtype),
-            tVrdO=mma_dv.make_fragment_B(of_dv.partition_B(t["sdO"])),
-            tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A((cfg.tile_n, cfg.tile_m)), self.dtype),
-            tKrQ=mma_dk.make_fragment_B(of_dk.partition_B(t["sQ"])),
+            tSrK=operand_a(mma_s, of_s, s["sK"], in_registers[0]),
+            tSrQ=tuple(mma_s.make_fragment_B(of_s.partition_B(x)) for x in units(s["sQ"], 0)),
+            tPrV=operand_a(mma_dp, of_dp, s["sV"], in_registers[1]),
+            tPrdO=tuple(mma_dp.make_fragment_B(of_dp.partition_B(x)) for x in units(s["sdO"], 0)),
+            tVrP=tVrP,
+            tVrdO=tuple(mma_dv.make_fragment_B(of_dv.partition_B(x)) for x in units(t["sdO"], 1)),
+            tKrdS=tVrP if cfg.by_units else tKrdS,  # one after the other
+            tKrQ=tuple(mma_dk.make_fragment_B(of_dk.partition_B(x)) for x in units(t["sQ"], 1)),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
             tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),
-            acc_S=registers(of_s, (cfg.tile_n, cfg.tile_m)),
-            acc_dP=registers(of_dp, (cfg.tile_n, cfg.tile_m)),
+            acc_S=registers(of_s, scores),
+            acc_dP=registers(of_dp, scores),
             acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
             acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
             acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim // parts)),
             pipe_q=rings[0],
             pipe_do=rings[1],
             copy_dS=copy_dS,
-            sdS=copy_dS.get_slice(tidx).partition_D(s["sdS"]),
+            sdS=tuple(copy_dS.get_slice(tidx).partition_D(x) for x in units(s["sdS"], 1)),
             rows=storage.rows.data_ptr().toint(),
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
             sums=storage.sums.data_ptr().toint(),
-            turn=turn,
         )
 
     # ------------------------------------------------------------------ steps
@@ -410,9 +442,10 @@ class MainloopSm90:
         warpgroup.wait_group(2)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
-        self.wait_for_sums(c)
-        self.write_dq(c, 0)
-        self.add_dq(c, work, number)
+        sums = self.buffer_of_sums(at)
+        self.wait_for_sums(c, sums)
+        self.write_dq(c, 0, sums)
+        self.give_sums(c, sums)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
@@ -435,29 +468,31 @@ class MainloopSm90:
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
         c.pipe_q.consumer_release(at)
-        self.wait_for_sums(c)
+        sums = self.buffer_of_sums(at)
+        self.wait_for_sums(c, sums)
         for part in range_constexpr(self.parts_k):
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
-            self.write_dq(c, part)
-        self.add_dq(c, work, number)
+            self.write_dq(c, part, sums)
+        self.give_sums(c, sums)
+        if const_expr(self.facts.ds_buffers == 1):
+            self.wait_for_ds()  # all warps have read dS
 
     def buffer_of(self, at):
         """dS's buffer of a step."""
-        buffers = self.facts.ds_buffers
-        return 0 if buffers == 1 else at.index if buffers == self.cfg.stages else at.index % buffers
+        return at.index if self.facts.ds_buffers > 1 else 0
 
-    def start_s(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
+    def start_s(self, c: Consumer, stage: Int32, unit: int = 0):
+        start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[unit][None, None, None, stage]), True)
 
-    def start_dp(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[1], c.acc_dP, *in_steps(c.tPrV, c.tPrdO[None, None, None, stage]), True)
+    def start_dp(self, c: Consumer, stage: Int32, unit: int = 0):
+        start_product(c.mmas[1], c.acc_dP, *in_steps(c.tPrV, c.tPrdO[unit][None, None, None, stage]), True)
 
-    def start_dv(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[None, None, None, stage]), False)
+    def start_dv(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[unit][None, None, None, stage]), add=add)
 
-    def start_dk(self, c: Consumer, stage: Int32):
-        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[None, None, None, stage]), False)
+    def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage]), add=add)
 
     def start_dq(self, c: Consumer, buffer: Int32, part: int):
         """`part` of the warpgroup's columns."""
@@ -466,31 +501,40 @@ class MainloopSm90:
     @cute.jit
     def share_ds(self, c: Consumer, buffer: Int32):
         """dS to shared memory; returns when all consumers' is there."""
-        rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
-        copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
-        cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[None, None, None, buffer])
-        cute.arch.fence_view_async_shared()
+        self.write_ds(c, buffer)
+        self.wait_for_ds()
+
+    def wait_for_ds(self):
+        """Of all consumers."""
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
+    def write_ds(self, c: Consumer, buffer: Int32, unit: int = 0):
+        """dS to shared memory."""
+        rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
+        copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
+        cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[unit][None, None, None, buffer])
+        cute.arch.fence_view_async_shared()
+
     @cute.jit
-    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32):
+    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0):
         """The cap, and -inf where a row does not see a column."""
+        row0 = self.first_query(c, number) + unit * self.unit
         scores = rows_and_columns(c.acc_S)
         if const_expr(self.facts.softcap):
             cap_scores(scores, work.softcap)
         if const_expr(self.facts.blocks is not None):
             if work.tiles.is_partial(i) or work.col0 + self.cfg.tile_n > work.seqlen.cols:
-                tensors, row0 = work.source.mask_tensors, self.first_query(c, number)
+                tensors = work.source.mask_tensors
                 col = work.col0 + self.first_row()
                 mask_elements(scores, self.facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
-            mask_window(scores, work.source, work.col0 + self.first_row(), self.first_query(c, number), work.seqlen)
+            mask_window(scores, work.source, work.col0 + self.first_row(), row0, work.seqlen)
 
     @cute.jit
-    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32):
+    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
         """Scores to P, in place in fp32 and rounded as an operand; with a cap, in place times the cap's derivative."""
         for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
-            lse = [self.row_values(c, stage, 0, (first // 4 + j) * 2) for j in range(2)]
+            lse = [self.row_values(c, stage, 0, unit * self.unit // 4 + (first // 4 + j) * 2) for j in range(2)]
             part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
             capped = [part[v] for v in range(8)]
             if const_expr(self.facts.score is not None):
@@ -508,14 +552,14 @@ class MainloopSm90:
                     part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # where masked, it is not a number
 
     @cute.jit
-    def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32):
+    def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
         """dS = P (dP - delta), in place of dP; and the gradients of what a score_mod captures."""
         totals, place = [], ()
         if const_expr(self.facts.score is not None):
             totals, place = no_totals(self.facts), self.place_of_scores(c, work, number)
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
         for column in range_constexpr(0, cute.size(ds, mode=[1]), 2):
-            delta = self.row_values(c, stage, 1, column)
+            delta = self.row_values(c, stage, 1, unit * self.unit // 4 + column)
             lse = delta
             if const_expr(self.facts.score is not None and self.facts.keeps_scores):
                 lse = self.row_values(c, stage, 0, column)
@@ -555,60 +599,72 @@ class MainloopSm90:
         cute.autovec_copy(cute.make_tensor(place, pair), values)
         return values
 
-    @cute.jit
-    def wait_for_sums(self, c: Consumer):
-        """Until this warpgroup's part of the sums in shared memory has been read, and with turns is in memory."""
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            self.finish_sums(c)
-        self.sync(c.group)
+    def buffer_of_sums(self, at) -> Int32 | int:
+        """Of the step whose state is `at`."""
+        return at.index if self.cfg.sums > 1 else 0
 
-    @cute.jit
-    def finish_sums(self, c: Consumer):
-        """By the thread that issued the copy."""
-        cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
-        if const_expr(self.facts.deterministic):
-            if c.turn[0] != 0:
-                end_turn(c.turn[0], True)
-                c.turn[0] = Int64(0)
+    def wait_for_sums(self, c: Consumer, buffer: Int32 | int):
+        """Until this warpgroup's part of a buffer of sums has been read."""
+        cute.arch.barrier(barrier_id=BACKWARD_FREE + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
 
-    def write_dq(self, c: Consumer, part: int):
-        """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""
+    def write_dq(self, c: Consumer, part: int, buffer: Int32 | int):
+        """acc_dQ, `part` of the warpgroup's columns, to a buffer of sums."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        begin = c.sums + c.group * self.part_bytes
+        begin = c.sums + self.place_of_sums(c.group, buffer)
         layout, count = cute.make_layout(self.sums.vector), cute.size(c.acc_dQ)
         for r in range(0, count, self.sums.vector):
             at = begin + self.sums.offset(tidx, part * count + r) * FP32
             place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(c.acc_dQ.iterator + r, layout), cute.make_tensor(place, layout))
 
+    def give_sums(self, c: Consumer, buffer: Int32 | int):
+        """To the warp that stores them."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=BACKWARD_FULL + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
+
+    def place_of_sums(self, group: Int32, buffer: Int32 | int) -> Int32:
+        """Bytes from the first buffer's begin on."""
+        return group * self.part_bytes + buffer * (self.sums.size * FP32)
+
     @property
     def part_bytes(self) -> int:
         """Of a warpgroup's sums."""
         return self.sums.values * WARPGROUP * FP32
 
-    @cute.jit
-    def add_dq(self, c: Consumer, work: Work, number: Int32):
-        """Add this warpgroup's part of a query tile's dQ to that in memory, by one bulk copy."""
-        cute.arch.fence_view_async_shared()
-        self.sync(c.group)
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            part = c.group * self.part_bytes
-            if const_expr(self.facts.deterministic):
-                c.turn[0] = work.turns + Int64(number) * (self.cfg.groups * TURN)
-                wait_for_turn(c.turn[0], work.tiles.turn(number))
-            tile = work.dq + Int64(number) * (self.sums.size * FP32)
-            bulk_add(tile + part, c.sums + part, self.part_bytes)
-            cute.arch.cp_async_bulk_commit_group()
-
-    def sync(self, group: Int32):
-        """All 128 threads of one warpgroup."""
-        cute.arch.barrier(barrier_id=BACKWARD_DQ + group, number_of_threads=WARPGROUP)
+    # ------------------------------------------------------------------ dQ's store
 
     @cute.jit
-    def drain(self, c: Consumer):
-        """Before the CTA ends, its shared memory must have been read."""
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            self.finish_sums(c)
+    def store_sums(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
+        """Add a consumer warpgroup's parts of dQ of a head's query tiles, by a warp; returns (left, at).
+
+        left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
+        """
+        for i in cutlass.range(work.tiles.count, unroll=1):
+            number, buffer = work.tiles.at(i), self.buffer_of_sums(at)
+            cute.arch.barrier(barrier_id=BACKWARD_FULL + meeting(group, buffer), number_of_threads=STORE_THREADS)
+            if cute.arch.lane_idx() == 0:
+                turn = Int64(0)
+                if const_expr(self.facts.deterministic):
+                    turn = work.turns + Int64(number) * (self.cfg.groups * TURN)
+                    wait_for_turn(turn, work.tiles.turn(number))
+                tile = work.dq + Int64(number) * (self.sums.size * FP32)
+                bulk_add(tile + group * self.part_bytes, sums + self.place_of_sums(group, buffer), self.part_bytes)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
+                if const_expr(self.facts.deterministic):
+                    end_turn(turn, True)
+            cute.arch.sync_warp()
+            if left > 0:
+                self.free_sums(group, buffer)
+            left -= 1
+            at.advance()
+        return left, at
+
+    def free_sums(self, group: Int32, buffer: Int32 | int):
+        """A buffer of sums may be written."""
+        cute.arch.barrier_arrive(barrier_id=BACKWARD_FREE + meeting(group, buffer), number_of_threads=STORE_THREADS)
+
+    # ------------------------------------------------------------------ rows past the end, rounding
 
     @cute.jit
     def zero_rows_past_the_end(self, c: Consumer, work: Work, number: Int32, at):

@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.cute.typing import AddressSpace
 from cutlass.utils import hopper_helpers as sm90_utils
 
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_READ
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, BACKWARD_READ
 from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
 from cute_kernels.tile.ptx import bulk_add, zero_here
@@ -47,8 +47,8 @@ from ..forward.mainloop_sm90 import in_steps
 from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32
 from .fragments import ROWS
-from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
-from .turns import TURN, wait_for_turn
+from .mainloop_sm90 import Consumer, DqWork, MainloopSm90, Work, first_row
+from .turns import TURN, end_turn, wait_for_turn
 
 GROUPS = 2
 
@@ -59,7 +59,16 @@ class ColumnsConsumer(Consumer):
 
     tVsP: cute.Tensor  # (MMA, 1, MMA_K, group): P' as an A operand in shared memory
     tKsdS: cute.Tensor  # (MMA, 1, MMA_K, group)
-    sP: cute.Tensor  # (R2S, R2S_M, R2S_N, group): where this thread's part goes, as sdS
+    sP: cute.Tensor  # (R2S, R2S_M, R2S_N, group): where this thread's part goes, as sdS[0]
+    turn: cute.Tensor | None  # (1,) Int64: the number to move on when dQ is in memory, 0 for none
+
+
+@dataclass(frozen=True)
+class ColumnsWork(Work):
+    """With where dQ goes, as in DqWork."""
+
+    dq: Int64 = None
+    turns: Int64 | None = None
 
 
 def divided(dtype, rows: int, cols: int, parts: int, stages: int, row_major: bool):
@@ -119,10 +128,14 @@ class SharedColumnsSm90(MainloopSm90):
     def first_column(self, c: Consumer, acc: cute.Tensor) -> Int32:
         return c.group * (cute.size(acc) * WARPGROUP // ROWS)
 
-    def state_of_do(self, at, producer: bool):
+    def state_of_do(self, at):
+        """Of dO's ring, by that of Q's."""
         if self.facts.stages_do == self.cfg.stages:
             return at
-        return pipeline.PipelineState(1, at.count, Int32(0), at.count % 2 ^ Int32(producer))
+        return pipeline.PipelineState(1, at.count, Int32(0), at.count % 2)
+
+    def work(self, work: Work, dq: DqWork) -> ColumnsWork:
+        return ColumnsWork(**vars(work), dq=dq.dq, turns=dq.turns)
 
     def dq_part(self, group: Int32):
         return 0 if self.pair else group
@@ -236,13 +249,13 @@ class SharedColumnsSm90(MainloopSm90):
             group=group,
             mmas=mmas,
             tSrK=mma_s.make_fragment_A(of_s.partition_A(s["sK"]))[one],
-            tSrQ=mma_s.make_fragment_B(of_s.partition_B(s["sQ"])),
+            tSrQ=(mma_s.make_fragment_B(of_s.partition_B(s["sQ"])),),
             tPrV=mma_dp.make_fragment_A(of_dp.partition_A(s["sV"]))[one],
-            tPrdO=mma_dp.make_fragment_B(of_dp.partition_B(s["sdO"])),
+            tPrdO=(mma_dp.make_fragment_B(of_dp.partition_B(s["sdO"])),),
             tVrP=cute.make_rmem_tensor(of_dv.partition_shape_A(scores), self.dtype),
-            tVrdO=mma_dv.make_fragment_B(of_dv.partition_B(t["sdO"])),
+            tVrdO=(mma_dv.make_fragment_B(of_dv.partition_B(t["sdO"])),),
             tKrdS=cute.make_rmem_tensor(of_dk.partition_shape_A(scores), self.dtype),
-            tKrQ=mma_dk.make_fragment_B(of_dk.partition_B(t["sQ"])),
+            tKrQ=(mma_dk.make_fragment_B(of_dk.partition_B(t["sQ"])),),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
             tQrK=(mma_dq.make_fragment_B(of_dq.partition_B(t["sK"]))[one],),
             tVsP=mma_dv2.make_fragment_A(of_dv2.partition_A(s["sP"])),
@@ -256,7 +269,7 @@ class SharedColumnsSm90(MainloopSm90):
             pipe_do=rings[1],
             copy_dS=copy_dS,
             sP=thread.partition_D(s["sP"]),
-            sdS=thread.partition_D(s["sdS"]),
+            sdS=(thread.partition_D(s["sdS"]),),
             rows=storage.rows.data_ptr().toint() + group * (rows * FP32),
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
@@ -287,7 +300,7 @@ class SharedColumnsSm90(MainloopSm90):
         tile = i * GROUPS + c.group if const_expr(self.pair) else i
         number = work.tiles.at(cutlass.min(tile, work.tiles.count - 1))
         other = 1 - c.group
-        of_do = self.state_of_do(at, False)
+        of_do = self.state_of_do(at)
         rows, q, do = at.index * self.cfg.query_tiles, at.index * GROUPS, of_do.index * GROUPS  # places in rings
         if const_expr(not self.cfg.ahead):
             self.wait_for_q(c, work, i, at)
@@ -310,7 +323,7 @@ class SharedColumnsSm90(MainloopSm90):
         warpgroup.wait_group(1)
         self.p_to_ds(c, work, rows, number)
         self.convert(c.acc_dP, c.tKrdS)
-        self.share(c, c.tKrdS, c.sdS)
+        self.share(c, c.tKrdS, c.sdS[0])
         self.start_dk(c, q + c.group)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=GROUPS * WARPGROUP)
@@ -321,8 +334,8 @@ class SharedColumnsSm90(MainloopSm90):
         """The rest of a step, when P' and dS' of both warpgroups are in shared memory."""
         other = 1 - c.group
         all_of, q, do = (None, None, None), at.index * GROUPS + other, of_do.index * GROUPS + other
-        of_dv = c.mmas[5], c.acc_dV, c.tVsP[*all_of, other], c.tVrdO[*all_of, do]
-        of_dk = c.mmas[6], c.acc_dK, c.tKsdS[*all_of, other], c.tKrQ[*all_of, q]
+        of_dv = c.mmas[5], c.acc_dV, c.tVsP[*all_of, other], c.tVrdO[0][*all_of, do]
+        of_dk = c.mmas[6], c.acc_dK, c.tKsdS[*all_of, other], c.tKrQ[0][*all_of, q]
         one_do = const_expr(int(self.facts.stages_do < self.cfg.stages))
         if const_expr(one_do):  # dV first, so that the next dO is loaded early
             self.add_product(*of_dv)
@@ -369,6 +382,32 @@ class SharedColumnsSm90(MainloopSm90):
         thread = c.copy_dS.get_slice(cute.arch.thread_idx()[0] % WARPGROUP)
         values = thread.retile(cute.make_tensor(values.iterator, c.acc_dP.layout))
         cute.copy(c.copy_dS, values, place[None, None, None, c.group])
+
+    @cute.jit
+    def wait_for_sums(self, c: ColumnsConsumer):
+        """Until this warpgroup's part of the sums in shared memory has been read, and with turns is in memory."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            self.finish_sums(c)
+        self.sync(c.group)
+
+    @cute.jit
+    def finish_sums(self, c: ColumnsConsumer):
+        """By the thread that issued the copy."""
+        cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
+        if const_expr(self.facts.deterministic):
+            if c.turn[0] != 0:
+                end_turn(c.turn[0], True)
+                c.turn[0] = Int64(0)
+
+    @cute.jit
+    def drain(self, c: ColumnsConsumer):
+        """Before the CTA ends, its shared memory must have been read."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            self.finish_sums(c)
+
+    def sync(self, group: Int32):
+        """All 128 threads of one warpgroup."""
+        cute.arch.barrier(barrier_id=BACKWARD_DQ + group, number_of_threads=WARPGROUP)
 
     @cute.jit
     def add_part(self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]):

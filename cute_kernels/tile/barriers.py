@@ -10,8 +10,10 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros
     backward        1          all consumer warpgroups        dS is in shared memory, or rows past the end are zeros
-    backward        2, 3       a consumer warpgroup           its part of dQ is written, or its place free again
-    backward        4, 5       both consumer warpgroups       one has read the other's P and dS (shared columns)
+    backward        2 to 5     a consumer warpgroup and a     its part of dQ is in shared memory
+    backward        6 to 9     warp that stores               its place there is free again
+    the same with   2, 3       a consumer warpgroup           its part of dQ is written, or its place free again
+    shared columns  4, 5       both consumer warpgroups       one has read the other's P and dS
 
 The small-block kernel's store is a product's; it has three consumers, and so barriers 1 to 3.
 
@@ -23,7 +25,8 @@ from dataclasses import dataclass
 PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
 FORWARD_ORDER, FORWARD_SCORES, FORWARD_OOB = 1, 4, 8
 DECODE_CONSUMERS = 1
-BACKWARD_ALL, BACKWARD_DQ, BACKWARD_READ = 1, 2, 4
+BACKWARD_ALL, BACKWARD_FULL, BACKWARD_FREE = 1, 2, 6
+BACKWARD_DQ, BACKWARD_READ = 2, 4  # with shared columns
 
 MOST = 16
 WARP, WARPGROUP = 32, 128
@@ -35,13 +38,21 @@ USES = {  # kernel -> (first barrier, how many at most, threads that meet at eac
     "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_SCORES, 1, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
-    "backward": ((BACKWARD_ALL, 1, 2 * WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),
     "backward, shared columns": (
         (BACKWARD_ALL, 1, 2 * WARPGROUP),
         (BACKWARD_DQ, 2, WARPGROUP),
         (BACKWARD_READ, 2, 2 * WARPGROUP),
     ),
-    "backward of one": ((BACKWARD_ALL, 1, WARPGROUP), (BACKWARD_DQ, 1, WARPGROUP)),  # consumer warpgroup
+    "backward": (
+        (BACKWARD_ALL, 1, 2 * WARPGROUP),
+        (BACKWARD_FULL, 4, WARPGROUP + WARP),
+        (BACKWARD_FREE, 4, WARPGROUP + WARP),
+    ),
+    "backward of one": (  # consumer warpgroup
+        (BACKWARD_ALL, 1, WARPGROUP),
+        (BACKWARD_FULL, 1, WARPGROUP + WARP),
+        (BACKWARD_FREE, 1, WARPGROUP + WARP),
+    ),
 }
 
 

@@ -23,15 +23,18 @@ def smem_layout(dtype, rows: int, cols: int, stages: int, row_major: bool, boxes
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2) if row_major else (1, 0, 2))
 
 
-def start_product(tiled_mma: cute.TiledMma, acc: cute.Tensor, fragments: Callable, steps: int, clear: bool) -> None:
+def start_product(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, fragments: Callable, steps: int, clear: bool = False, add=None
+) -> None:
     """Start acc += A B, or acc = A B with `clear`, as one group of WGMMAs; warpgroup.wait_group tells when it is done.
 
     fragments: MMA step k -> (A, B), of shapes (MMA, MMA_M) and (MMA, MMA_N), both or B alone in shared memory.
+    add: in the place of `clear` its opposite, which may be a Boolean of the kernel.
     """
     warpgroup.fence()
     # A fresh atom: whether it accumulates is a field of it, and one of the tiled_mma must not change inside of a loop.
     step = cute.make_mma_atom(tiled_mma.op)
     for k in range(steps):
-        step.set(warpgroup.Field.ACCUMULATE, k > 0 or not clear)
+        step.set(warpgroup.Field.ACCUMULATE, k > 0 or (not clear if add is None else add))
         cute.gemm(step, acc, *fragments(k), acc)
     warpgroup.commit_group()

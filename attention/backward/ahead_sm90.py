@@ -1,0 +1,187 @@
+"""The sm_90 mainloop that computes scores ahead: the tensor cores have a product at any time.
+
+A step takes a query tile in units of 64 rows. Scores of the next unit, dQ and dK run beside a unit's exponentials:
+
+    S' in flight, of the first unit also dQ of the tile before, and dK of the unit before
+    wait S' -> P' = 2^(S' - LSE)
+    first unit: wait dQ -> to shared memory, to the warp that stores it; wait dO[i]
+    issue dP' = V dO[i]' -> wait dK; first unit: release Q[i - 1]
+    issue dV += P' dO[i] -> wait dP' -> dS' = P' (dP' - delta)
+    wait Q of the next unit -> issue its S' -> wait dV; last unit: release dO[i] -> dS' to shared memory
+    last unit: all consumers -> issue dQ = dS K
+    issue dK += dS' Q[i]
+
+dQ's accumulators are those that dP' takes after them. A unit's fp32 scores, 64 by 64 for a warpgroup, and dP' need 64
+registers a thread, P' and dS' in 16 bits as many as one of them: with D of 64 there is room for K's and V's fragments,
+and the products that read them from registers need half of the bandwidth of shared memory.
+
+After the last tile S' is computed once more, of what is in Q's ring, and nobody uses it: a branch around the product
+would have the compiler serialise them all.
+"""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.tile.hopper import WARPGROUP
+
+from ..forward.softmax import exp2
+from .config import BackwardFacts
+from .mainloop_sm90 import Consumer, MainloopSm90, Work
+
+
+class AheadSm90(MainloopSm90):
+    """`begin`, a `step` for each query tile, `finish`."""
+
+    def __init__(self, facts: BackwardFacts):
+        super().__init__(facts)
+        if facts.packed or facts.score is not None or facts.config.groups != 2 or facts.config.stages != 2:
+            terms = "two warpgroups and two stages, neither packed nor with a score_mod"
+            raise ValueError(f"{facts.config}: scores are computed ahead by {terms}")
+
+    @cute.jit
+    def begin(self, c: Consumer, storage, work: Work, at_q, at):
+        """The first tile of all, but for what is left to the next step; of no tile, what nobody uses.
+
+        K and V have been loaded.
+        """
+        views = self.views(storage, self.layouts())
+        for there, mma, place, fragment in (
+            (self.facts.in_registers[0], c.mmas[0], views["sK"], c.tSrK),
+            (self.facts.in_registers[1], c.mmas[1], views["sV"], c.tPrV),
+        ):
+            if const_expr(there):
+                self.load_operand(mma, place, fragment)
+        if work.tiles.count > 0:
+            c.pipe_q.consumer_wait(at_q)
+            c.pipe_do.consumer_wait(at)
+        self.start_s(c, at_q.index)
+        for unit in range_constexpr(self.units):
+            if const_expr(unit > 0):
+                self.start_s(c, at_q.index, unit)
+                self.share_unit(c, at_q, at, unit - 1, unit > 1)
+            warpgroup.wait_group(min(unit, 1))
+            self.weigh(c, work, Int32(0), at_q.index, unit)
+            self.differentiate(c, work, at_q, at, unit, unit > 0)
+
+    def load_operand(self, mma: cute.TiledMma, place: cute.Tensor, fragment: cute.Tensor):
+        """K or V to registers, as an operand A."""
+        copy = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
+        thread = copy.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
+        cute.copy(copy, thread.partition_S(place)[None, None, None, 0], thread.retile(fragment))
+
+    @cute.jit
+    def step(self, c: Consumer, work: Work, i: Int32, at_q, at, begun: Int32) -> tuple:
+        """What is left of the tile before, and query tile i of a head.
+
+        at_q and at are the states of Q's and dO's rings of the tile before; returns those of this one. begun: the count
+        of `at` when the tile of K was begun.
+        """
+        next_q, following = at_q.clone(), at.clone()
+        next_q.advance()
+        following.advance()
+        c.pipe_q.consumer_wait(next_q)
+        self.start_s(c, next_q.index)
+        self.share_last_unit(c, at_q, at, 1, begun)
+        warpgroup.wait_group(2)
+        self.weigh(c, work, i, next_q.index, 0)
+        warpgroup.wait_group(1)
+        self.hand_over_dq(c, at)
+        c.pipe_do.consumer_wait(following)
+        self.start_dp(c, following.index, 0)
+        warpgroup.wait_group(1)
+        c.pipe_q.consumer_release(at_q)
+        self.finish_unit(c, work, next_q, following, 0, True)
+        for unit in range_constexpr(1, self.units):
+            self.start_s(c, next_q.index, unit)
+            self.share_unit(c, next_q, following, unit - 1, True)
+            warpgroup.wait_group(1)
+            self.weigh(c, work, i, next_q.index, unit)
+            self.differentiate(c, work, next_q, following, unit, True)
+        return next_q, following
+
+    @cute.jit
+    def finish(self, c: Consumer, at_q, at, begun: Int32, steps: Int32):
+        """What is left of the last of `steps` tiles; returns when all products are done."""
+        self.share_last_unit(c, at_q, at, 0, begun, steps > 0)
+        warpgroup.wait_group(0)
+        if steps > 0:
+            self.hand_over_dq(c, at)
+            c.pipe_q.consumer_release(at_q)
+        for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
+            for v in range_constexpr(cute.size(acc)):
+                acc[v] = select_(steps > 0, acc[v], Float32(0.0))
+
+    # ------------------------------------------------------------------ a unit
+
+    def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int):
+        """Scores to P, in place."""
+        self.mask_scores(c, work, i, work.tiles.at(i), unit)
+        if self.facts.softcap:
+            self.scores_to_p(c, work, stage, Int32(0), unit)
+        else:
+            self.exponentials(c, work, stage, unit)
+
+    def differentiate(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
+        """P to dS as an operand; dV is being computed."""
+        self.start_dp(c, at.index, unit)
+        warpgroup.wait_group(1)  # for dK of the unit before
+        self.finish_unit(c, work, at_q, at, unit, add)
+
+    def finish_unit(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
+        """The same, dP being computed."""
+        if not self.facts.softcap:
+            self.convert(c.acc_S, c.tVrP)
+        self.start_dv(c, at.index, unit, add)
+        warpgroup.wait_group(1)
+        self.p_to_ds(c, work, at_q.index, Int32(0), unit)
+        if self.facts.head_dim_v > 64 or self.facts.head_dim > 64:
+            warpgroup.wait_group(0)  # for dV
+
+    def share_unit(self, c: Consumer, at_q, at, unit: int, add: bool):
+        """dS to shared memory, and start dK. Of a unit that is not its tile's last; scores have been started since."""
+        warpgroup.wait_group(1)  # for dV: dS takes P's registers
+        self.convert(c.acc_dP, c.tKrdS)
+        self.write_ds(c, at.index, unit)
+        self.start_dk(c, at_q.index, unit, add)
+
+    @cute.jit
+    def share_last_unit(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, there=True):
+        """dS to shared memory, and start dQ and dK; so many products have been started since dV's.
+
+        there: whether there is a tile; without one nobody uses what is computed.
+        """
+        warpgroup.wait_group(in_flight)
+        if there:
+            c.pipe_do.consumer_release(at)
+        self.convert(c.acc_dP, c.tKrdS)
+        self.write_ds(c, at.index, self.units - 1)
+        self.wait_for_ds()
+        self.start_dq(self.dq_in_dp(c), at.index, 0)
+        self.start_dk(c, at_q.index, self.units - 1, True if self.units > 1 else at.count > begun)
+
+    def dq_in_dp(self, c: Consumer) -> Consumer:
+        """The same with dP's registers as dQ's."""
+        if cute.size(c.acc_dQ) != cute.size(c.acc_dP):
+            return c
+        return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
+
+    def hand_over_dq(self, c: Consumer, at):
+        """dQ of the tile of this state, to the warp that stores it."""
+        buffer = self.buffer_of_sums(at)
+        self.wait_for_sums(c, buffer)
+        self.write_dq(self.dq_in_dp(c), 0, buffer)
+        self.give_sums(c, buffer)
+
+    @cute.jit
+    def exponentials(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr):
+        """Scores to P in place, in fp32."""
+        for first in range_constexpr(0, cute.size(c.acc_S), 4):
+            lse = self.row_values(c, stage, 0, (unit * self.unit + first * 2) // 4)
+            for v in range_constexpr(4):
+                c.acc_S[first + v] = exp2(c.acc_S[first + v] * work.scale_log2 - lse[v % 2])
