@@ -31,11 +31,11 @@ def check(q, k, v, seen, out, lse, softcap=None):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("arch", "path"), [("sm_90", None), ("sm_90", "sm_80"), ("sm_89", None)])
-def test_forward(arch, path):
-    q, k, v = operands(70, 130)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_89"])
+def test_forward(arch):
+    q, k, v = operands(70, 130, heads=1)
     out = poisoned(*q.shape, dtype=q.dtype, device="cpu")
-    with on_emulator(arch, path=path, sms=1):
+    with on_emulator(arch, sms=1):  # one multiprocessor is not left idle, so no splits
         _, lse = attention(q, k, v, window=(90, 3), softcap=5.0, return_lse=True, out=out)
     check(q, k, v, band_mask(70, 130, 90, 3, "cpu"), out, lse, 5.0)
 

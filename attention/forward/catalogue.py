@@ -83,9 +83,10 @@ def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
     terms = replace(plain, softcap=True, lse=True)
     if path == spec.name:
         yield pick(plain, EXTENTS)
-        yield pick(replace(plain, window=WindowKind(right=True)), EXTENTS)
-        yield pick(replace(terms, window=WindowKind(left=True, right=True)), EXTENTS)
-    yield pick(replace(terms, window=WindowKind(left=True, right=True), packed=True), EXTENTS)
+        for facts in (replace(plain, window=FEATURES[1][0]), replace(terms, window=FEATURES[2][0])):
+            facts = pick(facts, EXTENTS)
+            yield replace(facts, config=replace(facts.config, dynamic=path == "sm_90"))
+    yield pick(replace(terms, window=FEATURES[2][0], packed=True), EXTENTS)
     yield pick(replace(terms, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
 
 
