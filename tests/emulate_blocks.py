@@ -40,8 +40,8 @@ class Walked:
     def __init__(self, facts):
         self.facts = facts
 
-    def __call__(self, q, k, v, o, lse, cu_q, cu_k, blocks, *more):
-        insist_on_arguments(self.facts, (q, k, v, o, lse, cu_q, cu_k, blocks, *more))
+    def __call__(self, q, k, v, o, lse, cu_q, cu_k, blocks, score, *more):
+        insist_on_arguments(self.facts, (q, k, v, o, lse, cu_q, cu_k, blocks, score, *more))
         counter = None
         if self.facts.path == "sm_90":
             counter, *more, max_ctas = more
