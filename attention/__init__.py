@@ -1,8 +1,17 @@
 """Flash attention on the iterators of `cute_kernels`: dense, block-sparse, packed, and for decoding."""
 
+from . import score_mods
 from .masks import mask_mods, patterns
 from .masks.block_mask import BlockMask
 from .ops import attention, block_sparse_attention
 from .sdpa import scaled_dot_product_attention
 
-__all__ = ["BlockMask", "attention", "block_sparse_attention", "mask_mods", "patterns", "scaled_dot_product_attention"]
+__all__ = [
+    "BlockMask",
+    "attention",
+    "block_sparse_attention",
+    "mask_mods",
+    "patterns",
+    "scaled_dot_product_attention",
+    "score_mods",
+]

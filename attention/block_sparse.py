@@ -22,6 +22,7 @@ from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, launch, without_kernel
+from .score_mod import bound
 from .sinks import plan_with_sinks
 
 OP = "block_sparse_attention"
@@ -131,7 +132,7 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
     )
 
 
-def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out) -> tuple:
+def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, score=None) -> tuple:
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
     reads = None  # what the element mask reads
     try:
@@ -139,13 +140,17 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
+            None if score is None else score.mod,
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # the checks will say what is wrong
     tensors = (q, k, v) if out is None else (q, k, v, out)
+    if score is not None:
+        tensors += score.tensors
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
+        more["score_mod"] = score
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out)  # nothing to compute
@@ -153,16 +158,16 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         mask = with_causal(mask)
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
-    return launch(plan, q, k, v, out, (None, None, blocks))
+    return launch(plan, q, k, v, out, (None, None, blocks, None if score is None else score.reads))
 
 
 def plan_block_sparse(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None,
+    deterministic=None, score_mod=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if sinks is not None:
-        options = {"causal": causal, "softcap": softcap, "scale": scale, "out": out}
+        options = {"causal": causal, "softcap": softcap, "scale": scale, "out": out, "score_mod": score_mod}
         return plan_with_sinks(OP, partial(plan_block_sparse, q, k, v, block_mask, **options), sinks, q)
     mask = as_block_mask(q, k, block_mask)
     checks.check_qkv(OP, q, k, v)
@@ -170,18 +175,21 @@ def plan_block_sparse(
     plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out)
     checks.check_block_mask(OP, mask, q, k)
     window_bounds(None, causal)  # checks causal
+    score = bound(score_mod, q.device)
+    if score is not None:
+        checks.check_score(OP, score, q, k, softcap)
     if not plan.empty and planning.has_kernel(q):
-        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out)
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, score)
     return plan
 
 
-def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out) -> None:
+def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, score) -> None:
     """Fill in the kernel of a plan whose arguments are right."""
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
-    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element))
+    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m
     l2_heads = heads_in_l2(k.shape[2], (k.shape[3] + v.shape[3]) * k.element_size())
     plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])

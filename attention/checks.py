@@ -5,7 +5,7 @@ import torch
 from cute_kernels import checks
 from cute_kernels.runtime.device import plans_kernel
 
-from .forward.choose import HEAD_DIMS
+from .forward.choose import HEAD_DIMS, WIDE, head_dims_text
 from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
@@ -53,6 +53,15 @@ def check_scale(op: str, scale, softcap) -> None:
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
 
 
+def check_score(op: str, score, q, k, softcap) -> None:
+    """A score_mod.BoundScore that fits q (B, H, Sq, D) and k (B, Hkv, Sk, D)."""
+    if softcap is not None:
+        raise ValueError(
+            f"{op}: softcap and score_mod are not both possible; write c * torch.tanh(score / c) in the score_mod"
+        )
+    score.check(*q.shape[:2], (q.shape[2], k.shape[2]))
+
+
 def check_deterministic(op: str, deterministic) -> None:
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
@@ -61,11 +70,21 @@ def check_deterministic(op: str, deterministic) -> None:
 def check_head_dims(op: str, q, v) -> None:
     """Head dimensions that the kernels have."""
     for name, tensor in (("q", q), ("v", v)):
-        if tensor.shape[-1] not in HEAD_DIMS:
+        if tensor.shape[-1] not in HEAD_DIMS and not q.shape[-1] == v.shape[-1] == WIDE:
             raise ValueError(
-                f"{op}: {name} has head_dim {tensor.shape[-1]}; kernels exist for {', '.join(map(str, HEAD_DIMS))}: "
+                f"{op}: {name} has head_dim {tensor.shape[-1]}; kernels exist for {head_dims_text()}: "
                 "pad it with zeros (torch.nn.functional.pad) and pass scale"
             )
+
+
+def check_gradient_dims(op: str, q, v, kernel: bool) -> None:
+    """Head dimensions that have a backward, if `kernel` says that one is needed; asked before forward runs."""
+    if kernel and WIDE in (q.shape[-1], v.shape[-1]):
+        raise RuntimeError(
+            f"{op}: at head_dim {WIDE} it computes no gradients, and q, k or v requires one; call it under "
+            f"torch.no_grad(), or use torch's flex_attention or scaled_dot_product_attention. Gradients exist for "
+            f"head_dims {', '.join(map(str, HEAD_DIMS))}"
+        )
 
 
 def check_block_mask(op: str, mask, q, k) -> None:

@@ -17,14 +17,16 @@ from .plan import has_kernel
 
 
 class Attention(torch.autograd.Function):
-    """attention and block_sparse_attention with LSE, differentiable once in q, k and v."""
+    """attention and block_sparse_attention with LSE, differentiable once in q, k, v, and what a score_mod captures."""
 
     @staticmethod
-    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k):
+    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k, *captured):
         more = {} if cu_q is None and cu_k is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
         masks = () if mask is None else (mask,)
         out, lse = run(q, k, v, *masks, **options, **more, return_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, *captured)
+        if captured:  # saved above, and freed with what is saved
+            options = options | {"score_mod": options["score_mod"].with_tensors(())}
         ctx.call, ctx.path = (options, mask), forced_path()
         ctx.set_materialize_grads(False)
         return out, lse
@@ -33,33 +35,57 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     @in_forwards_path
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        q, k, v, out, lse, cu_q, cu_k, *captured = ctx.saved_tensors
         options, mask = ctx.call
-        gradients = gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **options)
         needed = ctx.needs_input_grad[3:6]
-        return None, None, None, *(g if n else None for g, n in zip(gradients, needed, strict=True)), None, None
+        wanted = [slot for slot, n in enumerate(ctx.needs_input_grad[8:]) if n]
+        sums = {slot: torch.zeros(captured[slot].shape, dtype=_wide(q), device=q.device) for slot in wanted}
+        if captured:
+            options = options | {"score_mod": options["score_mod"].with_tensors(captured)}
+        gradients = gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **options, sums=sums)
+        gradients = (g if n else None for g, n in zip(gradients, needed, strict=True))
+        of_captured = (sums[slot].to(t.dtype) if slot in sums else None for slot, t in enumerate(captured))
+        return None, None, None, *gradients, None, None, *of_captured
 
 
 def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) of eager.attention or eager.block_sparse_attention with these options, with gradients."""
-    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k)
+    score = options.get("score_mod")
+    if score is None:
+        return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k)
+    if score.wants_gradients and has_kernel(q) and in_one_order(options["deterministic"]):
+        raise RuntimeError(
+            "attention: the gradients of tensors that a score_mod captures are added up in any order on a GPU, by "
+            "atomic operations, and deterministic gradients are asked for; detach() the tensors, or let go of "
+            "deterministic=True and torch.use_deterministic_algorithms"
+        )
+    score.mod.check_derivatives()
+    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, *score.tensors)
+
+
+def _wide(q) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def gradients_of(
     q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window=None, softcap=None, scale=None,
-    deterministic=None,
+    deterministic=None, score_mod=None, sums=None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors."""
+    """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors.
+
+    score_mod: a BoundScore. sums: of tensors that it captures, by their slots: their gradients are added to these.
+    """
     if dout is None and dlse is None:
         return tuple(torch.zeros_like(t) for t in (q, k, v))
     if dout is None:
         dout = torch.zeros_like(out)
     if not has_kernel(q):
-        return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale)
+        more = {} if score_mod is None else {"score": score_mod, "sums": sums}
+        return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale, **more)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
     terms = Terms(window_bounds(window, causal), softcap, scale, in_one_order(deterministic))
-    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal)
+    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, score_mod, sums)
 
 
 def in_one_order(deterministic: bool | None) -> bool:
@@ -69,8 +95,8 @@ def in_one_order(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale) -> tuple:
-    terms = {"bounds": window_bounds(window, causal), "softcap": softcap, "scale": scale}
+def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale, **more) -> tuple:
+    terms = {"bounds": window_bounds(window, causal), "softcap": softcap, "scale": scale} | more
     tensors = q, k, v, out, lse, dout, dlse
     if cu_q is not None:
         return reference.gradients_packed(*tensors, cu_q, cu_k, **terms)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from .forward.choose import HEAD_DIMS
+from .forward.choose import HEAD_DIMS, WIDE
 from .plan import has_kernel
 
 
@@ -25,15 +25,17 @@ def autocast(
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (..., D or Dv) with zeros after D and Dv up to the next of HEAD_DIMS, where a kernel will read them.
+    """q, k and v (..., D or Dv) with zeros after D and Dv up to the next of a kernel, where one will read them.
 
     Scores stay as they are, if the scale is that of the D before, and so do the first Dv columns of the result. It
-    copies q, k and v, at each call, and the kernel computes as much as for the padded D. Nothing changes above the
-    largest of HEAD_DIMS, and for CPU tensors, which take no kernel.
+    copies q, k and v, at each call, and the kernel computes as much as for the padded D. If one of D and Dv is above
+    the largest of HEAD_DIMS, both become 512. Nothing changes above 512, and for CPU tensors, which take no kernel.
     """
     if not (q.is_cuda if is_compiling() else has_kernel(q)):
         return q, k, v
     (d, d_new), (dv, dv_new) = ((n, least_head_dim(n)) for n in (q.shape[-1], v.shape[-1]))
+    if WIDE in (d_new, dv_new) and max(d_new, dv_new) == WIDE:
+        d_new = dv_new = WIDE
     if d_new != d:
         q, k = pad(q, (0, d_new - d)), pad(k, (0, d_new - d))
     if dv_new != dv:
@@ -43,4 +45,4 @@ def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def least_head_dim(d: int) -> int:
     """The smallest head dimension of a kernel that is at least d; d itself where none is."""
-    return next((n for n in HEAD_DIMS if n >= d), d)
+    return next((n for n in (*HEAD_DIMS, WIDE) if n >= d), d)

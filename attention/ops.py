@@ -3,7 +3,7 @@
 Under torch.compile a call becomes a registered op (torch_op.py); all other calls go to eager.py at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,11 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
+from cute_kernels.runtime.device import plans_kernel
 from sparse_collective import BsrMatrix
 
 from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
+from .score_mod import BoundScore, bound
 from .sinks import with_sinks
 
 Window = Sequence[int | None] | None  # (left, right)
@@ -40,13 +42,14 @@ def attention(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
+    score_mod: Callable | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
     Args:
         q: (B, H, Sq, D) bfloat16 or float16, of any strides with D contiguous.
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H is a multiple of Hkv, and head h of q uses head h // (H / Hkv).
-            On a GPU D and Dv are 64, 96, 128, 192 or 256.
+            On a GPU D and Dv are 64, 96, 128, 192 or 256, or both are 512.
         causal: row i sees columns up to i + Sk - Sq, so the last row sees the last column, whatever the lengths.
         window: (left, right): row i sees columns i + Sk - Sq - left to i + Sk - Sq + right, both included; None, or -1
             as in FlashAttention, for no bound.
@@ -71,6 +74,12 @@ def attention(
             models learn them; lse has it, too. Costs one more pass over out.
         deterministic: whether q's gradient has the same bits on every run, as all else has in any case. None: what
             torch.use_deterministic_algorithms says.
+        score_mod: (score, b, h, q, kv) -> score, FlexAttention's: what becomes of each score, scaled, in float32,
+            before masks. Positions are int32, and count from 0 in q and in k. Torch traces the function, see score_mod.
+            Captured tensors are read by the kernels and, where they require a gradient, get one, added up in
+            float32, on a GPU in any order. Not with softcap, which it can write as c * torch.tanh(score / c), packed
+            sequences and a cache. Few queries do not take the decoding kernel with it. torch.compile breaks its graph
+            at the call.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.
@@ -81,10 +90,11 @@ def attention(
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
-    Differentiable once in q, k and v, by out and by lse. Saved for that are q, k, v, out and lse, nothing quadratic.
+    Differentiable once in q, k, v and what score_mod captures, by out and by lse. Saved for that are these, out and
+    lse, nothing quadratic.
     The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU,
     unless `deterministic`. On Hopper GPUs the gradients of head dimensions above 128, and of blocks 64 wide above 96,
-    are computed by the sm_80 path's kernel, which has no TMA and WGMMA.
+    are computed by the sm_80 path's kernel, which has no TMA and WGMMA. Head dimension 512 has no gradients.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
@@ -92,31 +102,43 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or the GPU is older than
-            sm_80.
+        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or on a GPU the head
+            dimension is 512; or the GPU is older than sm_80.
     """
+    if score_mod is not None and is_compiling():
+        from .torch_op import uncompiled
+
+        return uncompiled(
+            attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
+            out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
+            block_table=block_table, sinks=sinks, deterministic=deterministic, score_mod=score_mod,
+        )  # fmt: skip
+    score = None if score_mod is None else _bound("attention", score_mod, q)
     if sinks is not None:
         run = partial(
             attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=True, out=out,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-            deterministic=deterministic,
+            deterministic=deterministic, score_mod=score,
         )  # fmt: skip
         return with_sinks("attention", run, sinks, q, return_lse, out)
     run = eager.attention
     checks.check_deterministic("attention", deterministic)
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
-    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
+    elif watched(q, k, v, *_captured(score)) and out is None and isinstance(return_lse, bool):
         if seqlens_k is not None or block_table is not None:
             raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         options["deterministic"] = deterministic
+        if score is not None:
+            options["score_mod"] = score
         found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
         return found if return_lse else found[0]
+    more = {} if score is None else {"score_mod": score}
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-        deterministic=deterministic,
+        deterministic=deterministic, **more,
     )  # fmt: skip
 
 
@@ -133,11 +155,12 @@ def block_sparse_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
+    score_mod: Callable | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out, sinks, deterministic: see attention.
+        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -164,26 +187,50 @@ def block_sparse_attention(
     are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
+    if score_mod is not None and is_compiling():
+        from .torch_op import uncompiled
+
+        return uncompiled(
+            block_sparse_attention, q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale,
+            return_lse=return_lse, out=out, sinks=sinks, deterministic=deterministic, score_mod=score_mod,
+        )  # fmt: skip
+    score = None if score_mod is None else _bound("block_sparse_attention", score_mod, q)
     if sinks is not None:
         options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
+        options["score_mod"] = score
         run = partial(block_sparse_attention, q, k, v, block_mask, **options, return_lse=True, out=out)
         return with_sinks("block_sparse_attention", run, sinks, q, return_lse, out)
     run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
     if is_compiling():
         from .torch_op import traced_block_sparse as run
-    elif watched(q, k, v) and out is None and isinstance(return_lse, bool):
+    elif watched(q, k, v, *_captured(score)) and out is None and isinstance(return_lse, bool):
         options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
+        if score is not None:
+            options["score_mod"] = score
         found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options)
         return found if return_lse else found[0]
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
+    if score is not None:
+        terms["score_mod"] = score
     return run(q, k, v, block_mask, **terms, deterministic=deterministic)
+
+
+def _bound(op: str, score_mod, q) -> BoundScore:
+    """A score_mod with what it captures."""
+    checks.check_tensor(f"{op}: q", q)
+    return bound(score_mod, q.device)
+
+
+def _captured(score: BoundScore | None) -> tuple[Tensor, ...]:
+    return () if score is None else score.tensors
 
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) that autograd knows."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
+    checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable
 
     return differentiable(run, q, k, v, mask, options, cu_q, cu_k)

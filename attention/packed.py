@@ -32,7 +32,7 @@ def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse, out, **
         make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out)
         plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
-        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None))
+        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None, None))
     else:
         out, lse = without_kernel(plan, partial(_reference, plan, *tensors, terms), out)
     return (out, lse) if return_lse else out

@@ -30,13 +30,15 @@ class FlashPlan(CallPlan):
 
     lse_shape: tuple = ()
     scalars: tuple = ()  # the function's last arguments
-    more: tuple = (None, None, None)  # those after LSE, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks
+    # Those after LSE, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks, what a score_mod reads.
+    more: tuple = (None, None, None, None)
     takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
 
     def kernel_lines(self) -> list[str]:
         f = self.facts
-        return [f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.window}"]
+        lines = [f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.window}"]
+        return lines if f.score is None else [*lines, f"score_mod: {f.score.program}"]
 
 
 def checked_plan(op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, scale, return_lse, out) -> FlashPlan:
@@ -57,13 +59,27 @@ def has_kernel(tensor: torch.Tensor) -> bool:
 
 
 def plan_kernel(
-    plan: FlashPlan, q, k, v, out, *, extents, bounds, softcap, scale, lse: bool, longest=None, choose=None, **more
+    plan: FlashPlan,
+    q,
+    k,
+    v,
+    out,
+    *,
+    extents,
+    bounds,
+    softcap,
+    scale,
+    lse: bool,
+    longest=None,
+    choose=None,
+    score=None,
+    **more,
 ) -> None:
     """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
 
     `extents` are (heads of all items, Sq, Sk), on average where items differ, and `longest` is (Sq, Sk) at
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
-    `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
+    `score` is a score_mod.BoundScore. `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
     """
     checks.check_head_dims(plan.op, q, v)
     spec, sms, _ = device_arch(q.get_device())
@@ -77,11 +93,12 @@ def plan_kernel(
         window=WindowKind(*(bound is not None for bound in bounds)),
         softcap=softcap is not None,
         lse=lse,
+        score=None if score is None else score.mod,
         **more,
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
     plan.views = views if any(views) else ()
-    scale_log2, cap = scalars_of(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    scale_log2, cap = scalars_of(q.shape[-1] ** -0.5 if scale is None else scale, softcap, facts.score is not None)
     left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     if facts.blocks is None:
@@ -90,17 +107,20 @@ def plan_kernel(
     if choose is not None and choose(plan, facts, sms):
         return
     plan.facts = pick(facts, Extents(*extents, *bounds, sms))
-    if facts.path == "sm_90":
+    if plan.facts.path == "sm_90":
         plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True
     plan.function = families.function_for(plan.facts)
 
 
-def scalars_of(scale: float, softcap: float | None) -> tuple[float, float]:
+def scalars_of(scale: float, softcap: float | None, score_mod: bool = False) -> tuple[float, float]:
     """What the kernels multiply scores by before 2^x, and twice log2(e) scale / softcap, 0 without one.
 
     With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
+    A score_mod takes scaled scores: the second is then the scale.
     """
+    if score_mod:
+        return LOG2E, scale
     return (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2 * LOG2E * scale / softcap)
 
 

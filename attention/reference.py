@@ -1,7 +1,7 @@
 """Attention in plain torch, in fp32, or in fp64 for fp64 inputs: what CPU tensors run, and what tests compare with.
 
-scores = softcap(scale * q @ k^T); O = softmax(scores where seen) @ v. A row that sees nothing gives O = 0 and
-LSE = -inf. All of it is differentiable.
+scores = softcap(scale * q @ k^T), or score_mod of the same; O = softmax(scores where seen) @ v. A row that sees nothing
+gives O = 0 and LSE = -inf. All of it is differentiable.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
+from .score_mod import BoundScore, bound
 
 __all__ = ["attention", "attention_cached", "attention_packed"]
 
@@ -33,6 +34,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_mask: BlockMask | None = None,
+    score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q @ k^T) @ v, by rows in parts that bound the memory.
 
@@ -47,6 +49,7 @@ def attention(
         scale: of q @ k^T; 1 / sqrt(D) where it is None.
         return_lse: also returns the natural logarithm of each row's sum of exp(score).
         block_mask: of lengths (Sq, Sk), with B or 1 items and H or 1 heads; sees what all given masks see.
+        score_mod: (score, b, h, q, kv) -> score, of scaled scores, before masks.
 
     Returns:
         O (B, H, Sq, Dv) in q's dtype; with return_lse also LSE (B, H, Sq), fp32 (fp64 for fp64 inputs).
@@ -66,7 +69,7 @@ def attention(
             got = f"{block_mask.batch} and {block_mask.heads}"
             raise ValueError(f"block_mask must have {batch} or 1 items and {heads} or 1 heads, got {got}")
     seen = partial(_seen, q.shape[:3], sk, q.device, (left, right), block_mask)
-    out, lse = _by_rows(q, k, v, seen, softcap, scale)
+    out, lse = _by_rows(q, k, v, seen, softcap, scale, bound(score_mod, q.device))
     return (out, lse) if return_lse else out
 
 
@@ -95,6 +98,8 @@ def gradients(
     softcap: float | None = None,
     scale: float | None = None,
     block_mask: BlockMask | None = None,
+    score: BoundScore | None = None,
+    sums: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
 
@@ -102,6 +107,7 @@ def gradients(
         out, lse: what `attention` returned for q, k and v, with the same options.
         dout, dlse: the gradients of out and, where it has one, of lse.
         bounds: mask_mods.window_bounds of window and causal.
+        sums: of tensors that the score_mod captures, by their slots: their gradients are added to these.
     """
     (batch, heads, sq, d), (kv_heads, sk, _) = q.shape, v.shape[1:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -121,6 +127,10 @@ def gradients(
         s = qs @ k.mT * scale
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
+        by_head = batch, heads, part.stop - begin, sk
+        plain = s.view(by_head)
+        if score is not None:
+            s = score.apply(plain, begin).reshape(s.shape)
         seen = _seen(q.shape[:3], sk, q.device, bounds, block_mask, begin, part.stop)
         p = torch.exp(s - lses)
         if seen is not None:
@@ -128,6 +138,11 @@ def gradients(
         ds = p * (dos @ v.mT - deltas)
         if softcap is not None:
             ds = ds * (1 - (s / softcap) ** 2)
+        if score is not None:
+            ds = ds.view(by_head)
+            if sums:
+                score.add_gradients(sums, plain, ds, begin)
+            ds = torch.where(ds == 0, 0.0, ds * score.slopes(plain, begin)).reshape(s.shape)
         dq[:, :, part] = (ds @ k * scale).view(batch, heads, -1, d)
         dk += ds.mT @ qs * scale
         dv += p.mT @ dos
@@ -241,7 +256,7 @@ def attention_packed(
     return (out, torch.cat([lse[0] for _, lse in parts], dim=1)) if return_lse else out
 
 
-def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale) -> tuple[Tensor, Tensor]:
+def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, score=None) -> tuple:
     """O and LSE; seen(begin, end) tells what those rows see, a bool tensor that broadcasts to (B, H, rows, Sk)."""
     (batch, heads, sq, d), (kv_heads, sk, dv) = q.shape, v.shape[1:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -256,6 +271,8 @@ def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale)
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
         s = s.view(batch, heads, end - begin, sk)
+        if score is not None:
+            s = score.apply(s, begin)
         mask = seen(begin, end)
         if mask is not None:
             s = s.masked_fill(~mask, float("-inf"))

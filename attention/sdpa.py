@@ -50,8 +50,8 @@ def scaled_dot_product_attention(
         Differentiable in query, key and value as `attention` is.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype, as torch does. On a GPU, an E or Ev that
-    no kernel has (other than 64, 96, 128, 192, 256) is padded with zeros to the next: that copies the tensor and
-    computes as much as for the larger one.
+    no kernel has (other than 64, 96, 128, 192, 256, and 512 of both) is padded with zeros to the next: that copies the
+    tensor and computes as much as for the larger one. Above 256 there are no gradients.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device or shape, or one that cannot be computed, before any

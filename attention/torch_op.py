@@ -15,7 +15,7 @@ from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import eager, gradients
-from .checks import NO_CACHE
+from .checks import NO_CACHE, check_gradient_dims
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
 
@@ -160,7 +160,7 @@ def traced_attention(
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    with_lse = return_lse or out is None and watched(q, k, v)
+    with_lse = return_lse or _differentiable("attention", q, k, v, out)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic
     result = call(ATTENTION_OP, (q, k, v), out, terms)
@@ -170,10 +170,24 @@ def traced_attention(
 def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
-    with_lse = return_lse or out is None and watched(q, k, v)
+    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, out)
     terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic
     result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
     return result if return_lse else result[0]
+
+
+@torch.compiler.disable
+def uncompiled(op, *args, **options):
+    """A call that no registered op takes, one with a score_mod: torch.compile's graph ends before it."""
+    return op(*args, **options)
+
+
+def _differentiable(op: str, q, k, v, out) -> bool:
+    """Whether a traced call has gradients, for which it needs LSE."""
+    if out is not None or not watched(q, k, v):
+        return False
+    check_gradient_dims(op, q, v, q.is_cuda)
+    return True
 
 
 def crossing(block_mask) -> tuple[tuple, str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
-from cute_kernels.runtime.derived import Derived, state_of
+from cute_kernels.runtime.derived import Again, Derived, state_of
 
 from . import checks as arguments
 from . import index_check
@@ -135,6 +135,11 @@ class BsrMatrix(Conversions, LikeTensor):
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
+    def _set_quickly(self, **attributes: object) -> None:
+        """The same in less time, which torch.compile does not trace."""
+        for name, value in attributes.items():
+            _SETTERS[name](self, value)
+
     def _set_stats(self, stats: PatternStats) -> None:
         dtypes = self.stored.dtype, self.crow_indices.dtype
         key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, stats, self.base is not None
@@ -184,27 +189,31 @@ class BsrMatrix(Conversions, LikeTensor):
         """
         if self.base is not None:
             return self.base
-        if torch.compiler.is_compiling():  # the graph's ops ask the base for what is kept; of this nothing is used
-            crow, col, numbers, plans = self._transposed_index()
-        else:
-            crow, col, numbers, plans = self.derived(("transposed",), self._transposed_index, lambda made: made[:3])
         view = object.__new__(BsrMatrix)
+        if torch.compiler.is_compiling():  # the graph's ops ask the base for what is kept; of this nothing is used
+            put, (crow, col, numbers, plans) = view._set, self._transposed_index()  # by torch, so that it is no Again
+        else:
+            put, made = view._set_quickly, self.derived(("transposed",), self._transposed_index, _indices_of)
+            crow, col, numbers, plans = made
         shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
-        view._set(crow_indices=crow, col_indices=col, stored=self.stored, base=self, numbers=numbers, shape=shape)
-        view._set(
-            blocksize=(bk, bm), batch=self.batch, nnz=self.nnz, check=self.check, checked=self.checked, even=False
-        )
-        view._set(n_block_rows=self.n_block_cols, n_block_cols=self.n_block_rows, plans=plans)
-        view._set_stats(NOT_KNOWN)
+        stored = self.stored
+        put(
+            crow_indices=crow, col_indices=col, stored=stored, base=self, numbers=numbers, shape=shape,
+            blocksize=(bk, bm), batch=self.batch, nnz=self.nnz, check=self.check, checked=self.checked, even=False,
+            n_block_rows=self.n_block_cols, n_block_cols=self.n_block_rows, plans=plans, stats=NOT_KNOWN,
+            key=(shape, (bk, bm), *self.key[2:-2], NOT_KNOWN, True),
+        )  # fmt: skip
         return view
 
     T = mT = property(t)
 
-    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived]:
+    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived] | Again:
         """(crow_indices, col_indices, numbers) of the transpose, and a place for what kernels must know of it."""
         if self.check and self.device.type != "meta" and not torch.compiler.is_compiling():  # a graph's op checks
             self.check_indices()
-        return *index_of(self.crow_indices, self.col_indices, self.n_block_cols), Derived()
+        made, again = index_of(self.crow_indices, self.col_indices, self.n_block_cols)
+        made = *made, Derived()
+        return made if again is None else Again(made, again)
 
     def _with_tensors(self, crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> BsrMatrix:
         """The same matrix in other tensors, which hold the same indices: what is known of the pattern stays known."""
@@ -229,15 +238,18 @@ class BsrMatrix(Conversions, LikeTensor):
         matrix._set_stats(self.stats)
         return matrix
 
-    def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple):
+    def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple, *, rows_alone: bool = False):
         """`make()`, made of the indices alone, on their device, and `tensors_of` it its tensors; kept under `key`.
 
-        Made again if an index tensor has been changed in place; see Derived for streams and CUDA graphs.
+        Made again if an index tensor has been changed in place, with `rows_alone` only if crow_indices has; in its own
+        tensors, where it is an Again, whose `again` gets this matrix. See Derived for streams and CUDA graphs.
         """
-        if self.plans is None:
-            return make()
-        state = state_of(self.crow_indices, self.col_indices)
-        return self.plans.get(key, self.crow_indices, make, tensors_of, state)
+        crow = self.crow_indices
+        state = state_of(crow) if rows_alone else state_of(crow, self.col_indices)
+        plans = self.plans
+        if plans is None:
+            plans, state = Derived(), None  # nothing is kept
+        return plans.get(key, crow, make, tensors_of, state, self)
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.
@@ -347,6 +359,12 @@ class BsrMatrix(Conversions, LikeTensor):
         loaded = loaded.t() if transposed else loaded
         self._set(**{name: getattr(loaded, name) for name in BsrMatrix.__slots__ if name != "__weakref__"})
 
+
+def _indices_of(made: tuple) -> tuple:
+    return made[:3]
+
+
+_SETTERS = {name: getattr(BsrMatrix, name).__set__ for name in BsrMatrix.__slots__ if name != "__weakref__"}
 
 # torch.load(weights_only=True) then makes instances, by __setstate__ and of nothing but tensors and numbers.
 torch.serialization.add_safe_globals([BsrMatrix])

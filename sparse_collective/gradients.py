@@ -32,10 +32,14 @@ class Bsr(torch.autograd.Function):
         op, W, activation, epilogue = call
         epilogue = None if epilogue is None else epilogue_program(op, epilogue)  # as it is now
 
-        def run(with_z):
-            return eager.call(op, W, b, bias, activation, residual, None, epilogue, groups, with_z)
+        if activation is None and epilogue is None:
+            y, saved = eager.call(op, W, b, bias, None, residual, None, None, groups), None
+        else:
 
-        y, saved = with_saved(run, activation, epilogue)
+            def run(with_z):
+                return eager.call(op, W, b, bias, activation, residual, None, epilogue, groups, with_z)
+
+            y, saved = with_saved(run, activation, epilogue)
         ctx.save_for_backward(stored, b, bias, residual, groups, saved)
         ctx.call, ctx.path = (op, W, activation, epilogue), forced_path()
         return y
@@ -67,7 +71,8 @@ def differentiable(op, W, b, bias, activation, residual, out, epilogue, groups=N
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
     """Of b, or of x: W' dz."""
-    return sum_to(eager.call(op, W.t(), dz.to(W.dtype), None, None, None, None, None, groups), b)
+    db = eager.call(op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, groups)
+    return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b)
 
 
 def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
@@ -75,9 +80,12 @@ def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor
     if groups is not None:  # (T, M) and (T, K), of which runs of rows are an item's
         left, right = (dz.to(W.dtype), b) if W.base is None else (b, dz.to(W.dtype))
         return sddmm(left.t(), right, W if W.base is None else W.base, None, False, None, groups)
+    if dz.dtype is not W.dtype:
+        dz = dz.to(W.dtype)
+    if op == "bsr_linear" and W.base is None and W.batch is None and dz.dim() == b.dim() == 2:
+        return sddmm(dz.mT, b, W, None, False, None)
     if op == "bsr_linear":  # as bsr_matmul has them
         b, dz = b.mT if b.dim() > 1 else b[:, None], dz.mT if dz.dim() > 1 else dz[:, None]
-    dz = dz.to(W.dtype)
     if W.batch is None:
         left, right = beside(dz), beside(b)  # (M, columns), (K, columns)
         if W.base is not None:  # what is stored is the transpose

@@ -53,7 +53,7 @@ def bsr_matmul(
     run. CPU tensors are multiplied by torch, the stored blocks alone, in fp32, of float64 in float64. A BsrMatrix also
     takes W @ b and torch.matmul(W, b). Raises as cute_kernels.gemm does.
     """
-    return _call("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
+    return called("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
 
 
 def bsr_linear(
@@ -78,7 +78,7 @@ def bsr_linear(
 
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
-    return _call("bsr_linear", W, x, bias, activation, None, out, epilogue)
+    return called("bsr_linear", W, x, bias, activation, None, out, epilogue)
 
 
 def bsr_gated_linear(
@@ -103,7 +103,7 @@ def bsr_gated_linear(
         check_activation(eager.GATED, activation)
         eager.check_gated(W)
         return gate(bsr_linear(x, W), activation)
-    return _call(eager.GATED, W, x, None, activation, None, out, None)
+    return called(eager.GATED, W, x, None, activation, None, out, None)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def bsr_grouped_linear(
     """
     op = "bsr_grouped_linear"
     groups = eager.groups_of(op, x, groups, offsets, group_rows)
-    return _call(op, W, x, bias, activation, None, out, epilogue, groups)
+    return called(op, W, x, bias, activation, None, out, epilogue, groups)
 
 
 def sddmm(
@@ -200,7 +200,8 @@ def sddmm(
     return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype, groups)
 
 
-def _call(op: str, *terms) -> Tensor:
+def called(op: str, *terms) -> Tensor:
+    """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds

@@ -29,9 +29,10 @@ class EmulatedFlash:
         self.facts = facts
         self.built.add(facts.key())
 
-    def __call__(self, q, k, v, out, lse, cu_q, cu_k, blocks, *more):
+    def __call__(self, q, k, v, out, lse, cu_q, cu_k, blocks, score, *more):
         """`more` are the counter and the number of CTAs of the sm_90 path, around the scalars."""
-        insist_on_arguments(self.facts, (q, k, v, out, lse, cu_q, cu_k, blocks, *more))
+        insist_on_arguments(self.facts, (q, k, v, out, lse, cu_q, cu_k, blocks, score, *more))
+        assert score is None and self.facts.score is None
         scalars = self.scalars(*more)
         self.insist(q, k, v, out, lse, *scalars[1:])
         if not self.facts.packed:

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from cute_kernels.epilogue_gradient import eager
+from cute_kernels.epilogue_gradient.config import parts_of
 from cute_kernels.matmul.terms import epilogue_program
 
+from .emulator.ops import on_emulator
 from .reference import normal
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -62,6 +64,32 @@ def test_a_function_of_ones_own(place):
 
     for activation in (None, "silu"):
         check(normal(130, 264, device=place), normal(130, 264, device=place), activation, function)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_on_the_emulator(activation):
+    """Several CTAs a column tile, of which some have more rows; columns and rows that end inside of a tile."""
+    dy, z = (normal(101, 264) * 3 for _ in range(2))
+    with on_emulator("sm_90", sms=3):
+        assert parts_of(101, 264, 3) > 1
+        dz, total = check(dy, z, activation)
+        again = eager.epilogue_gradient(dy, z, activation, None, True)
+    assert torch.equal(dz, again[0]) and torch.equal(total, again[1])
+
+
+def test_every_bfloat16_on_the_emulator():
+    z = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    with on_emulator("sm_90", sms=2):
+        dz, _ = eager.epilogue_gradient(torch.ones_like(z), z, "gelu", None, False)
+    assert torch.equal(dz.isnan(), z.isnan())
+    exact = truth(torch.ones_like(z), z.clamp(-100, 100), "gelu").nan_to_num()
+    assert ((dz.double().nan_to_num() - exact).abs() <= 0.51 * 2**-7 * exact.abs() + 4e-6).all()
+
+
+@pytest.mark.parametrize("rows, cols", [(8192, 8192), (1, 8), (100_000, 264), (64, 300_000), (8192, 2048)])
+def test_all_ctas_are_resident_or_many(rows, cols):
+    parts, tiles, groups = parts_of(rows, cols, 132), -(-cols // 256), -(-rows // 16)
+    assert 1 <= parts <= groups and (parts * tiles <= 396 or tiles > 99)
 
 
 @pytest.mark.gpu

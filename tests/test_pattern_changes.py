@@ -7,6 +7,7 @@ Without a GPU the kernels run on the emulator, where there is one.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparse_collective.bsr
 from cute_kernels.runtime import device
 from cute_kernels.runtime.cache import KernelCache
+from cute_kernels.runtime.derived import Again, Derived
 from sparse_collective import BsrMatrix
 from sparse_collective.nn import BsrLinear, change_pattern_, pruning
 from sparse_collective.nn.pattern import indices_of, moved, random_keys, regrown_by_torch
@@ -78,10 +80,12 @@ def test_blocks_are_chosen_as_by_sorts(place, rows, cols, even, kind):
             given = scores(len(col), kind, place), scores(rows * cols, kind, place)
             ours, theirs = ((crow.clone(), col.clone()) for _ in range(2))
             origin = choose_kernel.regrown_on_gpu(*given, *ours, cols, dropped, even)
-            expected = regrown_by_torch(*given, *theirs, cols, dropped, even)
-            for found, wanted in zip((*ours, origin), (*theirs, expected), strict=True):
-                assert found.dtype == wanted.dtype and torch.equal(found, wanted)
-            assert all(t._version == 1 for t in ours)
+            for where in sorted({"cpu", place}):
+                there, (starts, columns) = ([t.to(where, copy=True) for t in ts] for ts in (given, theirs))
+                expected = regrown_by_torch(*there, starts, columns, cols, dropped, even)
+                for found, wanted in zip((*ours, origin), (starts, columns, expected), strict=True):
+                    assert found.dtype == wanted.dtype and torch.equal(found.to(where), wanted)
+                assert [t._version for t in ours] == [t._version for t in (starts, columns)] == [0 if even else 1, 1]
 
 
 @pytest.mark.parametrize("lane", [1, 3, 8, 21, 150])
@@ -99,11 +103,12 @@ def test_blocks_are_moved_in_place(place, dtype, shape, lane):
             mine[torch.randperm(lane)[: len(old)].sort().values] = old.int() + row * lane
         origin = origin.flatten().to(place)
         before = torch.randn(len(origin), *shape, device=place).to(dtype)
-        expected = moved(before, origin.clamp(min=0), origin >= 0)
         for by in (lane, None):
-            t = before.clone()
-            move_kernel.move_blocks_on_gpu(t, origin, by)
-            assert torch.equal(t, expected) and t._version == 1
+            several = [before.clone(), before.flip(0), before.neg(), before.clone(), before.abs()][: 1 + lane % 5]
+            expected = [moved(t, origin.clamp(min=0), origin >= 0) for t in several]
+            move_kernel.move_blocks_on_gpu(several, origin, by)
+            for t, wanted in zip(several, expected, strict=True):
+                assert torch.equal(t, wanted) and t._version == 1
 
 
 def test_which_blocks_are_moved_by_the_kernel():
@@ -131,12 +136,12 @@ def test_tables_are_made_as_by_torch(place, monkeypatch, rows, cols, index_dtype
         crow, col = crow.to(place), col.to(place)
         for width in {transposed_kernel.columns_of_a_cta(rows, cols), min(7, cols), cols}:
             monkeypatch.setattr(transposed_kernel, "columns_of_a_cta", lambda *_, width=width: width)
-            found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)
+            found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)[0]
             for ours, theirs in zip(found, transposed_index(crow, col, cols), strict=True):
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         every = crow if crow.dim() == 1 else torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
         for parts, boxes in ((1, 1), (1, 2), (2, 2), (3, 4), (1, 32)):
-            found = tables_kernel.box_groups_on_gpu(crow, len(col), parts, boxes)
+            found = tables_kernel.box_groups_on_gpu(crow, len(col), parts, boxes)[0]
             assert torch.equal(found, box_groups(every, len(col), parts, boxes))
 
 
@@ -151,9 +156,9 @@ def test_a_ctas_columns_fit_its_bitmaps(rows, cols):
 @pytest.mark.parametrize(("rows", "cols", "density"), [(4096, 4096, 0.1), (512, 512, 0.125), (9, 100_000, 0.3)])
 def test_large_patterns(rows, cols, density):
     crow, col = (t.cuda() for t in cases.mask_to_indices(cases.bernoulli(rows, cols, density), torch.int32))
-    found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)
+    found = transposed_kernel.transposed_index_on_gpu(crow, col, cols)[0]
     assert all(map(torch.equal, found, transposed_index(crow, col, cols)))
-    found = tables_kernel.box_groups_on_gpu(crow, len(col), 1, 16)
+    found = tables_kernel.box_groups_on_gpu(crow, len(col), 1, 16)[0]
     assert torch.equal(found, box_groups(crow, len(col), 1, 16))
     if choose_kernel.fits(rows, cols, False):
         given = torch.randn(len(col), device="cuda"), torch.randn(rows * cols, device="cuda")
@@ -189,7 +194,7 @@ class Launches(TorchDispatchMode):
     """The operations that a GPU would run: torch's, but for those that only look at memory or ask for it; and ours."""
 
     FREE = {"view", "_unsafe_view", "detach", "alias", "slice", "select", "unsqueeze", "expand", "t", "transpose"}
-    FREE |= {"empty", "empty_like", "as_strided"}
+    FREE |= {"empty", "empty_like", "as_strided", "unbind"}
 
     def __init__(self):
         super().__init__()
@@ -210,16 +215,24 @@ class Launches(TorchDispatchMode):
 def counted() -> Iterator[Launches]:
     """Inside of it, CPU tensors take the way of a GPU's through a change and its tables, and no kernel runs."""
 
-    def first_on_gpu(module, name: str, kind: Callable) -> contextlib.AbstractContextManager:
+    def on_gpu(t):
+        return [on_gpu(each) for each in t] if isinstance(t, list) else t.detach().as_subclass(OnGpu)
+
+    def called_on_gpu(module, name: str, tensors: int) -> contextlib.AbstractContextManager:
+        """Its first so many arguments are on a GPU."""
         called = getattr(module, name)
-        return mock.patch.object(module, name, lambda first, *more: called(kind(first), *more))
+        return mock.patch.object(module, name, lambda *a: called(*map(on_gpu, a[:tensors]), *a[tensors:]))
 
     launches = Launches()
     with contextlib.ExitStack() as stack:
         stack.enter_context(device.assume("sm_90"))
         stack.enter_context(mock.patch.object(KernelCache, "get", lambda _, facts, build: launches.kernel(facts)))
-        for module, name in ((sparse_collective.bsr, "index_of"), (pruning, "regrown"), (pruning, "blocks_moved")):
-            stack.enter_context(first_on_gpu(module, name, lambda t: t.detach().as_subclass(OnGpu)))
+        for module, name, tensors in (
+            (sparse_collective.bsr, "index_of", 1),
+            (pruning, "regrown", 1),
+            (pruning, "blocks_moved", 2),
+        ):
+            stack.enter_context(called_on_gpu(module, name, tensors))
         stack.enter_context(launches)
         yield launches
 
@@ -240,23 +253,26 @@ def test_how_many_operations_a_change_takes(even):
     """Each is some 5 to 10 us of the host's time, and a training step of one layer 1.1 ms: more of them show.
 
     A change draws scores, takes norms, chooses blocks, and moves values and AdamW's two moments; uneven rows move by
-    way of another tensor. Tables are those of the transposed view, the order of its tiles, and the boxes of sddmm; of
-    uneven rows also the order of forward's tiles.
+    way of another tensor. Tables are those of the transposed view and the order of its tiles; of uneven rows also the
+    order of forward's tiles and the boxes of sddmm, which depend on the rows' lengths alone.
     """
     layer, optimizer = trained(even)
-    with counted() as launches:
-        change_pattern_(layer, 0.3, grow="random", even_rows=even, optimizer=optimizer)
-        of_change, launches.names = launches.names, []
-        W = layer.weight
+
+    def make_tables(W: BsrMatrix) -> None:
         tiles = Tiles(row_tiles=1, steps=2, tiles_n=4, batch=1, group=2, workers=132)
         for matrix in (W.t(),) if even else (W, W.t()):
             order_of(MatrixOnGpu(matrix), tiles)
         tables_family.groups_of(MatrixOnGpu(W), 1, 2)
-    copies = [] if even else ["copy_"]
-    moves = ["block moves", *copies] * 3
-    assert of_change == ["rand", "linalg_vector_norm", "regrowth", *moves]
-    assert launches.names == ["transposed index", *["tile order"] * (1 if even else 2), "box groups"]
-    assert len(of_change) + len(launches.names) == (9 if even else 13)
+
+    with counted() as launches:
+        make_tables(layer.weight)
+        launches.names.clear()
+        change_pattern_(layer, 0.3, grow="random", even_rows=even, optimizer=optimizer)
+        of_change, launches.names = launches.names, []
+        make_tables(layer.weight)
+        rows, columns = ["tile order", "box groups"], ["transposed index", "tile order"]
+    assert of_change == ["rand", "linalg_vector_norm", "regrowth", "block moves", *([] if even else ["_foreach_copy_"])]
+    assert sorted(launches.names) == sorted(columns if even else rows + columns)
 
 
 def test_a_change_by_given_scores_moves_the_gradient_too():
@@ -265,7 +281,7 @@ def test_a_change_by_given_scores_moves_the_gradient_too():
     given = {"grow": torch.rand(layer.grid), "drop": torch.rand(layer.nnz)}
     with counted() as launches:
         change_pattern_(layer, 0.3, **given, optimizer=optimizer)
-    assert launches.names == ["regrowth", *["block moves", "copy_"] * 4]
+    assert launches.names == ["regrowth", "block moves", "_foreach_copy_"]
 
 
 @pytest.mark.gpu
@@ -333,3 +349,29 @@ def test_views_follow_the_change():
     before = W.t()
     W.col_indices.add_(0)
     assert W.t().numbers is not before.numbers and torch.equal(W.t().numbers, before.numbers)
+
+
+def test_made_again_in_its_own_tensors(monkeypatch):
+    """An Again is, on the stream that it was made on; on another one, and in a capture, it is made anew."""
+    recorded, state = [], SimpleNamespace(stream=7, capturing=False)
+
+    def stream(device):
+        done = SimpleNamespace(record=lambda on: recorded.append(on.cuda_stream))
+        return SimpleNamespace(cuda_stream=state.stream, record_event=lambda: done, wait_event=recorded.append)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False)
+    source = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device=None)
+    memo, owners = Derived(), []
+
+    def get(version: int, owner: str) -> list:
+        return memo.get("key", source, lambda: Again([owner], owners.append), lambda value: (), version, owner)
+
+    first = get(0, "a")
+    assert get(0, "b") is first == ["a"] and not owners
+    assert get(1, "c") is first and get(1, "d") is first and owners == ["c"] and recorded == [7]
+    state.capturing = True
+    assert get(1, "e") is first and get(2, "f") == ["f"] and get(1, "g") is first
+    state.capturing, state.stream = False, 8
+    assert get(2, "h") == ["h"] and get(3, "i") == ["h"] and owners == ["c", "i"] and recorded == [7, 8]

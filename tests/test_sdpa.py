@@ -278,7 +278,9 @@ def test_a_mask_is_converted_once(monkeypatch):
 # ------------------------------------------------------------------ with kernels, and under torch.compile
 
 
-@pytest.mark.parametrize(("d", "dv", "read"), [(32, 32, 64), (80, 64, 96), (64, 64, 64), (200, 129, 256)])
+@pytest.mark.parametrize(
+    ("d", "dv", "read"), [(32, 32, 64), (80, 64, 96), (64, 64, 64), (200, 129, 256), (300, 64, 512)]
+)
 def test_plans_of_a_gpu(d, dv, read):
     """Head dimensions without a kernel are padded; masks take the kernel of block masks."""
     q, k, v = (torch.empty(1, 2, 256, n, dtype=torch.bfloat16, device="meta") for n in (d, d, dv))
@@ -291,11 +293,11 @@ def test_plans_of_a_gpu(d, dv, read):
 
 
 def test_head_dims_of_a_gpu():
-    q, k, v = qkv((1, 2, 5, 40), (1, 2, 7, 40), (1, 2, 7, 300))
+    q, k, v = qkv((1, 2, 5, 40), (1, 2, 7, 40), (1, 2, 7, 600))
     assert padded(q, k, v) == (q, k, v)
     with assume("sm_90"):
         wide = padded(q, k, v)
-    assert [t.shape[-1] for t in wide] == [64, 64, 300] and wide[2] is v
+    assert [t.shape[-1] for t in wide] == [64, 64, 600] and wide[2] is v
     torch.testing.assert_close(torchs(*wide, scale=40**-0.5), torchs(q, k, v), **TIGHT)
 
 

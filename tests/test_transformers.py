@@ -385,10 +385,23 @@ def small(kind, config, **terms):
     return getattr(transformers, kind)._from_config(config, attn_implementation="cute_kernels").eval()
 
 
-def test_position_biases_are_refused():
-    model = small("T5EncoderModel", "T5Config", vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    with pytest.raises(ValueError, match="T5Attention: a position bias is added to the scores, .*use attn_impl"):
-        model(tokens())
+def test_position_biases():
+    """T5's, with the gradients of their tables: in encoder, decoder and cross-attention, under padding."""
+    terms = dict(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1)
+    ours = small("T5ForConditionalGeneration", "T5Config", **terms, dropout_rate=0.0)
+    eager = copy.deepcopy(ours)
+    eager.set_attn_implementation("eager")
+    inputs = {"input_ids": tokens(), "labels": tokens(length=12), "attention_mask": padding("right")}
+    results = []
+    for model in (ours, eager):
+        found = model(**inputs)
+        found.loss.backward()
+        tables = [p.grad for name, p in model.named_parameters() if "relative_attention_bias" in name]
+        results.append((found.logits, *tables))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    generated = [model.generate(tokens(), max_new_tokens=8, do_sample=False) for model in (ours, eager)]
+    assert torch.equal(*generated)
 
 
 def test_dropout_is_refused_in_training():

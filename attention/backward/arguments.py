@@ -4,6 +4,7 @@ import math
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
+from ..forward.arguments import score_args
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 
@@ -27,6 +28,12 @@ def tiles(*extents: int):
 
     stride = tuple(math.prod(extents[i:]) for i in range(len(extents) + 1))
     return make_fake_tensor(Float32, (cute.sym_int32(), *extents), stride=stride, assumed_align=16)
+
+
+def tensor_like(tensor: tuple):
+    """A fake of the sums of the gradient of a captured tensor, ElementMask.tensors' (dtype, rank, mode of stride 1)."""
+    _, rank, _ = tensor
+    return fake_tensor("float32", rank, rank - 1, 1)
 
 
 def prepare_args(facts: PrepareFacts) -> tuple:
@@ -59,7 +66,11 @@ def backward_args(facts: BackwardFacts) -> tuple:
         lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4) + (4,) * facts.deterministic)
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (*lists, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
+    sums = tuple(tensor_like(facts.score.tensors[slot]) for slot in facts.score_sums) or None
+    score = score_args(facts.score), sums
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds
-    turns = fake_tensor("int32", 2, 1, 1) if facts.deterministic else None
-    return *tensors, *arrays, turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *scalars, fake_stream()
+    turns = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
+    if facts.path == "sm_90":  # which is persistent
+        turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))
+    return *tensors, *arrays, *turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *score, *scalars, fake_stream()

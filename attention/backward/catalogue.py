@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec
 
-from ..forward.catalogue import ALL_FEATURES, BLOCKSIZES, MASKS
-from ..forward.choose import HEAD_DIMS
+from ..forward.catalogue import ALL_FEATURES, BLOCKSIZES, MASKS, SCORES
+from ..forward.choose import HEAD_DIMS, WIDE
 from ..forward.config import BlockKind, WindowKind
 from .choose import pick
 from .config import BackwardFacts
@@ -16,7 +16,8 @@ BOTH = WindowKind(left=True, right=True)
 
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFacts]:
-    """Each head dimension plain, and with a window and a cap; packed at one; block masks with tensors and a cap.
+    """Each head dimension plain, and with a window and a cap; packed and with a score_mod at one; block masks with
+    tensors and a cap.
 
     On a path's first architecture every head dimension, on others the largest two and the one with all features.
     """
@@ -37,12 +38,17 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 yield pick(replace(plain, window=WindowKind(right=True), packed=True))
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
                 yield pick(replace(plain, window=BOTH, deterministic=True))
+                scored = replace(plain, score=SCORES["slopes"], score_sums=(0,))
+                yield pick(replace(scored, window=WindowKind(right=True)))
+                yield pick(replace(scored, score=SCORES["bias"]))
                 yield from (pick(replace(plain, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
         yield pick(BackwardFacts(spec.target, path, None, "float16", 192, 128))
 
 
 def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[BackwardFacts]:
     """What a bundle has: dense and causal attention, packed too, or masks without a function; without a cap."""
+    if dim == WIDE:  # forward only
+        return
     if dim not in HEAD_DIMS:
         raise ValueError(f"head dimension {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
     plain = BackwardFacts(spec.target, spec.path, None, dtype, dim, dim)

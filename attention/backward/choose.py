@@ -6,11 +6,14 @@ from dataclasses import replace
 from ..forward.choose import HEAD_DIMS
 from .config import BackwardConfig, BackwardFacts
 
-# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). Not measured yet.
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). At 64 products go on beside
+# the next exponentials (ahead_sm90), but not with both a cap and a mask that reads tensors: that would spill.
 SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
+SM_90_AHEAD = {64: (64, 128, 4, 2, 1, False, True)}
 
-# Where two warpgroups share the columns of dK and dV: (ctas, exchange, query tiles of a step, parts of dQ, one_do).
-PAIR_IN_PARTS, ONE, ONE_IN_PARTS = (1, False, 2, 2), (1, False, 1, 1), (1, False, 1, 2, True)
+# Where two warpgroups share the columns of dK and dV:
+# (ctas, exchange, ahead, query tiles of a step, parts of dQ, one stage of dO).
+PAIR_IN_PARTS, ONE, ONE_IN_PARTS = (1, False, True, 2, 2), (1, False, True, 1, 1), (1, False, True, 1, 2, True)
 SM_90 |= {192: (64, 64, 2, 2, *ONE), 256: (64, 64, 2, 2, *ONE_IN_PARTS)}
 
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
@@ -67,11 +70,19 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         if dim not in HEAD_DIMS:
             raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
     dim = max(facts.head_dim, facts.head_dim_v)
-    tiles = SM_90 if facts.blocks is None or facts.blocks.block_k == 128 else SM_90_NARROW
+    mask = None if facts.blocks is None else facts.blocks.mask
+    scattered = facts.score is not None and any(not read.of_head for read in facts.score_reads)
+    tiles = SM_90 | SM_90_AHEAD
+    if scattered:  # gradients that each element adds to memory need registers
+        tiles = SM_90 | {128: SM_90_NARROW[128]}
+    elif facts.softcap and mask is not None and mask.tensors:
+        tiles = SM_90
+    if facts.blocks is not None and facts.blocks.block_k != 128:
+        tiles = SM_90_NARROW
     found = []
     if facts.path == "sm_90" and dim in tiles:
         found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
-    masked = facts.softcap or facts.blocks is not None and facts.blocks.mask is not None
+    masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
     spilling = spills.get(dim) if facts.spec.name == "sm_90" else None

@@ -8,10 +8,12 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
+from ..score_mod import Read, ScoreMod
 from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
 ALIGN = 1024  # of operands in shared memory, bytes
+QUEUE_BYTES = 80  # of forward/tile_queue: barriers and fields of its slots
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class BackwardConfig:
     A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
     of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K, or with `query_tiles`
     all of them, and a part of the columns of dK and dV (shared_columns_sm90). sm_80: `groups` warps share products as
-    warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere.
+    warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere. `ahead`: whether
+    products go on beside the next tile's exponentials (ahead_sm90), or with `query_tiles` whether S' is begun a step ahead.
     """
 
     tile_m: int
@@ -30,13 +33,14 @@ class BackwardConfig:
     groups: int
     ctas: int = 1  # sm_90: CTAs that share an SM
     exchange: bool = False  # sm_80
+    ahead: bool = False  # sm_90
     query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
     dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
     one_do: bool = False  # the same: dO's ring has one stage
-    ahead: bool = True  # the same: S' of a step is begun in the step before; needs two stages of Q
 
     def __str__(self) -> str:
-        text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}" + " exchange" * self.exchange
+        text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
+        text += " exchange" * self.exchange + " ahead" * self.ahead
         return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text
 
     @property
@@ -66,6 +70,8 @@ class BackwardFacts:
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
     deterministic: bool = False  # whether the sums of dQ are added up in the order of K's tiles (turns.py)
+    score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
+    score_sums: tuple[int, ...] = ()  # the tensors that it captures, by number, whose gradients are computed
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -88,8 +94,19 @@ class BackwardFacts:
 
     @property
     def late_dp(self) -> bool:
-        """sm_90: whether it is issued when P is known: a cap needs still more."""
-        return self.softcap and max(self.head_dim, self.head_dim_v) == 128
+        """sm_90: whether it is issued when P is known: a cap or a score_mod needs still more."""
+        return (self.softcap or self.score is not None) and max(self.head_dim, self.head_dim_v) == 128
+
+    @cached_property
+    def score_reads(self) -> list[Read]:
+        """What the score_mod reads of these tensors."""
+        return self.score.reads(self.score_sums)
+
+    @cached_property
+    def keeps_scores(self) -> bool:
+        """Whether dS is computed of the scores, and P once more, and not of P times d score_mod / d score: where what
+        captured tensors get needs the scores, or P alone."""
+        return bool(self.score_reads) and not (self.score.adds and not any(r.needs_score for r in self.score_reads))
 
     @property
     def in_turn(self) -> bool:
@@ -139,7 +156,7 @@ class BackwardFacts:
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_n * rows
         elements += rows * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
         sums = rows * self.head_dim // cfg.dq_parts
-        first = 16 * (1 + cfg.stages + self.stages_do) + 2 * cfg.stages * rows * FP32
+        first = 16 * (1 + cfg.stages + self.stages_do) + QUEUE_BYTES + 2 * cfg.stages * rows * FP32
         return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
 
 

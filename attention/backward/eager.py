@@ -3,7 +3,7 @@
 A call with metadata seen before costs a look-up and the launches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,10 +13,12 @@ from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.call_plan import CallPlan, PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
+from cute_kernels.runtime.workspace import zeros
 
 from ..block_sparse import Derived, with_causal
 from ..forward.config import BlockKind, WindowKind
 from ..plan import path_of, scalars_of, view_of
+from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
 from .config import BackwardFacts
@@ -34,6 +36,8 @@ class Terms:
     softcap: float | None = None
     scale: float | None = None
     deterministic: bool = False
+    score: ScoreMod | None = None
+    score_sums: tuple[int, ...] = ()  # BackwardFacts'
 
 
 @dataclass
@@ -59,6 +63,8 @@ def backward(
     cu_seqlens: tuple = (None, None),
     mask=None,
     causal: bool = False,
+    score: BoundScore | None = None,
+    sums: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) of CUDA tensors, of the shapes and dtypes of q, k and v.
 
@@ -68,6 +74,7 @@ def backward(
         dlse: the gradient of lse, fp32; None: none.
         cu_seqlens: (cu_seqlens_q, cu_seqlens_k) of packed sequences.
         mask: the BlockMask; causal: whether it is used with the causal mask.
+        score: the score_mod; sums: of tensors that it captures, by number, the fp32 sums that gradients are added to.
     """
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return tuple(torch.zeros_like(t) for t in (q, k, v))
@@ -77,6 +84,10 @@ def backward(
     if mask is not None:
         mask = with_causal(mask) if causal else mask
         element, reads = Derived.of(mask).element(mask, *q.shape[:2])
+    of_captured = ()
+    if score is not None:
+        slots = tuple(sorted(sums or ()))
+        terms, of_captured = replace(terms, score=score.mod, score_sums=slots), [sums[slot] for slot in slots]
     packed = cu_seqlens[0] is not None
     kind = None if mask is None else BlockKind(*mask.blocksize, element)
     key = terms, kind, forced_path(), dlse is None, len(cu_seqlens[0]) if packed else 0
@@ -92,22 +103,27 @@ def backward(
             t if view is None else view(t) for t, view in zip((*tensors, *gradients), plan.views, strict=True)
         )
     dq, dk, dv = views
+    of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
+    captured = None if score is None else score.reads, of_captured
     config, device = plan.facts.config, plan.device
     rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
-    turns = None
+    order, ranks = (None,), ()
     if plan.facts.deterministic:
-        turns = torch.zeros((plan.tiles, config.dq_groups), dtype=torch.int32, device=device)
-    blocks = None if mask is None else (*lists_of(mask), *(() if turns is None else (ranks_of(mask),)), *reads)
+        order = (torch.zeros((plan.tiles, config.dq_groups), dtype=torch.int32, device=device),)
+        ranks = () if mask is None else (ranks_of(mask),)
+    if plan.facts.path == "sm_90":
+        order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
+    blocks = None if mask is None else (*lists_of(mask), *ranks, *reads)
     plan.prepare(out, dout, lse.contiguous(), None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
-    plan.function(q, k, v, dout, dk, dv, rows, sums, turns, *cu_seqlens, blocks, *plan.scalars)
+    plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     return gradients
 
 
 def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q) -> BackwardPlan:
     """Choose the kernels of a backward, of tensors that forward has checked."""
-    spec, _, _ = device_arch(q.get_device())
+    spec, sms, _ = device_arch(q.get_device())
     packed = cu_q is not None
     facts = BackwardFacts(
         arch=spec.target,
@@ -121,6 +137,8 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
         packed=packed,
         blocks=kind,
         deterministic=terms.deterministic,
+        score=terms.score,
+        score_sums=terms.score_sums,
     )
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
@@ -136,11 +154,13 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
     sequences, block_q = len(cu_q) - 1 if packed else None, None if kind is None else kind.block_q
     plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
     plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
-    scale_log2, cap = scalars_of(plan.scale, terms.softcap)
+    scale_log2, cap = scalars_of(plan.scale, terms.softcap, terms.score is not None)
     bounds = None, None
     if kind is None:  # no row is further than Sk from its first column or Sq from its last
         bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, (cols, length), strict=True))
     plan.scalars = scale_log2, cap, plan.scale, *bounds
+    if facts.path == "sm_90":
+        plan.scalars += (sms * facts.config.ctas,)  # as many CTAs as run at once
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts))

@@ -68,6 +68,8 @@ class FlashBackward(Family):
         switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
         switches += (("packed", facts.packed), ("in one order", facts.deterministic))
         more = [text for text, there in switches if there]
+        if facts.score:
+            more.append("score_mod" + f" with {len(facts.score_sums)} gradients" * bool(facts.score_sums))
         if facts.blocks:
             mask = facts.blocks.mask
             kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

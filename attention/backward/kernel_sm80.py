@@ -67,6 +67,8 @@ class FlashBackwardSm80:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # see problem.problem_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
+        score_sums: tuple | None,  # of those that get gradients, the fp32 sums that these are added to
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK
@@ -77,7 +79,7 @@ class FlashBackwardSm80:
         p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
         self.kernel(
             p.mQ, p.mK, p.mV, p.mdO, p.mdK, p.mdV, rows, dq, turns, p.source, p.scheduler, p.seqlens, scale_log2,
-            softcap, scale,
+            softcap, scale, (score_tensors, score_sums),
         ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -102,6 +104,7 @@ class FlashBackwardSm80:
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,
+        score: tuple,
     ):
         cfg, ops = self.cfg, self.mainloop.ops
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -131,8 +134,9 @@ class FlashBackwardSm80:
             goes_on, next_first = (more > g) & (of_next.count > 0), of_next.at(0)
             first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
             work = Work(
-                source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), of_turns, scale_log2, softcap
-            )
+                source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), of_turns, scale_log2, softcap,
+                *score,
+            )  # fmt: skip
             if tiles.count > 0:
                 if not copied:
                     number = tiles.at(0)

@@ -1,17 +1,20 @@
-"""The sm_90 kernel of attention's backward: one CTA a tile of K and V, TMA in, WGMMA, dK and dV from registers.
+"""The sm_90 kernel of attention's backward: persistent, warp-specialised, TMA in, WGMMA, dK and dV from registers.
 
     warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
     warpgroups 1..   consumers; each owns 64 rows of K and V (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
-    K and V    1 thread + bytes of TMA   nobody; one stage
+    K and V    1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     Q, dO      see mainloop_sm90
+    queue      the producer warp         all consumer threads; tile_queue.SLOTS stages
 
     named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeros
                      2, 3     each consumer: its part of dQ is in shared memory, or may be written again
 
-A CTA visits the query tiles of all heads that share its head of K and V, so that dK and dV are written once, and in the
-same order in every run. dQ is added up in memory, by whichever CTA comes first, or in turns (turns.py).
+For a tile of K and V a CTA visits the query tiles of all heads that share that head, so that dK and dV are written
+once, and in the same order in every run. dQ is added up in memory, by whichever CTA comes first, or in turns
+(turns.py). CTAs fetch the numbers of their tiles (forward/tile_queue.py). The next tile's K and V are loaded while this
+one's dK and dV are stored, which come straight from registers.
 """
 
 import cuda.bindings.driver as cuda
@@ -20,17 +23,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from cute_kernels.tile.barriers import Arrivals
 from cute_kernels.tile.hopper import WARPGROUP
+from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.mainloop_sm90 import permuted
+from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
+from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, MainloopSm90, Work
-from .problem import problem_of
+from .problem import KvTile, problem_of
 from .shared_columns_sm90 import SharedColumnsSm90
 from .store import store_fragment
 from .turns import TURN
 
 REGISTERS = {1: (24, 232), 2: (24, 240)}  # a thread of (producer, consumers), by number of consumers
+FETCH_AHEAD = 2  # query tiles that are left of a tile of K when the next one is fetched
 
 
 class FlashBackwardSm90:
@@ -38,10 +46,12 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = (SharedColumnsSm90 if facts.config.query_tiles else MainloopSm90)(facts)
+        shared, ahead = facts.config.query_tiles, facts.config.ahead
+        self.mainloop = (SharedColumnsSm90 if shared else AheadSm90 if ahead else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
-        self.arrivals = {"Q, dO, K and V": self.mainloop.arrivals}
+        queue = Arrivals(1, 4 * facts.config.groups, threads=32)
+        self.arrivals = {"Q, dO, K and V": self.mainloop.arrivals, "queue": queue}
         self.storage = self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ launch
@@ -58,14 +68,18 @@ class FlashBackwardSm90:
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
         turns: cute.Tensor | None,  # (B * H * tiles, consumer warpgroups) int32 of zeros; where sums have one order
+        counter: cute.Tensor,  # (1,) int32, 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # see problem.problem_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
+        score_sums: tuple | None,  # of those that get gradients, the fp32 sums that these are added to
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK
         left: Int32 | None,  # None of a block mask
         right: Int32 | None,
+        max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
@@ -80,10 +94,11 @@ class FlashBackwardSm90:
         tma_v, tV = loop.make_load(tV, layouts["sV"], (cfg.tile_n, facts.head_dim_v))
         tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (loop.piece_rows, facts.head_dim_v))
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, loop.make_mmas(), p.source,
-            p.scheduler, p.seqlens, scale_log2, softcap, scale,
+            tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, counter, loop.make_mmas(),
+            p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale, (score_tensors, score_sums),
         ).launch(
-            grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=cfg.ctas,
+            grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
+            min_blocks_per_mp=cfg.ctas,
             preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
             stream=stream,
         )  # fmt: skip
@@ -106,6 +121,7 @@ class FlashBackwardSm90:
         rows: cute.Tensor,
         dq: cute.Tensor,
         turns: cute.Tensor | None,
+        counter: cute.Tensor,
         mmas: tuple,
         source,
         scheduler,
@@ -113,6 +129,7 @@ class FlashBackwardSm90:
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,
+        score: tuple,
     ):
         cfg = self.cfg
         tidx = cute.arch.thread_idx()[0]
@@ -123,48 +140,52 @@ class FlashBackwardSm90:
                 cpasync.prefetch_descriptor(tma)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        pipe_kv, pipe_q, pipe_do = self.mainloop.make_pipelines(storage)
-        tile = scheduler.decode(cute.arch.block_idx()[0])
-        seqlen = seqlens.of(tile.b)
+        pipe_kv, pipe_q, pipe_do, pipe_queue = self.mainloop.make_pipelines(storage, self.arrivals["queue"])
+        queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
             if warp == 0:
                 views = self.mainloop.views(storage, self.mainloop.layouts())
-                operands = {
-                    "q": (tma_q, views["sQ"], mQ, (self.mainloop.piece_rows, self.facts.head_dim), seqlen.q0),
-                    "do": (tma_do, views["sdO"], mdO, (self.mainloop.piece_rows, self.facts.head_dim_v), seqlen.q0),
-                    "k": (tma_k, views["sK"], mK, (cfg.tile_n, self.facts.head_dim), seqlen.k0),
-                    "v": (tma_v, views["sV"], mV, (cfg.tile_n, self.facts.head_dim_v), seqlen.k0),
-                }
-                parts = {name: self.partition(*operand) for name, operand in operands.items()}
+                operands = (tma_q, views["sQ"], mQ), (tma_do, views["sdO"], mdO)
+                operands += (tma_k, views["sK"], mK), (tma_v, views["sV"], mV)
                 ring = storage.rows.data_ptr()
-                self.produce(parts, rows, ring, (pipe_kv, pipe_q, pipe_do), source, scheduler, seqlens, tile)
+                self.produce(operands, rows, ring, (pipe_kv, pipe_q, pipe_do), queue, source, scheduler, seqlens)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             c = self.mainloop.consumer(mmas, group, storage, (pipe_q, pipe_do))
-            c.acc_dK.fill(0.0)
-            c.acc_dV.fill(0.0)
             at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
-            pipe_kv.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
-            if const_expr(self.facts.packed):
-                self.zero_rows_past_the_end(storage, seqlen.cols - tile.n * cfg.tile_n)
-            col0 = tile.n * cfg.tile_n
-            for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
-                h = tile.h_kv * scheduler.qhead_per_kvhead + g
-                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-                first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
-                first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-                sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
-                turn = None
+            at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+            at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+            index = read_special_register("ctaid.x")
+            fields = scheduler.fields(index)
+            while index < scheduler.count:
+                tile = KvTile(*fields)
+                seqlen = seqlens.of(tile.b)
+                col0 = tile.n * cfg.tile_n
+                c.acc_dK.fill(0.0)
+                c.acc_dV.fill(0.0)
+                pipe_kv.consumer_wait(at_kv)
+                if const_expr(self.facts.packed):
+                    self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - col0, 0))
+                for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
+                    h = tile.h_kv * scheduler.qhead_per_kvhead + g
+                    tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+                    first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
+                    first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
+                    sums = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
+                    turn = None
+                    if const_expr(self.facts.deterministic):
+                        turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
+                    work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap, *score)
+                    at = self.mainloop.steps(c, work, at)
+                pipe_kv.consumer_release(at_kv)
+                at_kv.advance()
                 if const_expr(self.facts.deterministic):
-                    turn = turns.iterator.toint() + (first * cfg.dq_groups + self.mainloop.dq_part(group)) * TURN
-                work = Work(source, tiles, seqlen, tile.b, h, col0, sums, turn, scale_log2, softcap)
-                self.mainloop.begin_head(c, work, at)
-                for i in cutlass.range(self.mainloop.steps(tiles.count), unroll=1):
-                    self.mainloop.step(c, work, i, at)
-                    at.advance()
+                    self.mainloop.drain(c)  # others wait for it
+                index, fields = queue.consume(len(fields), at_queue)
+                at_queue.advance()
+                self.store(c, (mdK, mdV), tile, seqlen, scale)
             self.mainloop.drain(c)
-            self.store(c, (mdK, mdV), tile, seqlen, scale)
 
     @cute.jit
     def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
@@ -180,7 +201,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def zero_rows_past_the_end(self, storage, valid: Int32):
-        """Zero the rows of K and V that belong to the next sequence."""
+        """Zero the rows of K and V that belong to the next sequence; all of a tile that has none of its own."""
         if valid < self.cfg.tile_n:
             for place, layout in self.mainloop.lines_of_kv(storage):
                 self.mainloop.zero_rows(place, layout, Int32(0), valid)
@@ -188,38 +209,73 @@ class FlashBackwardSm90:
     # ------------------------------------------------------------------ producer
 
     @cute.jit
-    def produce(self, parts: dict, rows, ring, pipes: tuple, source, scheduler, seqlens, tile):
-        """Load the CTA's tiles of K and V, and all query tiles that see them."""
-        cfg, pipe_kv = self.cfg, pipes[0]
-        seqlen = seqlens.of(tile.b)
-        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        pipe_kv.producer_acquire(once)
-        self.load(parts["k"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once, once.index)
-        self.load(parts["v"], (tile.n, 0, tile.h_kv, seqlen.b), pipe_kv, once, once.index)
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-        for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
-            h = tile.h_kv * scheduler.qhead_per_kvhead + g
-            tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-            first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
-            first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-            for i in cutlass.range(self.mainloop.steps(tiles.count), unroll=1):
-                self.load_step(parts, rows, ring, pipes, self.mainloop.numbers(tiles, i), first, (h, seqlen.b), at)
-                at.advance()
+    def produce(
+        self, operands: tuple, rows, ring, pipes: tuple, queue: TileQueue, source, scheduler, seqlens
+    ):  # fmt: skip
+        """Load this CTA's tiles of K and V, and all query tiles that see them.
 
-    def load_step(self, parts: dict, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at):
-        """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on."""
-        _, pipe_q, pipe_do = pipes
+        operands: (TMA atom, smem, tensor) of Q, dO, K and V.
+        """
+        cfg, facts = self.cfg, self.facts
+        q, do, k, v = operands
+        pipe_kv, _, _ = pipes
+        at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
+        step = cute.arch.grid_dim()[0]
+        index = read_special_register("ctaid.x")
+        fields = scheduler.fields(index)
+        while index < scheduler.count:
+            tile = KvTile(*fields)
+            seqlen = seqlens.of(tile.b)
+            q_part = self.partition(*q, (self.mainloop.piece_rows, facts.head_dim), seqlen.q0)
+            do_part = self.partition(*do, (self.mainloop.piece_rows, facts.head_dim_v), seqlen.q0)
+            k_part = self.partition(*k, (cfg.tile_n, facts.head_dim), seqlen.k0)
+            v_part = self.partition(*v, (cfg.tile_n, facts.head_dim_v), seqlen.k0)
+            place = tile.n, 0, tile.h_kv, seqlen.b
+            pipe_kv.producer_acquire(at_kv)
+            self.load(k_part, place, pipe_kv, at_kv, at_kv.index)
+            self.load(v_part, place, pipe_kv, at_kv, at_kv.index)
+            at_kv.advance()
+            last = (tile.h_kv + 1) * scheduler.qhead_per_kvhead - 1
+            count = self.mainloop.step_count(source.for_tile(tile.n, last, tile.b, seqlen).count)
+            number, fetch_at = index + step, cutlass.max(count - FETCH_AHEAD, 0)
+            for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
+                h = tile.h_kv * scheduler.qhead_per_kvhead + g
+                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+                first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
+                first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
+                for i in cutlass.range(self.mainloop.step_count(tiles.count), unroll=1):
+                    # Early enough that it is there in time, and no earlier; see forward/kernel_sm90.py.
+                    if (h == last) & (i == fetch_at):
+                        number = queue.fetch(step)
+                    numbers = self.mainloop.numbers(tiles, i)
+                    self.load_step((q_part, do_part), rows, ring, pipes, numbers, first, (h, seqlen.b), at)
+                    at.advance()
+            if count == 0:
+                number = queue.fetch(step)
+            number = queue.fetched(number, scheduler.count, step)
+            index, fields = number, scheduler.fields(number)
+            queue.publish(index, fields, at_queue)
+            at_queue.advance()
+
+    def load_step(self, parts: tuple, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at):
+        """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on.
+
+        parts: of Q and dO.
+        """
+        (q, do), (_, pipe_q, pipe_do) = parts, pipes
         pieces = list(enumerate(self.mainloop.coordinates(numbers)))
         pipe_q.producer_acquire(at)
         for j, m in pieces:
-            self.load(parts["q"], (m, 0, *head), pipe_q, at, at.index * len(pieces) + j)
+            self.load(q, (m, 0, *head), pipe_q, at, at.index * len(pieces) + j)
         for j, m in enumerate(numbers):
             index = at.index * len(numbers) + j
             self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at))
         at = self.mainloop.state_of_do(at, True)
         pipe_do.producer_acquire(at)
         for j, m in pieces:
-            self.load(parts["do"], (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)
+            self.load(do, (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)
 
     def load(self, part: tuple, tile: tuple, pipe, at, index):
         """Load a tile of an operand to a place of its ring that is free."""

@@ -28,9 +28,10 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 from cute_kernels.tile.ptx import add_to_memory, read_special_register, zero_of
 
+from ..forward.softmax import rows_and_columns
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
-from .scores import Work, p_to_ds, scores_to_p
+from .scores import Work, changed_p_to_ds, changed_scores_to_p, mask_scores, p_to_ds, scores_to_p
 from .turns import TURN, end_turn, wait_for_turn
 from .warps import MMA_ROWS
 
@@ -184,15 +185,24 @@ class MainloopSm80:
         acc_dP.fill(0.0)
         self.multiply(acc_S, self.fragments(parts["K of S"]), parts["Q of S"])
         row0 = number * cfg.tile_m + c.column
-        slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, work.col + zero, row0, rows)
-        rP = self.convert(acc_S)
+        if const_expr(facts.score is not None):
+            mask_scores(facts, rows_and_columns(acc_S, self.tiles_n), work, i, work.col + zero, row0)
+            shared = facts, acc_S, self.tiles_n, self.dtype, work, work.col + zero, row0, rows
+            rP = self.convert(changed_scores_to_p(*shared))
+        else:
+            slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, work.col + zero, row0, rows)
+            rP = self.convert(acc_S)
         if const_expr(facts.softcap):
             for v in range_constexpr(cute.size(slopes)):
                 acc_S[v] = acc_S[v] * slopes[v].to(Float32)
         if const_expr(not in_registers):
             self.write(rP, "P", c.scores + zero)
         self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
-        p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32)
+        if const_expr(facts.score is not None):
+            addresses = rows, rows + cfg.tile_m * FP32
+            changed_p_to_ds(facts, acc_S, acc_dP, self.tiles_n, work, work.col + zero, row0, *addresses)
+        else:
+            p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32)
         rdS = self.convert(acc_dP)
         self.write(rdS, "dS", c.scores + zero)
         if const_expr(in_registers):

@@ -1,7 +1,7 @@
 """The sm_90 mainloop of attention's backward: what consumers do with each query tile.
 
     ring       producer arrives          consumers arrive (per stage)
-    K, V       1 thread + bytes of TMA   nobody: they stay
+    K, V       1 thread + bytes of TMA   1 thread for each consumer warp, after the last query tile
     Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages. rows: LSE and delta
     dO         the same
 
@@ -40,11 +40,13 @@ from cute_kernels.tile.ptx import bulk_add, read_special_register
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
+from ..forward.tile_queue import FIELDS, SLOTS
 from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
+from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
 from .turns import TURN, end_turn, wait_for_turn
 
 
@@ -93,7 +95,9 @@ class Work:
     dq: Int64  # address of dQ's sums of the head's first query tile
     turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
     scale_log2: Float32
-    softcap: Float32
+    softcap: Float32  # with a score_mod, what scores are multiplied by before it
+    score_tensors: tuple | None = None  # what a score_mod reads
+    score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
 
 
 def first_row(threads: int | None = None) -> Int32:
@@ -119,7 +123,7 @@ class MainloopSm90:
     def check_config(self):
         """ValueError if these steps cannot be done with the configuration."""
         facts = self.facts
-        if facts.ds_buffers not in (1, facts.config.stages):
+        if facts.config.stages % facts.ds_buffers:
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
             raise ValueError(
@@ -139,8 +143,8 @@ class MainloopSm90:
     def piece_rows(self) -> int:
         return self.cfg.tile_m
 
-    def steps(self, count: Int32) -> Int32:
-        """Of `count` query tiles."""
+    def step_count(self, count: Int32) -> Int32:
+        """Steps of `count` query tiles."""
         return count
 
     def numbers(self, tiles, i: Int32) -> list:
@@ -162,9 +166,6 @@ class MainloopSm90:
     def state_of_do(self, at, producer: bool):
         """Of dO's ring, by that of Q's."""
         return at
-
-    def begin_head(self, c: Consumer, work: Work, at):
-        """Before the steps over a head's query tiles."""
 
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
@@ -228,6 +229,8 @@ class MainloopSm90:
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.stages], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
@@ -282,16 +285,23 @@ class MainloopSm90:
             defer_sync=True,
         )
 
-    def make_pipelines(self, storage) -> tuple:
-        """(K and V, Q and rows, dO); returns after every barrier is visible."""
+    def make_pipelines(self, storage, arrivals: Arrivals) -> tuple:
+        """(K and V, Q and rows, dO, queue); returns after every barrier is visible. `arrivals` are the queue's."""
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
         kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
         q = self.make_ring(storage.barriers_q, cfg.stages, cfg.step_rows * (dims[0] * width + 2 * FP32))
         do = self.make_ring(storage.barriers_do, self.facts.stages_do, cfg.step_rows * dims[1] * width)
+        queue = pipeline.PipelineAsync.create(
+            barrier_storage=storage.barriers_queue.data_ptr(),
+            num_stages=SLOTS,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
+            defer_sync=True,
+        )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return kv, q, do
+        return kv, q, do, queue
 
     def consumer(self, mmas: tuple, group: Int32, storage, rings: tuple) -> Consumer:
         """A warpgroup's operands and registers."""
@@ -347,6 +357,14 @@ class MainloopSm90:
     # ------------------------------------------------------------------ steps
 
     @cute.jit
+    def steps(self, c: Consumer, work: Work, at):
+        """All query tiles of a head; returns the state of the rings after them."""
+        for i in cutlass.range(self.step_count(work.tiles.count), unroll=1):
+            self.step(c, work, i, at)
+            at.advance()
+        return at
+
+    @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, at):
         """dK, dV and dQ of query tile i of a head; `at` is the state of both rings, and of dS's buffers."""
         number = work.tiles.at(i)
@@ -367,21 +385,21 @@ class MainloopSm90:
             warpgroup.wait_group(0)
             self.mask_scores(c, work, i, number)
         if const_expr(late_dp):
-            self.scores_to_p(c, work, at.index)
+            self.scores_to_p(c, work, at.index, number)
         c.pipe_do.consumer_wait(at)
         self.start_dp(c, at.index)
         if const_expr(not (masks_first or late_dp)):
             warpgroup.wait_group(1)
             self.mask_scores(c, work, i, number)
         if const_expr(not late_dp):
-            self.scores_to_p(c, work, at.index)
+            self.scores_to_p(c, work, at.index, number)
         self.start_dv(c, at.index)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, at.index)
+        self.p_to_ds(c, work, at.index, number)
         if const_expr(late_dp):
             warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
-        buffer = at.index if const_expr(self.facts.ds_buffers > 1) else 0
+        buffer = self.buffer_of(at)
         self.share_ds(c, buffer)
         self.start_dq(c, buffer, 0)
         self.start_dk(c, at.index)
@@ -400,15 +418,15 @@ class MainloopSm90:
         self.start_s(c, at.index)
         warpgroup.wait_group(0)
         self.mask_scores(c, work, i, number)
-        self.scores_to_p(c, work, at.index)
+        self.scores_to_p(c, work, at.index, number)
         c.pipe_do.consumer_wait(at)
         self.start_dp(c, at.index)
         warpgroup.wait_group(0)
-        self.p_to_ds(c, at.index)
+        self.p_to_ds(c, work, at.index, number)
         self.start_dv(c, at.index)
         self.convert(c.acc_dP, c.tKrdS)
         self.start_dk(c, at.index)
-        buffer = at.index if const_expr(self.facts.ds_buffers > 1) else 0
+        buffer = self.buffer_of(at)
         self.share_ds(c, buffer)
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
@@ -419,6 +437,11 @@ class MainloopSm90:
             warpgroup.wait_group(0)
             self.write_dq(c, part)
         self.add_dq(c, work, number)
+
+    def buffer_of(self, at):
+        """dS's buffer of a step."""
+        buffers = self.facts.ds_buffers
+        return 0 if buffers == 1 else at.index if buffers == self.cfg.stages else at.index % buffers
 
     def start_s(self, c: Consumer, stage: Int32):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[None, None, None, stage]), True)
@@ -460,29 +483,64 @@ class MainloopSm90:
             mask_window(scores, work.source, work.col0 + self.first_row(), self.first_query(c, number), work.seqlen)
 
     @cute.jit
-    def scores_to_p(self, c: Consumer, work: Work, stage: Int32):
+    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32):
         """Scores to P, in place in fp32 and rounded as an operand; with a cap, in place times the cap's derivative."""
         for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
             lse = [self.row_values(c, stage, 0, (first // 4 + j) * 2) for j in range(2)]
             part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
             capped = [part[v] for v in range(8)]
-            for v in range_constexpr(8):
-                part[v] = exp2(part[v] * work.scale_log2 - lse[v // 4][v % 2])
+            if const_expr(self.facts.score is not None):
+                kept = self.changed_scores_to_p(c, work, part, lse, first, number)
+            else:
+                for v in range_constexpr(8):
+                    part[v] = exp2(part[v] * work.scale_log2 - lse[v // 4][v % 2])
             cute.make_tensor(c.tVrP.iterator + first, cute.make_layout(8)).store(part.load().to(self.dtype))
+            if const_expr(self.facts.score is not None):
+                for v in range_constexpr(8):
+                    part[v] = kept[v]
             if const_expr(self.facts.softcap):
                 for v in range_constexpr(8):
                     slope = 1.0 - capped[v] * capped[v]
                     part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # where masked, it is not a number
 
     @cute.jit
-    def p_to_ds(self, c: Consumer, stage: Int32):
-        """dS = P (dP - delta), in place of dP."""
+    def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32):
+        """dS = P (dP - delta), in place of dP; and the gradients of what a score_mod captures."""
+        totals, place = [], ()
+        if const_expr(self.facts.score is not None):
+            totals, place = no_totals(self.facts), self.place_of_scores(c, work, number)
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
         for column in range_constexpr(0, cute.size(ds, mode=[1]), 2):
             delta = self.row_values(c, stage, 1, column)
+            lse = delta
+            if const_expr(self.facts.score is not None and self.facts.keeps_scores):
+                lse = self.row_values(c, stage, 0, column)
             for j in range_constexpr(2):
                 for r in range_constexpr(cute.size(ds, mode=[0])):
-                    ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
+                    if const_expr(self.facts.score is not None):
+                        at = const_expr((column // 2 * 4 + 2 * r + j, 1))
+                        both = p[r, column + j], ds[r, column + j] - delta[j], lse[j]
+                        ds[r, column + j] = ds_of(self.facts, work, *both, (*at, *place), totals)
+                    else:
+                        ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
+        if const_expr(self.facts.score is not None):
+            add_totals(self.facts, work, totals)
+
+    def place_of_scores(self, c: Consumer, work: Work, number: Int32) -> tuple:
+        """(column, query row) of this thread's first score."""
+        return work.col0 + self.first_row(), self.first_query(c, number) + read_special_register("laneid") % 4 * 2
+
+    def changed_scores_to_p(
+        self, c: Consumer, work: Work, part: cute.Tensor, lse: list, first: int, number: Int32
+    ) -> list:
+        """Eight scores from `first` on to P in place. Returns what is kept for dS (BackwardFacts.keeps_scores)."""
+        facts, kept = self.facts, []
+        for v in range(8):
+            inputs = inputs_at(facts, work, part[v], first + v, 1, *self.place_of_scores(c, work, number))
+            p = p_of(facts, work, part[v], lse[v // 4][v % 2], inputs)
+            kept.append(part[v] if facts.keeps_scores else times_slope(facts, work, p, p, inputs))
+            part[v] = p
+        return kept
 
     def row_values(self, c: Consumer, stage: Int32, which: int, column: int) -> cute.Tensor:
         """(2,): LSE (which = 0) or delta (1) of two query rows, those of this thread's columns from `column` on."""
@@ -507,6 +565,7 @@ class MainloopSm90:
         if const_expr(self.facts.deterministic):
             if c.turn[0] != 0:
                 end_turn(c.turn[0], True)
+                c.turn[0] = Int64(0)
 
     def write_dq(self, c: Consumer, part: int):
         """acc_dQ, `part` of the warpgroup's columns, to the sums in shared memory."""

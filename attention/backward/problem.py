@@ -46,11 +46,15 @@ class KvScheduler:
         return self.tiles_k * self.heads_kv * self.batch
 
     def decode(self, index) -> KvTile:
+        return KvTile(*self.fields(index))
+
+    def fields(self, index) -> tuple:
+        """A KvTile's; of an index past the last tile, any numbers."""
         begin = index // (self.l2_heads * self.tiles_k) * self.l2_heads  # first head of its group
-        here = cutlass.min(self.l2_heads, self.heads_kv * self.batch - begin)
+        here = cutlass.max(cutlass.min(self.l2_heads, self.heads_kv * self.batch - begin), 1)
         rest = index - begin * self.tiles_k
         n, head = rest // here, begin + rest % here
-        return KvTile(n, head % self.heads_kv, head // self.heads_kv)
+        return n, head % self.heads_kv, head // self.heads_kv
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,10 @@ class PackedKvScheduler(KvScheduler):
     seqlens: PackedRows = None
     tile_n: int = 0
 
-    def decode(self, index) -> KvTile:
-        tile = KvScheduler.decode(self, index)
-        b, n = self.seqlens.find_k(tile.n, self.tile_n)
-        return KvTile(n, tile.h_kv, b)
+    def fields(self, index) -> tuple:
+        number, h_kv, _ = KvScheduler.fields(self, index)
+        b, n = self.seqlens.find_k(number, self.tile_n)
+        return n, h_kv, b
 
 
 @dataclass(frozen=True)
@@ -115,5 +119,6 @@ def problem_of(
         sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
     else:
-        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right)
+        around = not (facts.window.left or facts.window.right or facts.deterministic)
+        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around)
     return Problem(*tensors, scheduler, seqlens, source)

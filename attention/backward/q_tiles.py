@@ -1,7 +1,8 @@
 """Which query tiles a tile of K and V is seen by: the iterator that backward's mainloops ask.
 
 The transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* where some of its elements are
-masked. Tiles come in ascending order, of a block mask the partial ones first.
+masked. Tiles come in ascending order, of a block mask the partial ones first. Without a mask each tile of K begins with
+another query tile and goes around: those that run at once would add to the same sums of dQ at the same time.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |
@@ -28,11 +29,15 @@ class QTiles:
     full_end: Int32  # up to before this one
     n: Int32  # the tile of K
     reach: Int32 | None  # the first row's leftmost column; None without a left bound
+    begin: Int32 | None  # which of them comes first; None: the first one
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
     def at(self, i) -> Int32:
-        return self.first + i
+        if self.begin is None:
+            return self.first + i
+        i = i + self.begin
+        return self.first + i - self.count * Int32(i >= self.count)
 
     def turn(self, number) -> Int32:
         """How many tiles of K before this one a query tile sees (turns.py)."""
@@ -53,6 +58,7 @@ class WindowRows:
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
+    around: cutlass.Constexpr[bool] = False  # whether tiles of K begin with different query tiles; not of a window
 
     def for_tile(self, n, h, b, seqlen) -> QTiles:
         """The tiles that see tile n of K and V; neither head nor item matters but for the item's lengths."""
@@ -74,7 +80,8 @@ class WindowRows:
         # Columns past the end have scores of 0, which are none.
         full_end = full_end * Int32(first + self.tile_n <= seqlen.cols)
         reach = seqlen.offset - self.left if self.window.left else None
-        return QTiles(count, tile_begin, full, full_end, n, reach, self.tile_m, self.tile_n)
+        around = n * (self.tile_n // self.tile_m) % cutlass.max(count, 1) if self.around else None
+        return QTiles(count, tile_begin, full, full_end, n, reach, around, self.tile_m, self.tile_n)
 
     def bounds(self, column, seqlen) -> tuple:
         """(begin, end) of the rows that see a column; none see one past the end."""

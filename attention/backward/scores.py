@@ -16,6 +16,7 @@ from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
 from .config import FP32, BackwardFacts
 from .mask import mask_elements, mask_window
+from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Work:
     dq: Int64  # address of dQ's sums
     turns: Int64 | None  # address of the numbers of turns, one for each warp of each query tile (turns.py)
     scale_log2: Float32
-    softcap: Float32
+    softcap: Float32  # with a score_mod, what scores are multiplied by before it
+    score_tensors: tuple | None = None  # what a score_mod reads
+    score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
 
 
 def row_values(at: Int32, columns: int) -> cute.Tensor:
@@ -92,6 +95,53 @@ def scores_to_p(
         for r in range_constexpr(cute.size(scores, mode=[0])):
             scores[r, column] = exp2(scores[r, column] * work.scale_log2 - values[column])
     return slopes
+
+
+@cute.jit
+def changed_scores_to_p(
+    facts: cutlass.Constexpr[BackwardFacts],
+    acc_S: cute.Tensor,  # (MMA, MMA_M, MMA_N), masked
+    tiles_m: cutlass.Constexpr[int],
+    dtype: cutlass.Constexpr,
+    work: Work,
+    col: Int32,
+    row0: Int32,
+    lse: Int32,  # address of this thread's first, in shared memory
+) -> cute.Tensor:
+    """P of scores that a score_mod changes, in `dtype`; acc_S becomes P times d score_mod / d score, or stays
+    (BackwardFacts.keeps_scores)."""
+    values = row_values(lse, const_expr(cute.size(acc_S) // (2 * tiles_m)))
+    rounded = cute.make_rmem_tensor(cute.size(acc_S), dtype)
+    row = row0 + cute.arch.lane_idx() % 4 * 2
+    for v in range_constexpr(cute.size(acc_S)):
+        inputs = inputs_at(facts, work, acc_S[v], v, tiles_m, col, row)
+        p = p_of(facts, work, acc_S[v], values[v // (4 * tiles_m) * 2 + v % 2], inputs)
+        rounded[v] = p.to(dtype)
+        if const_expr(not facts.keeps_scores):
+            acc_S[v] = times_slope(facts, work, p, p, inputs)
+    return rounded
+
+
+@cute.jit
+def changed_p_to_ds(
+    facts: cutlass.Constexpr[BackwardFacts],
+    acc_P: cute.Tensor,  # (MMA, MMA_M, MMA_N), what changed_scores_to_p left
+    acc_dP: cute.Tensor,  # the same
+    tiles_m: cutlass.Constexpr[int],
+    work: Work,
+    col: Int32,
+    row0: Int32,
+    lse: Int32,  # addresses of this thread's first, in shared memory
+    delta: Int32,
+):
+    """dP to dS in place, and the gradients of captured tensors."""
+    lses, deltas = (row_values(at, const_expr(cute.size(acc_P) // (2 * tiles_m))) for at in (lse, delta))
+    totals, row = no_totals(facts), row0 + cute.arch.lane_idx() % 4 * 2
+    for v in range_constexpr(cute.size(acc_P)):
+        column = const_expr(v // (4 * tiles_m) * 2 + v % 2)
+        acc_dP[v] = ds_of(facts, work, acc_P[v], acc_dP[v] - deltas[column], lses[column],
+                          (v, tiles_m, col, row), totals)  # fmt: skip
+    add_totals(facts, work, totals)
 
 
 @cute.jit

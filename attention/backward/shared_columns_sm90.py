@@ -44,10 +44,11 @@ from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_produc
 from cute_kernels.tile.ptx import bulk_add, zero_here
 
 from ..forward.mainloop_sm90 import in_steps
+from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32
 from .fragments import ROWS
 from .mainloop_sm90 import Consumer, MainloopSm90, Work, first_row
-from .turns import TURN, end_turn, wait_for_turn
+from .turns import TURN, wait_for_turn
 
 GROUPS = 2
 
@@ -97,7 +98,7 @@ class SharedColumnsSm90(MainloopSm90):
     def piece_rows(self) -> int:
         return self.cfg.step_rows // GROUPS
 
-    def steps(self, count: Int32) -> Int32:
+    def step_count(self, count: Int32) -> Int32:
         return (count + 1) // 2 if self.pair else count
 
     def numbers(self, tiles, i: Int32) -> list:
@@ -177,6 +178,8 @@ class SharedColumnsSm90(MainloopSm90):
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * self.facts.stages_do]
+            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.step_rows * cfg.stages], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
@@ -264,19 +267,24 @@ class SharedColumnsSm90(MainloopSm90):
     # ------------------------------------------------------------------ steps
 
     @cute.jit
-    def begin_head(self, c: ColumnsConsumer, work: Work, at):
+    def steps(self, c: ColumnsConsumer, work: Work, at):
+        count = self.step_count(work.tiles.count)
         if const_expr(self.cfg.ahead):
-            self.wait_for_q(c, work, Int32(0), at)
-            self.start_s(c, at.index * GROUPS + c.group)
-            warpgroup.wait_group(0)
+            if count > 0:
+                self.wait_for_q(c, work, Int32(0), at)
+                self.start_s(c, at.index * GROUPS + c.group)
+                warpgroup.wait_group(0)
+        for i in cutlass.range(count, unroll=1):
+            self.step(c, work, i, at)
+            at.advance()
+        return at
 
     @cute.jit
     def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """For Q of step i, unless there is no such step: the product of it is then of what is there, and not used."""
-        if i < self.steps(work.tiles.count):
-            c.pipe_q.consumer_wait(at)
-            if const_expr(self.facts.packed):
-                self.zero_rows_past_the_end(c, work, i, at.index, "sQ")
+        """For Q of step i."""
+        c.pipe_q.consumer_wait(at)
+        if const_expr(self.facts.packed):
+            self.zero_rows_past_the_end(c, work, i, at.index, "sQ")
 
     @cute.jit
     def step(self, c: ColumnsConsumer, work: Work, i: Int32, at):
@@ -300,12 +308,12 @@ class SharedColumnsSm90(MainloopSm90):
         if const_expr(self.pair):
             if tile >= work.tiles.count:
                 c.acc_S.fill(-Float32.inf)
-        self.scores_to_p(c, work, rows)
+        self.scores_to_p(c, work, rows, number)
         cute.arch.barrier(barrier_id=BACKWARD_READ + other, number_of_threads=GROUPS * WARPGROUP)
         self.share(c, c.tVrP, c.sP)
         self.start_dv(c, do + c.group)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, rows)
+        self.p_to_ds(c, work, rows, number)
         self.convert(c.acc_dP, c.tKrdS)
         self.share(c, c.tKrdS, c.sdS)
         self.start_dk(c, q + c.group)
@@ -342,20 +350,22 @@ class SharedColumnsSm90(MainloopSm90):
             c.pipe_do.consumer_release(of_do)
         for part in range_constexpr(1, self.cfg.dq_parts):
             self.add_part(c, work, tile, number, part)
-        warpgroup.wait_group(ahead)
+        # Also for S': with products in flight at a loop's end, the compiler serialises all of them.
+        warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
-        if const_expr(ahead):
-            warpgroup.wait_group(0)  # with products in flight at a loop's end, the compiler serialises all of them
 
     @cute.jit
     def start_next_s(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """Start S' of the step after i."""
+        """Start S' of the step after i; after the last one, that of i again, which nobody uses."""
         following = at.clone()
         following.advance()
-        self.wait_for_q(c, work, i + 1, following)
+        stage = at.index
+        if i + 1 < self.step_count(work.tiles.count):
+            self.wait_for_q(c, work, i + 1, following)
+            stage = following.index
         for v in range_constexpr(cute.size(c.acc_S)):
             c.acc_S[v] = zero_here()  # or what P was is computed anew here, as what the product begins with
-        self.start_s(c, following.index * GROUPS + c.group)
+        self.start_s(c, stage * GROUPS + c.group)
 
     def add_product(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
         """Start acc += A B."""
@@ -390,14 +400,6 @@ class SharedColumnsSm90(MainloopSm90):
             begin = (self.dq_part(c.group) * self.cfg.dq_parts + part) * self.part_bytes
             bulk_add(work.dq + Int64(number) * (self.sums.size * FP32) + begin, c.sums, self.part_bytes)
             cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def finish_sums(self, c: Consumer):
-        cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
-        if const_expr(self.facts.deterministic):
-            if c.turn[0] != 0:
-                end_turn(c.turn[0], True)
-                c.turn[0] = Int64(0)
 
     @cute.jit
     def zero_rows_past_the_end(self, c: Consumer, work: Work, i: Int32, stage: Int32, name: cutlass.Constexpr[str]):

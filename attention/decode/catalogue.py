@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from cute_kernels.arch import ArchSpec
 
-from ..forward.choose import HEAD_DIMS
+from ..forward.choose import HEAD_DIMS, WIDE
 from ..forward.config import DecodeFacts, WindowKind
-from .choose import pick
+from .choose import WIDE_FEW, pick
 
 BOTH = WindowKind(left=True, right=True)
 ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
@@ -37,14 +37,20 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
             yield facts_of(spec, "sm_90", d, dv, terms)
     for d, dv, terms in SM_80_CASES:
         yield facts_of(spec, "sm_80", d, dv, terms)
+    for terms in (ALL | {"page_size": 0}, ALL):
+        yield facts_of(spec, "sm_80", WIDE, WIDE, terms, WIDE_FEW)
+    yield facts_of(spec, "sm_80", WIDE, WIDE, ALL)
 
 
-def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict) -> DecodeFacts:
-    return pick(DecodeFacts(spec.target, path, None, head_dim=d, head_dim_v=dv, **terms))
+def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict, *packed_rows: int) -> DecodeFacts:
+    return pick(DecodeFacts(spec.target, path, None, head_dim=d, head_dim_v=dv, **terms), *packed_rows)
 
 
 def usual(spec: ArchSpec, dtype: str, dim: int) -> Iterator[DecodeFacts]:
     """What a bundle has: one or a few queries, causal or not, on a whole cache, one with lengths, or pages."""
     caches = [{}, *({"seqlens": True, "page_size": size} for size in (0, 16, 64, 256))]
     for window, cache, split in itertools.product((WindowKind(), WindowKind(right=True)), caches, (False, True)):
-        yield facts_of(spec, spec.path, dim, dim, {"dtype": dtype, "window": window, "split": split, **cache})
+        terms = {"dtype": dtype, "window": window, "split": split, **cache}
+        yield facts_of(spec, spec.path, dim, dim, terms)
+        if dim == WIDE:
+            yield facts_of(spec, spec.path, dim, dim, terms, WIDE_FEW)

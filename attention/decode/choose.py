@@ -12,6 +12,8 @@ import torch
 
 from cute_kernels.runtime import families
 
+from ..forward.choose import SM_80 as SM_80_FORWARD
+from ..forward.choose import WIDE
 from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
 from .checks import capacity
 
@@ -30,6 +32,13 @@ SM_90 = {
 SM_80 = {
     False: ((64, 32, 4, 4), (64, 32, 3, 4)),
     True: ((64, 16, 6, 4), (64, 16, 4, 4)),
+}
+# At head dimension 512, on sm_90 too: warps share their rows (FlashFacts.sharers). For at most WIDE_FEW packed rows,
+# without and with pages, which need registers. For more the forward kernel's tiles.
+WIDE_FEW = 16
+SM_80_WIDE_FEW = {
+    False: ((16, 32, 3, 4), (16, 32, 2, 4), (16, 32, 1, 4)),
+    True: ((16, 16, 6, 4), (16, 16, 4, 4), (16, 16, 2, 4)),
 }
 CTAS_SM_80 = 2  # that share an SM, as a rule
 TILE_M = 64
@@ -70,9 +79,13 @@ def serves(q, k, sms: int) -> bool:
     return forced_splits() is not None or packed <= TILE_M or few
 
 
-def pick(facts: DecodeFacts) -> DecodeFacts:
-    """The facts with their configuration, the only one there is for them."""
+def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
+    """The facts with their configuration, the only one there is for them, but at head dimension 512."""
     dim = max(facts.head_dim, facts.head_dim_v)
+    if dim == WIDE:
+        configs = SM_80_WIDE_FEW[facts.page_size > 0] if packed_rows <= WIDE_FEW else SM_80_FORWARD[WIDE]
+        found = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in configs)
+        return next(f for f in found if f.smem_bytes <= f.spec.smem)
     if facts.path == "sm_90":
         tile_n, stages, ctas = SM_90[dim]
         return replace(facts, config=FlashConfig(TILE_M, tile_n, stages, 1, ctas=ctas))
@@ -85,13 +98,14 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     cached = seqlens_k is not None
     page_size = 0 if block_table is None else k.shape[2]
     base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
-    facts = pick(DecodeFacts(**base, seqlens=cached, page_size=page_size))
     batch, heads, rows, _ = q.shape
     columns, qhead_per_kvhead = capacity(k, block_table), heads // k.shape[1]
+    facts = pick(DecodeFacts(**base, seqlens=cached, page_size=page_size), qhead_per_kvhead * rows)
+    tile_m = facts.config.tile_m
     if None not in bounds:
         columns = min(columns, sum(bounds) + rows)
-    items = batch * k.shape[1] * -(-qhead_per_kvhead * rows // TILE_M)
-    ctas = sms * (facts.config.ctas if facts.path == "sm_90" else CTAS_SM_80)
+    items = batch * k.shape[1] * -(-qhead_per_kvhead * rows // tile_m)
+    ctas = sms * (facts.config.ctas if facts.path == "sm_90" else 1 if facts.head_dim == WIDE else CTAS_SM_80)
     count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
@@ -99,7 +113,7 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     shape = (count, *plan.out_shape) if count > 1 else None
     plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
     plan.notes.append(
-        f"decoding: {qhead_per_kvhead} heads of q in a tile of {TILE_M} rows, K and V split among {count} CTAs"
+        f"decoding: {qhead_per_kvhead} heads of q in a tile of {tile_m} rows, K and V split among {count} CTAs"
     )
 
 

@@ -1,6 +1,7 @@
 """The sm_80 kernel for decoding: packed rows, lengths, pages and splits (packing.py) on mainloop_sm80.
 
-    four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows
+    four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows, or share them
+                   with others (mainloop_sm80)
 
 A CTA computes one part of a tile. Several CTAs share an SM: what they have in flight together sets the speed. With
 pages, a thread looks up the page of each line that it copies.
@@ -103,7 +104,8 @@ class DecodeSm80:
         tile = scheduler.decode(cute.arch.block_idx()[0])
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
-        row = tile.m * cfg.tile_m + warp * self.mainloop.q.span + lane // 4  # of this thread, packed
+        row0 = self.mainloop.row_group(warp) * self.mainloop.q.span + lane // 4  # of this thread, in the tile
+        row = tile.m * cfg.tile_m + row0  # packed
         rows = seqlen.rows * source.qhead_per_kvhead
         from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
         if tiles.count > 0:
@@ -117,6 +119,11 @@ class DecodeSm80:
         # Q's fragments are read again for each tile, since registers are few with pages.
         self.mainloop.steps(c, work, [], from_k, from_v, None)
         softmax.finish(out, lse)
+        if const_expr(self.mainloop.sharers > 1):
+            columns = self.mainloop.first_column(c)
+            mO = cute.domain_offset((0, 0, 0, columns), mO)
+            if const_expr(facts.split):
+                mPartO = cute.domain_offset((0, 0, 0, 0, columns), mPartO)
         store_tile(facts.split, c.acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows)
 
     # ------------------------------------------------------------------ global memory -> shared memory

@@ -26,6 +26,12 @@ def scalar_args(facts: FlashFacts) -> tuple:
     return Float32(1.0), Float32(0.0), *bounds
 
 
+def score_args(score) -> tuple | None:
+    """Fakes of what a score_mod reads; None where there is nothing."""
+    tensors = score.tensors if score else ()
+    return tuple(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in tensors) or None
+
+
 def forward_args(facts: FlashFacts) -> tuple:
     """Fakes of all arguments of FlashForwardSm90 or FlashForwardSm80."""
     from cutlass import Int32
@@ -37,7 +43,7 @@ def forward_args(facts: FlashFacts) -> tuple:
         index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (index, Int32(1), table, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
-    common = *tensor_args(facts), *cu_seqlens, blocks
+    common = *tensor_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if facts.path == "sm_80":
         return *common, *scalar_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None

@@ -10,7 +10,9 @@ from cute_kernels.arch import ArchSpec
 
 from ..masks.element_mask import element_mask
 from ..masks.mask_mods import And, Band, RowRange
-from .choose import HEAD_DIMS, Extents, candidates_sm80, candidates_sm90, pick
+from ..score_mod import bound
+from ..score_mods import Alibi, Bias
+from .choose import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, head_dims_text, pick
 from .config import BlockKind, FlashFacts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
@@ -38,6 +40,11 @@ MASKS = {
     "tensors": element_mask(And(RowRange(ROWS, ROWS + 1), Band(None, 0, 3)), CPU)[0],
 }
 
+SCORES = {
+    "slopes": bound(Alibi(torch.zeros(1)), CPU).mod,
+    "bias": bound(Bias(torch.zeros(2, 2, 1, 1)), CPU).mod,
+}
+
 # What a kernel without LSE, or one of packed sequences, adds to the others' code is the same for all head dimensions.
 ALL_FEATURES = 128
 
@@ -45,7 +52,7 @@ ALL_FEATURES = 128
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
     """Of sm_90 and of sm_80 the first candidate with each set of features, the others with LSE; other GPUs' picks.
 
-    The third set, and packed sequences with the two in the middle, at one head dimension.
+    The third set, packed sequences with the two in the middle, and score functions, at one head dimension.
     """
     if quick:
         yield pick(FlashFacts(spec.target, spec.path, None, window=WindowKind(right=True), lse=True), EXTENTS)
@@ -62,7 +69,24 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
                 if path == spec.name and (i in (0, 3) or dim == ALL_FEATURES):
                     yield pick(replace(facts, packed=True), EXTENTS)
         yield pick(FlashFacts(spec.target, path, None, "float16", 192, 128), EXTENTS)
+        if path == spec.name:
+            facts = FlashFacts(spec.target, path, None, lse=True)
+            yield pick(replace(facts, window=WindowKind(right=True), score=SCORES["slopes"]), EXTENTS)
+            yield pick(replace(facts, blocks=BlockKind(128, 128, None), score=SCORES["bias"]), EXTENTS)
         yield from with_blocks(spec, path)
+        yield from wide(spec, path)
+
+
+def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+    """Head dimension 512: packed and with block masks; on a path's first architecture also plain and with all terms."""
+    plain = FlashFacts(spec.target, path, None, head_dim=WIDE, head_dim_v=WIDE)
+    terms = replace(plain, softcap=True, lse=True)
+    if path == spec.name:
+        yield pick(plain, EXTENTS)
+        yield pick(replace(plain, window=WindowKind(right=True)), EXTENTS)
+        yield pick(replace(terms, window=WindowKind(left=True, right=True)), EXTENTS)
+    yield pick(replace(terms, window=WindowKind(left=True, right=True), packed=True), EXTENTS)
+    yield pick(replace(terms, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
 
 
 def candidates(facts: FlashFacts, spec: ArchSpec) -> list:
@@ -95,8 +119,8 @@ def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[FlashFacts]
 
     Shapes decide between configurations, so all of them are here. Other windows are compiled on their first call.
     """
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
+    if dim not in (*HEAD_DIMS, WIDE):
+        raise ValueError(f"head dimension {dim} has no kernel; there are {head_dims_text()}")
     plain = FlashFacts(spec.target, spec.path, None, dtype, dim, dim)
     if op == "block_sparse_attention":
         for blocksize in BLOCKSIZES:

@@ -7,6 +7,7 @@ from cute_kernels.arch import ArchSpec
 from .config import FlashConfig, FlashFacts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+WIDE = 512  # the head dimension of q, k and v that has a forward kernel, and no backward
 L2_BYTES = 2**25  # of K and V that CTAs work on at a time, so that they stay in L2
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups) and the microseconds that a
@@ -18,6 +19,7 @@ SM_90 = {
     128: (((192, 80, 4, 3), 1.245), ((128, 128, 3, 2), 1.40), ((64, 128, 2, 1), 1.06)),
     192: (((128, 112, 2, 2), 1.74), ((64, 112, 2, 1), 1.23)),
     256: (((128, 80, 2, 2), 1.72), ((64, 80, 2, 1), 1.34)),
+    WIDE: (((64, 64, 1, 2), 2.2),),  # by calculation
 }
 NO_SOFTCAP = {(64, (192, 128, 2, 3))}
 UNMASKED_ONLY = {(96, (192, 80, 4, 3)), (128, (192, 80, 4, 3))}
@@ -33,6 +35,9 @@ SM_80 = {
     128: ((128, 32, 3, 4), (128, 32, 2, 4), (64, 64, 2, 4), (64, 64, 1, 4), (128, 64, 1, 8)),
     192: ((64, 64, 1, 4), (128, 64, 1, 8)),
     256: ((64, 64, 1, 4), (128, 64, 1, 8)),
+    # Two warps share their rows, and in the last four (FlashFacts.sharers). These serve packed sequences and block
+    # masks, too, whose blocks they divide.
+    WIDE: ((64, 32, 2, 8), (64, 32, 1, 8), (32, 16, 1, 8)),
 }
 
 # The same for kernels that write LSE and for packed sequences: both need registers, which these tiles leave free.
@@ -42,6 +47,7 @@ SM_80_LSE = {
     128: ((64, 64, 2, 4), (64, 64, 1, 4)),
     192: ((64, 64, 1, 4),),
     256: ((64, 32, 2, 4), (64, 32, 1, 4)),
+    WIDE: SM_80[WIDE],
 }
 
 # Of block masks on sm_90, by block_q and the larger head dimension: (tile_n, stages) for blocks 128 wide, and 64 wide.
@@ -84,13 +90,22 @@ BLOCKS_SM_80 = {
 }
 
 
+def head_dims_text() -> str:
+    """The head dimensions that there are, for messages."""
+    return f"{', '.join(map(str, HEAD_DIMS))}, and {WIDE} of q, k and v alike"
+
+
 def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
     blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
+    if facts.path == "sm_90" and dim == WIDE:
+        return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
         tile_n, stages = BLOCKS_SM_90[blocks.block_q][dim][blocks.block_k == 64]
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
+    if dim == WIDE:
+        return candidates_sm80(facts.spec, dim, dim)[0]
     return FlashConfig(*BLOCKS_SM_80[blocks.block_q][dim])
 
 
@@ -100,8 +115,8 @@ def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = 
     Raises ValueError for head dimensions that no kernel has.
     """
     for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if dim not in HEAD_DIMS:
-            raise ValueError(f"{name} {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}: pad to the next")
+        if dim not in HEAD_DIMS and not head_dim == head_dim_v == WIDE:
+            raise ValueError(f"{name} {dim} has no kernel; there are {head_dims_text()}: pad to the next")
     configs = [FlashConfig(*c) for c in (SM_80_LSE if lse else SM_80)[max(head_dim, head_dim_v)]]
     facts = (FlashFacts(spec.target, "sm_80", c, head_dim=head_dim, head_dim_v=head_dim_v) for c in configs)
     # A third stage only where two CTAs still share an SM.
@@ -156,7 +171,12 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     for tiles, tile_us in SM_90[dim]:
-        if facts.softcap and (dim, tiles) in NO_SOFTCAP or extents.uneven and (dim, tiles) in UNMASKED_ONLY:
+        if (
+            facts.softcap
+            and (dim, tiles) in NO_SOFTCAP
+            or (extents.uneven or facts.score is not None)
+            and ((dim, tiles) in UNMASKED_ONLY)
+        ):
             continue
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
         found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))
@@ -172,5 +192,5 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     else:
         # A packed sequence's bounds take registers too, and none are left for warps of 32 rows.
         configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse or facts.packed)
-        config = next(c for c in configs if not facts.packed or c.tile_m == 16 * c.groups)
+        config = next(c for c in configs if not facts.packed or c.tile_m <= 16 * c.groups)
     return replace(facts, config=config)

@@ -8,6 +8,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import Element, element_of
 
 from ..masks.element_mask import ElementMask
+from ..score_mod import ScoreMod
 
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
@@ -18,7 +19,8 @@ class FlashConfig:
 
     A CTA computes `tile_m` rows of Q and visits K and V `tile_n` rows at a time; K and V have rings of `stages` stages
     each. sm_90: each of `groups` consumer warpgroups has 64 of the rows. sm_80: each of `groups` warps has 16 of the
-    rows, or 32. `dynamic`: CTAs fetch the numbers of their tiles from a counter (tile_queue); sm_90 only.
+    rows, or 32. With more groups than that makes, several share their rows (FlashFacts.sharers). `dynamic`: CTAs fetch
+    the numbers of their tiles from a counter (tile_queue); sm_90 only.
     """
 
     tile_m: int
@@ -70,6 +72,7 @@ class FlashFacts:
     lse: bool = False
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
+    score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -90,22 +93,37 @@ class FlashFacts:
         cfg = self.config
         kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
         barriers = BARRIER_BYTES if self.path == "sm_90" else 0
-        return (cfg.tile_m * self.head_dim + kv) * self.element.width + barriers
+        return (cfg.tile_m * self.head_dim + kv) * self.element.width + self.exchange_bytes + barriers
+
+    @property
+    def sharers(self) -> int:
+        """How many warps, or on sm_90 warpgroups, share their rows: 1, 2 or 4.
+
+        Each of them multiplies a part of the head dimension of Q and K, all add up these parts of the scores through
+        shared memory, and each has a part of O's columns. At head dimension 512 O does not fit in registers otherwise.
+        """
+        return max((64 if self.path == "sm_90" else 16) * self.config.groups // self.config.tile_m, 1)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory in which those that share rows exchange their parts of a tile of scores, in fp32."""
+        return self.config.tile_m * self.config.tile_n * 4 * self.sharers if self.sharers > 1 else 0
 
     @property
     def ordered(self) -> bool:
         """sm_90: whether warpgroups issue their products one after the other, by an ordered barrier."""
-        return self.config.groups > 1
+        return self.config.groups > self.sharers
 
     @property
     def skips_max(self) -> bool:
         """sm_90: whether the softmax of full tiles first tries to do without their row maxima (step_without_max).
 
         Not at head dimension 256, where a step waits for the tensor cores and nothing is gained. Three warpgroups have
-        no registers for it with 128 columns, or with a window that has a left bound.
+        no registers for it with 128 columns, or with a window that has a left bound. Nor with a score_mod, which would
+        be computed in two places.
         """
         tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
-        return max(self.head_dim, self.head_dim_v) < 256 and not tight
+        return max(self.head_dim, self.head_dim_v) < 256 and not tight and self.score is None
 
     @property
     def rescale_threshold(self) -> float:

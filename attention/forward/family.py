@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, Request, register
-from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER
+from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
 from .arguments import forward_args
 from .config import FlashFacts
@@ -50,8 +50,9 @@ class FlashForward(Family):
     def named_barriers(self, facts: FlashFacts) -> tuple[str, dict[int, int]] | None:
         if facts.path != "sm_90":
             return None
-        groups = facts.config.groups
-        return "forward", {FORWARD_ORDER: groups * facts.ordered, FORWARD_OOB: groups * facts.packed}
+        groups, sharing = facts.config.groups, int(facts.sharers > 1)
+        counts = {FORWARD_ORDER: groups * facts.ordered, FORWARD_SCORES: sharing, FORWARD_OOB: groups * facts.packed}
+        return "forward", counts
 
     def smem_limit(self, facts: FlashFacts) -> int:
         return facts.spec.smem if facts.config.ctas == 1 else HALF
@@ -76,6 +77,8 @@ def describe(facts: FlashFacts) -> dict[str, str]:
     switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
     switches += (("lse", facts.lse), ("packed", facts.packed))
     more = [text for text, there in switches if there]
+    if facts.score:
+        more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

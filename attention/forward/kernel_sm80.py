@@ -1,6 +1,7 @@
 """The sm_80 attention kernel: cp.async in, ldmatrix and mma.sync, O straight from registers. For sm_80 and newer.
 
-    all warps    load, multiply, and do the softmax of their own rows: 16 of the query tile, or a multiple of 16
+    all warps    load, multiply, and do the softmax of their own rows: 16 of the query tile, or a multiple of 16; or
+                 share them with others (mainloop_sm80)
 
 One CTA does one query tile (mainloop_sm80): the grid is all of them, in the scheduler's order. Several CTAs share an SM
 where registers and shared memory allow it: while warps of one do a softmax, those of another have the tensor cores.
@@ -43,6 +44,7 @@ class FlashForwardSm80:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
         scale_log2: Float32,
         softcap: Float32,
         left: Int32 | None,  # None of a block mask
@@ -50,9 +52,11 @@ class FlashForwardSm80:
         stream: cuda.CUstream,
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
-        self.kernel(p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap).launch(
+        self.kernel(
+            p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap, score_tensors
+        ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
-        )
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ kernel
 
@@ -69,6 +73,7 @@ class FlashForwardSm80:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -76,7 +81,7 @@ class FlashForwardSm80:
         c = self.mainloop.consumer(warp, lane, scale_log2)
         softmax, out = c.softmax, rows_and_columns(c.acc_O, self.mainloop.tiles_m)
         lse = cute.make_rmem_tensor(2 * self.mainloop.tiles_m, Float32)
-        row0 = warp * self.mainloop.q.span + lane // 4  # of this thread, in the tile
+        row0 = self.mainloop.row_group(warp) * self.mainloop.q.span + lane // 4  # of this thread, in the tile
 
         tile = scheduler.decode(cute.arch.block_idx()[0])
         seqlen = seqlens.of(tile.b)
@@ -97,15 +102,15 @@ class FlashForwardSm80:
             self.copy(self.mainloop.q, from_q, tile.m, c.sQ, seqlen.rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, end)
             self.mainloop.wait(2 * cfg.stages - 1)
-            in_registers = facts.head_dim // facts.element.mma_k if facts.q_in_registers else 0
+            in_registers = self.mainloop.depth // facts.element.mma_k if facts.q_in_registers else 0
             q_fragments = [self.mainloop.fragment_q(c, k, []) for k in range(in_registers)]
-            work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+            work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
             self.mainloop.steps(c, work, q_fragments, from_k, from_v, end)
         softmax.finish(out, lse)
-        gO = cute.domain_offset((seqlen.q0, 0), mO[seqlen.b, tile.h, None, None])
+        gO = cute.domain_offset((seqlen.q0, self.mainloop.first_column(c)), mO[seqlen.b, tile.h, None, None])
         store_rows(c.acc_O, gO, row, seqlen.rows, self.mainloop.tiles_m)
         if const_expr(mLSE is not None):
-            if lane % 4 == 0:
+            if lane % 4 == 0 and self.mainloop.writes_lse(c):
                 for r in range_constexpr(2 * self.mainloop.tiles_m):
                     if row + 8 * r < seqlen.rows:
                         mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]

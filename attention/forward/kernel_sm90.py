@@ -1,7 +1,7 @@
 """The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
 
     warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
-    warpgroups 1..   consumers; each owns 64 rows of the query tile (mainloop_sm90)
+    warpgroups 1..   consumers; each owns 64 rows of the query tile, or shares them with the other (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
     Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
@@ -9,6 +9,7 @@
     queue      the producer warp         all consumer threads; tile_queue.SLOTS stages (FlashConfig.dynamic)
 
     named barriers   1, 2, ..   order of the consumers' products (tile/barriers.py)
+                     4          both consumers, around the exchange of scores where they share rows
                      8, 9, ..   the warps of each consumer, before V's rows past the end are zeros
 
 Consumers issue their products in order (FlashFacts.ordered): while one of them does its softmax, another has the tensor
@@ -41,8 +42,9 @@ from .zero_oob_rows import zero_oob_rows
 FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is fetched
 
 # Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
-# With one of them an SM may have two CTAs.
+# With one of them an SM may have two CTAs. Of those that share rows the producer has more: its tiles are eight boxes.
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
+REGISTERS_SHARING = (40, 232)
 
 
 class FlashForwardSm90:
@@ -52,6 +54,7 @@ class FlashForwardSm90:
         self.facts, self.cfg = facts, facts.config
         self.mainloop = MainloopSm90(facts, lazy=True)
         self.threads = WARPGROUP * (1 + facts.config.groups)
+        self.registers = REGISTERS[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
         self.cluster = 1
         self.arrivals = {"Q, K, V": self.mainloop.arrivals}
         if facts.config.dynamic:
@@ -71,6 +74,7 @@ class FlashForwardSm90:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
+        score_tensors: tuple | None,  # what a score_mod reads
         counter: cute.Tensor | None,  # (1,) int32, 0; of a dynamic schedule
         scale_log2: Float32,
         softcap: Float32,
@@ -93,7 +97,7 @@ class FlashForwardSm90:
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
-            scale_log2, softcap,
+            scale_log2, softcap, score_tensors,
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -123,6 +127,7 @@ class FlashForwardSm90:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -144,16 +149,20 @@ class FlashForwardSm90:
             queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
-            groups = cute.make_layout(cfg.groups, stride=WARPGROUP)
+            cute.arch.setmaxregister_increase(self.registers[1])
+            groups = cute.make_layout(cfg.groups, stride=WARPGROUP if facts.sharers == 1 else 0)
             c = self.mainloop.consumer(
                 (mma_qk, mma_pv), groups(group), (sQ, sK, sV), (pipe_k, pipe_v), scale_log2, self.mainloop.order(group)
             )
+            column = const_expr(0)  # of O, this warpgroup's first one
+            if const_expr(facts.sharers > 1):
+                c = self.mainloop.sharing(c, group, storage.scores)
+                column = group * self.mainloop.columns
             softmax, acc_O, out = c.softmax, c.acc_O, rows_and_columns(c.acc_O)
             lse = cute.make_rmem_tensor(2, Float32)
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -173,7 +182,7 @@ class FlashForwardSm90:
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+                    work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
                     pipe_q.consumer_wait(state_q)
                     at_k = self.mainloop.first_step(c, work, at_k)
                     if const_expr(facts.packed):
@@ -197,10 +206,10 @@ class FlashForwardSm90:
                     index, fields = queue.consume(len(fields), state_queue)
                 softmax.finish(out, lse)
                 store_rows(
-                    acc_O, cute.domain_offset((seqlen.q0, 0), mO[None, None, tile.h, seqlen.b]), row, seqlen.rows
+                    acc_O, cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b]), row, seqlen.rows
                 )
                 if const_expr(mLSE is not None):
-                    if tidx % 4 == 0:
+                    if tidx % 4 == 0 and (facts.sharers == 1 or group == 0):
                         for r in range_constexpr(2):
                             if row + 8 * r < seqlen.rows:
                                 mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
@@ -212,6 +221,8 @@ class FlashForwardSm90:
     def first_row(self, tile) -> Int32:
         """The first of this thread's two rows of the query tile."""
         thread = read_special_register("tid.x") - WARPGROUP
+        if const_expr(self.facts.sharers > 1):
+            thread = thread % WARPGROUP
         return tile.m * self.cfg.tile_m + thread // 32 * 16 + thread % 32 // 4
 
     # ------------------------------------------------------------------ producer

@@ -7,7 +7,13 @@ A step over K/V tile i, with S the scores and P their exponentials, both in regi
     S = Q K[i]' -> wait V[i], __syncthreads, copy K[i + stages] -> softmax of S
     O = O factor + P V[i] -> wait K[i + 1], __syncthreads, copy V[i + stages]
 
-So K is copied during a softmax and V during the product of Q and K, even with one stage each. The copies of a tile are
+So K is copied during a softmax and V during the product of Q and K, even with one stage each.
+
+At head dimension 512 two or four warps share their rows (FlashFacts.sharers). Each multiplies a part of Q and K, writes
+its part of S to shared memory before the barrier that waits for V, and adds the others' after it. Then all of them have
+the same scores, do the same softmax, and multiply P with their own columns of V.
+
+The copies of a tile are
 a group: K[0] with Q, V[0], K[1], V[1], .. in this order, `2 stages` of them before the loop and one at either barrier,
 empty past the last tile. The tile waited for is then always followed by 2 (stages - 1) groups: one count for all waits.
 
@@ -20,6 +26,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul.kernel_sm80 import ALIGN
@@ -41,6 +49,8 @@ class Consumer:
     sV: Int32
     rows_q: Int32  # address of the warp's rows of Q
     lanes: tuple  # where this lane's rows of the fragments' matrices are in a tile of Q, K and V
+    part: Int32 | None  # which of those that share rows this warp is; None where none do
+    exchange: Int32 | None  # address of this lane's first vector of its warp's part of the scores
     acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_L: cute.Tensor  # (MMA, MMA_M, 1): sums of P's rows, where they are products with ones
@@ -61,6 +71,8 @@ class MainloopSm80:
         self.adds_row_sums = adds_row_sums
         self.dtype = cutlass_dtype(facts.dtype)
         self.q, self.k, self.v = operand_tiles(facts)
+        self.sharers = facts.sharers
+        self.depth, self.columns = facts.head_dim // self.sharers, facts.head_dim_v // self.sharers  # of one warp
         self.tiles_m = self.q.span // 16  # of mma.sync, in one warp's rows
         self.tile_steps = TileSteps(self.dtype)
 
@@ -71,9 +83,16 @@ class MainloopSm80:
         sK = sQ + self.q.bytes
         sV = sK + cfg.stages * self.k.bytes
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.q, self.k, self.v))
-        rows_q = sQ + warp * (self.q.span * self.q.line_bytes)
+        rows_q = sQ + self.row_group(warp) * (self.q.span * self.q.line_bytes)
+        part = exchange = None
+        if self.sharers > 1:
+            part = warp % self.sharers
+            exchange = sV + cfg.stages * self.v.bytes + warp * self.part_bytes + lane * CHUNK
+            # A part is a multiple of 128 bytes wide, so that swizzles are the same in all of them.
+            widths = (n * facts.element.width for n in (self.depth, self.depth, self.columns))
+            lanes = tuple(at + part * width for at, width in zip(lanes, widths, strict=True))
         acc_S = cute.make_rmem_tensor((4, self.tiles_m, cfg.tile_n // 8), Float32)
-        acc_O = cute.make_rmem_tensor((4, self.tiles_m, facts.head_dim_v // 8), Float32)
+        acc_O = cute.make_rmem_tensor((4, self.tiles_m, self.columns // 8), Float32)
         # The sums of P's rows are products with ones: the compiler would put off additions and then hold every P twice,
         # before and after rounding. Products are fewer instructions, too. But they sum rounded numbers, which is right
         # for O and not for LSE (1e-3 off, measured), so a kernel that writes LSE adds.
@@ -82,7 +101,24 @@ class MainloopSm80:
         ones.fill(1.0)
         sums = None if self.adds_row_sums else rows_and_columns(acc_L, self.tiles_m)[None, 0]
         softmax = OnlineSoftmax.of_rows(2 * self.tiles_m, scale_log2, sums)
-        return Consumer(sQ, sK, sV, rows_q, lanes, acc_S, acc_O, acc_L, ones, softmax)
+        return Consumer(sQ, sK, sV, rows_q, lanes, part, exchange, acc_S, acc_O, acc_L, ones, softmax)
+
+    def row_group(self, warp: Int32) -> Int32:
+        """Which rows of the query tile a warp has, in units of `q.span`."""
+        return warp // self.sharers if self.sharers > 1 else warp
+
+    def first_column(self, c: Consumer):
+        """Of O, that a warp has."""
+        return c.part * self.columns if self.sharers > 1 else 0
+
+    def writes_lse(self, c: Consumer):
+        """Whether it is this warp that writes the LSE of its rows."""
+        return c.part == 0 if self.sharers > 1 else True
+
+    @property
+    def part_bytes(self) -> int:
+        """Of one warp's part of a tile of scores."""
+        return self.q.span * self.cfg.tile_n * 4
 
     # ------------------------------------------------------------------ steps
 
@@ -126,10 +162,14 @@ class MainloopSm80:
         self.multiply(
             c.acc_S, lambda k: self.fragment_q(c, k, q_fragments), self.k, c.lanes[1], c.sK + stage * self.k.bytes
         )  # fmt: skip
+        if const_expr(self.sharers > 1):
+            self.give_scores(c)
         self.wait(2 * (cfg.stages - 1))
         if after < tiles.count:
             self.copy(self.k, from_k, tiles.at(after), c.sK + stage * self.k.bytes, end)
         cute.arch.cp_async_commit_group()
+        if const_expr(self.sharers > 1):
+            self.add_scores(c)
         mask_and_softmax(self.facts, scores, softmax, work, i, kind)
         rP = self.convert(c.acc_S)
         softmax.rescale(out)
@@ -142,6 +182,33 @@ class MainloopSm80:
         if after < tiles.count:
             self.copy(self.v, from_v, tiles.at(after), c.sV + stage * self.v.bytes, end)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def give_scores(self, c: Consumer):
+        """Write this warp's part of the scores to shared memory, a lane's next to its neighbours'."""
+        for i in range_constexpr(cute.size(c.acc_S) // 4):
+            place = make_ptr(Float32, c.exchange + i * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
+            cute.autovec_copy(
+                cute.make_tensor(c.acc_S.iterator + 4 * i, cute.make_layout(4)),
+                cute.make_tensor(place, cute.make_layout(4)),
+            )
+
+    @cute.jit
+    def add_scores(self, c: Consumer):
+        """Add those of the warps that share the rows. In pairs, so that the sums are the same bits in all of them."""
+        others = [c.exchange + ((c.part ^ other) - c.part) * self.part_bytes for other in range(1, self.sharers)]
+        for i in range_constexpr(cute.size(c.acc_S) // 4):
+            parts = []
+            for other in others:
+                part = cute.make_rmem_tensor(4, Float32)
+                place = make_ptr(Float32, other + i * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
+                cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), part)
+                parts.append(part)
+            for j in range_constexpr(4):
+                score = c.acc_S[4 * i + j] + parts[0][j]
+                if const_expr(self.sharers == 4):
+                    score = score + (parts[1][j] + parts[2][j])
+                c.acc_S[4 * i + j] = score
 
     @cute.jit
     def wait(self, groups: cutlass.Constexpr):
@@ -177,8 +244,9 @@ class MainloopSm80:
         # S is in registers beside O while K is read
         columns = COLUMNS if op is self.v else COLUMNS // 2
         # Steps of one address together
-        order = sorted(range(op.tile_k // op.element.mma_k), key=lambda k: op.step(0, k)[0])
-        steps = [(k, n) for k in order for n in range(0, op.rows, columns)]
+        depth, rows = (op.tile_k, self.columns) if op is self.v else (self.depth, op.rows)
+        order = sorted(range(depth // op.element.mma_k), key=lambda k: op.step(0, k)[0])
+        steps = [(k, n) for k in order for n in range(0, rows, columns)]
         rA, rB = fragment(order[0]), self.fragment_b(op, steps[0], columns, lane, tile)
         for i in range(len(steps)):
             nextA, nextB = rA, rB
@@ -202,7 +270,8 @@ def operand_tiles(facts: FlashFacts) -> tuple:
     """(Q, K, V): the layouts of their tiles in shared memory."""
     cfg = facts.config
     element, threads = facts.element, WARP * cfg.groups
-    q = OperandTile(cfg.tile_m, facts.head_dim, True, element.vector, threads, cfg.groups, False, element)
+    row_groups = cfg.groups // facts.sharers
+    q = OperandTile(cfg.tile_m, facts.head_dim, True, element.vector, threads, row_groups, False, element)
     k = OperandTile(cfg.tile_n, facts.head_dim, True, element.vector, threads, 1, True, element)
     # (Dv, tile_n), as B of P V
     v = OperandTile(facts.head_dim_v, cfg.tile_n, False, element.vector, threads, 1, True, element)

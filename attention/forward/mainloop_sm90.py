@@ -10,22 +10,30 @@ et al. 2024):
     softmax of S', release K[i] -> wait O -> P = S', O *= factor where a row's maximum has grown by much
     -> release V[i-1]
 
-So the softmax of one tile runs while the tensor cores do the product of the tile before. The kernels differ in how
+So the softmax of one tile runs while the tensor cores do the product of the tile before.
+
+At head dimension 512 two warpgroups share their 64 rows (FlashFacts.sharers): each computes S' of half of Q's and K's
+columns, adds the other's through shared memory, does the same softmax, and has half of O's columns.
+
+The kernels differ in how
 Q, K and V are loaded, how rows are packed, and what is stored.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.typing import AddressSpace
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.tile.barriers import FORWARD_ORDER, Arrivals
+from cute_kernels.tile.barriers import FORWARD_ORDER, FORWARD_SCORES, Arrivals
+from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.hopper import ALIGN, smem_layout, start_product
-from cute_kernels.tile.ptx import compute_before_waits
+from cute_kernels.tile.ptx import compute_before_waits, read_special_register
 
 from .config import FlashFacts
 from .kv_tiles import FULL
@@ -57,6 +65,7 @@ class Consumer:
     pipe_k: pipeline.PipelineAsync
     pipe_v: pipeline.PipelineAsync
     order: Int32 | None  # MainloopSm90.order
+    exchange: Int32 | None = None  # address of the scores of those that share rows: 16 bytes of each thread, and so on
 
 
 def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
@@ -74,6 +83,8 @@ class MainloopSm90:
     def __init__(self, facts: FlashFacts, lazy: bool):
         self.facts, self.cfg, self.lazy = facts, facts.config, lazy
         self.dtype = cutlass_dtype(facts.dtype)
+        self.sharers = facts.sharers
+        self.columns = facts.head_dim_v // self.sharers  # of O, that a warpgroup has
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
 
     # ------------------------------------------------------------------ storage, products, rings
@@ -89,6 +100,7 @@ class MainloopSm90:
     def storage(self) -> type:
         """The struct of a CTA's shared memory."""
         sizes = [cute.cosize(layout) for layout in self.layouts()]
+        exchanged = self.facts.exchange_bytes // 4
 
         @cute.struct
         class SharedStorage:
@@ -100,6 +112,7 @@ class MainloopSm90:
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
+            scores: cute.struct.MemRange[Float32, exchanged]
 
         return SharedStorage
 
@@ -113,10 +126,10 @@ class MainloopSm90:
     def make_mmas(self) -> tuple:
         """(S = Q K', O = P V) of all consumers."""
         k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        groups = (self.cfg.groups, 1, 1)
+        groups = (self.cfg.groups // self.sharers, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
         # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
-        wide = self.facts.head_dim_v // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
+        wide = self.columns // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
         pv = sm90_utils.make_trivial_tiled_mma(
             self.dtype, self.dtype, k, mn, Float32, groups, (ROWS, wide),
             warpgroup.OperandSource.RMEM,
@@ -158,12 +171,49 @@ class MainloopSm90:
         tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
-        acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, facts.head_dim_v)), Float32)
+        acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, self.columns)), Float32)
         tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
         softmax = OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=facts.rescale_threshold if self.lazy else 0.0)
         return Consumer(
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
         )  # fmt: skip
+
+    def sharing(self, c: Consumer, part: Int32, scores) -> Consumer:
+        """The consumer with its part of those that share its rows: of the columns of Q, K and V. `scores`: storage."""
+        steps = cute.size(c.tSrQ, mode=[2]) // self.sharers
+
+        def mine(t: cute.Tensor, mode: int, size: int) -> cute.Tensor:
+            parts = cute.logical_divide(t, (None,) * mode + (size,) + (None,) * (len(t.shape) - mode - 1))
+            return parts[tuple((None, part) if i == mode else None for i in range(len(t.shape)))]
+
+        parts = {"tSrQ": mine(c.tSrQ, 2, steps), "tSrK": mine(c.tSrK, 2, steps), "tOrV": mine(c.tOrV, 1, 1)}
+        return replace(c, **parts, exchange=scores.data_ptr().toint())
+
+    @cute.jit
+    def add_scores(self, c: Consumer):
+        """Add the other warpgroup's part of the scores; the sums are the same bits in both."""
+        self.meet()  # the other has read those of the tile before
+        for i in range_constexpr(cute.size(c.acc_S) // 4):
+            cute.autovec_copy(
+                cute.make_tensor(c.acc_S.iterator + 4 * i, cute.make_layout(4)), self.exchanged(c.exchange, i, 0)
+            )
+        self.meet()
+        for i in range_constexpr(cute.size(c.acc_S) // 4):
+            part = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(self.exchanged(c.exchange, i, WARPGROUP), part)
+            for j in range_constexpr(4):
+                c.acc_S[4 * i + j] = c.acc_S[4 * i + j] + part[j]
+
+    def exchanged(self, base: Int32, i: int, other: int) -> cute.Tensor:
+        """The i-th four scores of this thread or, with `other`, of the one so many threads before or after it."""
+        number = (read_special_register("tid.x") - WARPGROUP) ^ other  # read anew: no register is held for it
+        at = base + number * VECTOR_BYTES + i * (self.sharers * WARPGROUP * VECTOR_BYTES)
+        return cute.make_tensor(
+            make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(4)
+        )
+
+    def meet(self):
+        cute.arch.barrier(barrier_id=FORWARD_SCORES, number_of_threads=self.sharers * WARPGROUP)
 
     # ------------------------------------------------------------------ ordered barrier
 
@@ -192,6 +242,8 @@ class MainloopSm90:
         warpgroup.wait_group(0)
         c.pipe_k.consumer_release(at_k)
         at_k.advance()
+        if const_expr(self.sharers > 1):
+            self.add_scores(c)
         mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, 0, work.tiles.first)
         self.convert(c.acc_S, c.tOrP)
         return at_k
@@ -221,6 +273,8 @@ class MainloopSm90:
             c.pipe_k.consumer_release(at_k)
         else:
             c.pipe_k.consumer_release(at_k)
+            if const_expr(self.sharers > 1):
+                self.add_scores(c)
             grown = mask_and_softmax(self.facts, rows_and_columns(c.acc_S), softmax, work, i, kind, self.lazy)
         at_k.advance()
         # Two warpgroups gain nothing by it, and masked tiles leave no registers for it.

@@ -1,4 +1,4 @@
-"""Scores before their softmax: the softcap, and masks."""
+"""Scores before their softmax: the softcap, a score_mod, and masks."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,6 +6,8 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.traced.lower import lower
+
+from ..score_mod import KV_INPUT, Q_INPUT, ScoreMod
 
 LOG2E = 1.4426950408889634
 
@@ -19,6 +21,31 @@ def cap_scores(scores: cute.Tensor, twice: Float32):  # (rows, columns)
     for i in range_constexpr(cute.size(scores)):
         denominator = 1.0 + cute.math.exp2(scores[i] * twice, approx=True, ftz=True)
         scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(denominator)
+
+
+@cute.jit
+def change_scores(
+    scores: cute.Tensor,  # (rows, columns) of this thread
+    mod: cutlass.Constexpr[ScoreMod],
+    tensors: tuple | None,  # what it reads
+    scale: Float32,
+    row: Int32,  # of the thread's first row
+    col0: Int32,  # first column of the tile
+    tile,  # scheduler.QueryTile
+    seqlen,  # seqlen.SeqlenInfo
+    inside: cutlass.Constexpr[bool],  # whether the tile ends before the last column
+):
+    """scores = score_mod(scale * scores, b, h, q, kv)."""
+    mine = col0 + cute.arch.lane_idx() % 4 * 2
+    for r in range_constexpr(cute.size(scores, mode=[0])):
+        q = row + 8 * r
+        if const_expr(mod.indexes(Q_INPUT)):
+            q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            column = mine + const_expr(c // 2 * 8 + c % 2)
+            if const_expr(mod.indexes(KV_INPUT) and not inside):
+                column = cutlass.min(column, seqlen.cols - 1)
+            scores[r, c] = lower(mod.program, [scores[r, c] * scale, tile.b, tile.h, q, column], tensors)
 
 
 @cute.jit

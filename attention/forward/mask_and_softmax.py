@@ -1,4 +1,4 @@
-"""A tile of scores to P, on both paths: the cap, the mask, the softmax."""
+"""A tile of scores to P, on both paths: the cap or score_mod, the mask, the softmax."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .kv_tiles import EITHER, PARTIAL
-from .mask import cap_scores, mask_elements, mask_window
+from .kv_tiles import EITHER, FULL, PARTIAL
+from .mask import cap_scores, change_scores, mask_elements, mask_window
 from .softmax import OnlineSoftmax
 
 
@@ -21,7 +21,8 @@ class QueryWork:
     tile: Any  # scheduler.QueryTile
     seqlen: Any  # seqlen.SeqlenInfo
     row: Int32  # first row of this thread
-    softcap: Float32
+    softcap: Float32  # with a score_mod, what scores are multiplied by before it
+    score_tensors: tuple | None = None  # what the score_mod reads
 
 
 @cute.jit
@@ -34,9 +35,13 @@ def mask_and_softmax(
     kind: cutlass.Constexpr,  # kv_tiles.FULL, PARTIAL or EITHER
     lazily: cutlass.Constexpr = False,  # OnlineSoftmax.step_lazily
 ):
-    """Scores to P: the cap, the mask, the softmax. Returns whether O is to be rescaled."""
+    """Scores to P: the cap or score_mod, the mask, the softmax. Returns whether O is to be rescaled."""
     if const_expr(facts.softcap):
         cap_scores(scores, work.softcap)
+    if const_expr(facts.score is not None):
+        n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
+        position = work.row, n * facts.config.tile_n, work.tile, work.seqlen
+        change_scores(scores, facts.score, work.score_tensors, work.softcap, *position, kind == FULL)
     if const_expr(kind == EITHER):
         if work.tiles.ends[0] > i:
             mask(facts, scores, work, i)

@@ -63,24 +63,30 @@ def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[Eleme
 
 def for_kernel(found: Traced) -> tuple[ElementMask, tuple[Tensor, ...]]:
     """The same of a mask that was traced."""
-    # TVM-FFI knows no bool, and a kernel's tensor has a dimension
-    views = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in found.tensors)
-    views = tuple(t.detach().view(1) if t.dim() == 0 else t.detach() for t in views)
+    views = views_of(found.tensors)
     return ElementMask(found.program, tuple(t.stride(-1) == 1 for t in views)), views
 
 
-def check_extents(mask: ElementMask, tensors: Sequence[Tensor], batch: int, heads: int, lengths: tuple) -> None:
-    """Every tensor that is indexed by b, h, q or kv itself has an element for each.
+def views_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Captured tensors as a kernel takes them: TVM-FFI knows no bool, and a kernel's tensor has a dimension."""
+    views = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in tensors)
+    return tuple(t.detach().view(1) if t.dim() == 0 else t.detach() for t in views)
+
+
+def check_extents(
+    mask: ElementMask, tensors: Sequence[Tensor], batch: int, heads: int, lengths: tuple, what: str = "mask_mod"
+) -> None:
+    """Every tensor that is indexed by b, h, q or kv itself, the last four inputs, has an element for each.
 
     Raises:
         IndexError: one has fewer.
     """
     extents = batch, heads, *lengths
-    for slot, dim, index in mask.program.direct:
-        have = tensors[slot].shape[dim]
+    for slot, dim, value in mask.program.direct:
+        have, index = tensors[slot].shape[dim], value - len(mask.program.inputs) + len(INDICES)
         if have < extents[index]:
             raise IndexError(
-                f"mask_mod indexes dimension {dim} of a tensor of shape {tuple(tensors[slot].shape)} with "
+                f"{what} indexes dimension {dim} of a tensor of shape {tuple(tensors[slot].shape)} with "
                 f"{INDICES[index]}, which goes up to {extents[index] - 1}"
             )
 

@@ -8,7 +8,17 @@ from ..traced.program import Program
 VECTOR = 8  # elements of 16 bytes
 COLUMNS = 256  # of a CTA, one a thread
 WARPS = 8
-ROWS = 64  # of a CTA
+UNROLL = 2  # rows of a warp whose loads are in flight together
+CTAS = 3  # of a multiprocessor: 80 registers a thread, of which GELU takes 73
+
+
+def parts_of(rows: int, cols: int, sms: int) -> int:
+    """CTAs that share the rows of COLUMNS columns: as many in all as are resident at once, each with equally many
+    groups of rows. Where so many columns would leave a few of them or none, several times as many."""
+    tiles, groups, resident = -(-cols // COLUMNS), -(-rows // (WARPS * UNROLL)), sms * CTAS
+    parts = resident // tiles if 4 * tiles <= resident else -(-4 * resident // tiles)
+    turns = -(-groups // max(1, min(parts, groups)))
+    return -(-groups // turns)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..traced.derivative import derivative, followed_by
 from ..traced.evaluate import evaluate
 from ..traced.program import Program
 from . import family  # noqa: F401 (importing it registers the family)
-from .config import ROWS, VECTOR, EpilogueGradientFacts
+from .config import VECTOR, EpilogueGradientFacts, parts_of
 
 derivative_of = functools.lru_cache(1024)(lambda activation, program: derivative(followed_by(activation, program)))
 
@@ -33,7 +33,7 @@ def epilogue_gradient(
     cols = dy.shape[-1] if dy.dim() else 1
     facts = None
     if dy.is_cuda and dy.dtype == saved.dtype and cols % VECTOR == 0 and dy.numel():
-        arch, *_ = device_arch(dy.get_device())
+        arch, sms, _ = device_arch(dy.get_device())
         facts = EpilogueGradientFacts(arch.target, NAMES.get(dy.dtype, str(dy.dtype)), slope, sums)
     if facts is None or unsupported(facts) or saved.data_ptr() & 15:
         return _by_torch(dy, saved, slope, sums)
@@ -42,8 +42,9 @@ def epilogue_gradient(
         dy = dy.clone()
     dz = torch.empty_like(dy)
     rows = dy.numel() // cols
-    partial = dy.new_empty(-(-rows // ROWS), cols, dtype=torch.float32) if sums else None
-    function_for(facts)(*(t.view(rows, cols) for t in (dy, saved, dz)), partial)
+    parts = parts_of(rows, cols, sms)
+    partial = dy.new_empty(parts, cols, dtype=torch.float32) if sums else None
+    function_for(facts)(*(t.view(rows, cols) for t in (dy, saved, dz)), partial, parts)
     return dz, partial.sum(0) if sums else None
 
 

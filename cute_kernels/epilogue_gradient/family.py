@@ -22,8 +22,11 @@ class EpilogueGradients(Family):
         return EpilogueGradient(facts)
 
     def arguments(self, facts: EpilogueGradientFacts) -> tuple:
+        from cutlass import Int32
+
         matrices = (fake_tensor(facts.dtype, 2, 1, VECTOR) for _ in range(3))
-        return *matrices, fake_tensor("float32", 2, 1, 1) if facts.sums else None, fake_stream()
+        partial = fake_tensor("float32", 2, 1, 1) if facts.sums else None
+        return *matrices, partial, Int32(1), fake_stream()
 
     def unsupported(self, facts: EpilogueGradientFacts) -> str:
         if facts.dtype not in ("bfloat16", "float16"):

@@ -2,9 +2,12 @@
 
     warps      one row each at a time, `VECTOR` neighbouring columns a lane: 256 columns a CTA, 8 rows in turn
     lanes      loads of UNROLL rows of dy and z, then their products; sums of their own columns in registers
-    CTA        adds up its 8 warps' sums in shared memory, warp by warp, and stores them as one row of `partial`
+    CTA        groups of 8 x UNROLL rows in turn with the other `parts` of its columns, so that all CTAs read from one
+               region of memory; adds up its 8 warps' sums in shared memory, and stores them as one row of `partial`
 
-So each sum has one order: rows of a warp, warps of a CTA, and then CTAs, which torch adds up. Held by memory's rate.
+All CTAs are resident at once, and end together. Each sum has one order: rows of a warp, warps of a CTA, and then CTAs,
+which torch adds up. Held by memory's rate: so instructions are counted, and registers leave room for CTAS of
+them on a multiprocessor, whose warps compute while others wait.
 """
 
 import cuda.bindings.driver as cuda
@@ -17,10 +20,9 @@ from cutlass.cute.typing import AddressSpace
 
 from ..dtypes import cutlass_dtype
 from ..traced.lower import lower
-from .config import COLUMNS, ROWS, VECTOR, WARPS
+from .config import COLUMNS, UNROLL, VECTOR, WARPS
 
 WARP = 32
-UNROLL = 4  # rows of a warp whose loads are in flight together
 
 
 class EpilogueGradient:
@@ -34,14 +36,15 @@ class EpilogueGradient:
     @cute.jit
     def __call__(
         self,
-        dy: cute.Tensor,  # (rows, cols), as z and dz
+        dy: cute.Tensor,  # (rows, cols), contiguous as z and dz are
         z: cute.Tensor,
         dz: cute.Tensor,
-        partial: cute.Tensor | None,  # (rows / ROWS rounded up, cols) fp32
+        partial: cute.Tensor | None,  # (parts, cols) fp32
+        parts: Int32,  # CTAs that share a column of tiles
         stream: cuda.CUstream,
     ):
         self.kernel(dy, z, dz, partial).launch(
-            grid=(cute.ceil_div(dy.shape[1], COLUMNS), cute.ceil_div(dy.shape[0], ROWS), 1),
+            grid=(cute.ceil_div(dy.shape[1], COLUMNS), parts, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -51,6 +54,7 @@ class EpilogueGradient:
     def kernel(self, dy: cute.Tensor, z: cute.Tensor, dz: cute.Tensor, partial: cute.Tensor | None):
         tidx = cute.arch.thread_idx()[0]
         tile, part, _ = cute.arch.block_idx()
+        parts = cute.arch.grid_dim()[1]
         warp, lane = tidx // WARP, tidx % WARP
         rows, cols = dy.shape
         column = tile * COLUMNS + lane * VECTOR
@@ -58,41 +62,52 @@ class EpilogueGradient:
         at = cutlass.min(column, cols - VECTOR)
         sums = cute.make_rmem_tensor(VECTOR, Float32)
         sums.fill(0.0)
-        for step in cutlass.range(ROWS // (WARPS * UNROLL), unroll=1):
-            first = part * ROWS + step * (WARPS * UNROLL) + warp
-            numbers = [cutlass.min(first + u * WARPS, rows - 1) for u in range(UNROLL)]
-            loaded = [(self.load(dy, row, at), self.load(z, row, at)) for row in numbers]
+        for group in cutlass.range(part, cute.ceil_div(rows, WARPS * UNROLL), parts, unroll=1):
+            first = group * (WARPS * UNROLL) + warp
+            places = [Int64(cutlass.min(first + u * WARPS, rows - 1)) * cols + at for u in range(UNROLL)]
+            loaded = [(self.load(dy, place), self.load(z, place)) for place in places]
             for u in range_constexpr(UNROLL):
-                row = first + u * WARPS
-                if row < rows and inside:
-                    self.multiply(*loaded[u], dz, row, column, sums)
+                if first + u * WARPS < rows and inside:
+                    self.multiply(*loaded[u], dz, places[u], sums)
         if const_expr(self.facts.sums):
             self.store_sums(sums, partial, warp, tile, part)
 
-    def vector(self, t: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """VECTOR elements of a row, 16 bytes."""
-        offset = Int64(row) * t.stride[0] + column
-        pointer = make_ptr(self.dtype, t.iterator.toint() + offset * (self.dtype.width // 8), AddressSpace.gmem,
+    def vector(self, t: cute.Tensor, place: Int64) -> cute.Tensor:
+        """VECTOR elements, 16 bytes, from element number `place` on."""
+        pointer = make_ptr(self.dtype, t.iterator.toint() + place * (self.dtype.width // 8), AddressSpace.gmem,
                            assumed_align=16)  # fmt: skip
         return cute.make_tensor(pointer, VECTOR)
 
     def atom(self) -> cute.CopyAtom:
         return cute.make_copy_atom(CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
 
-    def load(self, t: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+    def load(self, t: cute.Tensor, place: Int64) -> cute.Tensor:
         values = cute.make_rmem_tensor(VECTOR, self.dtype)
-        cute.copy(self.atom(), self.vector(t, row, column), values)
+        cute.copy(self.atom(), self.vector(t, place), values)
         return values
 
     @cute.jit
-    def multiply(self, dy: cute.Tensor, z: cute.Tensor, dz: cute.Tensor, row: Int32, column: Int32, sums: cute.Tensor):
+    def multiply(self, dy: cute.Tensor, z: cute.Tensor, dz: cute.Tensor, place: Int64, sums: cute.Tensor):
         """One lane's part of a row: stored, and added to its sums."""
         found = cute.make_rmem_tensor(VECTOR, self.dtype)
+        dy, z = self.widened(dy), self.widened(z)
         for v in range_constexpr(VECTOR):
-            value = lower(self.facts.derivative, [z[v].to(Float32)]).to(Float32) * dy[v].to(Float32)
+            value = lower(self.facts.derivative, [z[v]]).to(Float32) * dy[v]
             sums[v] = sums[v] + value
             found[v] = value.to(self.dtype)
-        cute.copy(self.atom(), found, self.vector(dz, row, column))
+        cute.copy(self.atom(), found, self.vector(dz, place))
+
+    def widened(self, values: cute.Tensor) -> list:
+        """In fp32. A bfloat16 is the upper half of one, so that each takes one instruction on a pair of them."""
+        if self.dtype is not cutlass.BFloat16:
+            return [values[v].to(Float32) for v in range(VECTOR)]
+        pairs = cute.recast_tensor(values, Int32)
+        bits = cute.make_rmem_tensor(VECTOR, Int32)
+        for v in range(0, VECTOR, 2):
+            bits[v] = pairs[v // 2] << 16
+            bits[v + 1] = pairs[v // 2] & -65536
+        floats = cute.recast_tensor(bits, Float32)
+        return [floats[v] for v in range(VECTOR)]
 
     @cute.jit
     def store_sums(self, sums: cute.Tensor, partial: cute.Tensor, warp: Int32, tile: Int32, part: Int32):

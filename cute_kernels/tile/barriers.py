@@ -6,6 +6,7 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
     product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
+    forward         4          both consumer warpgroups       one's part of the scores is written, or read by the other
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros
     backward        1          all consumer warpgroups        dS is in shared memory, or rows past the end are zeros
@@ -20,7 +21,7 @@ Mbarriers: a kernel says in `arrivals` who arrives at those of each of its pipel
 from dataclasses import dataclass
 
 PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
-FORWARD_ORDER, FORWARD_OOB = 1, 8
+FORWARD_ORDER, FORWARD_SCORES, FORWARD_OOB = 1, 4, 8
 DECODE_CONSUMERS = 1
 BACKWARD_ALL, BACKWARD_DQ, BACKWARD_READ = 1, 2, 4
 
@@ -32,7 +33,7 @@ PRODUCER_WARPS = {
 }  # fmt: skip
 USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
     "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
-    "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
+    "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_SCORES, 1, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
     "backward": ((BACKWARD_ALL, 1, 2 * WARPGROUP), (BACKWARD_DQ, 2, WARPGROUP)),
     "backward, shared columns": (

@@ -137,6 +137,16 @@ def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) 
     _asm(None, operands, f"red.global.add.f32 [$0+{offset}], $1;", "l,f", side_effects=True, loc=loc, ip=ip)
 
 
+ADD_UNLESS_ZERO = "{ .reg .pred p; setp.neu.f32 p, $1, 0f00000000; @p red.global.add.f32 [$0], $1; }"
+
+
+@dsl_user_op
+def add_unless_zero(to: Int64, value: Float32, *, loc=None, ip=None) -> None:
+    """Add a value that is not 0 to the fp32 number at an address in global memory, as one atomic operation."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Float32(value))]
+    _asm(None, operands, ADD_UNLESS_ZERO, "l,f", side_effects=True, loc=loc, ip=ip)
+
+
 @dsl_user_op
 def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
     """A 32-bit number in global memory; what other CTAs wrote before they released it can be read afterwards."""

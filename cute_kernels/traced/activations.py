@@ -78,11 +78,24 @@ def gelu_tanh(x):
     return x * reciprocal(1.0 + _exp2(exponent))
 
 
+# exp(u^2 / 2) (Phi(-u) - u phi(u)) as a polynomial of u >= 0, by the powers of u: fitted by weighted least squares.
+_SLOPE = (0.5, -0.797788414, 0.248991703, -0.129120119, 0.0549616695, -0.0179462812, 0.00404723027, -0.000543383363)
+_SLOPE += (3.20701814e-05,)
+_SLOPE_END = 14.0  # where the exponential is 0; the polynomial must not overflow
+
+
 def gelu_slope(x):
-    """The derivative of gelu, Phi(x) + x phi(x), of one accumulator; errs by 2e-5, for 16-bit results."""
-    above = 0.5 - _tail(cute.math.absf(x))  # Phi(u) - 1/2
-    density = _exp2(x * x * (-0.5 * LOG2E)) * 0.3989422804014327
-    return 0.5 + cute.math.copysign(above, x) + x * density
+    """The derivative of gelu, Phi(x) + x phi(x), of one accumulator; for 16-bit results.
+
+    That of -u is exp(-u^2 / 2) times a function which a polynomial approximates, and that of u is 1 less it: 15
+    instructions with one exponential. Errs by 3e-6, below 0 relatively by 5e-5 to x = -3 and 4e-4 to x = -4.
+    """
+    u = cute.arch.fmin(cute.math.absf(x), _SLOPE_END, nan=True)
+    factor = u * _SLOPE[-1] + _SLOPE[-2]
+    for coefficient in _SLOPE[-3::-1]:
+        factor = factor * u + coefficient
+    above = 0.5 - _exp2(u * u * (-0.5 * LOG2E)) * factor
+    return 0.5 + cute.math.copysign(above, x)
 
 
 def gelu_tanh_slope(x):

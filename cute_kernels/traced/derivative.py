@@ -1,4 +1,4 @@
-"""The derivative of a Program by its first input: another Program, made by the rules of calculus.
+"""The derivative of a Program by its first input, or by what it loads: another Program, made by the rules of calculus.
 
 Forward mode: beside each value stands its tangent, None where it is zero. So a branch that is not taken adds nothing,
 whatever it would have been there. Where an operation has no derivative, as torch has it: half to each of two equal
@@ -17,8 +17,8 @@ F = "float32"
 RULES: dict[str, Callable] = {}  # (builder, operands, result) -> for each operand the factor of its tangent, or None
 
 
-def derivative(program: Program) -> Program:
-    """d result / d first input, a Program of the same inputs and tensors.
+def derivative(program: Program, of: int = 0) -> Program:
+    """d result / d value number `of`, which is the first input or a load; a Program of the same inputs and tensors.
 
     Raises:
         TypeError: an operation on the way has no rule.
@@ -26,13 +26,14 @@ def derivative(program: Program) -> Program:
     t = Builder(program.inputs)
     t.tensors = list(program.tensors)
     values = list(t.inputs)
-    tangents: list[Value | None] = [t.const(1.0, program.inputs[0]), *[None] * (len(values) - 1)]
-    for node in program.nodes:
+    tangents: list[Value | None] = [t.const(1.0, x.dtype) if x.number == of else None for x in values]
+    for number, node in enumerate(program.nodes, len(values)):
         if node.op == "const":
             value, tangent = t.const(node.args[0], node.dtype), None
         elif node.op == "load":
             load = Load(*node.args)
-            value, tangent = t.load(load.slot, [values[i] for i in load.indices]), None
+            value = t.load(load.slot, [values[i] for i in load.indices])
+            tangent = t.const(1.0, node.dtype) if number == of else None
         else:
             operands = [values[i] for i in node.args]
             value = t.node(node.op, node.dtype, *(x.number for x in operands))

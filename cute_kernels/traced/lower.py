@@ -27,6 +27,11 @@ UNSIGNED = {"int32": Uint32, "int64": Uint64}
 def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
     """The result for these scalars, of the program's dtypes. Nothing outside of `tensors` is read, as long as direct
     indices lie inside them."""
+    return values_of(program, inputs, tensors)[program.output]
+
+
+def values_of(program: Program, inputs: Sequence, tensors: Sequence = ()) -> list:
+    """All values, the inputs first; what is not used costs nothing."""
     values, ranges = list(inputs), ranges_of(program)
     for node in program.nodes:
         if node.op == "const":
@@ -41,7 +46,7 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         kind = TYPES[node.dtype]
         values.append(value if type(value) is kind else kind(value))  # a choice is of no type of the DSL
-    return values[program.output]
+    return values
 
 
 def _select(condition, x, y):
@@ -118,7 +123,14 @@ def _divide(node, values, ranges):
 
 def _load(load: Load, values, ranges, tensors, dtype: str):
     """An element; indices that are computed are kept inside the tensor."""
-    tensor, at = tensors[load.slot], []
+    at = place_of(load, values, ranges, tensors[load.slot])
+    value = tensors[load.slot][at] if at else tensors[load.slot][0]
+    return value != 0 if dtype == "bool" else value
+
+
+def place_of(load: Load, values, ranges, tensor) -> tuple:
+    """The coordinates of the element of `tensor` that a load reads, of a program's values and ranges_of it."""
+    at = []
     for dim, (number, direct) in enumerate(zip(load.indices, load.direct, strict=True)):
         index = values[number]
         if not direct:
@@ -127,8 +139,7 @@ def _load(load: Load, values, ranges, tensors, dtype: str):
                 index = cutlass.max(_select(index < 0, index + extent, index), type(index)(0))
             index = cutlass.min(index, extent - 1)
         at.append(index)
-    value = tensor[tuple(at)] if at else tensor[0]
-    return value != 0 if dtype == "bool" else value
+    return tuple(at)
 
 
 # ---------------------------------------------------------------------- operations

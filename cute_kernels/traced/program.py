@@ -81,6 +81,16 @@ class Program:
                 found |= {(load.slot, dim, value) for dim, (value, direct) in pairs if direct}
         return tuple(sorted(found))
 
+    @property
+    def loads(self) -> tuple[tuple[int, Load], ...]:
+        """(number of the value, load) of each element that is read."""
+        numbered = enumerate(self.nodes, len(self.inputs))
+        return tuple((number, Load(*node.args)) for number, node in numbered if node.op == "load")
+
+    def of_value(self, number: int) -> Program:
+        """The Program of an earlier value of this one."""
+        return Program.of(self.inputs, self.tensors, self.nodes, number)
+
 
 def operands(node: Node) -> tuple[int, ...]:
     """The numbers of the values that a node takes."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-from attention import attention, block_sparse_attention
+from attention import attention, block_sparse_attention, score_mods
 from attention.masks.kept import ElementTensor
 from attention.operands import autocast, padded
 from cute_kernels.checks import watched
@@ -16,11 +18,8 @@ from .block_masks import ATTRIBUTE
 from .masks import Mask
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
-# Arguments that would change the result, where they are not None or False. Functions on scores are to be handed to the
-# ops in `attend`, once these take them.
+# Arguments that would change the result, where they are not None or False.
 REFUSED = {
-    "position_bias": f"a position bias is added to the scores, which no kernel does yet; {ELSE}",
-    "score_mod": f"functions on scores are in no kernel yet; {ELSE}",
     "head_mask": f"head masks are in no kernel; {ELSE}",
     "output_attentions": 'no attention weights are stored; use attn_implementation="eager" for output_attentions',
     "cache": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
@@ -42,6 +41,8 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    score_mod: Callable | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """softmax(query @ key.T) @ value of a layer, under its mask.
@@ -58,21 +59,29 @@ def attend(
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), of sequences packed along the flattened batch, as for flash
             attention; then the mask says only whether it is causal, and its window.
         s_aux: (H,), attention sinks, as gpt-oss has them.
+        position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as T5's; it gets a gradient.
+        score_mod: FlexAttention's function of (score, b, h, q, kv), beside which there is no position_bias.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU a D or Dv that no kernel has
-    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192 and 256, at each call: query, key and value
-    are copied, in decoding the whole cache, and the kernel does the work of the larger one.
+    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256 and 512, at each call: query, key and
+    value are copied, in decoding the whole cache, and the kernel does the work of the larger one.
 
     Returns:
         ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
 
     Raises:
-        ValueError, TypeError: for what no kernel does, with what to use: dropout, a position bias (T5), attention
-            weights, additive masks, paged caches; and for what the ops refuse.
+        ValueError, TypeError: for what no kernel does, with what to use: dropout, attention weights,
+            additive masks, paged caches; and for what the ops refuse.
     """
     _refuse(module, dropout, kwargs)
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap, "sinks": s_aux}
+    if position_bias is not None:
+        if score_mod is not None:
+            raise ValueError("position_bias and score_mod exclude each other; add the bias in the score_mod")
+        score_mod = score_mods.Bias(position_bias)
+    if score_mod is not None:
+        options["score_mod"] = score_mod
     operands, context = autocast(query, key, value)
     packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
@@ -128,20 +137,22 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)
     left, right = mask.kind.left, mask.kind.right
     if left is None and right is None:
-        return attention(q, k, v, out=_transposed(q, k, v, options["sinks"]), **options)
+        return attention(q, k, v, out=_transposed(q, k, v, options), **options)
     if left is not None and left >= columns - 1:
         left = None
     if isinstance(last, Tensor):
-        if right != 0:
+        if right != 0 or "score_mod" in options:
             return block_sparse_attention(q, k, v, mask.block_mask(), **options)
         return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
     if last < columns and right == 0:  # a static cache, not full yet
-        if rows == 1 and not watched(q, k, v):  # the same kernel, and under torch.compile the same graph, at each step
+        if (
+            rows == 1 and not watched(q, k, v) and "score_mod" not in options
+        ):  # the same kernel, and under torch.compile the same graph, at each step
             return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
         k, v, columns = k[:, :, :last], v[:, :, :last], last
     if last != columns:
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)
-    return attention(q, k, v, window=(left, right), out=_transposed(q, k, v, options["sinks"]), **options)
+    return attention(q, k, v, window=(left, right), out=_transposed(q, k, v, options), **options)
 
 
 def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
@@ -202,7 +213,7 @@ def _unmasked(module: nn.Module, q, k, v, sliding_window, is_causal, options: di
             f"{type(module).__name__} is causal and gives no mask: {rows} queries and {columns} keys do not say where "
             "the queries are; make the mask with transformers.masking_utils.create_causal_mask"
         )
-    return attention(q, k, v, causal=causal, out=_transposed(q, k, v, options["sinks"]), **options)
+    return attention(q, k, v, causal=causal, out=_transposed(q, k, v, options), **options)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
@@ -223,9 +234,14 @@ def _block_mask(mask, key: Tensor):
     return ElementTensor(mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask)
 
 
-def _transposed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor | None:
+def _transposed(q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor | None:
     """Where an op without gradient writes its (B, H, Sq, Dv), so that (B, Sq, H, Dv) is contiguous."""
     batch, heads, rows, _ = q.shape
-    if is_compiling() or watched(q, k, v, sinks) or v.shape[-1] * q.element_size() % 16:
+    if (
+        is_compiling()
+        or watched(q, k, v, options["sinks"])
+        or "score_mod" in options
+        or v.shape[-1] * q.element_size() % 16
+    ):
         return None
     return q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..bsr import BsrMatrix
-from ..ops import bsr_linear
-from .module import BsrModule, block_grid, multiply
+from ..ops import bsr_linear, called
+from .module import BsrModule, any_autocast, block_grid, multiply
 
 __all__ = ["BsrLinear"]
 
@@ -74,6 +74,8 @@ class BsrLinear(BsrModule):
     def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # see BsrModule.weight
+        if not any_autocast():
+            return called("bsr_linear", self.weight, x, bias, self.activation, None, None, None)
         return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, bias)
 
     @classmethod

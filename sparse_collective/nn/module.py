@@ -203,7 +203,7 @@ class BsrModule(nn.Module):
         What kernels know of the pattern notices the write; `even` says whether block rows hold equally many now.
         """
         kept = self._weight
-        if kept is None:
+        if kept is None or kept.even == even:
             return
         fresh = BsrMatrix._make(
             self.crow_indices, self.col_indices, kept.stored, kept.shape, checked=kept.checked, even=even,
@@ -357,7 +357,7 @@ def put_data(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 # Of any device: 0.1 us, where to ask for that of a tensor takes 0.8
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def multiply(op: Callable[..., Tensor], x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
@@ -365,7 +365,7 @@ def multiply(op: Callable[..., Tensor], x: Tensor, W: BsrMatrix, bias: Tensor | 
 
     The product itself is outside: on CPU tensors it multiplies in fp32, which autocast would round.
     """
-    if not _any_autocast():
+    if not any_autocast():
         return op(x, W, bias)
     device = x.device.type
     if not torch.is_autocast_enabled(device):

@@ -6,7 +6,6 @@ Everything here is sort, searchsorted and gather on the indices' device: sizes a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,9 @@ from torch import Tensor
 from .. import index_check
 
 __all__ = ["Pattern"]
+
+MAGNITUDE = 0x7FFFFFFF  # of a float32's bits, all but the sign
+INFINITE = 0x7F800000
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,18 +88,30 @@ def indices_of(keys: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(keys, starts, out_int32=True), (keys % max(cols, 1)).int()
 
 
+def ranks(scores: Tensor) -> Tensor:
+    """int32 of scores in float32, ascending from the highest score to the lowest: NaN first, both zeros alike.
+
+    Sorted by these, scores have one order on every device. That of floats is not: CUDA's radix sort looks at bits, and
+    takes a NaN for the lowest number of all if its sign bit is set.
+    """
+    bits = scores.float().contiguous().view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    rank = torch.where((bits >= 0) | (magnitude == 0), -1 - magnitude, magnitude)
+    return rank.masked_fill_(magnitude > INFINITE, -(2**31))
+
+
 def top_keys(scores: Tensor, nnz: int) -> Tensor:
     """(nnz,) ascending keys of the highest of scores (rows, cols). NaN ranks first; of equal ones the earlier block.
 
     A stable sort, because every process of a group must take the same blocks.
     """
-    return scores.flatten().argsort(descending=True, stable=True)[:nnz].sort().values
+    return ranks(scores.flatten()).argsort(stable=True)[:nnz].sort().values
 
 
 def top_keys_of_rows(scores: Tensor, per_row: int) -> Tensor:
     """(rows * per_row,) ascending keys of the highest `per_row` scores (rows, cols) of each row."""
     rows, cols = scores.shape
-    kept = scores.argsort(dim=1, descending=True, stable=True)[:, :per_row].sort(dim=1).values
+    kept = ranks(scores).argsort(dim=1, stable=True)[:, :per_row].sort(dim=1).values
     return (kept + torch.arange(rows, device=scores.device)[:, None] * cols).flatten()
 
 
@@ -122,17 +136,18 @@ def regrown_by_torch(
     keys = torch.searchsorted(crow[1:], torch.arange(nnz, dtype=crow.dtype, device=col.device), right=True) * cols + col
     lanes = rows if even else 1
     here = nnz // lanes
-    order = scores.view(lanes, here).argsort(dim=1, descending=True, stable=True)
+    order = ranks(scores).view(lanes, here).argsort(dim=1, stable=True)
     kept = keys.view(lanes, here).gather(1, order[:, : here - dropped])
-    # All that is kept comes last, whatever the scores of others are.
-    candidates = candidates.clamp(min=torch.finfo(torch.float32).min).index_fill_(0, kept.flatten(), -math.inf)
-    grown = candidates.view(lanes, -1).argsort(dim=1, descending=True, stable=True)[:, :dropped]
+    # All that is kept comes last, whatever the scores of others are; minus infinity counts as the lowest finite number.
+    rank = ranks(candidates).clamp_(max=INFINITE - 1).index_fill_(0, kept.flatten(), INFINITE)
+    grown = rank.view(lanes, -1).argsort(dim=1, stable=True)[:, :dropped]
     if even:
         grown = grown + torch.arange(lanes, device=col.device)[:, None] * cols
     new = torch.cat([kept, grown], dim=1).flatten().sort().values
     origin, known = origins(keys, new)
     starts, columns = indices_of(new, rows, cols)
-    crow.copy_(starts)
+    if not even:
+        crow.copy_(starts)
     col.copy_(columns)
     return torch.where(known, origin, -1).int()
 

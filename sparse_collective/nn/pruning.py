@@ -17,8 +17,8 @@ from torch import Tensor
 from ..regrowth.family import blocks_moved, regrown
 from .linear import BsrLinear
 from .module import put_data
-from .pattern import Pattern, indices_of, moved, origins, regrown_by_torch, top_keys, top_keys_of_rows
-from .scores import Blocks, Scores, plain
+from .pattern import Pattern, indices_of, moved, origins, ranks, regrown_by_torch, top_keys, top_keys_of_rows
+from .scores import Blocks, Scores, magnitude_of, plain
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
 
@@ -93,7 +93,7 @@ def prune_(
             raise ValueError(f"prune_: per_row is {per_row}; the shortest block row has {shortest} blocks")
         grid = torch.full((rows * cols,), -math.inf, device=keys.device)
         # Ranks in place of scores, so that a stored block of any score comes before an absent one.
-        rank = torch.empty_like(found).scatter_(0, found.argsort(descending=True, stable=True), _falling(found))
+        rank = torch.empty_like(found).scatter_(0, ranks(found).argsort(stable=True), _falling(found))
         grid.index_copy_(0, keys, rank)
         new = top_keys_of_rows(grid.view(rows, cols), per_row)
     else:
@@ -144,38 +144,46 @@ def change_pattern_(
         ValueError: fraction or grow is wrong, or even_rows is asked of uneven ones.
     """
     _check_layer("change_pattern_", layer)
-    rows, cols = layer.grid
     if not 0 <= fraction <= 1:
         raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
-    candidates = _grow_scores(grow, layer, generator)
+    rows, cols = layer.grid
+    crow, col = (layer._buffers[name] for name in ("crow_indices", "col_indices"))  # see BsrModule.weight
+    values = layer._parameters.get("values")
+    values = layer.values if values is None else values
+    candidates = _grow_scores(grow, (rows, cols), col.device, generator)
     if even_rows and not layer.weight.even:
         raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
-    if layer.nnz == 0:
+    nnz = col.shape[0]
+    if nnz == 0:
         return layer
-    found, crow, col = Blocks.of(layer).score(drop), layer.crow_indices, layer.col_indices
-    moving = [layer.values] if layer.values.grad is None else [layer.values, layer.values.grad]
-    moving += _state_of_blocks(optimizer, layer.values, layer.nnz).values()
-    lane = layer.nnz // rows if even_rows else None
-    change = cols, round(fraction * (lane if even_rows else layer.nnz)), even_rows
+    found = (
+        magnitude_of(values.detach()) if isinstance(drop, str) and drop == "magnitude" else Blocks.of(layer).score(drop)
+    )
+    gradient = values.grad
+    moving = [values] if gradient is None else [values, gradient]
+    moving += _state_of_blocks(optimizer, values, nnz).values()
+    lane = nnz // rows if even_rows else None
+    change = cols, round(fraction * (lane if even_rows else nnz)), even_rows
     origin = regrown(found, candidates, crow, col, *change)
     if origin is None:
         origin = regrown_by_torch(found, candidates, crow, col, *change)
-    by_torch = None
-    for t in moving:
-        if not blocks_moved(t, origin, lane):
-            by_torch = by_torch or (origin.clamp(min=0), origin >= 0)
+    left = blocks_moved(moving, origin, lane)
+    if left:
+        by_torch = origin.clamp(min=0), origin >= 0
+        for t in left:
             t.copy_(moved(t, *by_torch))
     layer._pattern_changed(even=even_rows)
     return layer
 
 
-def _grow_scores(grow: Tensor | str, layer: BsrLinear, generator: torch.Generator | None) -> Tensor:
+def _grow_scores(
+    grow: Tensor | str, grid: tuple[int, int], device: torch.device, generator: torch.Generator | None
+) -> Tensor:
     """(blocks,) float32."""
-    device, grid = layer.col_indices.device, layer.grid
     if isinstance(grow, str):
         if grow != "random":
             raise ValueError(f'change_pattern_: grow={grow!r}; pass "random" or a tensor of scores')
-        return torch.rand(math.prod(grid), device=device, generator=generator)
+        return torch.rand(grid[0] * grid[1], dtype=torch.float32, device=device, generator=generator)
     if not isinstance(grow, Tensor):
         raise TypeError(f'change_pattern_: grow must be a tensor or "random", got {type(grow).__name__}')
     if generator is not None:
@@ -188,9 +196,10 @@ def _grow_scores(grow: Tensor | str, layer: BsrLinear, generator: torch.Generato
 def _check_layer(op: str, layer: BsrLinear) -> None:
     if not isinstance(layer, BsrLinear):
         raise TypeError(f"{op} needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
-    if layer.crow_indices.is_meta:
+    if layer._buffers["crow_indices"].is_meta:
         raise ValueError(f"{op}: the layer is on the meta device, and has no pattern yet")
-    plain(layer.values)
+    values = layer._parameters.get("values")
+    plain(layer.values if values is None else values)
 
 
 def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
@@ -248,9 +257,12 @@ def _state_of_blocks(optimizer: torch.optim.Optimizer | None, parameter: Tensor,
     """What the optimizer keeps of each block, by name; nothing without an optimizer, or before its first step."""
     found = {}
     for name, t in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
-        if not isinstance(t, Tensor) or t.numel() == 1 and t.dim() < 2:
+        if not isinstance(t, Tensor):
             continue
-        if t.dim() == 0 or t.shape[0] != nnz:
+        shape = t.shape
+        if len(shape) < 2 and t.numel() == 1:
+            continue
+        if not shape or shape[0] != nnz:
             raise ValueError(
                 f"the optimizer's {name} has shape {tuple(t.shape)}; only state with an entry for each of the {nnz} "
                 "blocks can follow them"

@@ -99,14 +99,19 @@ Scores = Callable[[Blocks], Tensor]
 
 def plain(t: Tensor) -> Tensor:
     """`t`, which must be whole: of shards no block can be compared with all others."""
-    if type(t.data) is not Tensor:
+    if type(t) is not nn.Parameter and type(t) is not Tensor and type(t.data) is not Tensor:
         raise TypeError(f"values are a {type(t.data).__name__}; unshard the layer, or prune before it is sharded")
     return t
 
 
 def magnitude(blocks: Blocks) -> Tensor:
     """(n,) Frobenius norms."""
-    return torch.linalg.vector_norm(blocks.weight, dim=(-2, -1), dtype=torch.float32)
+    return magnitude_of(blocks.weight)
+
+
+def magnitude_of(weight: Tensor) -> Tensor:
+    """(n,) float32 Frobenius norms of (n, bm, bk)."""
+    return torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=torch.float32)
 
 
 def gradient_times_weight(blocks: Blocks) -> Tensor:

@@ -20,11 +20,12 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32, const_expr, range_constexpr
 
+from cute_kernels.runtime.derived import written
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
 from ..scan import WARP, exclusive_scan
-from .config import RegrowthFacts, written
+from .config import RegrowthFacts
 
 DIGITS = (11, 11, 10)  # bits of a rank's, from the highest
 BINS = 1 << max(DIGITS)
@@ -280,5 +281,5 @@ def regrown_on_gpu(
     origin = torch.empty_like(col)
     facts = RegrowthFacts(device_arch(col.get_device())[0].target, even)
     function_for(facts)(scores.contiguous(), candidates.contiguous(), crow, col, origin, cols, dropped)
-    written(crow, col)
+    written(*((col,) if even else (crow, col)))  # rows that stay even begin where they did
     return origin

@@ -1,9 +1,9 @@
-"""What the kernels are compiled from, and what torch must know of their writes."""
+"""What the kernels are compiled from."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+MOST_TENSORS = 4  # of a launch that moves blocks: values, their gradient, and two moments
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,6 @@ class BlockMoveFacts:
 
     family: ClassVar[str] = "block moves"
     arch: str
+    dtype: str  # of the tensors: bfloat16, float16, float32, or int32 for the words of others
+    tensors: int  # of one shape, 1 to MOST_TENSORS
     in_place: bool  # else into another tensor
-
-
-def written(*tensors: torch.Tensor) -> None:
-    """Count a kernel's write in place as torch counts its own: what is kept of a tensor is made again."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])

@@ -1,12 +1,15 @@
 """The kernels that change a pattern in place, as families; and who calls them."""
 
+import functools
+from types import ModuleType
+
 from torch import Tensor
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
-from .config import BlockMoveFacts, RegrowthFacts
+from .config import MOST_TENSORS, BlockMoveFacts, RegrowthFacts
 
 
 class Regrowth(Family):
@@ -48,15 +51,32 @@ class BlockMoves(Family):
     def arguments(self, facts: BlockMoveFacts) -> tuple:
         from cutlass import Int32
 
-        blocks = fake_tensor("int32", 2, 1, 4)
-        other = None if facts.in_place else fake_tensor("int32", 2, 1, 4)
-        return blocks, other, fake_tensor("int32", 1, 0, 1), Int32(1), fake_stream()
+        align = 4 if facts.dtype in ("float32", "int32") else 8  # 16 bytes
+        blocks = [fake_tensor(facts.dtype, 3, 2, align) for _ in range(facts.tensors)]
+        none = [None] * (MOST_TENSORS - facts.tensors)
+        result = None if facts.in_place else fake_tensor(facts.dtype, 4, 3, align)
+        return *blocks, *none, result, fake_tensor("int32", 1, 0, 1), Int32(1), fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[BlockMoveFacts]:
-        return [BlockMoveFacts(arch_named(arch).target, in_place) for in_place in (False, True)[: 1 if quick else 2]]
+        """AdamW's without a gradient; of an optimizer without state that of the values alone."""
+        target = arch_named(arch).target
+        facts = [BlockMoveFacts(target, "bfloat16", n, in_place) for n in (3, 1) for in_place in (True, False)]
+        return facts[: 1 if quick else None]
 
     def describe(self, facts: BlockMoveFacts) -> dict[str, str]:
-        return {"configuration": "block moves", "problem": "in place" if facts.in_place else "to another tensor"}
+        return {
+            "configuration": "block moves",
+            "problem": f"{facts.tensors} tensors " + ("in place" if facts.in_place else "to another tensor"),
+            "operands": facts.dtype,
+        }
+
+
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """The modules that need the compiler's package, imported once: an import that has been done takes 1 us."""
+    from . import choose_kernel, move_kernel
+
+    return choose_kernel, move_kernel
 
 
 def regrown(
@@ -75,27 +95,29 @@ def regrown(
     """
     if not scores.is_cuda:
         return None
-    from .choose_kernel import fits, regrown_on_gpu
-
-    if not fits(len(crow) - 1, cols, even):
+    choose_kernel, _ = _kernels()
+    if not choose_kernel.fits(crow.shape[0] - 1, cols, even):
         return None
-    return regrown_on_gpu(scores, candidates, crow, col, cols, dropped, even)
+    return choose_kernel.regrown_on_gpu(scores, candidates, crow, col, cols, dropped, even)
 
 
-def blocks_moved(t: Tensor, origin: Tensor, lane: int | None) -> bool:
-    """Move t's blocks (nnz, ...) in place, each from its origin (nnz,) int32, zeros for -1; False where no kernel can.
+def blocks_moved(tensors: list[Tensor], origin: Tensor, lane: int | None) -> list[Tensor]:
+    """Move tensors' blocks (nnz, ...) in place, each from its origin (nnz,) int32, zeros for -1, on a GPU by a kernel.
 
     lane: every run of so many blocks stays within itself, as a block row of an even pattern does; None: all may move.
     Origins ascend, but for those that are -1.
-    """
-    if not t.is_cuda or not t.is_contiguous():
-        return False
-    from .move_kernel import fits, move_blocks_on_gpu
 
-    if not fits(t):
-        return False
-    move_blocks_on_gpu(t, origin, lane)
-    return True
+    Returns the tensors that no kernel can move, which are left as they were.
+    """
+    if not origin.is_cuda:
+        return tensors
+    _, move_kernel = _kernels()
+    suited, left = [], []
+    for t in tensors:
+        (suited if t.is_cuda and move_kernel.fits(t) else left).append(t)
+    if suited:
+        move_kernel.move_blocks_on_gpu(suited, origin, lane)
+    return left
 
 
 REGROWTH = register(Regrowth())

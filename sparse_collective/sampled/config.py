@@ -8,7 +8,10 @@ from cute_kernels.matmul.config import GemmConfig
 
 @dataclass(frozen=True)
 class SampledConfig(GemmConfig):
-    """GemmConfig for a tile that is `boxes` parts of stored blocks of one block row, side by side."""
+    """GemmConfig for a tile that is `boxes` parts of stored blocks of one block row, side by side.
+
+    `cluster_n` CTAs have neighbouring boxes of one block row, and load its rows of A once for all of them.
+    """
 
     family: ClassVar[str] = "sampled"
     boxes: int = 1
@@ -16,6 +19,11 @@ class SampledConfig(GemmConfig):
     @property
     def boxes_b(self) -> int:
         return self.boxes
+
+    @property
+    def group_boxes(self) -> int:
+        """Boxes of a work tile of the cluster."""
+        return self.boxes * self.cluster_n
 
     @property
     def box_n(self) -> int:

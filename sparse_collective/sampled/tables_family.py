@@ -3,6 +3,7 @@
 import torch
 
 from cute_kernels.arch import arch_named
+from cute_kernels.runtime.derived import Again
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
@@ -36,16 +37,17 @@ class BoxGroups(Family):
 def groups_of(W, parts: int, boxes: int) -> torch.Tensor:
     """box_groups of a BsrMatrix, made once; on a GPU by one kernel, and beyond its limits by torch."""
 
-    def make() -> tuple[torch.Tensor]:
+    def make() -> tuple[torch.Tensor] | Again:
         crow = W.crow_indices
         if W.device.type == "cuda":
             from .tables_kernel import box_groups_on_gpu, fits
 
             if fits((crow.shape[-1] - 1) * (1 if crow.dim() == 1 else len(crow)), W.nnz, parts, boxes):
-                return (box_groups_on_gpu(crow, W.nnz, parts, boxes),)
+                groups, again = box_groups_on_gpu(crow, W.nnz, parts, boxes)
+                return Again((groups,), lambda W: again(W.crow_indices))
         return (box_groups(rows_of(W), W.nnz, parts, boxes),)
 
-    return W.derived(("boxes", parts, boxes), make)[0]
+    return W.derived(("boxes", parts, boxes), make, rows_alone=True)[0]
 
 
 BOX_GROUPS = register(BoxGroups())

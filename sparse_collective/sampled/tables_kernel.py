@@ -7,6 +7,8 @@ each kind goes, and it puts them there in the order of its rows: a stable counti
 Works on every architecture: no TMA, no tensor cores.
 """
 
+from collections.abc import Callable
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -112,11 +114,18 @@ def fits(rows: int, nnz: int, parts: int, boxes: int) -> bool:
     return rows > 0 and nnz > 0 and boxes <= MOST_BOXES and nnz * parts + rows <= MOST_NUMBER
 
 
-def box_groups_on_gpu(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Tensor:
-    """tables.box_groups of a checked pattern on a GPU, of one that `fits`; crow (rows + 1,), or (items, rows + 1)."""
-    crow = crow if crow.dim() == 2 else crow[None]
-    rows, spare = len(crow) * (crow.shape[1] - 1), nnz * parts // boxes
+def box_groups_on_gpu(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> tuple[torch.Tensor, Callable]:
+    """tables.box_groups of a checked pattern on a GPU, of one that `fits`; and what makes it of another crow.
+
+    crow: (rows + 1,), or (items, rows + 1).
+    """
+    rows, spare = (1 if crow.dim() == 1 else len(crow)) * (crow.shape[-1] - 1), nnz * parts // boxes
     groups = torch.empty(spare + (rows if boxes > 1 else 0), 3, dtype=torch.int32, device=crow.device)
     facts = BoxFacts(device_arch(crow.get_device())[0].target, NAMES_OF_INDEX[crow.dtype])
-    function_for(facts)(crow, groups, spare, parts, boxes)
-    return groups
+    function = function_for(facts)
+
+    def again(crow: torch.Tensor) -> None:
+        function(crow if crow.dim() == 2 else crow[None], groups, spare, parts, boxes)
+
+    again(crow)
+    return groups, again

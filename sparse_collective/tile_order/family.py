@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from cute_kernels.arch import arch_named
+from cute_kernels.runtime.derived import Again
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
@@ -48,16 +49,17 @@ def order_of(W, tiles: Tiles, starts: Callable | None = None) -> torch.Tensor:
     table, and torch that of problems beyond its limits (kernel.fits).
     """
 
-    def make() -> tuple[torch.Tensor]:
+    def make() -> tuple[torch.Tensor] | Again:
         crow = W.crow_indices if starts is None else starts()
         if W.device.type == "cuda":
             from .kernel import fits, work_order_on_gpu
 
             if fits(len(crow) - 1, **tiles._asdict()):
-                return (work_order_on_gpu(crow, **tiles._asdict()),)
+                order, again = work_order_on_gpu(crow, **tiles._asdict())
+                return (order,) if starts is not None else Again((order,), lambda W: again(W.crow_indices))
         return (work_order(crow, **tiles._asdict()),)
 
-    return W.derived((*tiles, starts is not None), make)[0]
+    return W.derived((*tiles, starts is not None), make, rows_alone=starts is None)[0]
 
 
 TILE_ORDER = register(TileOrder())

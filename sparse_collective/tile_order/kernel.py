@@ -12,6 +12,7 @@ which they share. With one CTA a tile there are no workers to assign to, and an 
 Works on every architecture: no TMA, no tensor cores.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -338,13 +339,18 @@ def fits(rows: int, *, row_tiles: int, tiles_n: int, batch: int, workers: int | 
 
 def work_order_on_gpu(
     crow: torch.Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
-) -> torch.Tensor:
-    """reference.work_order of a checked pattern on a GPU, for problems that `fits`."""
+) -> tuple[torch.Tensor, Callable]:
+    """reference.work_order of a checked pattern on a GPU, for problems that `fits`; and what makes it of other rows."""
     rows, to_workers = len(crow) - 1, workers is not None
     workers = workers or 1
     entries = -(-rows * row_tiles * tiles_n * batch // workers) * workers
     order = torch.empty((entries, 2), dtype=torch.int32, device=crow.device)
     facts = OrderFacts(device_arch(crow.get_device())[0].target, NAMES_OF_INDEX[crow.dtype], to_workers)
     bits = max(1, (rows - 1).bit_length())
-    function_for(facts)(crow, order, row_tiles, steps, tiles_n, batch, min(group, tiles_n), workers, bits)
-    return order
+    function, numbers = function_for(facts), (row_tiles, steps, tiles_n, batch, min(group, tiles_n), workers, bits)
+
+    def again(crow: torch.Tensor) -> None:
+        function(crow, order, *numbers)
+
+    again(crow)
+    return order, again

@@ -1,5 +1,7 @@
 """The kernel that makes the index of a transposed view, as a family."""
 
+from collections.abc import Callable
+
 import torch
 
 from cute_kernels.arch import arch_named
@@ -34,15 +36,18 @@ class Transposed(Family):
         return {"configuration": "transposed index", "operands": facts.index_dtype}
 
 
-def index_of(crow: torch.Tensor, col: torch.Tensor, cols: int) -> TransposedIndex:
-    """tables.transposed_index of a checked pattern; on a GPU by one kernel, and beyond its limits by torch."""
+def index_of(crow: torch.Tensor, col: torch.Tensor, cols: int) -> tuple[TransposedIndex, Callable | None]:
+    """tables.transposed_index of a checked pattern; on a GPU by one kernel, and beyond its limits by torch.
+
+    Returns also how the kernel makes it anew in the same tensors, of a BsrMatrix of other indices; None of torch's.
+    """
     # Of another type are the tensors without memory that torch.compile and torch.export trace with.
     if crow.is_cuda and type(col) is torch.Tensor and not torch.compiler.is_compiling():
         from .kernel import fits, transposed_index_on_gpu
 
         if fits(crow, len(col), cols):
             return transposed_index_on_gpu(crow, col, cols)
-    return transposed_index(crow, col, cols)
+    return transposed_index(crow, col, cols), None
 
 
 TRANSPOSED = register(Transposed())

@@ -12,6 +12,8 @@ Sums of integers and bits are all that threads add to, so the order in which the
 architecture: no TMA, no tensor cores.
 """
 
+from collections.abc import Callable
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -19,6 +21,7 @@ import torch
 from cutlass import Int32
 
 from cute_kernels.dtypes import NAMES_OF_INDEX
+from cute_kernels.runtime.derived import written
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
 
@@ -152,12 +155,21 @@ def columns_of_a_cta(rows: int, cols: int) -> int:
     return min(MOST_WORDS // -(-rows // WARP), -(-cols // CTAS))
 
 
-def transposed_index_on_gpu(crow: torch.Tensor, col: torch.Tensor, cols: int) -> TransposedIndex:
-    """tables.transposed_index of a checked pattern on a GPU, for patterns that `fits`."""
+def transposed_index_on_gpu(crow: torch.Tensor, col: torch.Tensor, cols: int) -> tuple[TransposedIndex, Callable]:
+    """family.index_of a checked pattern on a GPU, for patterns that `fits`."""
     starts = torch.empty((*crow.shape[:-1], cols + 1), dtype=col.dtype, device=col.device)
     rows, numbers = torch.empty_like(col), torch.empty(len(col), dtype=torch.int32, device=col.device)
     facts = TransposedFacts(device_arch(col.get_device())[0].target, NAMES_OF_INDEX[col.dtype])
     width = columns_of_a_cta(crow.shape[-1] - 1, cols)
-    crow_of_items, starts_of_items = (t if t.dim() == 2 else t[None] for t in (crow, starts))
-    function_for(facts)(crow_of_items, col, starts_of_items, rows, numbers, width)
-    return TransposedIndex(starts, rows, numbers)
+    starts_of_items = starts if starts.dim() == 2 else starts[None]
+    function = function_for(facts)
+
+    def make(crow, col) -> None:
+        function(crow if crow.dim() == 2 else crow[None], col, starts_of_items, rows, numbers, width)
+
+    def again(W) -> None:
+        make(W.crow_indices, W.col_indices)
+        written(starts, rows, numbers)  # for the tables that are made of these
+
+    make(crow, col)
+    return TransposedIndex(starts, rows, numbers), again

@@ -249,6 +249,8 @@ class Reader:
         if call:
             statement = f"{call.group(2)} {call.group(1)}, {call.group(3)}"
         to_param = re.fullmatch(r"(?:st|ld)\.param\.(\w+)\s+\[?(\w+|%\w+)\]?,\s*\[?(\w+|%\w+)\]?", statement)
+        if "[%" in statement:  # in a register: the address of a parameter of the kernel, one of several
+            to_param = None
         if to_param and all((kernel.find(name) or [""])[0] == "register" for name in to_param.groups()[1:]):
             statement = "mov.{} {}, {}".format(*to_param.groups())
         word, *rest = statement.split(None, 1)

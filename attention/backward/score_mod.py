@@ -1,0 +1,100 @@
+"""A score_mod in backward's mainloops, on the scores of one thread in the accumulators of transposed products.
+
+With s a scaled score and m = score_mod(s): P = 2^(m log2(e) - LSE), dm = P (dP - delta), ds = dm * dm/ds. What
+captured tensors get is added to fp32 sums in memory by atomic operations: dm * dm/dt where an element t is read; if all
+scores of a head read one element, it is summed over a warp first.
+
+A scaled score of -inf is one that was masked, for which score_mod is not asked.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.tile.ptx import add_to_memory, add_unless_zero
+from cute_kernels.traced.lower import lower, place_of, ranges_of, values_of
+
+from ..forward.softmax import exp2
+from ..score_mod import KV_INPUT, Q_INPUT
+from .config import BackwardFacts
+
+
+def inputs_at(facts: BackwardFacts, work, score: Float32, flat: int, tiles_m: int, col: Int32, row: Int32) -> list:
+    """What score_mod is given for element `flat` of an accumulator ((2, 2), tiles_m, ..) of transposed scores, whose
+    first is that of column `col` and query row `row`."""
+    kv, q = col + (flat // 4 % tiles_m * 16 + flat // 2 % 2 * 8), row + (flat // (4 * tiles_m) * 8 + flat % 2)
+    if facts.score.indexes(KV_INPUT):
+        kv = cutlass.min(kv, work.seqlen.cols - 1)  # nothing past their ends is read
+    if facts.score.indexes(Q_INPUT):
+        q = cutlass.min(q, work.seqlen.rows - 1)
+    return [score * work.softcap, work.b, work.h, q, kv]
+
+
+def p_of(facts: BackwardFacts, work, score: Float32, lse: Float32, inputs: list) -> Float32:
+    """P of a score; 0 where it was masked, and where a row is past the end or sees nothing, whose LSE is inf."""
+    m = lower(facts.score.program, inputs, work.score_tensors)
+    p = exp2(m * work.scale_log2 - lse)
+    return Float32(select_((score == -Float32.inf) | (lse == Float32.inf), Float32(0.0), p))
+
+
+def times_slope(facts: BackwardFacts, work, p: Float32, value: Float32, inputs: list) -> Float32:
+    """value dm/ds, where P is not 0."""
+    if facts.score.adds:
+        return value
+    slope = lower(facts.score.slope, inputs, work.score_tensors)
+    return Float32(select_(p > 0.0, value * slope, value))
+
+
+def ds_of(facts: BackwardFacts, work, kept: Float32, dp: Float32, lse: Float32, place: tuple, totals: list) -> Float32:
+    """dS of an element, and what it gives to the gradients of captured tensors.
+
+    kept: its score, or P times dm/ds (BackwardFacts.keeps_scores); dp: dP - delta; place: the last arguments of
+    inputs_at.
+    """
+    if not facts.score_reads:
+        return kept * dp
+    inputs = inputs_at(facts, work, kept, *place)
+    p = p_of(facts, work, kept, lse, inputs) if facts.keeps_scores else kept
+    dm = p * dp
+    add_gradients(facts, work, dm, inputs, totals)
+    return times_slope(facts, work, p, dm, inputs)
+
+
+def no_totals(facts: BackwardFacts) -> list:
+    """Of each read that all scores of a head have in common, a sum over a thread's elements."""
+    return [Float32(0.0) for _ in facts.score_reads]
+
+
+def add_gradients(facts: BackwardFacts, work, dm: Float32, inputs: list, totals: list):
+    """Add what an element gives to the gradients of captured tensors, or to `totals`."""
+    values, ranges = values_of(facts.score.program, inputs, work.score_tensors), ranges_of(facts.score.program)
+    for number, read in enumerate(facts.score_reads):
+        slope = lower(read.slope, inputs, work.score_tensors).to(Float32)
+        term = Float32(select_(dm == 0.0, Float32(0.0), dm * slope))
+        if read.of_head:
+            totals[number] = totals[number] + term
+        else:
+            add_unless_zero(address_of(facts, work, read.load, values, ranges), term)
+
+
+def address_of(facts: BackwardFacts, work, load, values: list, ranges: list):
+    sums = work.score_sums[facts.score_sums.index(load.slot)]
+    at = place_of(load, values, ranges, sums) or (0,)
+    return (sums.iterator + cute.crd2idx(at, sums.layout)).toint()
+
+
+@cute.jit
+def add_totals(facts: cutlass.Constexpr[BackwardFacts], work, totals: list):
+    """Add a warp's `totals` to the gradients."""
+    program = const_expr(facts.score.program)
+    inputs = [Float32(0.0), work.b, work.h, Int32(0), Int32(0)]
+    for number in range_constexpr(len(facts.score_reads)):
+        read = const_expr(facts.score_reads[number])
+        if const_expr(read.of_head):
+            total = totals[number]
+            for distance in range_constexpr(5):
+                total = total + cute.arch.shuffle_sync_bfly(total, 1 << distance)
+            if cute.arch.lane_idx() == 0:
+                values = values_of(program, inputs, work.score_tensors)
+                add_to_memory(address_of(facts, work, read.load, values, ranges_of(program)), total, 0)

@@ -1,0 +1,193 @@
+"""A user's change of the scores: what it computes, the tensors that it reads, and its derivatives.
+
+score_mod(score, b, h, q, kv) has FlexAttention's signature: it is given scale * q @ k.T as float32 and the positions as
+int32, and returns the score that the softmax takes, before masks. Torch traces it into a Program (cute_kernels.traced).
+What it captures is a constant if it is a number, and an argument of the kernels if it is a tensor.
+
+With m = score_mod(s, ..) and P = softmax(m), backward computes dm = P (dP - delta) as without a score_mod, and of it
+ds = dm * dm/ds, and for each captured tensor the sum of dm * dm/dt over the places that read an element t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.traced.derivative import derivative
+from cute_kernels.traced.evaluate import evaluate
+from cute_kernels.traced.memo import MOST, traced
+from cute_kernels.traced.program import HALF, Load, Node, Program
+from cute_kernels.traced.record import Traced
+
+from .masks.element_mask import ElementMask, check_extents, views_of
+
+INPUTS = ("float32", *("int32",) * 4)
+SCORE_INPUT, B_INPUT, H_INPUT, Q_INPUT, KV_INPUT = range(5)  # numbers of values
+WHAT = "score_mod"
+
+
+class Read(NamedTuple):
+    """An element of a captured tensor that the score depends on."""
+
+    load: Load
+    slope: Program  # d result / d element
+    of_head: bool  # whether its place depends on b and h alone
+
+    @property
+    def needs_score(self) -> bool:
+        return SCORE_INPUT in inputs_of(self.slope, self.slope.output)
+
+
+@dataclass(frozen=True)
+class ScoreMod(ElementMask):
+    """What a score_mod computes; equal to another if they compute the same."""
+
+    @cached_property
+    def slope(self) -> Program:
+        """d result / d score."""
+        return derivative(self.program)
+
+    @property
+    def adds(self) -> bool:
+        """Whether d result / d score is 1 everywhere."""
+        return constant_of(self.slope) == 1.0
+
+    def reads(self, slots: Sequence[int]) -> list[Read]:
+        """The elements that are read of these tensors, where the result depends on them smoothly."""
+        found = []
+        for number, load in self.program.loads:
+            if load.slot not in slots:
+                continue
+            slope = derivative(self.program, number)
+            if constant_of(slope) == 0.0:
+                continue
+            depends = set().union(*(inputs_of(self.program, i) for i in load.indices))
+            found.append(Read(load, slope, depends <= {B_INPUT, H_INPUT}))
+        return found
+
+    def check_derivatives(self) -> None:
+        """TypeError where an operation has no derivative."""
+        try:
+            self.slope, self.reads(range(len(self.program.tensors)))  # noqa: B018 (raises)
+        except TypeError as error:
+            raise TypeError(f"score_mod: {error}; call it under torch.no_grad()") from None
+
+    def indexes(self, value: int) -> bool:
+        """Whether an input is an index by itself, and so must not go past a tensor's end."""
+        return any(index == value for _, _, index in self.program.direct)
+
+
+def inputs_of(program: Program, number: int) -> set[int]:
+    """The inputs that a value depends on."""
+    if number < len(program.inputs):
+        return {number}
+    part = program.of_value(number)
+    return {i for node in part.nodes if node.op != "const" for i in _args(node) if i < len(program.inputs)}
+
+
+def constant_of(program: Program) -> float | None:
+    """What a Program computes of any inputs, where that is seen at once."""
+    node = program.nodes[-1] if program.nodes else None
+    return node.args[0] if node is not None and node.op == "const" else None
+
+
+def _args(node: Node) -> tuple[int, ...]:
+    return Load(*node.args).indices if node.op == "load" else node.args
+
+
+@dataclass(frozen=True)
+class BoundScore:
+    """A score_mod with the tensors that it captures, those of the user."""
+
+    mod: ScoreMod
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def wants_gradients(self) -> bool:
+        return any(t.requires_grad for t in self.tensors)
+
+    @cached_property
+    def reads(self) -> tuple[Tensor, ...] | None:
+        """The tensors as a kernel takes them; None where there are none."""
+        return views_of(self.tensors) or None
+
+    def check(self, batch: int, heads: int, lengths: tuple[int, int]) -> None:
+        check_extents(self.mod, self.tensors, batch, heads, lengths, WHAT)
+
+    def apply(self, scores: Tensor, first_row: int = 0) -> Tensor:
+        """Of scores (B, H, rows, Sk), whose rows are those from `first_row` on."""
+        return evaluate(self.mod.program, self._inputs(scores, first_row), self.tensors).expand(scores.shape)
+
+    def slopes(self, scores: Tensor, first_row: int) -> Tensor:
+        """d result / d score of the same."""
+        return evaluate(self.mod.slope, self._inputs(scores, first_row), self.tensors)
+
+    def add_gradients(self, sums: dict[int, Tensor], scores: Tensor, of_results: Tensor, first_row: int) -> None:
+        """Add to `sums`, gradients of tensors by their slots, what the gradients of results (B, H, rows, Sk) give."""
+        inputs = self._inputs(scores, first_row)
+        for read in self.mod.reads(tuple(sums)):
+            slope = evaluate(read.slope, inputs, self.tensors)
+            terms = torch.where(of_results == 0, 0.0, of_results * slope)
+            places = [evaluate(self.mod.program.of_value(i), inputs, self.tensors).long() for i in read.load.indices]
+            to = sums[read.load.slot]
+            if not places:
+                to += terms.sum()
+                continue
+            shape = torch.broadcast_shapes(*(p.shape for p in places))
+            shape = (1,) * (terms.dim() - len(shape)) + tuple(shape)
+            places = [p.expand(shape) for p in places]
+            to.index_put_(tuple(places), terms.sum_to_size(shape).to(to.dtype), accumulate=True)
+
+    def _inputs(self, scores: Tensor, first_row: int) -> tuple[Tensor, ...]:
+        batch, heads, rows, cols = scores.shape
+        extents = (0, batch), (0, heads), (first_row, first_row + rows), (0, cols)
+        each = (torch.arange(*extent, dtype=torch.int32, device=scores.device) for extent in extents)
+        return scores, *(t.view(-1, *(1,) * (3 - i)) for i, t in enumerate(each))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> BoundScore:
+        return replace(self, tensors=tuple(tensors))
+
+
+def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> BoundScore | None:
+    """What kernels are compiled from, and the tensors that the function captures; None of None.
+
+    Raises:
+        TypeError: it does what a kernel cannot, which the message names with the line, or returns no number; or a
+            tensor that it captures has a dtype without a kernel, or is on another device.
+        RuntimeError: it computes something of a captured tensor that requires a gradient, which would be lost.
+    """
+    if score_mod is None or isinstance(score_mod, BoundScore):
+        return score_mod
+    if not callable(score_mod):
+        raise TypeError(
+            f"score_mod must be a function of (score, b, h, q, kv), as FlexAttention's, got {type(score_mod).__name__}"
+        )
+    found = traced(score_mod, WHAT, INPUTS, (), device)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in found.read):
+        raise RuntimeError(
+            "score_mod computes something of a captured tensor as a whole, or reads it as a number, and that tensor "
+            "requires a gradient, which would be lost; compute it outside of the function, and index the result by b, "
+            "h, q and kv inside"
+        )
+    return BoundScore(_mod(found), found.tensors)
+
+
+def _mod(found: Traced) -> ScoreMod:
+    program = found.program
+    if program.dtype in ("bool", "int32", "int64"):
+        raise TypeError(f"score_mod must return a floating-point score, got a tensor of torch.{program.dtype}")
+    if program.dtype in HALF:
+        nodes = *program.nodes, Node("cast", "float32", (program.output,))
+        program = Program.of(program.inputs, program.tensors, nodes, len(program.inputs) + len(program.nodes))
+    return _known(program, tuple(t.stride(-1) == 1 for t in views_of(found.tensors)))
+
+
+@lru_cache(maxsize=MOST)
+def _known(program: Program, contiguous: tuple[bool, ...]) -> ScoreMod:
+    """One object for what is the same, which keeps its derivatives."""
+    return ScoreMod(program, contiguous)

@@ -1,0 +1,93 @@
+"""Ready-made score_mods: ALiBi, relative position biases, and a bias for each score.
+
+A score_mod is called with (score, b, h, q, kv): a scaled score in float32, and integer tensors of no dimension. Torch
+traces it, see score_mod.py. These are frozen dataclasses, as the masks of mask_mods.py are. Their tensors get gradients
+where they require one.
+
+Where lengths differ, rows are aligned to the end if `offset` is Sk - Sq: row q is then at position q + offset.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Alibi", "Bias", "RelativeBias", "alibi_slopes", "t5_bias"]
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi:
+    """score - slopes[h] * distance (Press et al. 2022), as FlashAttention's alibi_slopes: slopes (H,)."""
+
+    slopes: Tensor
+    offset: int = 0
+
+    def __call__(self, score, b, h, q, kv):
+        return score - self.slopes[h] * (q + self.offset - kv).abs()
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """score + table[h, reach + distance], with the distance kv - (q + offset) cut to -reach to reach.
+
+    table: (H, 2 * reach + 1) floating-point.
+    """
+
+    table: Tensor
+    offset: int = 0
+
+    def __call__(self, score, b, h, q, kv):
+        reach = self.table.shape[1] // 2
+        return score + self.table[h, (kv - q - self.offset).clamp(-reach, reach) + reach]
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """score + bias[b, h, q, kv], of a tensor (B, H, Sq, Sk); an extent of 1 for the batch or the heads serves all."""
+
+    bias: Tensor
+
+    def __call__(self, score, b, h, q, kv):
+        batch, heads = self.bias.shape[:2]
+        return score + self.bias[b if batch > 1 else 0, h if heads > 1 else 0, q, kv]
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """The slopes of ALiBi's paper, float32 (heads,): 2^(-8 i / heads) for i from 1 on.
+
+    Where heads is no power of two: those of the power of two below, and then every other one of the power above.
+    """
+    if heads < 1:
+        raise ValueError(f"heads is {heads}; it must be at least 1")
+    below = 2 ** int(math.log2(heads))
+    found = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
+    found += [2.0 ** (-4 * i / below) for i in range(1, 2 * (heads - below), 2)]
+    return torch.tensor(found, device=device)
+
+
+def t5_bias(table: Tensor, *, bidirectional: bool, max_distance: int = 128, offset: int = 0) -> RelativeBias:
+    """T5's relative position bias, of its table (heads, buckets), which gets the gradient.
+
+    Half of the buckets, of either direction where it is bidirectional, are of one distance each, and the others are
+    logarithmically wider up to max_distance, from which on all distances have the last one.
+    """
+    if table.dim() != 2 or table.shape[1] < (4 if bidirectional else 2):
+        raise ValueError(f"table has shape {tuple(table.shape)}; it must be (heads, buckets)")
+    relative = torch.arange(-max_distance, max_distance + 1, device=table.device)
+    return RelativeBias(table[:, t5_buckets(relative, table.shape[1], bidirectional, max_distance)], offset)
+
+
+def t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """The bucket of each distance kv - q."""
+    first = torch.zeros_like(relative)
+    if bidirectional:
+        buckets //= 2
+        first = (relative > 0) * buckets
+    distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
+    exact = buckets // 2
+    wide = (distance.clamp(min=1) / exact).log() / math.log(max_distance / exact) * (buckets - exact)
+    wide = (exact + wide.to(torch.int64)).clamp(max=buckets - 1)
+    return first + torch.where(distance < exact, distance, wide)
