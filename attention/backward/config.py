@@ -24,7 +24,7 @@ class BackwardConfig:
     of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K, or with `query_tiles`
     all of them, and a part of the columns of dK and dV (shared_columns_sm90). sm_80: `groups` warps share products as
     warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere. `ahead`: whether
-    products go on beside the next tile's exponentials (ahead_sm90), or with `query_tiles` whether S' is begun a step ahead.
+    products go on beside the next tile's exponentials (ahead_sm90), or with `query_tiles` S' is begun a step early.
     """
 
     tile_m: int
