@@ -77,6 +77,11 @@ class ScoreMod(ElementMask):
         except TypeError as error:
             raise TypeError(f"score_mod: {error}; call it under torch.no_grad()") from None
 
+    @cached_property
+    def takes_positions(self) -> bool:
+        """Whether it depends on the row or the column."""
+        return not inputs_of(self.program, self.program.output).isdisjoint((Q_INPUT, KV_INPUT))
+
     def indexes(self, value: int) -> bool:
         """Whether an input is an index by itself, and so must not go past a tensor's end."""
         return any(index == value for _, _, index in self.program.direct)

@@ -16,7 +16,7 @@ BOTH = WindowKind(left=True, right=True)
 
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFacts]:
-    """Each head dimension plain, and with a window and a cap; packed and with a score_mod at one; block masks with
+    """Each head dimension plain, and with a window and a cap; packed, and with a score_mod, at one; block masks with
     tensors and a cap.
 
     On a path's first architecture every head dimension, on others the largest two and the one with all features.

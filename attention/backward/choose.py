@@ -6,18 +6,18 @@ from dataclasses import replace
 from ..forward.choose import HEAD_DIMS
 from .config import BackwardConfig, BackwardFacts
 
-# By the larger of the two head dimensions: (tile_m, tile_n, stages, consumer warpgroups). At 64 products go on beside
-# the next exponentials (ahead_sm90), but not with both a cap and a mask that reads tensors: that would spill.
-SM_90 = {64: (64, 128, 2, 2), 96: (64, 128, 2, 2), 128: (64, 128, 2, 2)}
-SM_90_AHEAD = {64: (64, 128, 4, 2, 1, False, True)}
+# By the larger of the two head dimensions.
+SM_90 = {dim: BackwardConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
 
-# Where two warpgroups share the columns of dK and dV:
-# (ctas, exchange, ahead, query tiles of a step, parts of dQ, one stage of dO).
-PAIR_IN_PARTS, ONE, ONE_IN_PARTS = (1, False, True, 2, 2), (1, False, True, 1, 1), (1, False, True, 1, 2, True)
-SM_90 |= {192: (64, 64, 2, 2, *ONE), 256: (64, 64, 2, 2, *ONE_IN_PARTS)}
+# Where two warpgroups share the columns of dK and dV; PAIR: each has a query tile of its own.
+PAIR = BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=2, dq_parts=2)
+SM_90 |= {
+    192: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1),
+    256: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, dq_parts=2, one_do=True),
+}
 
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
-SM_90_NARROW = SM_90 | {64: (64, 64, 2, 1, 2), 96: (64, 64, 1, 1, 2), 128: (64, 64, 2, 2, *PAIR_IN_PARTS)}
+SM_90_NARROW = SM_90 | {64: BackwardConfig(64, 64, 2, 1, ctas=2), 96: BackwardConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
@@ -72,16 +72,12 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     dim = max(facts.head_dim, facts.head_dim_v)
     mask = None if facts.blocks is None else facts.blocks.mask
     scattered = facts.score is not None and any(not read.of_head for read in facts.score_reads)
-    tiles = SM_90 | SM_90_AHEAD
-    if scattered:  # gradients that each element adds to memory need registers
-        tiles = SM_90 | {128: SM_90_NARROW[128]}
-    elif facts.softcap and mask is not None and mask.tensors:
-        tiles = SM_90
+    tiles = SM_90 | {128: PAIR} if scattered else SM_90  # gradients that each element adds to memory need registers
     if facts.blocks is not None and facts.blocks.block_k != 128:
         tiles = SM_90_NARROW
     found = []
     if facts.path == "sm_90" and dim in tiles:
-        found.append(replace(facts, config=BackwardConfig(*tiles[dim])))
+        found.append(replace(facts, config=tiles[dim]))
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90

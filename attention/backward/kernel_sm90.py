@@ -29,7 +29,6 @@ from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
-from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
 from .mainloop_sm90 import Consumer, MainloopSm90, Work
 from .problem import KvTile, problem_of
@@ -46,8 +45,8 @@ class FlashBackwardSm90:
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
-        shared, ahead = facts.config.query_tiles, facts.config.ahead
-        self.mainloop = (SharedColumnsSm90 if shared else AheadSm90 if ahead else MainloopSm90)(facts)
+        shared = facts.config.query_tiles
+        self.mainloop = (SharedColumnsSm90 if shared else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         queue = Arrivals(1, 4 * facts.config.groups, threads=32)

@@ -359,6 +359,7 @@ class MainloopSm90:
     @cute.jit
     def steps(self, c: Consumer, work: Work, at):
         """All query tiles of a head; returns the state of the rings after them."""
+        self.begin_head(c, work, at)
         for i in cutlass.range(self.step_count(work.tiles.count), unroll=1):
             self.step(c, work, i, at)
             at.advance()

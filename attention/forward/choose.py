@@ -190,7 +190,8 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     elif facts.path == "sm_90":
         config, _ = min(candidates_sm90(facts, extents), key=lambda c: estimate(extents, *c))
     else:
-        # A packed sequence's bounds take registers too, and none are left for warps of 32 rows.
-        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, facts.lse or facts.packed)
+        # A packed sequence's bounds and a score_mod take registers too, and none are left for warps of 32 rows.
+        few = facts.lse or facts.packed or facts.score is not None
+        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, few)
         config = next(c for c in configs if not facts.packed or c.tile_m <= 16 * c.groups)
     return replace(facts, config=config)

@@ -5,10 +5,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
+from cute_kernels.tile.ptx import integer_after
 from cute_kernels.traced.lower import lower
 
 from ..score_mod import KV_INPUT, Q_INPUT, ScoreMod
 
+AT_ONCE = 16  # scores of a thread whose positions, and what is read there, are in registers at a time
 LOG2E = 1.4426950408889634
 
 
@@ -36,12 +38,15 @@ def change_scores(
     inside: cutlass.Constexpr[bool],  # whether the tile ends before the last column
 ):
     """scores = score_mod(scale * scores, b, h, q, kv)."""
-    mine = col0 + cute.arch.lane_idx() % 4 * 2
+    mine, columns = col0 + cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         q = row + 8 * r
         if const_expr(mod.indexes(Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
-        for c in range_constexpr(cute.size(scores, mode=[1])):
+        for c in range_constexpr(columns):
+            if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
+                # There are no registers for the loads of all scores at once, nor for their positions.
+                mine = integer_after(mine, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
             column = mine + const_expr(c // 2 * 8 + c % 2)
             if const_expr(mod.indexes(KV_INPUT) and not inside):
                 column = cutlass.min(column, seqlen.cols - 1)

@@ -57,6 +57,16 @@ def value_after(value: Float32, other: Float32, *, loc=None, ip=None) -> Float32
     return Float32(_asm(T.f32(), operands, SELECT, "=f,f,f", side_effects=False, loc=loc, ip=ip))
 
 
+SELECT_INTEGER = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.b32 $0, 0, $1, p; }"
+
+
+@dsl_user_op
+def integer_after(value: Int32, other: Float32, *, loc=None, ip=None) -> Int32:
+    """The same of an integer: no load whose address it is part of begins before."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (value, other)]
+    return Int32(_asm(T.i32(), operands, SELECT_INTEGER, "=r,r,f", side_effects=False, loc=loc, ip=ip))
+
+
 def opaque(value: Int32 | Int64) -> Int32 | Int64:
     """The value, of which the compiler does not know how it was made: it cannot make it anew somewhere else."""
     kind = type(value)
