@@ -167,6 +167,9 @@ class MainloopSm90:
         """Of dO's ring, by that of Q's."""
         return at
 
+    def begin_head(self, c: Consumer, work: Work, at):
+        """Before the steps over a head's query tiles."""
+
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
         return group

@@ -267,17 +267,12 @@ class SharedColumnsSm90(MainloopSm90):
     # ------------------------------------------------------------------ steps
 
     @cute.jit
-    def steps(self, c: ColumnsConsumer, work: Work, at):
-        count = self.step_count(work.tiles.count)
+    def begin_head(self, c: ColumnsConsumer, work: Work, at):
         if const_expr(self.cfg.ahead):
-            if count > 0:
+            if work.tiles.count > 0:
                 self.wait_for_q(c, work, Int32(0), at)
                 self.start_s(c, at.index * GROUPS + c.group)
                 warpgroup.wait_group(0)
-        for i in cutlass.range(count, unroll=1):
-            self.step(c, work, i, at)
-            at.advance()
-        return at
 
     @cute.jit
     def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
