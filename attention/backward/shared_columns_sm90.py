@@ -282,17 +282,17 @@ class SharedColumnsSm90(MainloopSm90):
     @cute.jit
     def begin_head(self, c: ColumnsConsumer, work: Work, at):
         if const_expr(self.cfg.ahead):
-            self.wait_for_q(c, work, Int32(0), at)
-            self.start_s(c, at.index * GROUPS + c.group)
-            warpgroup.wait_group(0)
+            if work.tiles.count > 0:
+                self.wait_for_q(c, work, Int32(0), at)
+                self.start_s(c, at.index * GROUPS + c.group)
+                warpgroup.wait_group(0)
 
     @cute.jit
     def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """For Q of step i, unless there is no such step: the product of it is then of what is there, and not used."""
-        if i < self.step_count(work.tiles.count):
-            c.pipe_q.consumer_wait(at)
-            if const_expr(self.facts.packed):
-                self.zero_rows_past_the_end(c, work, i, at.index, "sQ")
+        """For Q of step i."""
+        c.pipe_q.consumer_wait(at)
+        if const_expr(self.facts.packed):
+            self.zero_rows_past_the_end(c, work, i, at.index, "sQ")
 
     @cute.jit
     def step(self, c: ColumnsConsumer, work: Work, i: Int32, at):
@@ -358,20 +358,22 @@ class SharedColumnsSm90(MainloopSm90):
             c.pipe_do.consumer_release(of_do)
         for part in range_constexpr(1, self.cfg.dq_parts):
             self.add_part(c, work, tile, number, part)
-        warpgroup.wait_group(ahead)
+        # Also for S': with products in flight at a loop's end, the compiler serialises all of them.
+        warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
-        if const_expr(ahead):
-            warpgroup.wait_group(0)  # with products in flight at a loop's end, the compiler serialises all of them
 
     @cute.jit
     def start_next_s(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """Start S' of the step after i."""
+        """Start S' of the step after i; after the last one, that of i again, which nobody uses."""
         following = at.clone()
         following.advance()
-        self.wait_for_q(c, work, i + 1, following)
+        stage = at.index
+        if i + 1 < self.step_count(work.tiles.count):
+            self.wait_for_q(c, work, i + 1, following)
+            stage = following.index
         for v in range_constexpr(cute.size(c.acc_S)):
             c.acc_S[v] = zero_here()  # or what P was is computed anew here, as what the product begins with
-        self.start_s(c, following.index * GROUPS + c.group)
+        self.start_s(c, stage * GROUPS + c.group)
 
     def add_product(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
         """Start acc += A B."""
