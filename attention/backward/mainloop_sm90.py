@@ -35,7 +35,7 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import bulk_add, read_special_register
+from cute_kernels.tile.ptx import bulk_add, here, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
@@ -489,10 +489,18 @@ class MainloopSm90:
         start_product(c.mmas[1], c.acc_dP, *in_steps(c.tPrV, c.tPrdO[unit][None, None, None, stage]), True)
 
     def start_dv(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        self.pin(c.tVrP)
         start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[unit][None, None, None, stage]), add=add)
 
     def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        self.pin(c.tKrdS)
         start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage]), add=add)
+
+    def pin(self, operand: cute.Tensor):
+        """Write an operand in registers before the product's wgmma.fence."""
+        words = cute.recast_tensor(operand, Int32)
+        for i in range(cute.size(words)):
+            words[i] = here(words[i])
 
     def start_dq(self, c: Consumer, buffer: Int32, part: int):
         """`part` of the warpgroup's columns."""

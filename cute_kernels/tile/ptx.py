@@ -46,6 +46,13 @@ def zero_here(*, loc=None, ip=None) -> Float32:
     return Float32(_asm(T.f32(), [], "mov.b32 $0, 0;", "=f", side_effects=True, loc=loc, ip=ip))
 
 
+@dsl_user_op
+def here(x: Int32, *, loc=None, ip=None) -> Int32:
+    """x, computed before this place: not after the wgmma.fence that follows, where LLVM may put it."""
+    value = Int32(x).ir_value(loc=loc, ip=ip)
+    return Int32(_asm(T.i32(), [value], "mov.b32 $0, $1;", "=r,r", side_effects=True, loc=loc, ip=ip))
+
+
 # ptxas does not know that no arithmetic results in a NaN of this pattern.
 SELECT = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.f32 $0, 0f00000000, $1, p; }"
 
