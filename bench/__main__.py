@@ -9,6 +9,7 @@
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
+    variants        configurations of attention's backward beside each other
     plot, compare   figures of result files; two runs beside each other
 
 Every row times ours and its peers in turns, on random normal operands, L2 flushed, outputs preallocated, after the card
@@ -39,6 +40,7 @@ from . import (
     findings_training,
     record,
     table,
+    variants,
 )
 from .gates import command as gates
 from .rows import Case, Row, reason
@@ -80,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     for name in SUITES:
         commands.add_parser(name, parents=[measure], help=f"the {name} rows").set_defaults(suites=(name,))
     commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    for module in (gates, tune, compare):
+    for module in (gates, tune, compare, variants):
         module.add_command(commands)
     return top
 

@@ -105,12 +105,15 @@ def dense_problem(shape: tuple[int, int, int, int], causal: bool = False, **term
     return TrainingProblem("attention", B, S, S, H, H, D, causal, **terms)
 
 
-def ours_of(x: Training, forced: str | None = None, deterministic: bool = False) -> tuple:
+def ours_of(
+    x: Training, forced: str | None = None, deterministic: bool = False, within: Callable = contextlib.nullcontext
+) -> tuple:
     """(call, plan) of ours as users call it, whose result has been compared with x's reference.
 
     Args:
         forced: "sm_80" to force that path.
         deterministic: whether q's gradient is summed up in one order.
+        within: makes the context of every call, where no path is forced.
     """
     q, k, v = x.heads_first if x.lengths is None else (x.q[0], x.k[0], x.v[0])
     args, terms = (q, k, v), {"causal": x.causal, "deterministic": deterministic}
@@ -134,7 +137,7 @@ def ours_of(x: Training, forced: str | None = None, deterministic: bool = False)
         with path(forced), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    within = on if forced else contextlib.nullcontext
+    within = on if forced else within
     call = x.verified(peers.timed(x, forward, within))
     with within():
         return call, plan_of(x, op, args, terms)

@@ -120,5 +120,6 @@ def problem_of(
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
     else:
         around = not (facts.window.left or facts.window.right or facts.deterministic)
-        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around)
+        descending = facts.deterministic and facts.window.right
+        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around, descending)
     return Problem(*tensors, scheduler, seqlens, source)

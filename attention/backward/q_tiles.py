@@ -1,8 +1,11 @@
 """Which query tiles a tile of K and V is seen by: the iterator that backward's mainloops ask.
 
 The transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* where some of its elements are
-masked. Tiles come in ascending order, of a block mask the partial ones first. Without a mask each tile of K begins with
-another query tile and goes around: those that run at once would add to the same sums of dQ at the same time.
+masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions. Without a mask each
+tile of K begins with another query tile and goes around: those that run at once would add to the same sums of dQ at the
+same time. Where sums have one order (turns.py) and there is a right bound, tiles come in descending order: all tiles of
+K then begin with the same query tile, and one step after another. In ascending order tile n begins with a query tile
+that tile n - 1 has as its third.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |
@@ -29,13 +32,14 @@ class QTiles:
     full_end: Int32  # up to before this one
     n: Int32  # the tile of K
     reach: Int32 | None  # the first row's leftmost column; None without a left bound
-    begin: Int32 | None  # which of them comes first; None: the first one
+    begin: Int32 | None  # which of them comes first, before others around; None: the first one
+    descending: cutlass.Constexpr[bool]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
     def at(self, i) -> Int32:
         if self.begin is None:
-            return self.first + i
+            return self.first + self.place(i)
         i = i + self.begin
         return self.first + i - self.count * Int32(i >= self.count)
 
@@ -45,7 +49,12 @@ class QTiles:
             return self.n
         return self.n - cutlass.max(number * self.tile_m + self.reach, 0) // self.tile_n
 
+    def place(self, i) -> Int32:
+        """Of the i-th tile, in ascending order."""
+        return self.count - 1 - i if self.descending else i
+
     def is_partial(self, i):
+        i = self.place(i)
         return (i < self.full) | (i >= self.full_end)
 
 
@@ -59,6 +68,7 @@ class WindowRows:
     left: Int32
     right: Int32
     around: cutlass.Constexpr[bool] = False  # whether tiles of K begin with different query tiles; not of a window
+    descending: cutlass.Constexpr[bool] = False
 
     def for_tile(self, n, h, b, seqlen) -> QTiles:
         """The tiles that see tile n of K and V; neither head nor item matters but for the item's lengths."""
@@ -81,7 +91,8 @@ class WindowRows:
         full_end = full_end * Int32(first + self.tile_n <= seqlen.cols)
         reach = seqlen.offset - self.left if self.window.left else None
         around = n * (self.tile_n // self.tile_m) % cutlass.max(count, 1) if self.around else None
-        return QTiles(count, tile_begin, full, full_end, n, reach, around, self.tile_m, self.tile_n)
+        order = around, self.descending
+        return QTiles(count, tile_begin, full, full_end, n, reach, *order, self.tile_m, self.tile_n)
 
     def bounds(self, column, seqlen) -> tuple:
         """(begin, end) of the rows that see a column; none see one past the end."""
