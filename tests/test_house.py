@@ -125,6 +125,7 @@ def test_counts_that_would_hang(monkeypatch, uses, threads, counts, message):
         (Arrivals(5, 8), "5 warps fill a stage, of 4 producer warps"),
         (Arrivals(1, 8, threads=4), "4 threads of a warp arrive; one does, or all 32"),
         (Arrivals(1, 8, sharers=3), "3 CTAs give a stage back, of a cluster of 2"),
+        (Arrivals(1, 8, others=4), "4 other warps read a stage, beside 1 of 4"),
     ],
 )
 def test_arrivals_that_would_hang(arrivals, message):

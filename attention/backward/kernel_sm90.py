@@ -51,7 +51,7 @@ class FlashBackwardSm90:
         self.mainloop = (SharedColumnsSm90 if cfg.query_tiles else AheadSm90 if cfg.ahead else MainloopSm90)(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
-        queue = Arrivals(1, 4 * cfg.groups + cfg.storing_warps, threads=32)
+        queue = Arrivals(1, 4 * cfg.groups, threads=32, others=cfg.storing_warps)
         self.arrivals = {"Q, dO, K and V": self.mainloop.arrivals, "queue": queue}
         self.storage = self.smem_bytes = None  # known once traced
 

@@ -90,6 +90,7 @@ class Arrivals:
     threads: int = 1  # of a warp, that arrive
     groups: int = 1  # of consumers
     sharers: int = 1  # CTAs whose consumers give the stage back
+    others: int = 0  # warps of the producers' warpgroup that read a stage, too
 
     @property
     def full(self) -> int:
@@ -99,7 +100,7 @@ class Arrivals:
     @property
     def empty(self) -> int:
         """Arrivals that give a stage back."""
-        return self.consumers * self.threads * self.sharers
+        return (self.consumers + self.others) * self.threads * self.sharers
 
 
 def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[str, Arrivals]) -> None:
@@ -119,6 +120,8 @@ def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[s
             )
         if not 0 < each.producers <= producers:
             raise ValueError(f"{where}: {each.producers} warps fill a stage, of {producers} producer warps")
+        if not 0 <= each.others <= producers - each.producers:
+            raise ValueError(f"{where}: {each.others} other warps read a stage, beside {each.producers} of {producers}")
         if each.threads not in (1, WARP):
             raise ValueError(f"{where}: {each.threads} threads of a warp arrive; one does, or all {WARP}")
         if not 0 < each.sharers <= cluster:
