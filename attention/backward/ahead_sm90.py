@@ -4,12 +4,14 @@ A step takes a query tile in units of 64 rows. Scores of the next unit, dQ and d
 
     S' in flight, of the first unit also dQ of the tile before, and dK of the unit before
     wait S' -> P' = 2^(S' - LSE)
-    first unit: wait dQ -> to shared memory, to the warp that stores it; wait dO[i]
-    issue dP' = V dO[i]' -> wait dK; first unit: release Q[i - 1]
+    first unit: wait dQ -> to shared memory; wait dO[i]
+    issue dP' = V dO[i]'; first unit: dQ to the warp that stores it -> wait dK; first unit: release Q[i - 1]
     issue dV += P' dO[i] -> wait dP' -> dS' = P' (dP' - delta)
     wait Q of the next unit -> issue its S' -> wait dV; last unit: release dO[i] -> dS' to shared memory
-    last unit: all consumers -> issue dQ = dS K
-    issue dK += dS' Q[i]
+    issue dK += dS' Q[i]; last unit: half of it -> all consumers -> issue dQ = dS K, the other half
+
+What threads write to shared memory must be published by a fence, which waits until it is there: some 300 clocks. So
+products are issued between a write and its fence, or a fence and its barrier; only the last unit has one.
 
 dQ's accumulators are those that dP' takes after them. A unit's fp32 scores, 64 by 64 for a warpgroup, and dP' need 64
 registers a thread, P' and dS' in 16 bits as many as one of them: with D of 64 there is room for K's and V's fragments,
@@ -88,12 +90,13 @@ class AheadSm90(MainloopSm90):
         c.pipe_q.consumer_wait(next_q)
         self.start_s(c, next_q.index)
         self.share_last_unit(c, at_q, at, 1, begun)
-        warpgroup.wait_group(2)
+        warpgroup.wait_group(3 if self.halves_dk else 2)
         self.weigh(c, work, i, next_q.index, 0)
         warpgroup.wait_group(1)
-        self.hand_over_dq(c, at)
+        self.move_dq(c, at)
         c.pipe_do.consumer_wait(following)
         self.start_dp(c, following.index, 0)
+        self.give_sums(c, self.buffer_of_sums(at))
         warpgroup.wait_group(1)
         c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
@@ -111,7 +114,8 @@ class AheadSm90(MainloopSm90):
         self.share_last_unit(c, at_q, at, 0, begun, steps > 0)
         warpgroup.wait_group(0)
         if steps > 0:
-            self.hand_over_dq(c, at)
+            self.move_dq(c, at)
+            self.give_sums(c, self.buffer_of_sums(at))
             c.pipe_q.consumer_release(at_q)
         for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
             for v in range_constexpr(cute.size(acc)):
@@ -152,7 +156,7 @@ class AheadSm90(MainloopSm90):
 
     @cute.jit
     def share_last_unit(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, there=True):
-        """dS to shared memory, and start dQ and dK; so many products have been started since dV's.
+        """dS to shared memory, and start dQ and dK, the latter in two halves; so many products were started since dV's.
 
         there: whether there is a tile; without one nobody uses what is computed.
         """
@@ -160,10 +164,23 @@ class AheadSm90(MainloopSm90):
         if there:
             c.pipe_do.consumer_release(at)
         self.convert(c.acc_dP, c.tKrdS)
-        self.write_ds(c, at.index, self.units - 1)
+        last = self.units - 1
+        self.write_ds(c, at.index, last)
+        self.publish()
+        add = True if self.units > 1 else at.count > begun
+        if self.halves_dk:
+            self.start_dk(c, at_q.index, last, add, half=0)
         self.wait_for_ds()
         self.start_dq(self.dq_in_dp(c), at.index, 0)
-        self.start_dk(c, at_q.index, self.units - 1, True if self.units > 1 else at.count > begun)
+        if self.halves_dk:
+            self.start_dk(c, at_q.index, last, half=1)
+        else:
+            self.start_dk(c, at_q.index, last, add)
+
+    @property
+    def halves_dk(self) -> bool:
+        """Whether the last unit's dK is two products; a cap and more than one unit leave no registers for that."""
+        return not (self.facts.softcap and self.units > 1)
 
     def dq_in_dp(self, c: Consumer) -> Consumer:
         """The same with dP's registers as dQ's."""
@@ -171,12 +188,11 @@ class AheadSm90(MainloopSm90):
             return c
         return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
 
-    def hand_over_dq(self, c: Consumer, at):
-        """dQ of the tile of this state, to the warp that stores it."""
+    def move_dq(self, c: Consumer, at):
+        """dQ of the tile of this state to shared memory; dP's registers are free then."""
         buffer = self.buffer_of_sums(at)
         self.wait_for_sums(c, buffer)
         self.write_dq(self.dq_in_dp(c), 0, buffer)
-        self.give_sums(c, buffer)
 
     @cute.jit
     def exponentials(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr):

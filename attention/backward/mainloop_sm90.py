@@ -10,7 +10,8 @@ over query tile i, with dK and dV in registers (FlashAttention-3, Shah et al. 20
 
     wait Q[i] -> issue S' = K Q[i]' -> wait dO[i] -> issue dP' = V dO[i]' -> wait S'
     P' = 2^(S' - LSE) -> issue dV += P' dO[i] -> wait dP'
-    dS' = P' (dP' - delta) -> to shared memory -> all consumers -> issue dQ = dS K, dK += dS' Q[i]
+    dS' = P' (dP' - delta) -> to shared memory -> issue half of dK += dS' Q[i] -> all consumers
+    issue dQ = dS K, the other half of dK
     wait dV, release dO[i] -> wait dQ -> to shared memory, from there added to memory -> wait dK, release Q[i]
 
 dQ of a tile is computed by all warpgroups together: each has 64 of its rows, or where there are no more, its part of
@@ -436,10 +437,13 @@ class MainloopSm90:
             warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
         buffer = self.buffer_of(at)
-        self.share_ds(c, buffer)
+        self.write_ds(c, buffer)
+        self.publish()
+        self.start_dk(c, at.index, half=0)  # while the others come to the barrier
+        self.wait_for_ds()
         self.start_dq(c, buffer, 0)
-        self.start_dk(c, at.index)
-        warpgroup.wait_group(2)
+        self.start_dk(c, at.index, half=1)
+        warpgroup.wait_group(3)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
         sums = self.buffer_of_sums(at)
@@ -492,9 +496,14 @@ class MainloopSm90:
         self.pin(c.tVrP)
         start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[unit][None, None, None, stage]), add=add)
 
-    def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
-        self.pin(c.tKrdS)
-        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage]), add=add)
+    def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True, half: int | None = None):
+        """half: 0 or 1 for one half of the product's MMA steps; None for all."""
+        if half != 1:
+            self.pin(c.tKrdS)
+        fragments, steps = in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage])
+        first = 0 if half is None else half * (steps // 2)
+        count = steps if half is None else steps // 2
+        start_product(c.mmas[3], c.acc_dK, lambda k: fragments(first + k), count, add=add)
 
     def pin(self, operand: cute.Tensor):
         """Write an operand in registers before the product's wgmma.fence."""
@@ -510,18 +519,22 @@ class MainloopSm90:
     def share_ds(self, c: Consumer, buffer: Int32):
         """dS to shared memory; returns when all consumers' is there."""
         self.write_ds(c, buffer)
+        self.publish()
         self.wait_for_ds()
+
+    def publish(self):
+        """What this thread wrote to shared memory, to WGMMA and bulk copies that come after a barrier."""
+        cute.arch.fence_view_async_shared()
 
     def wait_for_ds(self):
         """Of all consumers."""
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
     def write_ds(self, c: Consumer, buffer: Int32, unit: int = 0):
-        """dS to shared memory."""
+        """dS to shared memory; `publish` it before the barrier."""
         rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
         copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
         cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[unit][None, None, None, buffer])
-        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0):
@@ -627,7 +640,7 @@ class MainloopSm90:
 
     def give_sums(self, c: Consumer, buffer: Int32 | int):
         """To the warp that stores them."""
-        cute.arch.fence_view_async_shared()
+        self.publish()
         cute.arch.barrier_arrive(barrier_id=BACKWARD_FULL + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
 
     def place_of_sums(self, group: Int32, buffer: Int32 | int) -> Int32:
