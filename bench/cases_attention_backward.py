@@ -115,7 +115,7 @@ def ours_of(
         deterministic: whether q's gradient is summed up in one order.
         within: makes the context of every call, where no path is forced.
     """
-    q, k, v = x.heads_first if x.lengths is None else (x.q[0], x.k[0], x.v[0])
+    q, k, v = x.heads_first if x.lengths is None else tuple(t.squeeze(0) for t in (x.q, x.k, x.v))
     args, terms = (q, k, v), {"causal": x.causal, "deterministic": deterministic}
     op = attention
     if x.blocks is not None:

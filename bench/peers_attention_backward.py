@@ -223,4 +223,5 @@ def fa4(x: Training) -> Call:
         return timed(x, lambda: interface.flash_attn_func(q, k, v, **options)[0])
     options |= {f"cu_seqlens_{side}": x.cu_seqlens for side in "qk"}
     options |= {f"max_seqlen_{side}": max(x.lengths) for side in "qk"}
-    return timed(x, lambda: interface.flash_attn_varlen_func(q[0], k[0], v[0], **options)[0][None])
+    packed = tuple(t.squeeze(0) for t in (q, k, v))  # a view in backward, too, where t[0] fills and copies
+    return timed(x, lambda: interface.flash_attn_varlen_func(*packed, **options)[0][None])
