@@ -31,6 +31,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.hopper import WARPGROUP
+from cute_kernels.tile.ptx import compute_all_before_waits
 
 from ..forward.softmax import exp2
 from .config import BackwardFacts
@@ -67,8 +68,9 @@ class AheadSm90(MainloopSm90):
             if const_expr(unit > 0):
                 self.start_s(c, at_q.index, unit)
                 self.share_unit(c, at_q, at, unit - 1, unit > 1)
+            lse = self.lse_of(c, at_q.index, unit)
             warpgroup.wait_group(min(unit, 1))
-            self.weigh(c, work, Int32(0), at_q.index, unit)
+            self.weigh(c, work, Int32(0), at_q.index, unit, lse)
             self.differentiate(c, work, at_q, at, unit, unit > 0)
 
     def load_operand(self, mma: cute.TiledMma, place: cute.Tensor, fragment: cute.Tensor):
@@ -89,29 +91,30 @@ class AheadSm90(MainloopSm90):
         following.advance()
         c.pipe_q.consumer_wait(next_q)
         self.start_s(c, next_q.index)
-        self.share_last_unit(c, at_q, at, 1, begun)
-        warpgroup.wait_group(3 if self.halves_dk else 2)
-        self.weigh(c, work, i, next_q.index, 0)
-        warpgroup.wait_group(1)
-        self.move_dq(c, at)
+        lse = self.share_last_unit(c, at_q, at, 1, begun, next_q.index)
+        warpgroup.wait_group(2)
+        self.weigh(c, work, i, next_q.index, 0, lse)
+        compute_all_before_waits(c.acc_S, c.rows)
         c.pipe_do.consumer_wait(following)
+        warpgroup.wait_group(0)
+        c.pipe_q.consumer_release(at_q)
+        self.move_dq(c, at)
         self.start_dp(c, following.index, 0)
         self.give_sums(c, self.buffer_of_sums(at))
-        warpgroup.wait_group(1)
-        c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
         for unit in range_constexpr(1, self.units):
             self.start_s(c, next_q.index, unit)
             self.share_unit(c, next_q, following, unit - 1, True)
+            lse = self.lse_of(c, next_q.index, unit)
             warpgroup.wait_group(1)
-            self.weigh(c, work, i, next_q.index, unit)
+            self.weigh(c, work, i, next_q.index, unit, lse)
             self.differentiate(c, work, next_q, following, unit, True)
         return next_q, following
 
     @cute.jit
     def finish(self, c: Consumer, at_q, at, begun: Int32, steps: Int32):
         """What is left of the last of `steps` tiles; returns when all products are done."""
-        self.share_last_unit(c, at_q, at, 0, begun, steps > 0)
+        self.share_last_unit(c, at_q, at, 0, begun, None, steps > 0)
         warpgroup.wait_group(0)
         if steps > 0:
             self.move_dq(c, at)
@@ -123,13 +126,19 @@ class AheadSm90(MainloopSm90):
 
     # ------------------------------------------------------------------ a unit
 
-    def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int):
+    def lse_of(self, c: Consumer, stage: Int32, unit: int):
+        """LSE of this thread's columns of a unit's scores, read before they are there; None with a cap, which has no
+        registers for that."""
+        return None if self.facts.softcap else self.row_fragment(c, stage, 0, unit)
+
+    def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
         """Scores to P, in place."""
         self.mask_scores(c, work, i, work.tiles.at(i), unit)
-        if self.facts.softcap:
+        if lse is None:
             self.scores_to_p(c, work, stage, Int32(0), unit)
         else:
-            self.exponentials(c, work, stage, unit)
+            for v in range(cute.size(c.acc_S)):
+                c.acc_S[v] = exp2(c.acc_S[v] * work.scale_log2 - lse[v // 4 * 2 + v % 2])
 
     def differentiate(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
         """P to dS as an operand; dV is being computed."""
@@ -142,9 +151,15 @@ class AheadSm90(MainloopSm90):
         if not self.facts.softcap:
             self.convert(c.acc_S, c.tVrP)
         self.start_dv(c, at.index, unit, add)
+        delta = None if self.facts.softcap else self.row_fragment(c, at_q.index, 1, unit)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, work, at_q.index, Int32(0), unit)
+        if delta is None:
+            self.p_to_ds(c, work, at_q.index, Int32(0), unit)
+        else:
+            for v in range(cute.size(c.acc_dP)):
+                c.acc_dP[v] = c.acc_S[v] * (c.acc_dP[v] - delta[v // 4 * 2 + v % 2])
         if self.facts.head_dim_v > 64 or self.facts.head_dim > 64:
+            compute_all_before_waits(c.acc_dP, c.rows)
             warpgroup.wait_group(0)  # for dV
 
     def share_unit(self, c: Consumer, at_q, at, unit: int, add: bool):
@@ -155,10 +170,13 @@ class AheadSm90(MainloopSm90):
         self.start_dk(c, at_q.index, unit, add)
 
     @cute.jit
-    def share_last_unit(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, there=True):
-        """dS to shared memory, and start dQ and dK, the latter in two halves; so many products were started since dV's.
+    def share_last_unit(
+        self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, next_q, there=True
+    ):
+        """dS to shared memory, and start dK and dQ; so many products were started since dV's.
 
-        there: whether there is a tile; without one nobody uses what is computed.
+        there: whether there is a tile; without one nobody uses what is computed. Returns LSE of the next tile's first
+        unit, whose stage of Q is next_q; None: of none.
         """
         warpgroup.wait_group(in_flight)
         if there:
@@ -167,20 +185,11 @@ class AheadSm90(MainloopSm90):
         last = self.units - 1
         self.write_ds(c, at.index, last)
         self.publish()
-        add = True if self.units > 1 else at.count > begun
-        if self.halves_dk:
-            self.start_dk(c, at_q.index, last, add, half=0)
+        self.start_dk(c, at_q.index, last, True if self.units > 1 else at.count > begun)
+        lse = None if const_expr(next_q is None) else self.lse_of(c, next_q, 0)
         self.wait_for_ds()
         self.start_dq(self.dq_in_dp(c), at.index, 0)
-        if self.halves_dk:
-            self.start_dk(c, at_q.index, last, half=1)
-        else:
-            self.start_dk(c, at_q.index, last, add)
-
-    @property
-    def halves_dk(self) -> bool:
-        """Whether the last unit's dK is two products; a cap and more than one unit leave no registers for that."""
-        return not (self.facts.softcap and self.units > 1)
+        return lse
 
     def dq_in_dp(self, c: Consumer) -> Consumer:
         """The same with dP's registers as dQ's."""
@@ -193,11 +202,3 @@ class AheadSm90(MainloopSm90):
         buffer = self.buffer_of_sums(at)
         self.wait_for_sums(c, buffer)
         self.write_dq(self.dq_in_dp(c), 0, buffer)
-
-    @cute.jit
-    def exponentials(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr):
-        """Scores to P in place, in fp32."""
-        for first in range_constexpr(0, cute.size(c.acc_S), 4):
-            lse = self.row_values(c, stage, 0, (unit * self.unit + first * 2) // 4)
-            for v in range_constexpr(4):
-                c.acc_S[first + v] = exp2(c.acc_S[first + v] * work.scale_log2 - lse[v % 2])

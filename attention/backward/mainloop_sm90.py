@@ -620,6 +620,14 @@ class MainloopSm90:
         cute.autovec_copy(cute.make_tensor(place, pair), values)
         return values
 
+    def row_fragment(self, c: Consumer, stage: Int32, which: int, unit: int) -> cute.Tensor:
+        """LSE (which = 0) or delta (1) of this thread's columns of a unit's scores."""
+        values = cute.make_rmem_tensor(self.unit // 4, Float32)
+        for column in range(0, self.unit // 4, 2):
+            pair = self.row_values(c, stage, which, unit * self.unit // 4 + column)
+            values[column], values[column + 1] = pair[0], pair[1]
+        return values
+
     def buffer_of_sums(self, at) -> Int32 | int:
         """Of the step whose state is `at`."""
         return at.index if self.cfg.sums > 1 else 0
