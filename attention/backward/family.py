@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.families import Family, Request, register
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, BACKWARD_FREE, BACKWARD_FULL, BACKWARD_READ
+from cute_kernels.tile.barriers import (
+    BACKWARD_ALL,
+    BACKWARD_DQ,
+    BACKWARD_DS,
+    BACKWARD_FREE,
+    BACKWARD_FULL,
+    BACKWARD_READ,
+)
 
 from ..forward.family import HALF
 from .arguments import backward_args, convert_args, prepare_args
@@ -55,11 +62,13 @@ class FlashBackward(Family):
     def named_barriers(self, facts: BackwardFacts) -> tuple[str, dict[int, int]] | None:
         if facts.path != "sm_90":
             return None
-        groups = facts.config.groups
+        groups, copied = facts.config.groups, 0 if facts.config.direct else facts.config.groups
         if facts.config.query_tiles:
-            return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: groups, BACKWARD_READ: groups}
-        sums = groups * facts.config.sums
+            return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: copied, BACKWARD_READ: groups}
+        sums = copied * facts.config.sums
         counts = {BACKWARD_ALL: 1, BACKWARD_FULL: sums, BACKWARD_FREE: sums}
+        if facts.config.one_ds:
+            counts[BACKWARD_DS] = groups
         return "backward of one" if groups == 1 else "backward", counts
 
     def smem_limit(self, facts: BackwardFacts) -> int:

@@ -171,6 +171,17 @@ def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def add_vector_to_memory(to: Int64, values: cute.Tensor, offset: int, *, loc=None, ip=None) -> None:
+    """Add four values to the fp32 numbers from `offset` bytes after a multiple of 16 bytes on, on sm_90.
+
+    Each addition is atomic. A warp's, of neighbouring addresses, are one request of 512 bytes.
+    """
+    operands = [Int64(to).ir_value(loc=loc, ip=ip), *(Float32(values[i]).ir_value(loc=loc, ip=ip) for i in range(4))]
+    text = f"red.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    _asm(None, operands, text, "l,f,f,f,f", side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) -> None:
     """Add a value to the fp32 number `offset` bytes from an address in global memory, as one atomic operation."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Float32(value))]
