@@ -206,7 +206,7 @@ class AheadSm90(MainloopSm90):
             cute.arch.barrier_arrive(barrier_id=BACKWARD_DS + c.group, number_of_threads=2 * WARPGROUP)
 
     def wait_for_free_ds(self, c: Consumer, unit: int):
-        """Before the first unit's dS of a tile is written: until the other warpgroup has read that of the tile before."""
+        """Before a tile's first dS is written: until the other warpgroup has read that of the tile before."""
         if self.cfg.one_ds and unit == 0:
             cute.arch.barrier(barrier_id=BACKWARD_DS + 1 - c.group, number_of_threads=2 * WARPGROUP)
 

@@ -80,8 +80,8 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
 
 
 def with_sums(facts: BackwardFacts, config: BackwardConfig) -> Iterator[BackwardFacts]:
-    """The facts with a configuration that adds to dQ's sums directly, or where they have an order, by copies from shared
-    memory: then of buffers that wait for their turn while the next ones are made, where there is room for them."""
+    """The facts with a configuration that adds to dQ's sums directly; where they have an order, by copies from shared
+    memory, of buffers that wait for their turn while the next ones are made, where there is room for them."""
     if not facts.deterministic:
         yield replace(facts, config=config)
     config = replace(config, direct=False)
