@@ -248,9 +248,17 @@ def make_mask(
     if attention_mask is not None:
         end = kv_offset + kv_length
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset:end]
-        matters = kv_length
-        if kind is not None and kind.right == 0 and isinstance(shift, int):
-            matters = min(kv_length, max(shift + q_length, 0))  # nothing sees what comes after
-        if not captured(padding) and bool(padding[:, :matters].all()):
+        if not captured(padding) and bool(_is_token_or_unseen(padding, kind, shift, q_length).all()):
             padding = None
     return Mask(batch_size, (q_length, kv_length), shift, kv_offset, kind, mask_function, padding, torch.device(device))
+
+
+def _is_token_or_unseen(padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int) -> Tensor:
+    """What has to be True where no row sees any padding: of a causal mask nothing after the last row's column counts,
+    which in a static cache is most of it."""
+    if kind is None or kind.right != 0:
+        return padding
+    last = shift + rows
+    if isinstance(last, int):
+        return padding[:, : max(last, 0)]
+    return padding | (torch.arange(padding.shape[1], device=padding.device) >= last.to(padding.device))
