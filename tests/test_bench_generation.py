@@ -49,7 +49,7 @@ def test_work_is_that_of_weights_and_cache():
 
 
 def test_a_row(monkeypatch):
-    """And ours is one graph, in which each layer calls attention with the cache's length: the decoding kernel's call."""
+    """Ours is one graph, in which each layer calls attention with the cache's length: the decoding kernel's call."""
     calls = Counter()
     real = eager.attention
 

@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("matplotlib")
+from attention import attention  # noqa: E402
+from demo.long_context import pattern  # noqa: E402
 from demo.train import __main__ as command  # noqa: E402
-from demo.train import runs, text  # noqa: E402
+from demo.train import long, runs, text  # noqa: E402
 from demo.train.model import Decoder, Shape  # noqa: E402
 from sparse_collective.nn import BsrLinear  # noqa: E402
 
@@ -169,3 +173,54 @@ def test_what_is_wrong_is_one_line(tmp_path, capsys):
     for wrong in (["--steps", "0"], ["--only", "all"]):
         with pytest.raises(SystemExit):
             command.main(wrong)
+
+
+# -- long sequences ------------------------------------------------------------------------------------------
+
+
+def test_long_sequences_in_a_tiny_form(topics_alone, monkeypatch, tmp_path, capsys):
+    """The same mask gives the same losses. FlexAttention, which has no backward on a CPU, and FA4 are stood in for."""
+    pytest.importorskip("transformers")
+    plan = replace(long.CPU, length=160, window=24, global_tokens=5)
+
+    def flex(module, q, k, v, mask, scaling, **_):
+        at = torch.arange(plan.length)
+        seen = mask.mask_mod(0, 0, at[:, None], at)
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2).contiguous(), None
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale):
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max()) and int(cu_seqlens_q[-1]) == len(q)
+        cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        return attention(q, k, v, causal=causal, scale=softmax_scale, **cu), None
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules[name].__spec__ = ModuleSpec(name, None)  # which transformers looks at
+    sys.modules["flash_attn.cute.interface"].flash_attn_varlen_func = varlen
+    monkeypatch.setattr(long, "by_flex", flex)
+    monkeypatch.setattr(long, "CPU", plan)
+    monkeypatch.setattr(command, "why_no_gpu", lambda: "There is no CUDA GPU here.")
+    png, out = tmp_path / "long.png", tmp_path / "long.json"
+    assert command.main(["--long", "--png", str(png), "--json", str(out)]) == 0
+    printed, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert png.read_bytes().startswith(b"\x89PNG") and data["suite"] == "long-context"
+    found = {row["name"]: row for row in data["rows"]}
+    assert list(found) == [*long.SAME_MASK, long.PACKED] and all(name in printed for name in found)
+    assert not any(row["error"] for row in found.values()) and data["largest_difference"] < 1e-4
+    ours, packed = (found[name]["loss"] for name in (long.OURS, long.PACKED))
+    assert len(ours) == 4 and ours[-1] < ours[0] and abs(packed[-1] - ours[-1]) > 1e-4
+    assert len(found[long.SDPA]["loss"]) == plan.slow_steps
+
+
+def test_the_mask_of_long_sequences():
+    """As the long prompt of the other demonstration sees it."""
+    plan = replace(long.CPU, length=300, window=40, global_tokens=9)
+    seen = pattern(plan.length, plan.window, plan.global_tokens, "cpu").to_dense()[0, 0]
+    assert torch.equal(long.dense_mask(plan, torch.device("cpu"))[0, 0], seen)
+
+
+@pytest.mark.parametrize("wrong", [["--long", "--minilm"], ["--long", "--only", "dense"]])
+def test_options_that_exclude_each_other(wrong):
+    with pytest.raises(SystemExit):
+        command.parse(wrong)
