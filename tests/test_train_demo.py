@@ -23,7 +23,7 @@ from demo.train.model import Decoder, Shape  # noqa: E402
 from sparse_collective.nn import BsrLinear  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = runs.DENSE, runs.SPARSE, runs.WIDE
+NAMES = runs.DENSE, runs.SPARSE, runs.WIDE, runs.ATTENTION
 TINY = Shape(32, 64, layers=2, heads=2, context=16, block=16)
 
 
@@ -87,8 +87,9 @@ def test_a_full_density_is_the_dense_model():
     torch.testing.assert_close(sparse(tokens), dense(tokens))
 
 
-def test_no_byte_sees_later_ones():
-    model, tokens = Decoder(replace(TINY, density=0.5)), torch.randint(256, (2, TINY.context))
+@pytest.mark.parametrize("change", [{"density": 0.5}, {"window": 5, "global_bytes": 2}])
+def test_no_byte_sees_later_ones(change):
+    model, tokens = Decoder(replace(TINY, **change)), torch.randint(256, (2, TINY.context))
     before = model(tokens)
     tokens[:, 9:] = 7
     torch.testing.assert_close(model(tokens)[:, :9], before[:, :9])
@@ -97,11 +98,22 @@ def test_no_byte_sees_later_ones():
 # -- training ------------------------------------------------------------------------------------------------
 
 
-def test_layers_share_a_graph_under_autocast():
+def test_block_sparse_attention_that_sees_all_is_the_dense_model():
+    """And its mask counts the keys that a byte sees."""
+    dense, sparse = Decoder(TINY), Decoder(replace(TINY, window=TINY.context))
+    sparse.load_state_dict(dense.state_dict())
+    tokens = torch.randint(256, (2, TINY.context))
+    torch.testing.assert_close(sparse(tokens), dense(tokens))
+    near = replace(TINY, window=5, global_bytes=2)
+    assert near.seen() == Decoder(near).mask(16, torch.device("cpu")).to_dense().sum() / 16 < TINY.seen() == 8.5
+
+
+@pytest.mark.parametrize("change", [{"density": 0.5}, {"window": 5, "global_bytes": 2}])
+def test_layers_share_a_graph_under_autocast(change):
     """One to train and one to evaluate, also of layers with different patterns."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = Decoder(replace(TINY, layers=3, density=0.5))
+    model = Decoder(replace(TINY, layers=3, **change))
     windows = torch.randint(256, (4, TINY.context + 1), dtype=torch.uint8)
     with torch.autocast("cpu", torch.bfloat16):
         eager = model.loss(windows)
@@ -137,8 +149,8 @@ def test_the_command_in_a_tiny_form(topics_alone, monkeypatch, tmp_path, capsys)
         assert row["held_out_loss"][-1] < row["held_out_loss"][0] - 0.3
         assert row["tokens"] == [0, *(n * 16 * 16 for n in (10, 20, 30))]
         assert row["seconds"] == sorted(row["seconds"]) and row["step_ms"] > 0 and row["peak_bytes"] is None
-    dense, sparse, wide = (row["flops_per_token"] for row in data["rows"])
-    assert dense == wide > sparse
+    dense, sparse, wide, attention = (row["flops_per_token"] for row in data["rows"])
+    assert dense == wide > attention > sparse
 
 
 def test_run_knows_the_command():
@@ -147,7 +159,7 @@ def test_run_knows_the_command():
     usage = subprocess.run(["./run"], cwd=ROOT, capture_output=True, text=True)
     assert usage.returncode == 2 and re.search(r"\./run train .*python -m demo\.train", usage.stderr)
     done = subprocess.run(["./run", "train", "--help"], cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "--only {dense,sparse,wide}" in done.stdout, done.stderr
+    assert done.returncode == 0 and "--only {dense,sparse,wide,attention}" in done.stdout, done.stderr
 
 
 def test_one_run_alone_and_ctrl_c_in_one_line(topics_alone, monkeypatch, tmp_path, capsys):

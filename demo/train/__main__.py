@@ -1,4 +1,5 @@
-"""python -m demo.train: train a byte-level transformer dense and block-sparse; without a GPU, in a tiny form.
+"""python -m demo.train: train a byte-level transformer with dense and block-sparse layers, and block-sparse attention;
+without a GPU, in a tiny form.
 
 --minilm: prune a sentence model to blocks, and train it until its embeddings recover.
 --long: a few steps of a model of Llama's shape on 32k tokens, whose attention sees a window, global tokens and
@@ -24,7 +25,7 @@ from ..device import why_no_gpu
 from . import long, minilm, recovery, report, runs, text
 
 DEMO = Path(__file__).resolve().parents[1]
-NAMES = {"dense": runs.DENSE, "sparse": runs.SPARSE, "wide": runs.WIDE}
+NAMES = {"dense": runs.DENSE, "sparse": runs.SPARSE, "wide": runs.WIDE, "attention": runs.ATTENTION}
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 

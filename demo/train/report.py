@@ -26,7 +26,7 @@ from .runs import Run
 def runs_table(runs: Sequence[Run], title: str) -> Table:
     """A line for each run. Operations are those to train on one token, losses the last ones, in nats a byte."""
     numbers = ["parameters", "hidden", "density", "MFLOP a token", "loss, train", "held out", "ms a step", "peak GiB"]
-    table = grid(["feed-forward"], numbers, title=title)
+    table = grid(["run"], numbers, title=title)
     for run in runs:
         losses = (f"{loss[-1]:.3f}" for loss in (run.train_loss, run.held_out_loss))
         cells = [f"{run.parameters:,}", str(run.hidden), percent(run.density), f"{run.flops_per_token / 1e6:,.2f}"]
