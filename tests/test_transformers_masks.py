@@ -144,19 +144,23 @@ def planned(monkeypatch):
         yield found
 
 
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["causal", "sliding", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [*itertools.product(["causal", "sliding"], [None, "all", "left", "right"]), ("chunked", None), ("chunked", "left")],
+)
 def test_decoding_takes_one_kernel(planned, name, side):
-    """Nothing that changes with every token is a constant of a kernel."""
+    """Nothing that changes with every token is a constant of a kernel. Tokens behind padding are split among CTAs."""
     for length in (200, 201, 270):
         padding = None if side is None else padding_of(side, length)
         for columns in (length, 400):  # of a dynamic and of a static cache
             mask = make_mask(BATCH, 1, columns, length - 1, mask_function=FUNCTIONS[name], attention_mask=padding)
             attend(MODULE, *operands(1, columns), mask)
     assert {op for op, _ in planned} == {
-        "block_sparse_attention" if side or name == "chunked" else "attention",
+        "block_sparse_attention" if side == "right" or name == "chunked" else "attention",
     }
     assert len({facts.blocks for _, facts in planned}) == 1
+    if name != "chunked" and side != "right":
+        assert {getattr(facts, "spans", False) for _, facts in planned} == {side == "left"}
 
 
 def test_head_dims_are_padded(planned):
