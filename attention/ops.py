@@ -58,7 +58,9 @@ def attention(
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
         seqlens_k: (B,) int32, for a cache that is not full: how many rows of k and v each item has, instead of all Sk,
-            also for causal and window. Rows after those may hold anything, even NaN.
+            also for causal and window. Rows after those may hold anything, even NaN. Or (B, 2), for batches padded on
+            the left: item b has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1], and those before must hold
+            finite numbers.
         block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
             j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Entries past an item's rows are not

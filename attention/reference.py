@@ -183,8 +183,8 @@ def attention_cached(
     Args:
         q: (B, H, Sq, D).
         k, v: (B, Hkv, capacity, D) and (.., Dv); with a block_table (pages, Hkv, page_size, D) and (.., Dv).
-        seqlens_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Read on the
-            host.
+        seqlens_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Or (B, 2): it
+            has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1]. Read on the host.
         block_table: (B, pages of an item) int32; item b's row j is in page block_table[b, j // page_size]. A page that
             is not there is of zeros.
         The others are those of `attention`, with seqlens_k[b] for Sk.
@@ -197,13 +197,19 @@ def attention_cached(
     """
     options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": True}
     parts = []
-    for b, length in enumerate(seqlens_k.tolist()):
+    for b, (first, length) in enumerate(spans_of(seqlens_k)):
         rows = [t[b : b + 1] if block_table is None else _pages(t, block_table[b].long()) for t in (k, v)]
-        parts.append(attention(q[b : b + 1], *(t[:, :, : max(length, 0)] for t in rows), **options))
+        parts.append(attention(q[b : b + 1], *(t[:, :, first:length] for t in rows), **options))
     if not parts:
         parts = [attention(q, *(t[:0] for t in (k, v)), **options)]
     out, lse = (torch.cat(t) for t in zip(*parts, strict=True))
     return (out, lse) if return_lse else out
+
+
+def spans_of(seqlens_k: Tensor) -> list[tuple[int, int]]:
+    """(first row, the one after the last) of each item, from 0 on."""
+    pairs = seqlens_k.tolist() if seqlens_k.dim() == 2 else [(0, n) for n in seqlens_k.tolist()]
+    return [(min(max(first, 0), max(last, 0)), max(last, 0)) for first, last in pairs]
 
 
 def _pages(t: Tensor, numbers: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import attention.eager as eager
 import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse
+from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import families
@@ -103,13 +104,13 @@ class EmulatedDecode(EmulatedFlash):
         if seqlens is None:
             self.attend(q, k, v, out, lse, *scalars)
             return
-        for b, length in enumerate(seqlens.tolist()):
+        assert seqlens.dim() == 1 + facts.spans and facts.window.left >= facts.spans
+        for b, (first, length) in enumerate(spans_of(seqlens)):
             one, kv = slice(b, b + 1), (k[b : b + 1], v[b : b + 1])
-            length = max(length, 0)
             if table is not None:
                 pages = table[b, : -(-length // facts.page_size)].long()
                 kv = (t[pages].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
-            kv = (t[:, :, :length] for t in kv)
+            kv = (t[:, :, first:length] for t in kv)
             self.attend(q[one], *kv, out[one], None if lse is None else lse[one], *scalars)
 
 

@@ -219,6 +219,10 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
     if f.op != "attention":
         # Lengths that cannot be count as the nearest one that can.
         lengths = [n - 1 if n == 0 and case.seed % 2 else n + case.seed % 3 * (n == length) for n in case.cols]
+        if case.seed % 4 == 3:  # of first rows, too
+            lengths = [(n * (b + case.seed % 5) // 7, n) for b, n in enumerate(lengths)]
+            for b, (first, _) in enumerate(lengths):
+                seen[b, 0, :, : max(first, 0)] = False
         more["seqlens_k"] = zones.input(torch.tensor(lengths, dtype=torch.int32, device=device), name="seqlens_k")
     return given, (q, k, v), seen, more
 

@@ -10,7 +10,8 @@ def decode_args(facts: DecodeFacts) -> tuple:
     """Fakes of all arguments of DecodeSm90 or DecodeSm80."""
     from cutlass import Int32
 
-    seqlens = fake_tensor("int32", 1, 0, 1) if facts.seqlens else None
+    rank = 2 if facts.spans else 1
+    seqlens = fake_tensor("int32", rank, rank - 1, 1) if facts.seqlens else None
     table = fake_tensor("int32", 2, 1, 1) if facts.page_size else None
     parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
     ctas = (Int32(1),) if facts.path == "sm_90" else ()

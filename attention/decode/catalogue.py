@@ -17,6 +17,7 @@ SM_90_CASES = [
     *((d, d, {"seqlens": True, "page_size": 64, "lse": True}) for d in HEAD_DIMS),
     (128, 128, {"window": WindowKind(right=True), "lse": True}),
     (128, 128, {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}),
+    (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
     (64, 256, {"seqlens": True, "window": BOTH}),
 ]
@@ -24,6 +25,7 @@ SM_90_CASES = [
 SM_80_CASES = [
     *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
     (128, 128, {"seqlens": True, "split": True, "lse": True}),
+    (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
 ]
 
 

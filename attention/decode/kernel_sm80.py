@@ -20,7 +20,7 @@ from ..forward.mask_and_softmax import QueryWork
 from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from .combine import Combine
-from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
 from .pages import place_of_row
 from .store import packed, store_tile
 
@@ -44,7 +44,7 @@ class DecodeSm80:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mSeqlens: cute.Tensor | None,  # (B,)
+        mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
         mTable: cute.Tensor | None,  # (B, pages of an item)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
@@ -63,7 +63,7 @@ class DecodeSm80:
             capacity = mTable.shape[1] * facts.page_size
         seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
-            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
+            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(

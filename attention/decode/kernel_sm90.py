@@ -37,7 +37,7 @@ from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from ..forward.store_o import VECTOR
 from .combine import Combine
-from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
 from .pages import box_of_tile, pages_of_tile
 from .store import packed, store_tile
 
@@ -68,7 +68,7 @@ class DecodeSm90:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mSeqlens: cute.Tensor | None,  # (B,)
+        mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
         mTable: cute.Tensor | None,  # (B, pages of an item)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
@@ -89,7 +89,7 @@ class DecodeSm90:
             capacity = mTable.shape[1] * facts.page_size
         seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
-            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
+            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
         tK = permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
         tV = permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
         _, sK, sV = loop.layouts()

@@ -153,6 +153,7 @@ class DecodeFacts(FlashFacts):
 
     family: ClassVar[str] = "decode"
     seqlens: bool = False  # whether each item has a length of its own
+    spans: bool = False  # whether it has a first row, too; then the window has a left bound
     page_size: int = 0  # rows of a page of K and V; 0 without pages
     split: bool = False  # whether an item's tiles are split among CTAs; a second kernel then combines their results
 
