@@ -137,8 +137,8 @@ class BackwardFacts:
 
     @property
     def in_registers(self) -> tuple[bool, bool]:
-        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone, and with a
-        cap for none."""
+        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone, with a cap
+        for none."""
         cfg, units = self.config, self.config.by_units and not self.softcap
         return units and self.head_dim <= 64, units and self.head_dim_v <= 64 and cfg.tile_m == 64
 
