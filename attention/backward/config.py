@@ -44,9 +44,8 @@ class BackwardConfig:
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
         text += " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
-        text += (
-            f" stages of Q {self.stages_q}" * (self.stages_q > 0) + " one dS" * self.one_ds + " direct" * self.direct
-        )
+        text += f" stages of Q {self.stages_q}" * (self.stages_q > 0) + " one dS" * self.one_ds
+        text += " direct" * self.direct
         return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text
 
     @property
@@ -137,8 +136,8 @@ class BackwardFacts:
 
     @property
     def in_registers(self) -> tuple[bool, bool]:
-        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone, with a cap
-        for none."""
+        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone; with a
+        cap for none."""
         cfg, units = self.config, self.config.by_units and not self.softcap
         return units and self.head_dim <= 64, units and self.head_dim_v <= 64 and cfg.tile_m == 64
 
