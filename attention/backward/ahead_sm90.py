@@ -134,16 +134,19 @@ class AheadSm90(MainloopSm90):
     # ------------------------------------------------------------------ a unit
 
     def lse_of(self, c: Consumer, stage: Int32, unit: int):
-        """LSE of this thread's columns of a unit's scores, read before they are there; None with a cap, which has no
-        registers for that."""
-        return None if self.facts.softcap else self.row_fragment(c, stage, 0, unit)
+        """LSE of this thread's columns of a unit's scores, read before they are there; None where registers are few."""
+        facts = self.facts
+        several = facts.deterministic and facts.window.left and facts.window.right
+        few = facts.softcap or several and max(facts.head_dim, facts.head_dim_v) == 128
+        return None if few else self.row_fragment(c, stage, 0, unit)
 
     def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
         """Scores to P, in place."""
         self.mask_scores(c, work, i, work.tiles.at(i), unit)
-        if lse is None:
+        if self.facts.softcap:
             self.scores_to_p(c, work, stage, Int32(0), unit)
         else:
+            lse = self.row_fragment(c, stage, 0, unit) if lse is None else lse
             for v in range(cute.size(c.acc_S)):
                 c.acc_S[v] = exp2(c.acc_S[v] * work.scale_log2 - lse[v // 4 * 2 + v % 2])
 
