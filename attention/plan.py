@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.arch import ArchSpec
-from cute_kernels.dtypes import NAMES
+from cute_kernels.dtypes import NAMES, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import CallPlan
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -177,7 +177,7 @@ def without_kernel(plan: FlashPlan, reference: Callable, out, sinks=None):
     """(out, lse) by `reference`, which CPU tensors run; rows with nothing to attend to are zeros, their LSE the sink."""
     if plan.empty:
         result = torch.zeros(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-        lse = empty_lse(plan.lse_shape, torch.float32, plan.device, sinks)
+        lse = empty_lse(plan.lse_shape, accumulator(plan.out_dtype), plan.device, sinks)
     else:
         result, lse = reference()
     return result if out is None else out.copy_(result), lse

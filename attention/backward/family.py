@@ -99,7 +99,11 @@ class BackwardPrepare(Family):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[PrepareFacts]:
         kernels = FLASH_BACKWARD.catalogue(arch, quick)
-        return list(dict.fromkeys(prepare_of(facts, lse) for facts in kernels for lse in (False, True)))
+        found = [prepare_of(facts, lse) for facts in kernels for lse in (False, True)]
+        found += [
+            prepare_of(facts, facts.packed, "bfloat16") for facts in kernels if facts.packed or facts.head_dim == 64
+        ]
+        return list(dict.fromkeys(found))
 
     def bundle(self, op: str, request: Request) -> Iterator[PrepareFacts]:
         return (prepare_of(facts, False) for facts in FLASH_BACKWARD.bundle(op, request))
