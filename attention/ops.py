@@ -101,8 +101,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, or on a GPU the head
-            dimension is 512; or the GPU is older than sm_80.
+        RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, or on a GPU the
+            head dimension is 512; or the GPU is older than sm_80.
     """
     if score_mod is not None and is_compiling():
         from .torch_op import uncompiled

@@ -30,7 +30,7 @@ class FlashPlan(CallPlan):
 
     lse_shape: tuple = ()
     scalars: tuple = ()  # the function's last arguments
-    # Those after LSE and the sinks, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks, what a score_mod reads.
+    # Those after the sinks, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks, what a score_mod reads.
     more: tuple = (None, None, None, None)
     takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
@@ -157,7 +157,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None) -> tuple:
     """Run the plan's kernel; returns (out, lse), lse None where none is asked for.
 
-    more: the kernel's arguments after LSE and the sinks; FlashPlan.more where it is None.
+    more: the kernel's arguments after the sinks; FlashPlan.more where it is None.
     """
     more = plan.more if more is None else more
     if out is None:
@@ -174,7 +174,7 @@ def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None)
 
 
 def without_kernel(plan: FlashPlan, reference: Callable, out, sinks=None):
-    """(out, lse) by `reference`, which CPU tensors run; rows with nothing to attend to are zeros, their LSE the sink."""
+    """(out, lse) by `reference`, which CPU tensors run; rows with nothing to attend to are zeros."""
     if plan.empty:
         result = torch.zeros(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
         lse = empty_lse(plan.lse_shape, accumulator(plan.out_dtype), plan.device, sinks)

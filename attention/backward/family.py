@@ -100,9 +100,8 @@ class BackwardPrepare(Family):
     def catalogue(self, arch: str, quick: bool = False) -> list[PrepareFacts]:
         kernels = FLASH_BACKWARD.catalogue(arch, quick)
         found = [prepare_of(facts, lse) for facts in kernels for lse in (False, True)]
-        found += [
-            prepare_of(facts, facts.packed, "bfloat16") for facts in kernels if facts.packed or facts.head_dim == 64
-        ]
+        with_sinks = (facts for facts in kernels if facts.packed or facts.head_dim == 64)
+        found += [prepare_of(facts, facts.packed, "bfloat16") for facts in with_sinks]
         return list(dict.fromkeys(found))
 
     def bundle(self, op: str, request: Request) -> Iterator[PrepareFacts]:
