@@ -197,6 +197,7 @@ class DecodeSm90:
                 tiles = source.for_tile(tile, seqlen)
                 row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, as all rows here
                 rows = seqlen.rows * source.qhead_per_kvhead
+                sinks = read_sinks(mSinks, tile, source.qhead_per_kvhead, row)  # long before they are needed
                 if tiles.count > 0:
                     self.load_q(packed(mQ, tile, source.qhead_per_kvhead), sQ, tile.m * ROWS, rows, tidx)
                 softmax.clear()
@@ -213,7 +214,7 @@ class DecodeSm90:
                     at_k, at_v = self.mainloop.steps(c, work, at_k, at_v)
                     self.mainloop.last_step(c, at_v)
                     at_v = self.mainloop.finish(c, at_v)
-                softmax.finish(out, lse, read_sinks(mSinks, tile, source.qhead_per_kvhead, row))
+                softmax.finish(out, lse, sinks)
                 store_tile(
                     facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows
                 )
