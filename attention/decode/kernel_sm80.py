@@ -68,21 +68,11 @@ class DecodeSm80:
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(
-            mQ,
-            mK,
-            mV,
-            mO,
-            mLSE,
-            mTable,
-            mPartO,
-            mPartLSE,
-            source,
-            scheduler,
-            seqlens,
-            scale_log2,
-            softcap,
+            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
             None if const_expr(facts.split) else mSinks,
-        ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+        ).launch(
+            grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
         if const_expr(facts.split):
             combine = Combine(facts.head_dim_v, False)
             combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
