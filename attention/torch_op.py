@@ -23,14 +23,14 @@ QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None, bool? deterministic=None"
+    "Tensor? block_table=None, bool? deterministic=None, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
 )
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
-    "bool? deterministic=None"
+    "bool? deterministic=None, Tensor? sinks=None"
 )
 
 
@@ -59,25 +59,31 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 
 
 def _run_attention_backward(
-    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, sinks
 ):
     options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
-    options["deterministic"] = deterministic
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options)
+    options |= {"deterministic": deterministic, "sinks": sinks}
+    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options))
 
 
 def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms):
-    *mask, causal, softcap, scale, form, deterministic = mask_and_terms
-    options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, _block_mask(*mask, form), **options)
+    *mask, causal, softcap, scale, form, deterministic, sinks = mask_and_terms
+    options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic, "sinks": sinks}
+    mask = _block_mask(*mask, form)
+    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options))
 
 
 def _fake_backward(dout, dlse, q, k, v, *others):
-    return tuple(torch.empty_like(t) for t in (q, k, v))
+    return _four(q, tuple(None if t is None else torch.empty_like(t) for t in (q, k, v, others[-1])))
+
+
+def _four(q, found: tuple) -> tuple[Tensor, ...]:
+    """(dQ, dK, dV, dsinks), the last without elements where sinks want none."""
+    return *found[:3], q.new_empty(0) if found[3] is None else found[3]
 
 
 def _register_backward(name: str, run, terms: str) -> None:
-    schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor)"
+    schema = f"({BACKWARD}, {terms}, Tensor? sinks) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     op.register_fake(_fake_backward)
 
@@ -102,46 +108,49 @@ def _save(ctx, inputs, output, tensors: tuple) -> None:
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic = inputs[3:]
+    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = inputs[3:]
     if seqlens_k is not None or block_table is not None:
         raise RuntimeError(NO_CACHE)
-    _save(ctx, inputs, output, (cu_q, cu_k))
+    _save(ctx, inputs, output, (cu_q, cu_k, sinks))
     ctx.terms = causal, left, right, softcap, scale
     ctx.deterministic = deterministic
 
 
 def _attention_gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    q, k, v, out, lse, cu_q, cu_k, sinks = ctx.saved_tensors
     if lse.numel() == 0:  # the op was called without it
-        out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k)
+        out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k, sinks=sinks)
         dlse = None
-    found = torch.ops.attention.attention_backward(
-        dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k, ctx.deterministic
+    wanted = sinks if ctx.needs_input_grad[-1] else None
+    *found, of_sinks = torch.ops.attention.attention_backward(
+        dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k, ctx.deterministic, wanted
     )
-    return *found, *(None,) * (len(ctx.needs_input_grad) - 3)
+    return *found, *(None,) * (len(ctx.needs_input_grad) - 4), None if wanted is None else of_sinks
 
 
 def _block_sparse_context(ctx, inputs, output) -> None:
-    lists, lengths, blocksize, mask_mod, numbers, tensors, causal, softcap, scale, _, form, deterministic = inputs[3:]
-    _save(ctx, inputs, output, (*lists, *tensors))
+    lists, lengths, blocksize, mask_mod, numbers, tensors, *terms = inputs[3:]
+    causal, softcap, scale, _, form, deterministic, sinks = terms
+    _save(ctx, inputs, output, (sinks, *lists, *tensors))
     ctx.mask = len(lists), lengths, blocksize, mask_mod, numbers
     ctx.terms = causal, softcap, scale, form
     ctx.deterministic = deterministic
 
 
 def _block_sparse_gradients(ctx, dout, dlse):
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
     count, *facts = ctx.mask
     mask = tensors[:count], *facts, tensors[count:]
     if lse.numel() == 0:
         *terms, form = ctx.terms
-        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form)
+        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form, sinks=sinks)
         dlse = None
-    found = torch.ops.attention.block_sparse_attention_backward(
-        dout, dlse, q, k, v, out, lse, *mask, *ctx.terms, ctx.deterministic
+    wanted = sinks if ctx.needs_input_grad[-1] else None
+    *found, of_sinks = torch.ops.attention.block_sparse_attention_backward(
+        dout, dlse, q, k, v, out, lse, *mask, *ctx.terms, ctx.deterministic, wanted
     )
-    nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:])
-    return *found, *nothing  # a list for each list of tensors
+    nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:-1])
+    return *found, *nothing, None if wanted is None else of_sinks  # a list for each list of tensors
 
 
 ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
@@ -154,24 +163,24 @@ register(BLOCK_SPARSE_OP, INPUTS, BLOCK_SPARSE, _run_block_sparse, _fake_block_s
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    deterministic,
+    sinks, deterministic,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    with_lse = return_lse or _differentiable("attention", q, k, v, out)
+    with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, sinks
     result = call(ATTENTION_OP, (q, k, v), out, terms)
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic):
+def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
-    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, out)
-    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic
+    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out)
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, sinks
     result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
     return result if return_lse else result[0]
 
@@ -182,9 +191,9 @@ def uncompiled(op, *args, **options):
     return op(*args, **options)
 
 
-def _differentiable(op: str, q, k, v, out) -> bool:
+def _differentiable(op: str, q, k, v, sinks, out) -> bool:
     """Whether a traced call has gradients, for which it needs LSE."""
-    if out is not None or not watched(q, k, v):
+    if out is not None or not watched(q, k, v, sinks):
         return False
     check_gradient_dims(op, q, v, q.is_cuda)
     return True

@@ -139,11 +139,13 @@ def pieces(
         yield ..., q, k, v, seen if block_mask is None else seen & block_mask.to_dense(*q.shape[:2])
 
 
-def truth(q, k, v, *, softcap=None, scale=None, **terms):
+def truth(q, k, v, *, softcap=None, scale=None, sinks=None, **terms):
     """Of a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|."""
     shape = (1, q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    more, scores = {"dtype": FP64, "device": q.device}, {"softcap": softcap, "scale": scale}
+    more, scores = {"dtype": FP64, "device": q.device}, {"softcap": softcap, "scale": scale, "sinks": sinks}
     found = SimpleNamespace(lse=torch.full(shape, -math.inf, **more), columns=0)
+    if sinks is not None:  # of rows that are in no part
+        found.lse.copy_(sinks.view(-1, 1))
     found.out, found.spread = (torch.zeros(*shape, v.shape[-1], **more) for _ in range(2))
     found.by_torch = torch.zeros(*shape, v.shape[-1], dtype=q.dtype, device=q.device)
     for where, *parts, seen in pieces(q, k, v, **terms):

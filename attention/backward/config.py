@@ -13,6 +13,7 @@ from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
 ALIGN = 1024  # of operands in shared memory, bytes
+PREPARE_WARPS = 4  # of a CTA of the kernel before
 QUEUE_BYTES = 80  # of forward/tile_queue: barriers and fields of its slots
 
 
@@ -204,6 +205,7 @@ class PrepareFacts:
     head_dim_v: int
     lse_gradient: bool  # whether there is a gradient of LSE, too
     packed: bool
+    sinks: str | None = None  # dtype of the sinks, of which a gradient is wanted; None: of none
 
     def key(self) -> str:
         return repr(self)

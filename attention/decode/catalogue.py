@@ -11,6 +11,7 @@ from .choose import WIDE_FEW, pick
 
 BOTH = WindowKind(left=True, right=True)
 ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
+GPT_OSS = {"seqlens": True, "page_size": 64, "window": BOTH, "sinks": "bfloat16"}
 SM_90_CASES = [
     *((d, d, {"split": True}) for d in HEAD_DIMS),
     *((d, d, ALL) for d in HEAD_DIMS),
@@ -20,12 +21,15 @@ SM_90_CASES = [
     (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
     (64, 256, {"seqlens": True, "window": BOTH}),
+    *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
+    (128, 128, ALL | {"split": False, "sinks": "float32"}),
 ]
 # With pages and head dimension 256 a few addresses are spilled.
 SM_80_CASES = [
     *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
     (128, 128, {"seqlens": True, "split": True, "lse": True}),
     (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
+    *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
 ]
 
 
@@ -42,6 +46,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
     for terms in (ALL | {"page_size": 0}, ALL):
         yield facts_of(spec, "sm_80", WIDE, WIDE, terms, WIDE_FEW)
     yield facts_of(spec, "sm_80", WIDE, WIDE, ALL)
+    yield facts_of(spec, "sm_80", WIDE, WIDE, ALL | {"split": False, "sinks": "float32"})
 
 
 def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict, *packed_rows: int) -> DecodeFacts:

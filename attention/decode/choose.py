@@ -126,11 +126,11 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
     """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
 
-    def whole(q, k, v, out, lse, seqlens, table, *scalars):
-        function(q, k, v, out, lse, seqlens, table, None, None, *scalars)
+    def whole(q, k, v, out, lse, sinks, seqlens, table, *scalars):
+        function(q, k, v, out, lse, sinks, seqlens, table, None, None, *scalars)
 
-    def split(q, k, v, out, lse, seqlens, table, *scalars):
+    def split(q, k, v, out, lse, sinks, seqlens, table, *scalars):
         parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
-        function(q, k, v, out, lse, seqlens, table, *parts, *scalars)
+        function(q, k, v, out, lse, sinks, seqlens, table, *parts, *scalars)
 
     return whole if shape is None else split

@@ -73,6 +73,7 @@ class FlashFacts:
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
     score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
+    sinks: str | None = None  # dtype of the sinks, a logit for each head that joins a row's sum; None: there are none
 
     def key(self) -> str:
         """A text that is the same in every process."""
