@@ -97,17 +97,23 @@ class AheadSm90(MainloopSm90):
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, work.tiles.at(i), next_q, following)
         self.start_s(c, next_q.index)
-        lse = self.share_last_unit(c, at_q, at, 1, begun, next_q.index)
-        warpgroup.wait_group(2)
+        lse = self.share_last_unit(c, at_q, at, 1, next_q.index)
+        early = self.facts.softcap  # no registers for dS beside exponentials
+        if const_expr(early):
+            self.start_last_dk(c, at_q, at, begun)
+        warpgroup.wait_group(1 + early)
         self.weigh(c, work, i, next_q.index, 0, lse)
         compute_all_before_waits(c.acc_S, c.rows)
+        if const_expr(not early):
+            self.start_last_dk(c, at_q, at, begun)
         c.pipe_do.consumer_wait(following)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(1)
         self.free_ds(c)
-        c.pipe_q.consumer_release(at_q)
         self.move_dq(c, at, dq)
         self.start_dp(c, following.index, 0)
         self.give_dq(c, at)
+        warpgroup.wait_group(1)
+        c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
         for unit in range_constexpr(1, self.units):
             self.start_s(c, next_q.index, unit)
@@ -121,7 +127,8 @@ class AheadSm90(MainloopSm90):
     @cute.jit
     def finish(self, c: Consumer, at_q, at, dq: Int64, begun: Int32, steps: Int32):
         """What is left of the last of `steps` tiles; returns when all products are done."""
-        self.share_last_unit(c, at_q, at, 0, begun, None, steps > 0)
+        self.share_last_unit(c, at_q, at, 0, None, steps > 0)
+        self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(0)
         if steps > 0:
             self.move_dq(c, at, dq)
@@ -136,8 +143,8 @@ class AheadSm90(MainloopSm90):
     def lse_of(self, c: Consumer, stage: Int32, unit: int):
         """LSE of this thread's columns of a unit's scores, read before they are there; None where registers are few."""
         facts = self.facts
-        several = facts.deterministic and facts.window.left and facts.window.right
-        few = facts.softcap or several and max(facts.head_dim, facts.head_dim_v) == 128
+        both = facts.window.left and facts.window.right
+        few = facts.softcap or both and max(facts.head_dim, facts.head_dim_v) == 128
         return None if few else self.row_fragment(c, stage, 0, unit)
 
     def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
@@ -181,10 +188,8 @@ class AheadSm90(MainloopSm90):
         self.start_dk(c, at_q.index, unit, add)
 
     @cute.jit
-    def share_last_unit(
-        self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, next_q, there=True
-    ):
-        """dS to shared memory, and start dK and dQ; so many products were started since dV's.
+    def share_last_unit(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], next_q, there=True):
+        """dS to shared memory, and start dQ; so many products were started since dV's.
 
         there: whether there is a tile; without one nobody uses what is computed. Returns LSE of the next tile's first
         unit, whose stage of Q is next_q; None: of none.
@@ -197,11 +202,14 @@ class AheadSm90(MainloopSm90):
         self.wait_for_free_ds(c, last)
         self.write_ds(c, self.buffer_of(at), last)
         self.publish()
-        self.start_dk(c, at_q.index, last, True if self.units > 1 else at.count > begun)
         lse = None if const_expr(next_q is None) else self.lse_of(c, next_q, 0)
         self.wait_for_ds()
         self.start_dq(self.dq_in_dp(c), self.buffer_of(at), 0)
         return lse
+
+    def start_last_dk(self, c: Consumer, at_q, at, begun: Int32):
+        """Start dK of the last unit, of the tile of these states."""
+        self.start_dk(c, at_q.index, self.units - 1, True if self.units > 1 else at.count > begun)
 
     def free_ds(self, c: Consumer):
         """This warpgroup has no product that reads dS."""

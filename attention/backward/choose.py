@@ -8,9 +8,9 @@ from .config import BackwardConfig, BackwardFacts
 
 # By the larger of the two head dimensions: scores computed ahead. Registers of a mask that reads tensors are too many.
 SM_90_AHEAD = {
-    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3, direct=True),
-    96: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3, direct=True),
-    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3, direct=True),
+    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3),
+    96: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
+    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
 }
 
 # By the larger of the two head dimensions.
