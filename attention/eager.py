@@ -30,13 +30,10 @@ def attention(
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
         window = tuple(window)
-    score = None
-    if score_mod is not None:
-        _check_score_form(cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
-        score = bound_to(score_mod, q)
+    score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
@@ -61,8 +58,8 @@ def attention(
         if score is not None:
             terms["score_mod"] = score
         out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out)
-    elif seqlens_k is not None:
-        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table))
+    elif plan.facts.family == decode.FAMILY:
+        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table, None if score is None else score.reads))
     else:
         out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads))
     return (out, lse) if return_lse else out
@@ -97,11 +94,10 @@ def plan_attention(
                           block_table=block_table, deterministic=deterministic, score_mod=score_mod)  # fmt: skip
         return plan_with_sinks("attention", without, sinks, q)
     if score_mod is not None:
-        _check_score_form(cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
     cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
     columns = cache_checks.capacity(k, block_table)
@@ -109,11 +105,11 @@ def plan_attention(
     plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out)
     bounds = window_bounds(window, causal)
     if score_mod is not None:
-        checks.check_score("attention", score_mod, q, k, softcap)
+        checks.check_score("attention", score_mod, q.shape[:2], (q.shape[2], columns), softcap)
     if not plan.empty and planning.has_kernel(q):
 
         def choose(plan, facts, sms) -> bool:
-            if score_mod is not None or seqlens_k is None and not decode.serves(q, k, sms):
+            if seqlens_k is None and not decode.serves(q, k, sms):
                 return False
             decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms)
             return True
@@ -128,19 +124,6 @@ def bound_to(score_mod, q):
     """A score_mod as kernels take it, with the tensors that it captures."""
     common.check_tensor("attention: q", q)
     return bound(score_mod, q.device)
-
-
-def _check_score_form(cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table) -> None:
-    """What kernels with a score_mod do not have yet."""
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        raise ValueError(
-            "attention: packed sequences have no score_mod; use block_sparse_attention with a mask of the sequences"
-        )
-    if seqlens_k is not None or block_table is not None:
-        raise ValueError(
-            "attention: a cache with seqlens_k or block_table has no score_mod; cut k and v to one length, or return "
-            "-inf from the score_mod where kv >= seqlens_k[b]"
-        )
 
 
 def _check_one_form(seqlens_k, block_table) -> None:

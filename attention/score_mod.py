@@ -82,6 +82,17 @@ class ScoreMod(ElementMask):
         """Whether it depends on the row or the column."""
         return not inputs_of(self.program, self.program.output).isdisjoint((Q_INPUT, KV_INPUT))
 
+    @cached_property
+    def kept_inside(self) -> ScoreMod:
+        """The same where the host does not know how far rows and columns go: an index past a tensor's end becomes the
+        last one. Those of b and h are known."""
+        first, nodes = len(self.program.inputs), list(self.program.nodes)
+        for number, load in self.program.loads:
+            direct = tuple(d and i not in (Q_INPUT, KV_INPUT) for i, d in zip(load.indices, load.direct, strict=True))
+            nodes[number - first] = nodes[number - first]._replace(args=tuple(load._replace(direct=direct)))
+        program = Program.of(self.program.inputs, self.program.tensors, nodes, self.program.output)
+        return self if program == self.program else replace(self, program=program)
+
     def indexes(self, value: int) -> bool:
         """Whether an input is an index by itself, and so must not go past a tensor's end."""
         return any(index == value for _, _, index in self.program.direct)
@@ -111,6 +122,7 @@ class BoundScore:
 
     mod: ScoreMod
     tensors: tuple[Tensor, ...]
+    first_item: int = 0  # b of the first of the items that it is applied to
 
     @property
     def wants_gradients(self) -> bool:
@@ -123,6 +135,14 @@ class BoundScore:
 
     def check(self, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         check_extents(self.mod, self.tensors, batch, heads, lengths, WHAT)
+
+    @property
+    def kept_inside(self) -> BoundScore:
+        return replace(self, mod=self.mod.kept_inside)
+
+    def of_item(self, b: int) -> BoundScore:
+        """For scores (1, H, rows, Sk) of item b."""
+        return replace(self, first_item=b)
 
     def apply(self, scores: Tensor, first_row: int = 0) -> Tensor:
         """Of scores (B, H, rows, Sk), whose rows are those from `first_row` on."""
@@ -150,7 +170,8 @@ class BoundScore:
 
     def _inputs(self, scores: Tensor, first_row: int) -> tuple[Tensor, ...]:
         batch, heads, rows, cols = scores.shape
-        extents = (0, batch), (0, heads), (first_row, first_row + rows), (0, cols)
+        first = self.first_item
+        extents = (first, first + batch), (0, heads), (first_row, first_row + rows), (0, cols)
         each = (torch.arange(*extent, dtype=torch.int32, device=scores.device) for extent in extents)
         return scores, *(t.view(-1, *(1,) * (3 - i)) for i, t in enumerate(each))
 

@@ -2,7 +2,7 @@
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
-from ..forward.arguments import scalar_args, tensor_args
+from ..forward.arguments import scalar_args, score_args, tensor_args
 from ..forward.config import DecodeFacts
 
 
@@ -14,4 +14,5 @@ def decode_args(facts: DecodeFacts) -> tuple:
     table = fake_tensor("int32", 2, 1, 1) if facts.page_size else None
     parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
     ctas = (Int32(1),) if facts.path == "sm_90" else ()
-    return *tensor_args(facts), seqlens, table, *parts, *scalar_args(facts), Int32(1), *ctas, fake_stream()
+    cache = seqlens, table, score_args(facts.score)
+    return *tensor_args(facts), *cache, *parts, *scalar_args(facts), Int32(1), *ctas, fake_stream()

@@ -46,6 +46,7 @@ class DecodeSm80:
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         mSeqlens: cute.Tensor | None,  # (B,)
         mTable: cute.Tensor | None,  # (B, pages of an item)
+        score_tensors: tuple | None,  # what a score_mod reads
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
         scale_log2: Float32,
@@ -67,7 +68,8 @@ class DecodeSm80:
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(
-            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap
+            mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
+            score_tensors,
         ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
         if const_expr(facts.split):
             combine = Combine(facts.head_dim_v, False)
@@ -93,6 +95,7 @@ class DecodeSm80:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -115,7 +118,7 @@ class DecodeSm80:
         self.mainloop.wait(2 * cfg.stages - 1)
         softmax.clear()
         c.acc_O.fill(0.0)
-        work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+        work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
         # Q's fragments are read again for each tile, since registers are few with pages.
         self.mainloop.steps(c, work, [], from_k, from_v, None)
         softmax.finish(out, lse)
