@@ -105,15 +105,7 @@ def attention(
         RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or on a GPU the head
             dimension is 512; or the GPU is older than sm_80.
     """
-    if score_mod is not None and is_compiling():
-        from .torch_op import uncompiled
-
-        return uncompiled(
-            attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
-            block_table=block_table, sinks=sinks, deterministic=deterministic, score_mod=score_mod,
-        )  # fmt: skip
-    score = None if score_mod is None else _bound("attention", score_mod, q)
+    score = _bound("attention", score_mod, q)
     if sinks is not None:
         run = partial(
             attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=True, out=out,
@@ -187,14 +179,7 @@ def block_sparse_attention(
     are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
-    if score_mod is not None and is_compiling():
-        from .torch_op import uncompiled
-
-        return uncompiled(
-            block_sparse_attention, q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale,
-            return_lse=return_lse, out=out, sinks=sinks, deterministic=deterministic, score_mod=score_mod,
-        )  # fmt: skip
-    score = None if score_mod is None else _bound("block_sparse_attention", score_mod, q)
+    score = _bound("block_sparse_attention", score_mod, q)
     if sinks is not None:
         options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
         options["score_mod"] = score
@@ -216,8 +201,10 @@ def block_sparse_attention(
     return run(q, k, v, block_mask, **terms, deterministic=deterministic)
 
 
-def _bound(op: str, score_mod, q) -> BoundScore:
-    """A score_mod with what it captures."""
+def _bound(op: str, score_mod, q) -> BoundScore | Callable | None:
+    """A score_mod with what it captures; inside a torch.compile trace itself, since the op looks for that."""
+    if score_mod is None or is_compiling():
+        return score_mod
     checks.check_tensor(f"{op}: q", q)
     return bound(score_mod, q.device)
 

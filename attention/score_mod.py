@@ -22,7 +22,6 @@ from cute_kernels.traced.derivative import derivative
 from cute_kernels.traced.evaluate import evaluate
 from cute_kernels.traced.memo import MOST, traced
 from cute_kernels.traced.program import HALF, Load, Node, Program
-from cute_kernels.traced.record import Traced
 
 from .masks.element_mask import ElementMask, check_extents, views_of
 
@@ -200,17 +199,17 @@ def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> Boun
             "requires a gradient, which would be lost; compute it outside of the function, and index the result by b, "
             "h, q and kv inside"
         )
-    return BoundScore(_mod(found), found.tensors)
+    return BoundScore(mod_of(found.program, found.tensors), found.tensors)
 
 
-def _mod(found: Traced) -> ScoreMod:
-    program = found.program
+def mod_of(program: Program, tensors: Sequence[Tensor]) -> ScoreMod:
+    """Of a traced function and what it reads."""
     if program.dtype in ("bool", "int32", "int64"):
         raise TypeError(f"score_mod must return a floating-point score, got a tensor of torch.{program.dtype}")
     if program.dtype in HALF:
         nodes = *program.nodes, Node("cast", "float32", (program.output,))
         program = Program.of(program.inputs, program.tensors, nodes, len(program.inputs) + len(program.nodes))
-    return _known(program, tuple(t.stride(-1) == 1 for t in views_of(found.tensors)))
+    return _known(program, tuple(t.stride(-1) == 1 for t in views_of(tensors)))
 
 
 @lru_cache(maxsize=MOST)

@@ -2,19 +2,20 @@
 
 Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
 enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
-as `crossing` describes, and are converted once, inside of the op (kept.py).
+as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the same ops have other names,
+and take it as a text, numbers and tensors (score_text.py), which get gradients.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
-from cute_kernels.checks import watched
+from cute_kernels.checks import check_no_grad, watched
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager, gradients
+from . import eager, gradients, score_text
 from .checks import NO_CACHE, check_gradient_dims
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
@@ -28,25 +29,36 @@ ATTENTION = (
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
 )
+MASK_PARTS = 6
+SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
+SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
     "bool? deterministic=None"
 )
 
 
-def _run_attention(q, k, v, *, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
+def _run_attention(q, k, v, *score, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
+    terms |= _score_of(q, score)
     result = eager.attention(q, k, v, window=_window(left, right), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
-def _fake_attention(q, k, v, *, return_lse, cu_seqlens_q, cu_seqlens_k, **terms) -> tuple[Tensor, Tensor]:
+def _fake_attention(q, k, v, *score, return_lse, cu_seqlens_q, cu_seqlens_k, **terms) -> tuple[Tensor, Tensor]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     return _fake("attention", q, k, v, return_lse, packed)
 
 
-def _run_block_sparse(q, k, v, *mask, form, return_lse, **terms) -> tuple[Tensor, Tensor]:
+def _run_block_sparse(q, k, v, *mask_and_score, form, return_lse, **terms) -> tuple[Tensor, Tensor]:
+    mask, score = mask_and_score[:MASK_PARTS], mask_and_score[MASK_PARTS:]
+    terms |= _score_of(q, score)
     result = eager.block_sparse_attention(q, k, v, _block_mask(*mask, form), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
+
+
+def _score_of(q, score: tuple) -> dict:
+    """A score_mod as an op takes it, as eager calls do; of an op without one, nothing."""
+    return {"score_mod": score_text.read_score(*score, q.device)[0]} if score else {}
 
 
 def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Tensor]:
@@ -59,27 +71,50 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 
 
 def _run_attention_backward(
-    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, **score
 ):
     options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
     options["deterministic"] = deterministic
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options)
+    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score)
 
 
-def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms):
+def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms, **score):
     *mask, causal, softcap, scale, form, deterministic = mask_and_terms
     options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, _block_mask(*mask, form), **options)
+    mask = _block_mask(*mask, form)
+    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options, **score)
 
 
 def _fake_backward(dout, dlse, q, k, v, *others):
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
+def _fake_backward_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *others):
+    return *_fake_backward(dout, dlse, q, k, v), [t.new_empty(t.shape) for t, w in zip(tensors, wanted) if w]
+
+
 def _register_backward(name: str, run, terms: str) -> None:
+    """The op that computes gradients, and the one of a score_mod, which also has those of its wanted tensors."""
+
+    def run_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *terms):
+        score, places = score_text.read_score(text, numbers, tensors, q.device)
+        gradients.check_score(score, any(wanted), q, terms[-1])
+        slots = {place: slot for slot, place in enumerate(places)}
+        sums = gradients.sums_of(q, score.tensors, [slots[i] for i, w in enumerate(wanted) if w and i in slots])
+        found = run(dout, dlse, q, k, v, out, lse, *terms, score_mod=score, sums=sums)
+        of_tensors = [
+            sums[slots[i]].to(t.dtype) if i in slots else t.new_zeros(t.shape)
+            for i, (t, w) in enumerate(zip(tensors, wanted, strict=True))
+            if w
+        ]
+        return *found, of_tensors
+
     schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     op.register_fake(_fake_backward)
+    schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor[])"
+    op = torch.library.custom_op(name + SCORED, run_with_score, mutates_args=(), schema=schema)
+    op.register_fake(_fake_backward_with_score)
 
 
 _register_backward(
@@ -95,96 +130,126 @@ _register_backward(
 )
 
 
-def _save(ctx, inputs, output, tensors: tuple) -> None:
+def _save(ctx, inputs, output, tensors: tuple, at: int) -> None:
+    """`at`: where among the inputs a score_mod is, if there is one; what follows, the terms, is returned."""
     out, lse = output
-    ctx.save_for_backward(*inputs[:3], out, lse, *tensors)
+    ctx.score = inputs[at : at + 2] if isinstance(inputs[at], str) else ()
+    ctx.scored_at = at + 2 if ctx.score else None
+    captured = inputs[at + 2] if ctx.score else ()
+    ctx.save_for_backward(*inputs[:3], out, lse, *tensors, *captured)
     ctx.set_materialize_grads(False)
 
 
+def _terms(inputs, at: int) -> tuple:
+    """The inputs after a score_mod's, which would begin at `at`."""
+    return inputs[at + 3 :] if isinstance(inputs[at], str) else inputs[at:]
+
+
 def _attention_context(ctx, inputs, output) -> None:
-    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic = inputs[3:]
+    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic = _terms(inputs, 3)
     if seqlens_k is not None or block_table is not None:
         raise RuntimeError(NO_CACHE)
-    _save(ctx, inputs, output, (cu_q, cu_k))
+    _save(ctx, inputs, output, (cu_q, cu_k), 3)
     ctx.terms = causal, left, right, softcap, scale
     ctx.deterministic = deterministic
 
 
 def _attention_gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    q, k, v, out, lse, cu_q, cu_k, *captured = ctx.saved_tensors
+    score = (*ctx.score, captured) if ctx.score else ()
     if lse.numel() == 0:  # the op was called without it
-        out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k)
+        out, lse = _op("attention", score)(q, k, v, *score, *ctx.terms, True, cu_q, cu_k)
         dlse = None
-    found = torch.ops.attention.attention_backward(
-        dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k, ctx.deterministic
-    )
-    return *found, *(None,) * (len(ctx.needs_input_grad) - 3)
+    terms = *ctx.terms, cu_q, cu_k, ctx.deterministic
+    return _gradients(ctx, "attention_backward", (dout, dlse, q, k, v, out, lse), score, terms)
 
 
 def _block_sparse_context(ctx, inputs, output) -> None:
-    lists, lengths, blocksize, mask_mod, numbers, tensors, causal, softcap, scale, _, form, deterministic = inputs[3:]
-    _save(ctx, inputs, output, (*lists, *tensors))
-    ctx.mask = len(lists), lengths, blocksize, mask_mod, numbers
+    lists, lengths, blocksize, mask_mod, numbers, tensors = inputs[3 : 3 + MASK_PARTS]
+    causal, softcap, scale, _, form, deterministic = _terms(inputs, 3 + MASK_PARTS)
+    _save(ctx, inputs, output, (*lists, *tensors), 3 + MASK_PARTS)
+    ctx.mask = len(lists), len(tensors), lengths, blocksize, mask_mod, numbers
     ctx.terms = causal, softcap, scale, form
     ctx.deterministic = deterministic
 
 
 def _block_sparse_gradients(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    count, *facts = ctx.mask
-    mask = tensors[:count], *facts, tensors[count:]
+    count, of_mask, *facts = ctx.mask
+    mask = tensors[:count], *facts, tensors[count : count + of_mask]
+    score = (*ctx.score, tensors[count + of_mask :]) if ctx.score else ()
     if lse.numel() == 0:
         *terms, form = ctx.terms
-        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form)
+        out, lse = _op("block_sparse_attention", score)(q, k, v, *mask, *score, *terms, True, form)
         dlse = None
-    found = torch.ops.attention.block_sparse_attention_backward(
-        dout, dlse, q, k, v, out, lse, *mask, *ctx.terms, ctx.deterministic
-    )
-    nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:])
-    return *found, *nothing  # a list for each list of tensors
+    terms = *mask, *ctx.terms, ctx.deterministic
+    return _gradients(ctx, "block_sparse_attention_backward", (dout, dlse, q, k, v, out, lse), score, terms)
+
+
+def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple) -> tuple:
+    """What the op of that name computes, for each input: a list for each list of tensors."""
+    needed = ctx.needs_input_grad
+    nothing = [[None] * len(n) if isinstance(n, list) else None for n in needed]
+    wanted = (needed[ctx.scored_at],) if score else ()
+    dq, dk, dv, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms)
+    if score:
+        found = iter(of_captured[0])
+        nothing[ctx.scored_at] = [next(found) if w else None for w in wanted[0]]
+    return dq, dk, dv, *nothing[3:]
+
+
+def _op(name: str, score: tuple):
+    """The op of that name, or, with a score_mod, the one that takes it."""
+    return getattr(torch.ops.attention, name + SCORED if score else name)
 
 
 ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
-GRADIENT = _attention_context, _attention_gradients
-register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor", gradient=GRADIENT)
-GRADIENT = _block_sparse_context, _block_sparse_gradients
-INPUTS = f"{QKV}, {MASK}"
-register(BLOCK_SPARSE_OP, INPUTS, BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor", gradient=GRADIENT)
+OPS = (
+    (ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, (_attention_context, _attention_gradients)),
+    (BLOCK_SPARSE_OP, f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse,
+     (_block_sparse_context, _block_sparse_gradients)),
+)  # fmt: skip
+for _name, _inputs, *_rest, _gradient in OPS:
+    register(_name, _inputs, *_rest, more="Tensor", gradient=_gradient)
+    register(_name + SCORED, f"{_inputs}, {SCORE}", *_rest, more="Tensor", gradient=_gradient)
 
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    deterministic,
+    deterministic, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    with_lse = return_lse or _differentiable("attention", q, k, v, out)
+    score = () if score_mod is None else score_text.written(score_mod)
+    with_lse = return_lse or _differentiable("attention", q, k, v, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic
-    result = call(ATTENTION_OP, (q, k, v), out, terms)
+    result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic):
+def traced_block_sparse(
+    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic, score_mod=None
+):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
-    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, out)
+    score = () if score_mod is None else score_text.written(score_mod)
+    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, out, score)
     terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic
-    result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
+    result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 
 
-@torch.compiler.disable
-def uncompiled(op, *args, **options):
-    """A call that no registered op takes, one with a score_mod: torch.compile's graph ends before it."""
-    return op(*args, **options)
-
-
-def _differentiable(op: str, q, k, v, out) -> bool:
+def _differentiable(op: str, q, k, v, out, score: tuple) -> bool:
     """Whether a traced call has gradients, for which it needs LSE."""
-    if out is not None or not watched(q, k, v):
+    captured = score[2] if score else ()
+    if not watched(q, k, v, *captured):
+        return False
+    if out is not None:
+        if captured:
+            check_no_grad(op, *captured)
         return False
     check_gradient_dims(op, q, v, q.is_cuda)
     return True

@@ -21,12 +21,12 @@ SM_90_CASES = [
     (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
     (64, 256, {"seqlens": True, "window": BOTH}),
 ]
-# Of a cache with lengths, split among CTAs: ALiBi by whole cache and pages, and a bias (B, H, Sq, Sk).
+# Of a cache with lengths, split among CTAs: ALiBi, causal, also of pages, and a bias (B, H, Sq, Sk).
 SCORED = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
 SCORED_CASES = [
     SCORED | {"score": SCORES["slopes"]},
     SCORED | {"score": SCORES["slopes"], "page_size": 64},
-    SCORED | {"score": SCORES["bias"]},
+    SCORED | {"score": SCORES["bias"], "window": WindowKind()},
 ]
 # With pages and head dimension 256 a few addresses are spilled.
 SM_80_CASES = [
