@@ -2,7 +2,7 @@
 
 The text names the code of functions and the classes of dataclasses of this process. What functions capture, their
 defaults, and fields stand in it: constants by themselves, integers and tensors by index, so that other ones need no new
-graph, and tensors get gradients. Alibi(slopes, 3) is, with a shortened name, ["class Alibi", ["tensor", 0], ["int", 0]].
+graph, and tensors get gradients. Alibi(slopes, 3) is ["class Alibi", ["tensor", 0], ["int", 0]], with a shortened name.
 
 torch.compile traces `written`; inside of the op `read_score` makes the same function of stand-ins for the tensors,
 which have their shapes and one element, and traces it. Tensors that are globals are no part of the text: the op reads
@@ -85,9 +85,9 @@ def _written(value, names: tuple[str, ...], numbers: list[int], tensors: list[Te
     fields = _fields(type(value))
     if len(fields) == 0:
         raise TypeError(
-            f"under torch.compile a score_mod is a function or a dataclass, and captures tensors, numbers, functions, "
-            f"dataclasses, modules, and tuples and lists of these, not a {type(value).__name__}; capture what is needed "
-            "of it"
+            "under torch.compile a score_mod is a function or a dataclass, and captures tensors, numbers, functions, "
+            f"dataclasses, modules, and tuples and lists of these, not a {type(value).__name__}; capture what of it is "
+            "needed"
         )
     parts = [_written(getattr(value, name), names, numbers, tensors) for name in fields[1:]]
     return ", ".join([f'["class {fields[0]}"', *parts]) + "]"
@@ -131,7 +131,7 @@ def _parts_of_function(context) -> None:
 
 
 def _register(code: types.CodeType, scope: dict) -> str:
-    name = f"{code.co_name} at {id(code):x}"
+    name = f"{code.co_name} at {id(code):x} in {id(scope):x}"
     _FUNCTIONS[name] = code, scope
     return name
 

@@ -2,8 +2,8 @@
 
 Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
 enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
-as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the same ops have other names,
-and take it as a text, numbers and tensors (score_text.py), which get gradients.
+as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the ops have other names, and
+take it as a text, numbers and tensors (score_text.py), which get gradients.
 """
 
 import torch
@@ -230,9 +230,7 @@ def traced_attention(
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(
-    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic, score_mod=None
-):
+def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic, score_mod=None):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     score = () if score_mod is None else score_text.written(score_mod)

@@ -70,7 +70,9 @@ class DecodeSm80:
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
             score_tensors,
-        ).launch(grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+        ).launch(
+            grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
         if const_expr(facts.split):
             combine = Combine(facts.head_dim_v, False)
             combine.kernel(mPartO, mPartLSE, mO, mLSE, splits).launch(

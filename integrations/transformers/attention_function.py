@@ -141,13 +141,11 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
     if left is not None and left >= columns - 1:
         left = None
     if isinstance(last, Tensor):
-        if right != 0 or "score_mod" in options:
+        if right != 0:
             return block_sparse_attention(q, k, v, mask.block_mask(), **options)
         return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
     if last < columns and right == 0:  # a static cache, not full yet
-        if (
-            rows == 1 and not watched(q, k, v) and "score_mod" not in options
-        ):  # the same kernel, and under torch.compile the same graph, at each step
+        if rows == 1 and not watched(q, k, v):  # the same kernel, and under torch.compile the same graph, at each step
             return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
         k, v, columns = k[:, :, :last], v[:, :, :last], last
     if last != columns:
