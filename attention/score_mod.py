@@ -188,10 +188,7 @@ def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> Boun
     """
     if score_mod is None or isinstance(score_mod, BoundScore):
         return score_mod
-    if not callable(score_mod):
-        raise TypeError(
-            f"score_mod must be a function of (score, b, h, q, kv), as FlexAttention's, got {type(score_mod).__name__}"
-        )
+    check_callable(score_mod)
     found = traced(score_mod, WHAT, INPUTS, (), device)
     if torch.is_grad_enabled() and any(t.requires_grad for t in found.read):
         raise RuntimeError(
@@ -200,6 +197,13 @@ def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> Boun
             "h, q and kv inside"
         )
     return BoundScore(mod_of(found.program, found.tensors), found.tensors)
+
+
+def check_callable(score_mod) -> None:
+    if not callable(score_mod):
+        raise TypeError(
+            f"score_mod must be a function of (score, b, h, q, kv), as FlexAttention's, got {type(score_mod).__name__}"
+        )
 
 
 def mod_of(program: Program, tensors: Sequence[Tensor]) -> ScoreMod:

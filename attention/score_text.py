@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cute_kernels.traced.memo import MOST, traced
 
-from .score_mod import INPUTS, WHAT, BoundScore, mod_of
+from .score_mod import INPUTS, WHAT, BoundScore, check_callable, mod_of
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
 _CLASSES: dict[str, type] = {}
@@ -182,7 +182,9 @@ def read_score(text: str, numbers: Sequence[int], tensors: Sequence[Tensor], dev
             requires a gradient is not among `tensors`.
     """
     stand_ins = _stand_ins(tensors)
-    found = traced(_value(json.loads(text), numbers, stand_ins), WHAT, INPUTS, (), device)
+    function = _value(json.loads(text), numbers, stand_ins)
+    check_callable(function)
+    found = traced(function, WHAT, INPUTS, (), device)
     at = {id(t): i for i, t in enumerate(stand_ins)}
     if any(id(t) in at for t in found.read):
         raise RuntimeError(

@@ -2,8 +2,8 @@
 
 Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
 enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
-as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the ops have other names, and
-take it as a text, numbers and tensors (score_text.py), which get gradients.
+as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the ops have other names,
+and take it as a text, numbers and tensors (score_text.py), which get gradients.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.checks import check_no_grad, watched
+from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
@@ -293,7 +294,7 @@ def _window(left: int | None, right: int | None) -> tuple | None:
 
 
 def _pair(q, result, return_lse: bool) -> tuple[Tensor, Tensor]:
-    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+    return result if return_lse else (result, q.new_empty(0, dtype=accumulator(q.dtype)))
 
 
 def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Tensor, Tensor]:
@@ -303,7 +304,7 @@ def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Ten
     rows = 0 if packed else 2
     torch._check(k.shape[rows] == v.shape[rows], lambda: f"{op}: k has {k.shape[rows]} rows and v {v.shape[rows]}")
     shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
-    lse = q.new_empty(shape if return_lse else (0,), dtype=torch.float32)
+    lse = q.new_empty(shape if return_lse else (0,), dtype=accumulator(q.dtype))
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
