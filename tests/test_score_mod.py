@@ -335,6 +335,7 @@ class Layer(torch.nn.Module):
         return attention(q, k, v, score_mod=self.score_mod(x), **terms)
 
 
+NEAR = {"rtol": 2e-2, "atol": 2e-2}  # on a GPU sums in any order, of 16 bits
 FORMS = ["closure", "def", "nested", "partial", "dataclass", "method"]
 BACKENDS = [("cpu", "eager"), ("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
 
@@ -370,7 +371,7 @@ class TestCompile:
             for a, b in zip(found, want, strict=True):
                 assert (a is None) == (b is None)
                 if a is not None:
-                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 if device == "cpu" else 5e-3)
+                    torch.testing.assert_close(a, b, **({"rtol": 1e-4, "atol": 1e-4} if device == "cpu" else NEAR))
         assert graphs.frame_count <= 2
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
