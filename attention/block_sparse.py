@@ -23,7 +23,7 @@ from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, launch, without_kernel
 from .score_mod import bound
-from .sinks import plan_with_sinks
+from .sinks import check_sinks
 
 OP = "block_sparse_attention"
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
@@ -132,7 +132,7 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
     )
 
 
-def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, score=None) -> tuple:
+def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None) -> tuple:
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
     reads = None  # what the element mask reads
     try:
@@ -140,25 +140,27 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
-            None if score is None else score.mod,
+            None if score is None else score.mod, sinks is None,
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # the checks will say what is wrong
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if score is not None:
         tensors += score.tensors
+    if sinks is not None:
+        tensors += (sinks,)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-        more["score_mod"] = score
+        more |= {"sinks": sinks, "score_mod": score}
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
-        return without_kernel(plan, None, out)  # nothing to compute
+        return without_kernel(plan, None, out, sinks)  # nothing to compute
     if causal:
         mask = with_causal(mask)
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
-    return launch(plan, q, k, v, out, (None, None, blocks, None if score is None else score.reads))
+    return launch(plan, q, k, v, out, (None, None, blocks, None if score is None else score.reads), sinks)
 
 
 def plan_block_sparse(
@@ -166,11 +168,9 @@ def plan_block_sparse(
     deterministic=None, score_mod=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
-    if sinks is not None:
-        options = {"causal": causal, "softcap": softcap, "scale": scale, "out": out, "score_mod": score_mod}
-        return plan_with_sinks(OP, partial(plan_block_sparse, q, k, v, block_mask, **options), sinks, q)
     mask = as_block_mask(q, k, block_mask)
     checks.check_qkv(OP, q, k, v)
+    check_sinks(OP, sinks, q)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
     plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out)
     checks.check_block_mask(OP, mask, q, k)
@@ -179,15 +179,16 @@ def plan_block_sparse(
     if score is not None:
         checks.check_score(OP, score, q.shape[:2], mask.lengths, softcap)
     if not plan.empty and planning.has_kernel(q):
-        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, score)
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score)
     return plan
 
 
-def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, score) -> None:
+def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, sinks, score) -> None:
     """Fill in the kernel of a plan whose arguments are right."""
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
+    terms["sinks"] = sinks
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m

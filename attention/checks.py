@@ -10,8 +10,8 @@ from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
 NO_CACHE = (
-    "attention: with seqlens_k or block_table it computes no gradients, and q, k or v requires one; call it under "
-    "torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
+    "attention: with seqlens_k or block_table it computes no gradients, and q, k, v or sinks requires one; call it "
+    "under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
 )
 
 
@@ -81,7 +81,7 @@ def check_gradient_dims(op: str, q, v, kernel: bool) -> None:
     """Head dimensions that have a backward, if `kernel` says that one is needed; asked before forward runs."""
     if kernel and WIDE in (q.shape[-1], v.shape[-1]):
         raise RuntimeError(
-            f"{op}: at head_dim {WIDE} it computes no gradients, and q, k or v requires one; call it under "
+            f"{op}: at head_dim {WIDE} it computes no gradients, and q, k, v or sinks requires one; call it under "
             f"torch.no_grad(), or use torch's flex_attention or scaled_dot_product_attention. Gradients exist for "
             f"head_dims {', '.join(map(str, HEAD_DIMS))}"
         )

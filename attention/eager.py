@@ -18,14 +18,15 @@ from .masks.mask_mods import window_bounds
 from .packed import attention_packed, plan_packed
 from .plan import FlashPlan, launch, without_kernel
 from .score_mod import bound
-from .sinks import plan_with_sinks
+from .sinks import check_sinks
 
 _PLANS = PlanCache(operands=3)
 
 
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, deterministic=None, score_mod=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
+    score_mod=None,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
@@ -34,51 +35,54 @@ def attention(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
-        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
+        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
-        out is None, seqlens_k is None, block_table is None, None if score is None else score.mod,
+        out is None, seqlens_k is None, block_table is None, None if score is None else score.mod, sinks is None,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqlens_k is not None or block_table is not None:
         tensors += (seqlens_k,) if block_table is None else (seqlens_k, block_table)
     if score is not None:
         tensors += score.tensors
+    if sinks is not None:
+        tensors += (sinks,)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqlens_k=seqlens_k, block_table=block_table, score_mod=score,
+            out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
         if seqlens_k is not None:
             terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
         if score is not None:
             terms["score_mod"] = score
-        out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out)
+        out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out, sinks)
     elif plan.facts.family == decode.FAMILY:
-        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table, None if score is None else score.reads))
+        reads = None if score is None else score.reads
+        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table, reads), sinks)
     else:
-        out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads))
+        out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads), sinks)
     return (out, lse) if return_lse else out
 
 
 def block_sparse_attention(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, deterministic=None,
-    score_mod=None,
+    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
+    deterministic=None, score_mod=None,
 ):  # fmt: skip
     """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
     score = None if score_mod is None else bound_to(score_mod, q)
     if planning.has_kernel(q):
-        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out, score)
+        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score)
         return (out, lse) if return_lse else out
-    terms = {"causal": causal, "softcap": softcap, "scale": scale, "score_mod": score}
+    terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
     plan = plan_block_sparse(q, k, v, mask, **terms, return_lse=return_lse, out=out)
-    common.check_no_grad("block_sparse_attention", q, k, v, *(() if score is None else score.tensors))
-    out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out)
+    common.check_no_grad("block_sparse_attention", q, k, v, sinks, *(() if score is None else score.tensors))
+    out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -88,18 +92,14 @@ def plan_attention(
     score_mod=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
-    if sinks is not None:
-        without = partial(plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, out=out,
-                          cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
-                          block_table=block_table, deterministic=deterministic, score_mod=score_mod)  # fmt: skip
-        return plan_with_sinks("attention", without, sinks, q)
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
-        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **terms, return_lse=return_lse, out=out)
+        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
     cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
+    check_sinks("attention", sinks, q)
     columns = cache_checks.capacity(k, block_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
     plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out)
@@ -116,7 +116,7 @@ def plan_attention(
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns
-        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, score=score_mod)
+        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, score=score_mod, sinks=sinks)
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Autograd of attention: eager calls whose q, k or v require a gradient.
+"""Autograd of attention: eager calls whose q, k, v or sinks require a gradient.
 
 Saved are q, k, v, the output and each row's LSE, nothing quadratic; backward computes the scores again. CPU tensors run
 the torch reference of the same formulas.
@@ -17,14 +17,16 @@ from .plan import has_kernel
 
 
 class Attention(torch.autograd.Function):
-    """attention and block_sparse_attention with LSE, differentiable once in q, k, v, and what a score_mod captures."""
+    """attention and block_sparse_attention with LSE, differentiable once in q, k, v, sinks, and what a score_mod
+    captures."""
 
     @staticmethod
-    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k, *captured):
+    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k, sinks, *captured):
         more = {} if cu_q is None and cu_k is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        more["sinks"] = sinks
         masks = () if mask is None else (mask,)
         out, lse = run(q, k, v, *masks, **options, **more, return_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, *captured)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, *captured)
         if captured:  # saved above, and freed with what is saved
             options = options | {"score_mod": options["score_mod"].with_tensors(())}
         ctx.call, ctx.path = (options, mask), forced_path()
@@ -35,26 +37,28 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     @in_forwards_path
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, cu_q, cu_k, *captured = ctx.saved_tensors
+        q, k, v, out, lse, cu_q, cu_k, sinks, *captured = ctx.saved_tensors
         options, mask = ctx.call
         needed = ctx.needs_input_grad[3:6]
-        wanted = [slot for slot, n in enumerate(ctx.needs_input_grad[8:]) if n]
+        sinks = sinks if ctx.needs_input_grad[8] else None
+        wanted = [slot for slot, n in enumerate(ctx.needs_input_grad[9:]) if n]
         sums = sums_of(q, captured, wanted)
         if captured:
             options = options | {"score_mod": options["score_mod"].with_tensors(captured)}
-        gradients = gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **options, sums=sums)
+        call = q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask
+        *gradients, of_sinks = gradients_of(*call, **options, sinks=sinks, sums=sums)
         gradients = (g if n else None for g, n in zip(gradients, needed, strict=True))
         of_captured = (sums[slot].to(t.dtype) if slot in sums else None for slot, t in enumerate(captured))
-        return None, None, None, *gradients, None, None, *of_captured
+        return None, None, None, *gradients, None, None, of_sinks, *of_captured
 
 
-def differentiable(run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
+def differentiable(run, q, k, v, mask, options: dict, sinks=None, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) of eager.attention or eager.block_sparse_attention with these options, with gradients."""
     score = options.get("score_mod")
     if score is None:
-        return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k)
+        return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks)
     check_score(score, score.wants_gradients, q, options["deterministic"])
-    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, *score.tensors)
+    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks, *score.tensors)
 
 
 def check_score(score, wanted: bool, q, deterministic: bool | None) -> None:
@@ -79,23 +83,24 @@ def _wide(q) -> torch.dtype:
 
 def gradients_of(
     q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window=None, softcap=None, scale=None,
-    deterministic=None, score_mod=None, sums=None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dQ, dK, dV) of a call; dout or dlse may be None. See backward.eager for the tensors.
+    deterministic=None, sinks=None, score_mod=None, sums=None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.eager for the tensors.
 
+    sinks: those of the call, where a gradient of them is wanted; without, dsinks is None.
     score_mod: a BoundScore. sums: of tensors that it captures, by their slots: their gradients are added to these.
     """
     if dout is None and dlse is None:
-        return tuple(torch.zeros_like(t) for t in (q, k, v))
+        return tuple(None if t is None else torch.zeros_like(t) for t in (q, k, v, sinks))
     if dout is None:
         dout = torch.zeros_like(out)
     if not has_kernel(q):
-        more = {} if score_mod is None else {"score": score_mod, "sums": sums}
+        more = {"sinks": sinks} if score_mod is None else {"sinks": sinks, "score": score_mod, "sums": sums}
         return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale, **more)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
     terms = Terms(window_bounds(window, causal), softcap, scale, in_one_order(deterministic))
-    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, score_mod, sums)
+    return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, sinks, score_mod, sums)
 
 
 def in_one_order(deterministic: bool | None) -> bool:

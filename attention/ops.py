@@ -4,7 +4,6 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
 from .score_mod import BoundScore, bound
-from .sinks import with_sinks
 
 Window = Sequence[int | None] | None  # (left, right)
 
@@ -58,7 +56,9 @@ def attention(
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
         seqlens_k: (B,) int32, for a cache that is not full: how many rows of k and v each item has, instead of all Sk,
-            also for causal and window. Rows after those may hold anything, even NaN.
+            also for causal and window. Rows after those may hold anything, even NaN. Or (B, 2), for batches padded on
+            the left: item b has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1], and those before must hold
+            finite numbers.
         block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
             j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Entries past an item's rows are not
@@ -70,8 +70,9 @@ def attention(
             entries give wrong results, but no access outside of the tensors. They may change between the replays of a
             CUDA graph.
 
-        sinks: (H,) floating-point, a logit for each head that takes part in the softmax and has no value, as gpt-oss's
-            models learn them; lse has it, too. Costs one more pass over out.
+        sinks: (H,) float32, bfloat16 or float16, a logit for each head that takes part in the softmax and has no value,
+            as gpt-oss's models learn them. Kernels add it to each row's sum, so lse has it, too; a row that sees no
+            column has its sink for an lse.
         deterministic: whether q's gradient has the same bits on every run, as all else has in any case. None: what
             torch.use_deterministic_algorithms says.
         score_mod: (score, b, h, q, kv) -> score, FlexAttention's: what becomes of each score, scaled, in float32,
@@ -92,9 +93,9 @@ def attention(
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
-    Differentiable once in q, k, v and what score_mod captures, by out and by lse. Saved for that are these, out and
-    lse, nothing quadratic.
-    The gradients of k and v are the same bits on every run; that of q is added up in any order on a GPU,
+    Differentiable once in q, k, v, sinks and what score_mod captures, by out and by lse. Saved for that are these, out
+    and lse, nothing quadratic. Rows that belong to no packed sequence give sinks no gradient.
+    The gradients of k, v and sinks are the same bits on every run; that of q is added up in any order on a GPU,
     unless `deterministic`. On Hopper GPUs the gradients of head dimensions above 128, and of blocks 64 wide above 96,
     are computed by the sm_80 path's kernel, which has no TMA and WGMMA. Head dimension 512 has no gradients.
 
@@ -104,36 +105,29 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: q, k or v requires a gradient and out, seqlens_k or block_table is given, or on a GPU the head
-            dimension is 512; or the GPU is older than sm_80.
+        RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, or on a GPU the
+            head dimension is 512; or the GPU is older than sm_80.
     """
     # What the op of a trace looks for is the function itself. Asked here: a frame of its own may be compiled by itself.
     score = score_mod if score_mod is None or is_compiling() else _bound("attention", score_mod, q)
-    if sinks is not None:
-        run = partial(
-            attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=True, out=out,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-            deterministic=deterministic, score_mod=score,
-        )  # fmt: skip
-        return with_sinks("attention", run, sinks, q, return_lse, out)
     run = eager.attention
     checks.check_deterministic("attention", deterministic)
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
-    elif watched(q, k, v, *_captured(score)) and out is None and isinstance(return_lse, bool):
+    elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
         if seqlens_k is not None or block_table is not None:
             raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         options["deterministic"] = deterministic
         if score is not None:
             options["score_mod"] = score
-        found = _with_gradient("attention", run, q, k, v, None, options, cu_seqlens_q, cu_seqlens_k)
+        found = _with_gradient("attention", run, q, k, v, None, options, sinks, cu_seqlens_q, cu_seqlens_k)
         return found if return_lse else found[0]
     more = {} if score is None else {"score_mod": score}
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-        deterministic=deterministic, **more,
+        sinks=sinks, deterministic=deterministic, **more,
     )  # fmt: skip
 
 
@@ -183,25 +177,20 @@ def block_sparse_attention(
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
     score = score_mod if score_mod is None or is_compiling() else _bound("block_sparse_attention", score_mod, q)
-    if sinks is not None:
-        options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
-        options["score_mod"] = score
-        run = partial(block_sparse_attention, q, k, v, block_mask, **options, return_lse=True, out=out)
-        return with_sinks("block_sparse_attention", run, sinks, q, return_lse, out)
     run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
     if is_compiling():
         from .torch_op import traced_block_sparse as run
-    elif watched(q, k, v, *_captured(score)) and out is None and isinstance(return_lse, bool):
+    elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
         options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
         if score is not None:
             options["score_mod"] = score
-        found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options)
+        found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options, sinks)
         return found if return_lse else found[0]
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
     if score is not None:
         terms["score_mod"] = score
-    return run(q, k, v, block_mask, **terms, deterministic=deterministic)
+    return run(q, k, v, block_mask, **terms, sinks=sinks, deterministic=deterministic)
 
 
 def _bound(op: str, score_mod, q) -> BoundScore:
@@ -214,14 +203,14 @@ def _captured(score: BoundScore | None) -> tuple[Tensor, ...]:
     return () if score is None else score.tensors
 
 
-def _with_gradient(op: str, run, q, k, v, mask, options: dict, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
+def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) that autograd knows."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
     checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable
 
-    return differentiable(run, q, k, v, mask, options, cu_q, cu_k)
+    return differentiable(run, q, k, v, mask, options, sinks, cu_q, cu_k)
 
 
 explains(attention, eager.plan_attention)

@@ -12,7 +12,8 @@ from cute_kernels.runtime.device import forced_path
 from . import checks, reference
 from . import plan as planning
 from .masks.mask_mods import window_bounds
-from .plan import FlashPlan, launch, without_kernel
+from .plan import FlashPlan, empty_lse, launch, without_kernel
+from .sinks import check_sinks
 
 OP = "attention"
 MOST = 2**31 - 1024  # tiles and positions are int32, and a tile may begin at the last row
@@ -20,33 +21,37 @@ LEAST_TILE = 64  # rows of the smallest query tile
 _PLANS = PlanCache(operands=3)
 
 
-def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse, out, score=None, **terms):
+def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, **terms):
     """See ops.attention; terms are causal, window, softcap and scale, `score` a score_mod.BoundScore."""
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
     once = cu_seqlens_q is cu_seqlens_k
-    key = *terms.values(), return_lse, forced_path(), out is None, once, None if score is None else score.mod
+    mod = None if score is None else score.mod
+    key = *terms.values(), return_lse, forced_path(), out is None, once, mod, sinks is None
     given = (q, k, v) if out is None else (q, k, v, out)
     given += (cu_seqlens_q,) if once else (cu_seqlens_q, cu_seqlens_k)
     if score is not None:
         given += score.tensors
+    given += () if sinks is None else (sinks,)
     plan = _PLANS.known(key, given, out)
     if plan is None:
         make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out, score=score)
         plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
         reads = None if score is None else score.reads
-        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None, reads))
+        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None, reads), sinks)
     else:
-        out, lse = without_kernel(plan, partial(_reference, plan, *tensors, terms | {"score_mod": score}), out)
+        compute = partial(_reference, plan, *tensors, terms | {"score_mod": score})
+        out, lse = without_kernel(plan, compute, out, sinks)
     return (out, lse) if return_lse else out
 
 
 def plan_packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, window=None, softcap=None, scale=None, return_lse=False,
-    out=None, score=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks=None, *, causal=False, window=None, softcap=None, scale=None,
+    return_lse=False, out=None, score=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_sinks(OP, sinks, q)
     (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
     shapes = (rows, heads, v.shape[-1]), (heads, rows)
     plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out)
@@ -63,7 +68,8 @@ def plan_packed(
         )
     terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "longest": (rows, cols)}
     extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
-    planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, packed=True, score=score)
+    terms |= {"packed": True, "score": score, "sinks": sinks}
+    planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     plan.notes.append(
         f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
         f"{rows // plan.facts.config.tile_m + sequences + 1} query tiles a head"
@@ -97,12 +103,12 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         )
 
 
-def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, terms) -> tuple:
-    """(out, lse): the reference, and zeros in rows after the last sequence."""
+def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, terms) -> tuple:
+    """(out, lse): the reference, and in rows after the last sequence what those have that see nothing."""
     out = torch.zeros(plan.out_shape, dtype=q.dtype, device=q.device)
     wide = accumulator(q.dtype)
-    lse = torch.full(plan.lse_shape, -torch.inf, dtype=wide, device=q.device)
+    lse = empty_lse(plan.lse_shape, wide, q.device, sinks)
     rows, cols = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
     packed = q[:rows], k[:cols], v[:cols], cu_seqlens_q, cu_seqlens_k
-    out[:rows], lse[:, :rows] = reference.attention_packed(*packed, **terms, return_lse=True)
+    out[:rows], lse[:, :rows] = reference.attention_packed(*packed, **terms, sinks=sinks, return_lse=True)
     return out, lse

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.arch import ArchSpec
-from cute_kernels.dtypes import NAMES
+from cute_kernels.dtypes import NAMES, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import CallPlan
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -30,7 +30,7 @@ class FlashPlan(CallPlan):
 
     lse_shape: tuple = ()
     scalars: tuple = ()  # the function's last arguments
-    # Those after LSE, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks, what a score_mod reads.
+    # Those after the sinks, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks, what a score_mod reads.
     more: tuple = (None, None, None, None)
     takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
@@ -38,6 +38,7 @@ class FlashPlan(CallPlan):
     def kernel_lines(self) -> list[str]:
         f = self.facts
         lines = [f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.window}"]
+        lines += [f"sinks: of {f.sinks}, in the softmax"] if f.sinks else []
         return lines if f.score is None else [*lines, f"score_mod: {f.score.program}"]
 
 
@@ -73,6 +74,7 @@ def plan_kernel(
     longest=None,
     choose=None,
     score=None,
+    sinks=None,
     **more,
 ) -> None:
     """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
@@ -94,6 +96,7 @@ def plan_kernel(
         softcap=softcap is not None,
         lse=lse,
         score=None if score is None else score.mod,
+        sinks=None if sinks is None else NAMES[sinks.dtype],
         **more,
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
@@ -151,10 +154,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None) -> tuple:
+def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None) -> tuple:
     """Run the plan's kernel; returns (out, lse), lse None where none is asked for.
 
-    more: the kernel's arguments after LSE; FlashPlan.more where it is None.
+    more: the kernel's arguments after the sinks; FlashPlan.more where it is None.
     """
     more = plan.more if more is None else more
     if out is None:
@@ -164,17 +167,23 @@ def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None) -> tuple:
         more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
     if plan.views:
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
-        plan.function(q, k, v, d, lse, *more, *plan.scalars)
+        plan.function(q, k, v, d, lse, sinks, *more, *plan.scalars)
     else:
-        plan.function(q, k, v, out, lse, *more, *plan.scalars)
+        plan.function(q, k, v, out, lse, sinks, *more, *plan.scalars)
     return out, lse
 
 
-def without_kernel(plan: FlashPlan, reference: Callable, out):
+def without_kernel(plan: FlashPlan, reference: Callable, out, sinks=None):
     """(out, lse) by `reference`, which CPU tensors run; rows with nothing to attend to are zeros."""
     if plan.empty:
         result = torch.zeros(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
-        lse = torch.full(plan.lse_shape, -math.inf, dtype=torch.float32, device=plan.device)
+        lse = empty_lse(plan.lse_shape, accumulator(plan.out_dtype), plan.device, sinks)
     else:
         result, lse = reference()
     return result if out is None else out.copy_(result), lse
+
+
+def empty_lse(shape: tuple, dtype: torch.dtype, device, sinks) -> torch.Tensor:
+    """The LSE (B, H, Sq) or (H, total_q) of rows that see nothing: their sink, or -inf without sinks (H,)."""
+    lse = torch.full(shape, -math.inf, dtype=dtype, device=device)
+    return lse if sinks is None else lse.copy_(sinks.detach().view(-1, 1))

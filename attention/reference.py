@@ -1,7 +1,7 @@
 """Attention in plain torch, in fp32, or in fp64 for fp64 inputs: what CPU tensors run, and what tests compare with.
 
 scores = softcap(scale * q @ k^T), or score_mod of the same; O = softmax(scores where seen) @ v. A row that sees nothing
-gives O = 0 and LSE = -inf. All of it is differentiable.
+gives O = 0 and LSE = -inf, with a sink that. All of it is differentiable.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_mask: BlockMask | None = None,
+    sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q @ k^T) @ v, by rows in parts that bound the memory.
@@ -49,6 +50,7 @@ def attention(
         scale: of q @ k^T; 1 / sqrt(D) where it is None.
         return_lse: also returns the natural logarithm of each row's sum of exp(score).
         block_mask: of lengths (Sq, Sk), with B or 1 items and H or 1 heads; sees what all given masks see.
+        sinks: (H,), a logit for each head that is one more score of its rows, without a value.
         score_mod: (score, b, h, q, kv) -> score, of scaled scores, before masks.
 
     Returns:
@@ -69,7 +71,7 @@ def attention(
             got = f"{block_mask.batch} and {block_mask.heads}"
             raise ValueError(f"block_mask must have {batch} or 1 items and {heads} or 1 heads, got {got}")
     seen = partial(_seen, q.shape[:3], sk, q.device, (left, right), block_mask)
-    out, lse = _by_rows(q, k, v, seen, softcap, scale, bound(score_mod, q.device))
+    out, lse = _by_rows(q, k, v, seen, softcap, scale, sinks, bound(score_mod, q.device))
     return (out, lse) if return_lse else out
 
 
@@ -98,15 +100,17 @@ def gradients(
     softcap: float | None = None,
     scale: float | None = None,
     block_mask: BlockMask | None = None,
+    sinks: Tensor | None = None,
     score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dQ, dK, dV, dsinks) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
 
     Args:
         out, lse: what `attention` returned for q, k and v, with the same options.
         dout, dlse: the gradients of out and, where it has one, of lse.
         bounds: mask_mods.window_bounds of window and causal.
+        sinks: those of which a gradient is wanted.
         sums: of tensors that the score_mod captures, by their slots: their gradients are added to these.
     """
     (batch, heads, sq, d), (kv_heads, sk, _) = q.shape, v.shape[1:]
@@ -117,6 +121,9 @@ def gradients(
     if dlse is not None:
         delta = delta - dlse
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # rows that see nothing have P of 0
+    dsinks = None
+    if sinks is not None:
+        dsinks = -(torch.exp(sinks.to(dtype).view(-1, 1) - lse) * delta).sum((0, 2)).to(sinks.dtype)
     dq, dk, dv = q.new_zeros(q.shape), torch.zeros_like(k), torch.zeros_like(v)
     rows = max(1, CHUNK // max(1, batch * heads * sk))
     for begin in range(0, sq, rows):
@@ -146,24 +153,29 @@ def gradients(
         dq[:, :, part] = (ds @ k * scale).view(batch, heads, -1, d)
         dk += ds.mT @ qs * scale
         dv += p.mT @ dos
-    return dq, dk.to(q.dtype), dv.to(q.dtype)
+    return dq, dk.to(q.dtype), dv.to(q.dtype), dsinks
 
 
 def gradients_packed(
-    q, k, v, out, lse, dout, dlse, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of `attention_packed`; what belongs to no sequence has gradients of 0."""
+    q, k, v, out, lse, dout, dlse, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks=None, **options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same of `attention_packed`; what belongs to no sequence has gradients of 0, and gives sinks none."""
     found = tuple(torch.zeros_like(t) for t in (q, k, v))
+    wide = None if sinks is None else sinks.to(lse.dtype)
+    dsinks = None if sinks is None else torch.zeros_like(wide)
     starts, score = (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()), options.pop("score", None)
     for b, ((i, j), (m, n)) in enumerate(zip(*map(_ranges, starts), strict=True)):
         options["score"] = None if score is None else score.of_item(b)
         rows, cols = slice(i, j), slice(m, n)
         heads = (t.transpose(0, 1)[None] for t in (q[rows], k[cols], v[cols], out[rows]))
         of_lse = None if dlse is None else dlse[None, :, rows]
-        parts = gradients(*heads, lse[None, :, rows], dout[rows].transpose(0, 1)[None], of_lse, **options)
+        of_heads = *heads, lse[None, :, rows], dout[rows].transpose(0, 1)[None], of_lse
+        *parts, of_sinks = gradients(*of_heads, sinks=wide, **options)
+        if sinks is not None:
+            dsinks += of_sinks
         for whole, part, where in zip(found, parts, (rows, cols, cols), strict=True):
             whole[where] = part[0].transpose(0, 1)
-    return found
+    return *found, None if sinks is None else dsinks.to(sinks.dtype)
 
 
 def attention_cached(
@@ -178,6 +190,7 @@ def attention_cached(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to each item's own number of rows of K and V, which may lie in pages.
@@ -185,8 +198,8 @@ def attention_cached(
     Args:
         q: (B, H, Sq, D).
         k, v: (B, Hkv, capacity, D) and (.., Dv); with a block_table (pages, Hkv, page_size, D) and (.., Dv).
-        seqlens_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Read on the
-            host.
+        seqlens_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Or (B, 2): it
+            has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1]. Read on the host.
         block_table: (B, pages of an item) int32; item b's row j is in page block_table[b, j // page_size]. A page that
             is not there is of zeros.
         The others are those of `attention`, with seqlens_k[b] for Sk.
@@ -197,17 +210,23 @@ def attention_cached(
     Raises:
         TypeError, ValueError: as `attention` does.
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": True}
+    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+    options["return_lse"] = True
     parts, score = [], bound(score_mod, q.device)
-    for b, length in enumerate(seqlens_k.tolist()):
+    for b, (first, length) in enumerate(spans_of(seqlens_k)):
         rows = [t[b : b + 1] if block_table is None else _pages(t, block_table[b].long()) for t in (k, v)]
-        of_item = None if score is None else score.of_item(b)
-        rows = (t[:, :, : max(length, 0)] for t in rows)
-        parts.append(attention(q[b : b + 1], *rows, **options, score_mod=of_item))
+        of_item = None if score is None else score.of_item(b, first)
+        parts.append(attention(q[b : b + 1], *(t[:, :, first:length] for t in rows), **options, score_mod=of_item))
     if not parts:
         parts = [attention(q, *(t[:0] for t in (k, v)), **options)]
     out, lse = (torch.cat(t) for t in zip(*parts, strict=True))
     return (out, lse) if return_lse else out
+
+
+def spans_of(seqlens_k: Tensor) -> list[tuple[int, int]]:
+    """(first row, the one after the last) of each item, from 0 on."""
+    pairs = seqlens_k.tolist() if seqlens_k.dim() == 2 else [(0, n) for n in seqlens_k.tolist()]
+    return [(min(max(first, 0), max(last, 0)), max(last, 0)) for first, last in pairs]
 
 
 def _pages(t: Tensor, numbers: Tensor) -> Tensor:
@@ -229,6 +248,7 @@ def attention_packed(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences, one after another; causal and window are aligned in each.
@@ -252,7 +272,8 @@ def attention_packed(
     if len(starts_q) != len(starts_k):
         got = f"{len(starts_q)} and {len(starts_k)} entries"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {got}")
-    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": True}
+    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+    options["return_lse"] = True
     parts, score = [], bound(score_mod, q.device)
     # Of no sequence, which is valid, the one part that gives the results their shapes
     for b, (rows, cols) in enumerate(zip(_ranges(starts_q), _ranges(starts_k), strict=True)):
@@ -262,7 +283,7 @@ def attention_packed(
     return (out, torch.cat([lse[0] for _, lse in parts], dim=1)) if return_lse else out
 
 
-def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, score=None) -> tuple:
+def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, sinks=None, score=None) -> tuple:
     """O and LSE; seen(begin, end) tells what those rows see, a bool tensor that broadcasts to (B, H, rows, Sk)."""
     (batch, heads, sq, d), (kv_heads, sk, dv) = q.shape, v.shape[1:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -283,10 +304,15 @@ def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale,
         if mask is not None:
             s = s.masked_fill(~mask, float("-inf"))
         largest = s.detach().amax(-1, keepdim=True) if sk else s.new_full((*s.shape[:-1], 1), float("-inf"))
+        if sinks is not None:
+            largest = torch.maximum(largest, sinks.detach().to(dtype).view(-1, 1, 1))
         empty = largest == float("-inf")
         largest = largest.masked_fill(empty, 0.0)
         p = torch.exp(s - largest)  # all 0 in rows that see nothing
-        total = p.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+        total = p.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks.to(dtype).view(-1, 1, 1) - largest)
+        total = total.masked_fill(empty, 1.0)
         o = (p.view(*group, sk) @ v).view(batch, heads, end - begin, dv) / total
         outs.append(o.to(q.dtype))
         lses.append((largest + total.log()).masked_fill(empty, float("-inf")).squeeze(-1))

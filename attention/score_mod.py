@@ -122,6 +122,7 @@ class BoundScore:
     mod: ScoreMod
     tensors: tuple[Tensor, ...]
     first_item: int = 0  # b of the first of the items that it is applied to
+    first_column: int = 0  # kv of the first column
 
     @property
     def wants_gradients(self) -> bool:
@@ -139,9 +140,9 @@ class BoundScore:
     def kept_inside(self) -> BoundScore:
         return replace(self, mod=self.mod.kept_inside)
 
-    def of_item(self, b: int) -> BoundScore:
-        """For scores (1, H, rows, Sk) of item b."""
-        return replace(self, first_item=b)
+    def of_item(self, b: int, first_column: int = 0) -> BoundScore:
+        """For scores (1, H, rows, columns) of item b, whose columns are those from `first_column` on."""
+        return replace(self, first_item=b, first_column=first_column)
 
     def apply(self, scores: Tensor, first_row: int = 0) -> Tensor:
         """Of scores (B, H, rows, Sk), whose rows are those from `first_row` on."""
@@ -169,9 +170,8 @@ class BoundScore:
 
     def _inputs(self, scores: Tensor, first_row: int) -> tuple[Tensor, ...]:
         batch, heads, rows, cols = scores.shape
-        first = self.first_item
-        extents = (first, first + batch), (0, heads), (first_row, first_row + rows), (0, cols)
-        each = (torch.arange(*extent, dtype=torch.int32, device=scores.device) for extent in extents)
+        extents = (self.first_item, batch), (0, heads), (first_row, rows), (self.first_column, cols)
+        each = (torch.arange(a, a + n, dtype=torch.int32, device=scores.device) for a, n in extents)
         return scores, *(t.view(-1, *(1,) * (3 - i)) for i, t in enumerate(each))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> BoundScore:

@@ -1,58 +1,33 @@
-"""Attention sinks: a learned logit per head, which takes part in the softmax and has no value (gpt-oss).
+"""Attention sinks: a learned logit for each head, which takes part in the softmax and has no value (gpt-oss).
 
-    out = out' e^(lse' - lse)     lse = log(e^lse' + e^sink), with out' and lse' of attention without sinks
+The kernels add a row's sink to its sum when it is done (forward.softmax.OnlineSoftmax.finish, decode.combine), so LSE
+has it, and the gradients of q, k and v are what they are without sinks. With delta = sum of dO * O over a row, less the
+gradient of its LSE, backward.prepare adds up the gradient of a sink over all rows of its head:
 
-torch's operations around the kernels, so that gradients reach the sinks, too. One more pass over out: no kernel adds
-the sink to its sums yet.
+    dsink = - sum of exp(sink - LSE) delta
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cute_kernels import checks
+from cute_kernels.runtime.device import plans_kernel
 
-NOTE = "sinks: one more pass over out, by torch's operations"
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_sinks(op: str, sinks: Tensor, q: Tensor) -> None:
-    """(H,) floating-point on q's device; TypeError or ValueError with what is wrong."""
+def check_sinks(op: str, sinks: Tensor | None, q: Tensor) -> None:
+    """None, or (H,) on q's device: float32, bfloat16 or float16, on the CPU float64, too."""
+    if sinks is None:
+        return
     checks.check_tensor(f"{op}: sinks", sinks)
-    if not sinks.dtype.is_floating_point:
-        raise TypeError(f"{op}: sinks is {sinks.dtype}; it must be floating-point, a logit for each head of q")
+    kernel = plans_kernel(q.device)
+    if sinks.dtype not in KERNEL_DTYPES and (kernel or sinks.dtype != torch.float64):
+        raise TypeError(
+            f"{op}: sinks is {sinks.dtype}; it must be torch.float32, torch.bfloat16 or torch.float16"
+            f"{'' if kernel else ', or torch.float64 on the CPU'}, a logit for each head of q"
+        )
     heads = q.shape[1]
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"{op}: sinks has shape {tuple(sinks.shape)}; it must be ({heads},), one for each head of q")
     checks.check_device(op, q.device, sinks=sinks)
-
-
-def with_sinks(
-    op: str, run: Callable, sinks: Tensor, q: Tensor, return_lse: bool, out: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What `op` gives with sinks (H,); `run` gives (out', lse') of the call without them, in `out` if
-    that is given."""
-    checks.check_tensor(f"{op}: q", q)
-    check_sinks(op, sinks, q)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
-    if out is not None:
-        checks.check_no_grad(op, sinks)
-    plain, lse = run()
-    packed = lse.dim() == 2  # (H, total)
-    sink = sinks.to(lse.dtype).view(-1, 1) if packed else sinks.to(lse.dtype).view(1, -1, 1)
-    total = torch.logaddexp(lse, sink.expand_as(lse))
-    share = (lse - total).masked_fill(lse == -torch.inf, -torch.inf).exp()  # 0 for rows that see nothing
-    share = share.t() if packed else share
-    result = (plain * share.unsqueeze(-1)).to(plain.dtype)
-    if out is not None:
-        result = out.copy_(result)
-    return (result, total) if return_lse else result
-
-
-def plan_with_sinks(op: str, plan: Callable, sinks: Tensor, q: Tensor):
-    """The plan of a call with sinks; plan(return_lse=True) makes that of the call without them."""
-    check_sinks(op, sinks, q)
-    found = plan(return_lse=True)
-    found.notes.append(NOTE)
-    return found

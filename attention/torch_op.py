@@ -25,7 +25,7 @@ QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None, bool? deterministic=None"
+    "Tensor? block_table=None, bool? deterministic=None, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
@@ -35,7 +35,7 @@ SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
 SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
-    "bool? deterministic=None"
+    "bool? deterministic=None, Tensor? sinks=None"
 )
 
 
@@ -72,26 +72,31 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 
 
 def _run_attention_backward(
-    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, **score
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, sinks, **score
 ):
     options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
-    options["deterministic"] = deterministic
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score)
+    options |= {"deterministic": deterministic, "sinks": sinks}
+    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score))
 
 
 def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms, **score):
-    *mask, causal, softcap, scale, form, deterministic = mask_and_terms
-    options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
+    *mask, causal, softcap, scale, form, deterministic, sinks = mask_and_terms
+    options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic, "sinks": sinks}
     mask = _block_mask(*mask, form)
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options, **score)
+    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options, **score))
 
 
 def _fake_backward(dout, dlse, q, k, v, *others):
-    return tuple(torch.empty_like(t) for t in (q, k, v))
+    return _four(q, tuple(None if t is None else torch.empty_like(t) for t in (q, k, v, others[-1])))
+
+
+def _four(q, found: tuple) -> tuple[Tensor, ...]:
+    """(dQ, dK, dV, dsinks), the last without elements where sinks want none."""
+    return *found[:3], q.new_empty(0) if found[3] is None else found[3]
 
 
 def _fake_backward_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *others):
-    return *_fake_backward(dout, dlse, q, k, v), [t.new_empty(t.shape) for t, w in zip(tensors, wanted) if w]
+    return *_fake_backward(dout, dlse, q, k, v, *others), [t.new_empty(t.shape) for t, w in zip(tensors, wanted) if w]
 
 
 def _register_backward(name: str, run, terms: str) -> None:
@@ -99,7 +104,8 @@ def _register_backward(name: str, run, terms: str) -> None:
 
     def run_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *terms):
         score, places = score_text.read_score(text, numbers, tensors, q.device)
-        gradients.check_score(score, any(wanted), q, terms[-1])
+        *_, deterministic, _ = terms
+        gradients.check_score(score, any(wanted), q, deterministic)
         slots = {place: slot for slot, place in enumerate(places)}
         sums = gradients.sums_of(q, score.tensors, [slots[i] for i, w in enumerate(wanted) if w and i in slots])
         found = run(dout, dlse, q, k, v, out, lse, *terms, score_mod=score, sums=sums)
@@ -110,7 +116,8 @@ def _register_backward(name: str, run, terms: str) -> None:
         ]
         return *found, of_tensors
 
-    schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor)"
+    terms += ", Tensor? sinks"
+    schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     op.register_fake(_fake_backward)
     schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor[])"
@@ -147,56 +154,58 @@ def _terms(inputs, at: int) -> tuple:
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic = _terms(inputs, 3)
+    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = _terms(inputs, 3)
     if seqlens_k is not None or block_table is not None:
         raise RuntimeError(NO_CACHE)
-    _save(ctx, inputs, output, (cu_q, cu_k), 3)
-    ctx.terms = causal, left, right, softcap, scale
+    _save(ctx, inputs, output, (cu_q, cu_k, sinks), 3)
+    ctx.terms = terms[:-1]
     ctx.deterministic = deterministic
 
 
 def _attention_gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k, *captured = ctx.saved_tensors
+    q, k, v, out, lse, cu_q, cu_k, sinks, *captured = ctx.saved_tensors
     score = (*ctx.score, captured) if ctx.score else ()
     if lse.numel() == 0:  # the op was called without it
-        out, lse = _op("attention", score)(q, k, v, *score, *ctx.terms, True, cu_q, cu_k)
+        out, lse = _op("attention", score)(q, k, v, *score, *ctx.terms, True, cu_q, cu_k, sinks=sinks)
         dlse = None
     terms = *ctx.terms, cu_q, cu_k, ctx.deterministic
-    return _gradients(ctx, "attention_backward", (dout, dlse, q, k, v, out, lse), score, terms)
+    return _gradients(ctx, "attention_backward", (dout, dlse, q, k, v, out, lse), score, terms, sinks)
 
 
 def _block_sparse_context(ctx, inputs, output) -> None:
     lists, lengths, blocksize, mask_mod, numbers, tensors = inputs[3 : 3 + MASK_PARTS]
-    causal, softcap, scale, _, form, deterministic = _terms(inputs, 3 + MASK_PARTS)
-    _save(ctx, inputs, output, (*lists, *tensors), 3 + MASK_PARTS)
+    causal, softcap, scale, _, form, deterministic, sinks = _terms(inputs, 3 + MASK_PARTS)
+    _save(ctx, inputs, output, (sinks, *lists, *tensors), 3 + MASK_PARTS)
     ctx.mask = len(lists), len(tensors), lengths, blocksize, mask_mod, numbers
     ctx.terms = causal, softcap, scale, form
     ctx.deterministic = deterministic
 
 
 def _block_sparse_gradients(ctx, dout, dlse):
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
     count, of_mask, *facts = ctx.mask
     mask = tensors[:count], *facts, tensors[count : count + of_mask]
     score = (*ctx.score, tensors[count + of_mask :]) if ctx.score else ()
     if lse.numel() == 0:
         *terms, form = ctx.terms
-        out, lse = _op("block_sparse_attention", score)(q, k, v, *mask, *score, *terms, True, form)
+        out, lse = _op("block_sparse_attention", score)(q, k, v, *mask, *score, *terms, True, form, sinks=sinks)
         dlse = None
     terms = *mask, *ctx.terms, ctx.deterministic
-    return _gradients(ctx, "block_sparse_attention_backward", (dout, dlse, q, k, v, out, lse), score, terms)
+    return _gradients(ctx, "block_sparse_attention_backward", (dout, dlse, q, k, v, out, lse), score, terms, sinks)
 
 
-def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple) -> tuple:
-    """What the op of that name computes, for each input: a list for each list of tensors."""
+def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple, sinks: Tensor | None) -> tuple:
+    """What the op of that name computes, for each input, of which the sinks are the last: a list for each list of
+    tensors."""
     needed = ctx.needs_input_grad
     nothing = [[None] * len(n) if isinstance(n, list) else None for n in needed]
     wanted = (needed[ctx.scored_at],) if score else ()
-    dq, dk, dv, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms)
+    sinks = sinks if needed[-1] else None
+    dq, dk, dv, of_sinks, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms, sinks)
     if score:
-        found = iter(of_captured[0])
-        nothing[ctx.scored_at] = [next(found) if w else None for w in wanted[0]]
-    return dq, dk, dv, *nothing[3:]
+        captured = iter(of_captured[0])
+        nothing[ctx.scored_at] = [next(captured) if w else None for w in wanted[0]]
+    return dq, dk, dv, *nothing[3:-1], None if sinks is None else of_sinks
 
 
 def _op(name: str, score: tuple):
@@ -217,34 +226,36 @@ for _name, _inputs, *_rest, _gradient in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    deterministic, score_mod=None,
+    sinks, deterministic, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
     score = () if score_mod is None else score_text.written(score_mod)
-    with_lse = return_lse or _differentiable("attention", q, k, v, out, score)
+    with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, deterministic, score_mod=None):
+def traced_block_sparse(
+    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, score_mod=None
+):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     score = () if score_mod is None else score_text.written(score_mod)
-    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, out, score)
-    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic
+    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 
 
-def _differentiable(op: str, q, k, v, out, score: tuple) -> bool:
+def _differentiable(op: str, q, k, v, sinks, out, score: tuple) -> bool:
     """Whether a traced call has gradients, for which it needs LSE."""
     captured = score[2] if score else ()
-    if not watched(q, k, v, *captured):
+    if not watched(q, k, v, sinks, *captured):
         return False
     if out is not None:
         if captured:

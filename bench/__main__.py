@@ -6,6 +6,7 @@
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
                     its kernels' registers, spills and shared memory
     attention-backward  gradients of attention beside the same peers', through torch's autograd
+    generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
@@ -32,6 +33,7 @@ from . import (
     cases,
     cases_attention,
     cases_attention_backward,
+    cases_generation,
     cases_training,
     ceilings,
     compare,
@@ -177,6 +179,7 @@ SUITES = {
     cases_attention_backward.SUITE: Suite(
         cases_attention_backward.backward_cases, dict, findings_attention_backward.measure
     ),
+    cases_generation.SUITE: Suite(cases_generation.generation_cases, dict),
 }
 # What runs with no command. Attention's run alone: their first peer to be imported changes CuTe DSL for the process.
 PRODUCTS = ("block-sparse", "gemm")

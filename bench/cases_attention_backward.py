@@ -20,6 +20,7 @@ from attention.forward.config import BlockKind
 from attention.masks.mask_mods import window_bounds
 from attention.plan import has_kernel
 from cute_kernels import explain, path
+from cute_kernels.dtypes import NAMES
 from tests.cases import uniform
 
 from . import peers_attention_backward as peers
@@ -153,7 +154,8 @@ def plan_of(x: Training, op: Callable, args: tuple, terms: dict):
     kind = None if x.blocks is None else BlockKind(*x.block_size, None)
     dout = x.dout[0] if packed else x.dout.transpose(1, 2)
     given = Terms(window_bounds(x.window, x.causal), deterministic=terms["deterministic"])
-    return plan_backward(q, k, v, dout, dout, given, kind, x.sinks is not None, terms.get("cu_seqlens_q"))
+    of_sinks = None if x.sinks is None else NAMES[x.sinks.dtype]
+    return plan_backward(q, k, v, dout, dout, given, kind, False, terms.get("cu_seqlens_q"), of_sinks)
 
 
 def case(name: str, problem, x: Training, others: list[Candidate], against: str, asked, ours=None) -> Case:

@@ -154,7 +154,7 @@ class Case:
             except Exception as error:
                 peers[-1].error = reason(error)
         times = (self.timer or timing.interleaved)(calls, warm_s=warm_s, rounds=rounds)
-        ours = Timing(OURS, self.problem.flops, times[OURS])
+        ours = Timing(OURS, self.problem.flops, times[OURS], note=getattr(call, "note", ""))
         for peer in peers:
             peer.us = times.get(peer.name, [])
         shown = f"{plan.facts.path} {plan.facts.config}" if plan and plan.facts else ""

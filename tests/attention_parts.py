@@ -9,6 +9,7 @@ import torch
 
 import cute_kernels
 from attention import attention, block_sparse_attention
+from attention.reference import spans_of
 from cute_kernels import explain
 
 from . import emulate
@@ -68,8 +69,12 @@ def packed(rows, cols, H=4, heads=2, D=64, Dv=None, device="cpu", more=(0, 0)) -
     return dict(tensors) | {"cu_seqlens_q": starts(rows, device), "cu_seqlens_k": starts(cols, device)}
 
 
-def cache(lengths, capacity, rows=1, H=4, heads=2, D=64, Dv=None, page_size=None, dtype=BF16, device="cpu") -> dict:
+def cache(
+    lengths, capacity, rows=1, H=4, heads=2, D=64, Dv=None, page_size=None, dtype=BF16, device="cpu", before=None
+) -> dict:
     """A call of caches. What no item has is NaN, and page numbers are garbage there.
+
+    before: item b's first row is b times that; what lies before is large.
 
     Pages are in (pages, page_size, heads, D) order in memory, shuffled.
     """
@@ -77,7 +82,11 @@ def cache(lengths, capacity, rows=1, H=4, heads=2, D=64, Dv=None, page_size=None
     q, k, v = (t.cpu() for t in qkv(rows, capacity, D, Dv, B, H, heads, dtype))
     for b, length in enumerate(lengths):
         k[b, :, max(length, 0) :] = v[b, :, max(length, 0) :] = math.nan
-    tables = {"seqlens_k": torch.tensor(lengths, dtype=torch.int32, device=device)}
+    for b, length in enumerate(lengths if before else ()):
+        for t in (k, v):
+            t[b, :, : min(b * before, max(length, 0))] *= 1e3
+    pairs = [(b * before, n) for b, n in enumerate(lengths)] if before else lengths
+    tables = {"seqlens_k": torch.tensor(pairs, dtype=torch.int32, device=device)}
     if page_size:
         each, spare = capacity // page_size, 3
         order = torch.randperm(B * each + spare)[: B * each]
@@ -117,24 +126,26 @@ def pieces(
             parts = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
             yield (slice(None), slice(None), slice(a, b)), *parts, band(b - a, d - c)
     elif seqlens_k is not None:
-        for b, length in enumerate(seqlens_k.tolist()):
+        for b, (first, length) in enumerate(spans_of(seqlens_k)):
             one = slice(b, b + 1)
             kv = k[one], v[one]
             if block_table is not None:
                 numbers = block_table[b, : -(-length // k.shape[2])].long()
                 kv = (t[numbers].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
-            keys, values = (t[:, :, : max(length, 0)] for t in kv)
+            keys, values = (t[:, :, first:length] for t in kv)
             yield one, q[one], keys, values, band(q.shape[2], keys.shape[2])
     else:
         seen = band(q.shape[2], k.shape[2])
         yield ..., q, k, v, seen if block_mask is None else seen & block_mask.to_dense(*q.shape[:2])
 
 
-def truth(q, k, v, *, softcap=None, scale=None, **terms):
+def truth(q, k, v, *, softcap=None, scale=None, sinks=None, **terms):
     """Of a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|."""
     shape = (1, q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    more, scores = {"dtype": FP64, "device": q.device}, {"softcap": softcap, "scale": scale}
+    more, scores = {"dtype": FP64, "device": q.device}, {"softcap": softcap, "scale": scale, "sinks": sinks}
     found = SimpleNamespace(lse=torch.full(shape, -math.inf, **more), columns=0)
+    if sinks is not None:  # of rows that are in no part
+        found.lse.copy_(sinks.view(-1, 1))
     found.out, found.spread = (torch.zeros(*shape, v.shape[-1], **more) for _ in range(2))
     found.by_torch = torch.zeros(*shape, v.shape[-1], dtype=q.dtype, device=q.device)
     for where, *parts, seen in pieces(q, k, v, **terms):

@@ -218,7 +218,7 @@ class Emulated:
                 item, row = (l, row) if block.batch == "values" else divmod(row, len(a))
                 mine = runs[starts[item] : starts[item + 1]]
                 k = (mine[:, None] * block.run + torch.arange(block.run)).flatten()
-            assert 0 <= boxes <= cfg.group_boxes and 0 <= row < len(a)
+            assert 0 <= boxes <= cfg.boxes and 0 <= row < len(a)
             for box in range(first, first + boxes):
                 p, part = box // parts, slice(box % parts * cfg.box_n, (box % parts + 1) * cfg.box_n)
                 assert values[p, :, part].isnan().all(), "every box comes once"

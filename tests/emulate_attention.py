@@ -8,6 +8,7 @@ import attention.eager as eager
 import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse
+from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime import families
@@ -29,25 +30,25 @@ class EmulatedFlash:
         self.facts = facts
         self.built.add(facts.key())
 
-    def __call__(self, q, k, v, out, lse, cu_q, cu_k, blocks, score, *more):
+    def __call__(self, q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more):
         """`more` are the counter and the number of CTAs of the sm_90 path, around the scalars."""
-        insist_on_arguments(self.facts, (q, k, v, out, lse, cu_q, cu_k, blocks, score, *more))
+        insist_on_arguments(self.facts, (q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more))
         assert score is None and self.facts.score is None
         scalars = self.scalars(*more)
         self.insist(q, k, v, out, lse, *scalars[1:])
         if not self.facts.packed:
             assert cu_q is None and cu_k is None
-            self.attend(q, k, v, out, lse, *scalars)
+            self.attend(q, k, v, out, lse, sinks, *scalars)
             return
         assert all(t.dtype is torch.int32 and t.is_contiguous() for t in (cu_q, cu_k))
         out.zero_()
         if lse is not None:
-            lse.fill_(-math.inf)
+            lse.copy_(torch.tensor(-math.inf) if sinks is None else sinks.view(-1, 1))
         rows, cols = cu_q.tolist(), cu_k.tolist()
         for a, b, c, d in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
-            if a < b and c < d:
+            if a < b:
                 parts = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d], out[a:b]))
-                self.attend(*parts, None if lse is None else lse[None, :, a:b], *scalars)
+                self.attend(*parts, None if lse is None else lse[None, :, a:b], sinks, *scalars)
 
     def scalars(self, *more):
         """(scale_log2, softcap, left, right), of what a forward kernel is given after its tensors."""
@@ -72,7 +73,7 @@ class EmulatedFlash:
             shape = (q.shape[1], q.shape[0]) if facts.packed else q.shape[:3]
             assert lse.shape == shape and lse.is_contiguous() and lse.dtype is torch.float32
 
-    def attend(self, q, k, v, out, lse, scale_log2, softcap, left, right):
+    def attend(self, q, k, v, out, lse, sinks, scale_log2, softcap, left, right):
         """Of (B, H, Sq, D) tensors, all items of one length, into out and lse."""
         facts, rows, columns = self.facts, q.shape[2], k.shape[2]
         group = q.shape[1] // k.shape[1]
@@ -83,7 +84,9 @@ class EmulatedFlash:
         bounds = left if facts.window.left else None, right if facts.window.right else None
         scores = scores.masked_fill(~band_mask(rows, columns, *bounds), -math.inf) * scale_log2
         log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
-        out.copy_(torch.exp2(scores - log2).masked_fill(log2.isneginf(), 0.0) @ v)
+        if sinks is not None:
+            log2 = torch.logaddexp(log2 / LOG2E, sinks.float().view(-1, 1, 1)) * LOG2E
+        out.copy_(torch.exp2(scores - log2).masked_fill(log2.isneginf() | scores.isneginf(), 0.0) @ v)
         if lse is not None:
             lse.copy_(log2[..., 0] / LOG2E)
 
@@ -91,8 +94,8 @@ class EmulatedFlash:
 class EmulatedDecode(EmulatedFlash):
     """The same of the decoding kernel, which sees of an item's cache its own rows alone."""
 
-    def __call__(self, q, k, v, out, lse, seqlens, table, score, parts, part_lses, *more):
-        insist_on_arguments(self.facts, (q, k, v, out, lse, seqlens, table, score, parts, part_lses, *more))
+    def __call__(self, q, k, v, out, lse, sinks, seqlens, table, score, parts, part_lses, *more):
+        insist_on_arguments(self.facts, (q, k, v, out, lse, sinks, seqlens, table, score, parts, part_lses, *more))
         assert score is None and self.facts.score is None
         facts, (*scalars, count) = self.facts, more[:5]
         assert len(more) == 5 + (facts.path == "sm_90") and all(x > 0 for x in more[4:])
@@ -102,16 +105,16 @@ class EmulatedDecode(EmulatedFlash):
             assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
         self.insist(q, k, v, out, lse, *scalars[1:])
         if seqlens is None:
-            self.attend(q, k, v, out, lse, *scalars)
+            self.attend(q, k, v, out, lse, sinks, *scalars)
             return
-        for b, length in enumerate(seqlens.tolist()):
+        assert seqlens.dim() == 1 + facts.spans and facts.window.left >= facts.spans
+        for b, (first, length) in enumerate(spans_of(seqlens)):
             one, kv = slice(b, b + 1), (k[b : b + 1], v[b : b + 1])
-            length = max(length, 0)
             if table is not None:
                 pages = table[b, : -(-length // facts.page_size)].long()
                 kv = (t[pages].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
-            kv = (t[:, :, :length] for t in kv)
-            self.attend(q[one], *kv, out[one], None if lse is None else lse[one], *scalars)
+            kv = (t[:, :, first:length] for t in kv)
+            self.attend(q[one], *kv, out[one], None if lse is None else lse[one], sinks, *scalars)
 
 
 class EmulatedBlocks(Walked, EmulatedFlash):

@@ -40,8 +40,8 @@ class Walked:
     def __init__(self, facts):
         self.facts = facts
 
-    def __call__(self, q, k, v, o, lse, cu_q, cu_k, blocks, score, *more):
-        insist_on_arguments(self.facts, (q, k, v, o, lse, cu_q, cu_k, blocks, score, *more))
+    def __call__(self, q, k, v, o, lse, sinks, cu_q, cu_k, blocks, score, *more):
+        insist_on_arguments(self.facts, (q, k, v, o, lse, sinks, cu_q, cu_k, blocks, score, *more))
         counter = None
         if self.facts.path == "sm_90":
             counter, *more, max_ctas = more
@@ -65,9 +65,11 @@ class Walked:
             scores = q[tile.b, tile.h, part].float() @ k[tile.b, tile.h_kv].float().mT
             scores = torch.tanh(scores * softcap / 2.885390) if self.facts.softcap else scores
             weights = (scores * scale_log2 * math.log(2)).masked_fill(~seen, -math.inf)
+            sink = torch.tensor(-math.inf) if sinks is None else sinks[tile.h].float()
+            sums = torch.logaddexp(weights.logsumexp(-1), sink)
             if lse is not None:
-                lse[tile.b, tile.h, part] = weights.logsumexp(-1)
-            weights = weights.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+                lse[tile.b, tile.h, part] = sums
+            weights = (weights - sums[:, None]).exp().masked_fill(~seen, 0.0)
             o[tile.b, tile.h, part] = (weights @ v[tile.b, tile.h_kv].float()).to(o.dtype)
         assert len(done) == number(scheduler.count) == batch * heads * plain.tiles_m, "every query tile, once"
 

@@ -44,6 +44,7 @@ class Family:
     splits: int | None = None  # forced
     page_size: int = 0
     blocksize: tuple[int, int] | None = None
+    sinks: str | None = None  # their dtype
 
     @property
     def name(self) -> str:
@@ -83,6 +84,7 @@ def families(seed: int = 0, each: int = 18) -> list[Family]:
             turns("bf16", "bf16", "fp16"), turns(*DIMS), turns(False, True), turns(False, False, not blocks),
             turns(None, None, 5.0), turns(True, True, False), turns(None, 1, 3) if cached else turns(None),
             turns(*PAGES) if op.startswith("paged") else turns(0), turns(*BLOCKSIZES) if blocks else turns(None),
+            turns(None, None, "bf16", "fp32"),
         )  # fmt: skip
         found += [Family(op, path, *each) for each in zip(*terms, strict=True)]
     return found
@@ -174,7 +176,10 @@ def run(case: Case, device: str = "cpu") -> None:
         terms["window"] = case.window
     make = {"packed attention": packed, "block_sparse_attention": block_sparse}.get(f.op, batched)
     given, plain, seen, more = make(case, zones, {"dtype": dtype, "device": device})
-    expect = Expected(*plain, seen, f.softcap)
+    if f.sinks:
+        sinks = normal(case.heads[0], dtype=DTYPES[f.sinks], device=device)
+        terms["sinks"] = zones.input(sinks, name="sinks")
+    expect = Expected(*plain, seen, f.softcap, terms.get("sinks"))
     shape = expect.exact.shape
     if f.op == "packed attention":
         shape = shape[2], shape[1], shape[3]
@@ -219,6 +224,10 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
     if f.op != "attention":
         # Lengths that cannot be count as the nearest one that can.
         lengths = [n - 1 if n == 0 and case.seed % 2 else n + case.seed % 3 * (n == length) for n in case.cols]
+        if case.seed % 4 == 3:  # of first rows, too
+            lengths = [(n * (b + case.seed % 5) // 7, n) for b, n in enumerate(lengths)]
+            for b, (first, _) in enumerate(lengths):
+                seen[b, 0, :, : max(first, 0)] = False
         more["seqlens_k"] = zones.input(torch.tensor(lengths, dtype=torch.int32, device=device), name="seqlens_k")
     return given, (q, k, v), seen, more
 
@@ -258,13 +267,16 @@ def block_sparse(case: Case, zones: Zones, kind: dict) -> tuple:
 class Expected:
     """What a call must give, (B, H, Sq, Dv): exactly, as torch computes it in the operands' dtype, and where NaN."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float | None):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float | None, sinks: Tensor | None = None
+    ):
         group, self.columns = q.shape[1] // k.shape[1], k.shape[2]
         nan_q, nan_k = (t.isnan().any(-1) for t in (q, k.repeat_interleave(group, 1)))
         self.nan = (seen & (nan_q[..., None] | nan_k[:, :, None])).any(-1)  # rows
         q, k, v = (t.nan_to_num(0.0) for t in (q, k, v))
-        self.exact, self.lse = attention_plainly(*(t.double() for t in (q, k, v)), seen, softcap=softcap)
-        self.by_torch, _ = attention_plainly(q, k, v, seen, softcap=softcap)
+        terms = {"softcap": softcap, "sinks": sinks}
+        self.exact, self.lse = attention_plainly(*(t.double() for t in (q, k, v)), seen, **terms)
+        self.by_torch, _ = attention_plainly(q, k, v, seen, **terms)
         for t in (self.exact, self.by_torch):
             t.masked_fill_(self.nan[..., None], 0.0)
         self.empty = self.lse.isneginf() & ~self.nan

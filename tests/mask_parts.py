@@ -136,3 +136,12 @@ def count(made: list, call, *args, **terms) -> int:
     before = len(made)
     call(*args, **terms)
     return len(made) - before
+
+
+def packed_function(function, positions, sequences):
+    """A mask function of transformers in packed sequences, as it composes one: before 5.18 or so without positions."""
+    from transformers import masking_utils as hf
+
+    if made := getattr(hf, "packed_sequence_compatibility_function", None):
+        return made(function, positions, sequences)
+    return hf.and_masks(function, hf.packed_sequence_mask_function(sequences))

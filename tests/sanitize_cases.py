@@ -118,6 +118,7 @@ CASES = {  # a maker's arguments, or a function of the path
     "attention, 128x64 blocks": partial(attend, "blocks", 1, 2, 1, 200, 170, 256, block=(128, 64)),
     "gradients of attention": differentiated("tails"),
     "gradients of attention, a window": differentiated("left bound, cap"),
+    "gradients of attention, sinks": differentiated("sinks"),
     "gradients of attention, packed": differentiated("packed, causal"),
     "gradients of attention, blocks": differentiated("blocks, causal"),
     "decoding, K and V split": partial(attend, "dense", 2, 8, 2, 1, 333, 128, splits=3),

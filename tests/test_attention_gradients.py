@@ -38,6 +38,10 @@ def by_head(b, h, q, kv):
     return (q - kv).abs() < 40 * (h + 1)
 
 
+def sinks(device, heads=4):
+    return torch.tensor([0.5, 3.0, -2.0, -torch.inf], device=device)[:heads]
+
+
 # name -> a function of the device: (q, k, v, options of the call)
 CASES = {
     "one tile": lambda d: (*qkv(64, 128, 128, B=1, H=1, heads=1, device=d), {}),
@@ -68,12 +72,22 @@ CASES = {
         *qkv(300, 300, 64, B=1, H=2, device=d),
         {"block_mask": BlockMask.from_mask_mod(by_head, (300, 300), (128, 128), heads=2, device=d)},
     ),
+    "sinks": lambda d: (*qkv(300, 100, 64, B=2, device=d), {"causal": True, "sinks": sinks(d)}),
+    "sinks, left bound, cap": lambda d: (
+        *qkv(300, 310, 128, B=1, H=2, device=d),
+        {"window": (100, None), "softcap": 2.0, "sinks": sinks(d, 2)},
+    ),
+    "sinks, blocks": lambda d: (
+        *qkv(300, 300, 64, B=2, H=2, device=d),
+        {"block_mask": blocks((64, 64), (300, 300), device=d), "causal": True, "sinks": sinks(d, 2)},
+    ),
     "mask_mod of tensors": lambda d: (*qkv(300, 300, 128, B=1, device=d), {"block_mask": documents(d)}),
 }
 PACKED = {
     "packed": ((60, 70, 0, 130), (100, 70, 5, 130), 128, {}),
     "packed, causal": ((60, 70, 1, 130), (60, 70, 0, 130), 64, {"causal": True}),
     "packed, window": ((60, 170, 130), (60, 270, 3), 96, {"window": (30, 10), "softcap": 2.0}),
+    "packed, sinks": ((60, 70, 1, 130), (60, 70, 0, 130), 64, {"causal": True}),
     "packed, 192": ((60, 0, 100), (60, 5, 130), 192, {"causal": True}),
 }
 
@@ -112,22 +126,28 @@ class Rounded(torch.autograd.Function):
         return g if ctx.backward_dtype is None else g.to(ctx.backward_dtype).to(g.dtype), None, None
 
 
-def plainly(q, k, v, seen, softcap=None, scale=None, rounded=None):
+def plainly(q, k, v, seen, softcap=None, scale=None, sinks=None, rounded=None):
     """(out, lse) of (B, H, S, D); `rounded` is the dtype that P and dS have in the products of a kernel."""
     group = q.shape[1] // k.shape[1]
     s = q @ k.repeat_interleave(group, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = Rounded.apply(s, None, rounded)
     s = s if softcap is None else softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen, -torch.inf)
-    empty = ~seen.any(-1)
+    s, empty = s.masked_fill(~seen, -torch.inf), ~seen.any(-1)
+    if sinks is not None:
+        s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)], -1)
+        empty = (s == -torch.inf).all(-1)
     lse = s.masked_fill(empty[..., None], 0.0).logsumexp(-1)
-    p = (s - lse[..., None]).exp()
+    p = (s - lse[..., None]).exp()[..., : k.shape[2]]
     return Rounded.apply(p, rounded, None) @ v.repeat_interleave(group, 1), lse, empty
 
 
-def gradients_plainly(q, k, v, seen, dout, dlse, dtype, rounded=None, **terms):
-    inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-    out, lse, empty = plainly(*inputs, seen.expand(*q.shape[:3], k.shape[2]), rounded=rounded, **terms)
+def gradients_plainly(q, k, v, seen, dout, dlse, dtype, rounded=None, sinks=None, **terms):
+    inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v, sinks) if t is not None]
+    terms["sinks"] = None if sinks is None else inputs[3]
+    out, lse, empty = plainly(*inputs[:3], seen.expand(*q.shape[:3], k.shape[2]), rounded=rounded, **terms)
+    if rounded is not None:  # delta is a sum of dO times O as it is stored; it reaches scores and sinks by way of LSE
+        error = ((out - out.to(rounded)) * dout).sum(-1).detach()
+        lse.register_hook(lambda g: g + error)
     total = (out * dout.to(dtype)).sum()
     if dlse is not None:
         total = total + (lse * dlse.to(dtype)).masked_fill(empty.expand_as(lse), 0.0).sum()
@@ -143,21 +163,22 @@ def band(rows, cols, window=None, causal=False):
     return seen & (away <= right) if right is not None else seen
 
 
-def check(got, q, k, v, seen, dout, dlse, **terms):
-    """Against fp64, by what rounding P, dS and the results to the operands' dtype costs torch."""
+def check(got, q, k, v, seen, dout, dlse, sinks=None, **terms):
+    """Against fp64, by what rounding P, dS, O and the results to the operands' dtype costs torch."""
     q, k, v, dout, seen = (t.cpu() for t in (q, k, v, dout, seen))
+    terms["sinks"] = sinks = None if sinks is None else sinks.detach().cpu()
     dlse = None if dlse is None else dlse.cpu()
     exact = gradients_plainly(q, k, v, seen, dout, dlse, FP64, **terms)
     theirs = gradients_plainly(q, k, v, seen, dout, dlse, torch.float32, q.dtype, **terms)
-    for name, mine, true, other in zip("qkv", got, exact, theirs, strict=True):
-        assert mine.dtype == q.dtype, name
-        assert_as_good_as_torch(mine.cpu(), true, other.to(q.dtype), k=max(q.shape[2], k.shape[2]))
+    for name, t, mine, true, other in zip("qkvs", (q, k, v, sinks), got, exact, theirs, strict=False):
+        assert mine.dtype == t.dtype, name
+        assert_as_good_as_torch(mine.cpu(), true, other.to(t.dtype), k=max(q.shape[2], k.shape[2]))
 
 
 @pytest.mark.parametrize("of_lse", [False, True], ids=["", "and of LSE"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_as_exact_as_torchs(machine, name, of_lse):
-    if of_lse and name not in ("tails", "left bound, cap", "blocks"):
+    if of_lse and name not in ("tails", "left bound, cap", "blocks", "sinks"):
         pytest.skip("the gradient of LSE is a term of delta, whatever the rest is")
     device, computed, path = machine
     if device == "cpu" and name in NOT_EMULATED[path]:
@@ -169,7 +190,7 @@ def check_case(name, device, computed, of_lse=False):
     """The gradients of one of CASES; on a GPU both ways are `computed()`, else backward alone."""
     seed(name)
     *tensors, options = CASES[name](device)
-    q, k, v = (t.requires_grad_() for t in tensors)
+    q, k, v, *_ = inputs = [t.requires_grad_() for t in (*tensors, *([options["sinks"]] if "sinks" in options else []))]
     dout = normal(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
     mask = options.get("block_mask")
     call = attention if mask is None else block_sparse_attention
@@ -178,8 +199,8 @@ def check_case(name, device, computed, of_lse=False):
     dlse = torch.randn_like(lse) if of_lse else None
     outputs, given = ([out, lse], [dout, dlse]) if of_lse else ([out], [dout])
     with computed(), poisoned_empty():
-        got = torch.autograd.grad(outputs, (q, k, v), given)
-    terms = {key: options[key] for key in ("softcap", "scale") if key in options}
+        got = torch.autograd.grad(outputs, inputs, given)
+    terms = {key: options[key] for key in ("softcap", "scale", "sinks") if key in options}
     seen = band(q.shape[2], k.shape[2], options.get("window"), options.get("causal", False))
     if mask is not None:
         seen = seen & mask.to_dense(*q.shape[:2]).cpu()
@@ -228,13 +249,15 @@ def check_packed(name, device, computed):
     for t, total in ((q, sum(rows)), (dout, sum(rows)), (k, sum(cols)), (v, sum(cols))):
         t[total:] = torch.nan
     q, k, v = (t.requires_grad_() for t in (q, k, v))
+    given = {"sinks": sinks(device).requires_grad_()} if "sinks" in name else {}
     with contextlib.nullcontext() if device == "cpu" else computed(), poisoned_empty():
-        out = attention(q, k, v, **options, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        out = attention(q, k, v, **options, **given, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     with computed(), poisoned_empty():
-        got = torch.autograd.grad(out, (q, k, v), dout)
+        got = list(torch.autograd.grad(out, (q, k, v, *given.values()), dout))
+    of_sinks = [got.pop()] if given else []
     for g, total in zip(got, (sum(rows), sum(cols), sum(cols)), strict=True):
         assert not g[total:].any()
-    terms = {key: options[key] for key in ("softcap", "scale") if key in options}
+    terms = {key: options[key] for key in ("softcap", "scale") if key in options} | given
     for i in range(len(rows)):
         a, b, c, d = (int(x) for cu in (cu_q, cu_k) for x in cu[i : i + 2])
         if b == a or d == c:
@@ -243,7 +266,13 @@ def check_packed(name, device, computed):
         parts = [t.detach()[s].transpose(0, 1)[None] for t, s in ((q, slice(a, b)), (k, slice(c, d)), (v, slice(c, d)))]
         mine = [g[s].transpose(0, 1)[None] for g, s in zip(got, (slice(a, b), slice(c, d), slice(c, d)), strict=True)]
         seen = band(b - a, d - c, options.get("window"), options.get("causal", False))[None, None]
-        check(mine, *parts, seen, dout[a:b].transpose(0, 1)[None], None, **terms)
+        of_part = seen, dout[a:b].transpose(0, 1)[None], None
+        check(mine, *parts, *of_part, **terms)
+        if given:
+            wide = (None if t is None else t.detach().cpu() for t in (*parts, *of_part))
+            of_sinks.append(gradients_plainly(*wide, FP64, sinks=given["sinks"].detach().cpu())[3])
+    if of_sinks:
+        torch.testing.assert_close(of_sinks[0].cpu().double(), sum(of_sinks[1:]), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def forms() -> dict:
         "packed out": named(q3, k3, k3, out3) | cu,
         "of as many": named(q3, q3, q3, out3) | dict.fromkeys(cu, cu["cu_seqlens_q"]),
         "lengths": named(q, k, v, out) | {"seqlens_k": lengths},
+        "spans": named(q, k, v, out) | {"seqlens_k": torch.stack([lengths // 2, lengths], -1)},
         "pages": named(q, pages, pages) | {"seqlens_k": lengths, "block_table": table},
         "blocks": named(q, k, v, out) | {"block_mask": patterns.causal((24, 40))},
     }

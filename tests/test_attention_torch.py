@@ -94,6 +94,8 @@ def test_opcheck_attention(device):
     torch.library.opcheck(OPS.attention.default, (q, k, v), {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]})
     lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
     torch.library.opcheck(OPS.attention.default, call, {"seqlens_k": lengths, "return_lse": True})
+    sinks = torch.randn(4, dtype=BF16, device=device, requires_grad=True)
+    torch.library.opcheck(OPS.attention.default, call, {"return_lse": True, "sinks": sinks})
 
 
 def test_opcheck_block_sparse():
@@ -101,6 +103,8 @@ def test_opcheck_block_sparse():
     for mask in masks()[0::4]:
         args = *call, *crossing(mask)
         torch.library.opcheck(OPS.block_sparse_attention.default, args, {"return_lse": True})
+        terms = {"causal": True, "sinks": torch.randn(4, requires_grad=True)}
+        torch.library.opcheck(OPS.block_sparse_attention.default, args, terms)
         out = torch.zeros(2, 4, 200, 64, dtype=BF16)
         torch.library.opcheck(OPS.block_sparse_attention_out.default, (*args, out), {"causal": True})
     for form in ("flex", "bool", "bsr"):

@@ -23,7 +23,7 @@ from cute_kernels.runtime.device import forced_path
 SMALL = {
     "packed": cases.TrainingProblem("attention", 1, 60, 60, 2, 2, 16, True, lengths=(25, 30, 5)),
     "window, grouped": cases.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, (20, 0)),
-    "sinks": cases.TrainingProblem("attention", 1, 70, 70, 4, 2, 16, True, sinks=True),
+    "sinks": cases.TrainingProblem("attention", 1, 70, 70, 16, 2, 16, True, sinks=True),
 }
 
 

@@ -39,6 +39,8 @@ CALLS = [  # of a cache, terms, splits
     *(({"D": 128, "H": 8, "rows": 3, "page_size": size}, CAUSAL, (3,)) for size in (64, 128, 256)),
     ({"D": 256, "H": 8, "heads": 1, "page_size": 32}, {}, (3,)),
     ({"D": 96, "Dv": 64, "H": 8, "heads": 1, "page_size": 16}, {}, (3,)),
+    *(({"D": 128, "H": 8, "rows": n, "before": 41}, CAUSAL, (1, 3)) for n in (1, 5)),
+    ({"D": 64, "H": 8, "rows": 3, "page_size": 64, "before": 130}, {"window": (70, 0)}, (2,)),
     ({"D": 128, "H": 8, "rows": 100, "page_size": 64}, CAUSAL, (1, 3)),  # several tiles of rows: a part of a prompt
 ]
 
@@ -63,6 +65,14 @@ def test_pages_that_are_not_there_are_of_zeros():
     call = cache([64, 64], 64, page_size=16)
     call["block_table"][0] = 1000
     assert not attention(**call)[0].count_nonzero()
+
+
+def test_first_rows_that_are_not_there(where):
+    call = cache([64, 64, 64], 64, H=2, device=where)
+    full = attention(**call)
+    pairs = torch.tensor([[-7, 99], [64, 64], [80, -1]], dtype=torch.int32, device=where)
+    found = attention(**call | {"seqlens_k": pairs})
+    assert torch.equal(found[0], full[0]) and not found[1:].count_nonzero()
 
 
 def test_nothing_cached(where):

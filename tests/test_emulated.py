@@ -108,6 +108,11 @@ def test_packed_attention(path):
 
 
 @PATHS
+def test_decoding_behind_padding(path):
+    check(path, **cache((230, 200, 250), 256, H=8, before=100))
+
+
+@PATHS
 def test_decoding_from_pages(path):
     check(path, **cache((230, 0), 256, H=8, page_size=64))
 

@@ -32,14 +32,14 @@ def test_functions_mean_what_torch_means(name, dtype, rtol, atol):
 
 
 def test_gelu_as_kernels_compute_it(monkeypatch):
-    """No further from the truth than torch's own fp32 formula is at its worst, and right in the limits."""
+    """Within 7.48e-7 of the truth, and right in the limits."""
     monkeypatch.setattr(activations, "_exp2", torch.exp2)
     monkeypatch.setattr(activations.cute.math, "absf", torch.abs)
     gelu = activations.gelu
-    x = torch.linspace(-30, 30, 600_001)
-    exact = nnf.gelu(x.double())
-    mine, by_torch = ((y.double() - exact).abs().max() for y in (gelu(x), nnf.gelu(x)))
-    assert mine <= 0.7 * by_torch  # here without fused multiply-adds, which a kernel has
+    x = torch.arange(-300_000, 300_001) / 10_000  # torch.linspace rounds by the machine, and so does the largest error
+    # Here without fused multiply-adds, which a kernel has. torch's own fp32 gelu errs by 3.7e-7 to 1.07e-6, by the
+    # machine, which decides the formula: the bound is 0.7 of the largest.
+    assert (gelu(x).double() - nnf.gelu(x.double())).abs().max() <= 7.48e-7
     limits = torch.tensor([-1e30, -1e4, 1e4, 1e30, math.inf, 0.0])
     assert torch.equal(gelu(limits), limits.clamp_min(0))
     assert gelu(torch.tensor([math.nan, -math.inf])).isnan().all(), "as torch has it"

@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,15 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("matplotlib")
+from attention import attention  # noqa: E402
+from demo.long_context import pattern  # noqa: E402
 from demo.train import __main__ as command  # noqa: E402
-from demo.train import runs, text  # noqa: E402
+from demo.train import long, runs, text  # noqa: E402
 from demo.train.model import Decoder, Shape  # noqa: E402
 from sparse_collective.nn import BsrLinear  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = runs.DENSE, runs.SPARSE, runs.WIDE
+NAMES = runs.DENSE, runs.SPARSE, runs.WIDE, runs.ATTENTION
 TINY = Shape(32, 64, layers=2, heads=2, context=16, block=16)
 
 
@@ -83,8 +87,9 @@ def test_a_full_density_is_the_dense_model():
     torch.testing.assert_close(sparse(tokens), dense(tokens))
 
 
-def test_no_byte_sees_later_ones():
-    model, tokens = Decoder(replace(TINY, density=0.5)), torch.randint(256, (2, TINY.context))
+@pytest.mark.parametrize("change", [{"density": 0.5}, {"window": 5, "global_bytes": 2}])
+def test_no_byte_sees_later_ones(change):
+    model, tokens = Decoder(replace(TINY, **change)), torch.randint(256, (2, TINY.context))
     before = model(tokens)
     tokens[:, 9:] = 7
     torch.testing.assert_close(model(tokens)[:, :9], before[:, :9])
@@ -93,11 +98,22 @@ def test_no_byte_sees_later_ones():
 # -- training ------------------------------------------------------------------------------------------------
 
 
-def test_layers_share_a_graph_under_autocast():
+def test_block_sparse_attention_that_sees_all_is_the_dense_model():
+    """And its mask counts the keys that a byte sees."""
+    dense, sparse = Decoder(TINY), Decoder(replace(TINY, window=TINY.context))
+    sparse.load_state_dict(dense.state_dict())
+    tokens = torch.randint(256, (2, TINY.context))
+    torch.testing.assert_close(sparse(tokens), dense(tokens))
+    near = replace(TINY, window=5, global_bytes=2)
+    assert near.seen() == Decoder(near).mask(16, torch.device("cpu")).to_dense().sum() / 16 < TINY.seen() == 8.5
+
+
+@pytest.mark.parametrize("change", [{"density": 0.5}, {"window": 5, "global_bytes": 2}])
+def test_layers_share_a_graph_under_autocast(change):
     """One to train and one to evaluate, also of layers with different patterns."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = Decoder(replace(TINY, layers=3, density=0.5))
+    model = Decoder(replace(TINY, layers=3, **change))
     windows = torch.randint(256, (4, TINY.context + 1), dtype=torch.uint8)
     with torch.autocast("cpu", torch.bfloat16):
         eager = model.loss(windows)
@@ -133,8 +149,8 @@ def test_the_command_in_a_tiny_form(topics_alone, monkeypatch, tmp_path, capsys)
         assert row["held_out_loss"][-1] < row["held_out_loss"][0] - 0.3
         assert row["tokens"] == [0, *(n * 16 * 16 for n in (10, 20, 30))]
         assert row["seconds"] == sorted(row["seconds"]) and row["step_ms"] > 0 and row["peak_bytes"] is None
-    dense, sparse, wide = (row["flops_per_token"] for row in data["rows"])
-    assert dense == wide > sparse
+    dense, sparse, wide, attention = (row["flops_per_token"] for row in data["rows"])
+    assert dense == wide > attention > sparse
 
 
 def test_run_knows_the_command():
@@ -143,7 +159,7 @@ def test_run_knows_the_command():
     usage = subprocess.run(["./run"], cwd=ROOT, capture_output=True, text=True)
     assert usage.returncode == 2 and re.search(r"\./run train .*python -m demo\.train", usage.stderr)
     done = subprocess.run(["./run", "train", "--help"], cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "--only {dense,sparse,wide}" in done.stdout, done.stderr
+    assert done.returncode == 0 and "--only {dense,sparse,wide,attention}" in done.stdout, done.stderr
 
 
 def test_one_run_alone_and_ctrl_c_in_one_line(topics_alone, monkeypatch, tmp_path, capsys):
@@ -169,3 +185,54 @@ def test_what_is_wrong_is_one_line(tmp_path, capsys):
     for wrong in (["--steps", "0"], ["--only", "all"]):
         with pytest.raises(SystemExit):
             command.main(wrong)
+
+
+# -- long sequences ------------------------------------------------------------------------------------------
+
+
+def test_long_sequences_in_a_tiny_form(topics_alone, monkeypatch, tmp_path, capsys):
+    """The same mask gives the same losses. FlexAttention, which has no backward on a CPU, and FA4 are stood in for."""
+    pytest.importorskip("transformers")
+    plan = replace(long.CPU, length=160, window=24, global_tokens=5)
+
+    def flex(module, q, k, v, mask, scaling, **_):
+        at = torch.arange(plan.length)
+        seen = mask.mask_mod(0, 0, at[:, None], at)
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2).contiguous(), None
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale):
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max()) and int(cu_seqlens_q[-1]) == len(q)
+        cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        return attention(q, k, v, causal=causal, scale=softmax_scale, **cu), None
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules[name].__spec__ = ModuleSpec(name, None)  # which transformers looks at
+    sys.modules["flash_attn.cute.interface"].flash_attn_varlen_func = varlen
+    monkeypatch.setattr(long, "by_flex", flex)
+    monkeypatch.setattr(long, "CPU", plan)
+    monkeypatch.setattr(command, "why_no_gpu", lambda: "There is no CUDA GPU here.")
+    png, out = tmp_path / "long.png", tmp_path / "long.json"
+    assert command.main(["--long", "--png", str(png), "--json", str(out)]) == 0
+    printed, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert png.read_bytes().startswith(b"\x89PNG") and data["suite"] == "long-context"
+    found = {row["name"]: row for row in data["rows"]}
+    assert list(found) == [*long.SAME_MASK, long.PACKED] and all(name in printed for name in found)
+    assert not any(row["error"] for row in found.values()) and data["largest_difference"] < 1e-4
+    ours, packed = (found[name]["loss"] for name in (long.OURS, long.PACKED))
+    assert len(ours) == 4 and ours[-1] < ours[0] and abs(packed[-1] - ours[-1]) > 1e-4
+    assert len(found[long.SDPA]["loss"]) == plan.slow_steps
+
+
+def test_the_mask_of_long_sequences():
+    """As the long prompt of the other demonstration sees it."""
+    plan = replace(long.CPU, length=300, window=40, global_tokens=9)
+    seen = pattern(plan.length, plan.window, plan.global_tokens, "cpu").to_dense()[0, 0]
+    assert torch.equal(long.dense_mask(plan, torch.device("cpu"))[0, 0], seen)
+
+
+@pytest.mark.parametrize("wrong", [["--long", "--minilm"], ["--long", "--only", "dense"]])
+def test_options_that_exclude_each_other(wrong):
+    with pytest.raises(SystemExit):
+        command.parse(wrong)

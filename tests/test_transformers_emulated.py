@@ -16,6 +16,7 @@ from integrations.transformers.masks import make_mask  # noqa: E402
 
 from .emulator import emulate  # noqa: E402
 from .emulator.ops import on_emulator  # noqa: E402
+from .mask_parts import packed_function  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler (CXX)"
@@ -64,8 +65,8 @@ def test_packed_sequences():
     check(*operands(70, 70), make_mask(BATCH, 70, 70), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     positions = torch.cat([torch.arange(n) for n in (20, 1, 49)])[None].expand(BATCH, -1)
     sequences = hf.find_packed_sequence_indices(positions)
-    packed = hf.packed_sequence_compatibility_function(hf.causal_mask_function, positions, sequences)
-    check(*operands(70, 70), make_mask(BATCH, 70, 70, mask_function=packed))
+    function = packed_function(hf.causal_mask_function, positions, sequences)
+    check(*operands(70, 70), make_mask(BATCH, 70, 70, mask_function=function))
 
 
 @pytest.mark.parametrize("path", ["sm_80", "sm_90"])

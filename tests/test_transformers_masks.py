@@ -18,6 +18,8 @@ from integrations.transformers.attention_function import attend  # noqa: E402
 from integrations.transformers.kinds import Kind, kind_of  # noqa: E402
 from integrations.transformers.masks import make_mask  # noqa: E402
 
+from .mask_parts import packed_function  # noqa: E402
+
 BATCH, TOTAL = 2, 300
 POSITIONS = torch.cat([torch.arange(n) for n in (70, 1, 130, TOTAL - 201)])[None].expand(BATCH, -1)
 SEQUENCES = hf.find_packed_sequence_indices(POSITIONS)
@@ -34,7 +36,7 @@ KINDS = {
     ),
 }
 PACKED = {
-    f"packed {name}": (hf.packed_sequence_compatibility_function(function, POSITIONS, SEQUENCES), kind)
+    f"packed {name}": (packed_function(function, POSITIONS, SEQUENCES), kind)
     for name, (function, kind) in KINDS.items()
 }
 OTHERS = {
@@ -64,6 +66,7 @@ def test_functions_that_only_torch_can_trace(name):
     assert kind_of(OTHERS[name]) is None
 
 
+@pytest.mark.skipif(not hasattr(hf, "remap_positions_for_packed_sequence"), reason="transformers has none")
 def test_positions_that_restart_need_the_sequences():
     restarted = hf.remap_positions_for_packed_sequence(hf.causal_mask_function, POSITIONS)
     assert kind_of(restarted) is None and kind_of(hf.and_masks(restarted, hf.causal_mask_function)) is None
@@ -144,19 +147,23 @@ def planned(monkeypatch):
         yield found
 
 
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["causal", "sliding", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [*itertools.product(["causal", "sliding"], [None, "all", "left", "right"]), ("chunked", None), ("chunked", "left")],
+)
 def test_decoding_takes_one_kernel(planned, name, side):
-    """Nothing that changes with every token is a constant of a kernel."""
+    """Nothing that changes with every token is a constant of a kernel. Tokens behind padding are split among CTAs."""
     for length in (200, 201, 270):
         padding = None if side is None else padding_of(side, length)
         for columns in (length, 400):  # of a dynamic and of a static cache
             mask = make_mask(BATCH, 1, columns, length - 1, mask_function=FUNCTIONS[name], attention_mask=padding)
             attend(MODULE, *operands(1, columns), mask)
     assert {op for op, _ in planned} == {
-        "block_sparse_attention" if side or name == "chunked" else "attention",
+        "block_sparse_attention" if side == "right" or name == "chunked" else "attention",
     }
     assert len({facts.blocks for _, facts in planned}) == 1
+    if name != "chunked" and side != "right":
+        assert {getattr(facts, "spans", False) for _, facts in planned} == {side == "left"}
 
 
 def test_head_dims_are_padded(planned):

@@ -1,12 +1,14 @@
 """Head dimension 512: warps, or warpgroups, share their rows. On the emulator, against fp64; and what it refuses."""
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from attention import attention
 from attention.decode.choose import splits
+from cute_kernels import path
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
@@ -18,10 +20,10 @@ pytestmark = pytest.mark.skipif(
 D = 512
 
 
-def operands(rows, columns, heads=2, kv_heads=1, dim=D, batch=1):
+def operands(rows, columns, heads=2, kv_heads=1, dim=D, batch=1, device="cpu"):
     generator = torch.Generator().manual_seed(3)
     shapes = (heads, rows), (kv_heads, columns), (kv_heads, columns)
-    return tuple(torch.randn(batch, n, s, dim, generator=generator).bfloat16() for n, s in shapes)
+    return tuple(torch.randn(batch, n, s, dim, generator=generator).bfloat16().to(device) for n, s in shapes)
 
 
 def check(q, k, v, seen, out, lse, softcap=None):
@@ -53,6 +55,21 @@ def test_decoding(heads):
     for b, n in enumerate(lengths):
         item = q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n]
         check(*item, torch.ones(1, n, dtype=torch.bool), out[b : b + 1], lse[b : b + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forced", [None, "sm_80"])
+@pytest.mark.parametrize("shape", [(70, 130, 2, 1), (512, 777, 4, 2), (1000, 1000, 8, 8), (1, 3000, 8, 1)])
+def test_on_a_gpu(shape, forced):
+    """Few queries take the decoding kernels."""
+    rows, columns, *heads = shape
+    q, k, v = operands(rows, columns, *heads, batch=2, device="cuda")
+    for left in (None, 90):
+        seen = band_mask(rows, columns, left, 0, "cuda")
+        out = poisoned(*q.shape, dtype=q.dtype, device="cuda")
+        with path(forced) if forced else nullcontext():
+            _, lse = attention(q, k, v, window=(left, 0), softcap=5.0, return_lse=True, out=out)
+        check(q, k, v, seen, out, lse, 5.0)
 
 
 def test_what_is_refused():

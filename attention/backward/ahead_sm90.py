@@ -25,12 +25,14 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.cutlass_dsl import select_
 
+from cute_kernels.tile.barriers import BACKWARD_DS
 from cute_kernels.tile.hopper import WARPGROUP
+from cute_kernels.tile.ptx import compute_all_before_waits
 
 from ..forward.softmax import exp2
 from .config import BackwardFacts
@@ -42,8 +44,8 @@ class AheadSm90(MainloopSm90):
 
     def __init__(self, facts: BackwardFacts):
         super().__init__(facts)
-        if facts.packed or facts.score is not None or facts.config.groups != 2 or facts.config.stages != 2:
-            terms = "two warpgroups and two stages, neither packed nor with a score_mod"
+        if facts.score is not None or facts.config.groups != 2 or facts.config.stages != 2:
+            terms = "two warpgroups and two stages, without a score_mod"
             raise ValueError(f"{facts.config}: scores are computed ahead by {terms}")
 
     @cute.jit
@@ -59,16 +61,20 @@ class AheadSm90(MainloopSm90):
         ):
             if const_expr(there):
                 self.load_operand(mma, place, fragment)
+        self.free_ds(c)
         if work.tiles.count > 0:
             c.pipe_q.consumer_wait(at_q)
             c.pipe_do.consumer_wait(at)
+            if const_expr(self.facts.packed):
+                self.zero_rows_past_the_end(c, work, work.tiles.at(0), at_q, at)
         self.start_s(c, at_q.index)
         for unit in range_constexpr(self.units):
             if const_expr(unit > 0):
                 self.start_s(c, at_q.index, unit)
                 self.share_unit(c, at_q, at, unit - 1, unit > 1)
+            lse = self.lse_of(c, at_q.index, unit)
             warpgroup.wait_group(min(unit, 1))
-            self.weigh(c, work, Int32(0), at_q.index, unit)
+            self.weigh(c, work, Int32(0), at_q.index, unit, lse)
             self.differentiate(c, work, at_q, at, unit, unit > 0)
 
     def load_operand(self, mma: cute.TiledMma, place: cute.Tensor, fragment: cute.Tensor):
@@ -78,44 +84,48 @@ class AheadSm90(MainloopSm90):
         cute.copy(copy, thread.partition_S(place)[None, None, None, 0], thread.retile(fragment))
 
     @cute.jit
-    def step(self, c: Consumer, work: Work, i: Int32, at_q, at, begun: Int32) -> tuple:
+    def step(self, c: Consumer, work: Work, i: Int32, at_q, at, dq: Int64, begun: Int32) -> tuple:
         """What is left of the tile before, and query tile i of a head.
 
-        at_q and at are the states of Q's and dO's rings of the tile before; returns those of this one. begun: the count
-        of `at` when the tile of K was begun.
+        at_q and at are the states of Q's and dO's rings of the tile before, and dq is where its sums are; returns those
+        of this one. begun: the count of `at` when the tile of K was begun.
         """
         next_q, following = at_q.clone(), at.clone()
         next_q.advance()
         following.advance()
         c.pipe_q.consumer_wait(next_q)
+        if const_expr(self.facts.packed):
+            self.zero_rows_past_the_end(c, work, work.tiles.at(i), next_q, following)
         self.start_s(c, next_q.index)
-        self.share_last_unit(c, at_q, at, 1, begun)
-        warpgroup.wait_group(3 if self.halves_dk else 2)
-        self.weigh(c, work, i, next_q.index, 0)
-        warpgroup.wait_group(1)
-        self.move_dq(c, at)
+        lse = self.share_last_unit(c, at_q, at, 1, begun, next_q.index)
+        warpgroup.wait_group(2)
+        self.weigh(c, work, i, next_q.index, 0, lse)
+        compute_all_before_waits(c.acc_S, c.rows)
         c.pipe_do.consumer_wait(following)
-        self.start_dp(c, following.index, 0)
-        self.give_sums(c, self.buffer_of_sums(at))
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(0)
+        self.free_ds(c)
         c.pipe_q.consumer_release(at_q)
+        self.move_dq(c, at, dq)
+        self.start_dp(c, following.index, 0)
+        self.give_dq(c, at)
         self.finish_unit(c, work, next_q, following, 0, True)
         for unit in range_constexpr(1, self.units):
             self.start_s(c, next_q.index, unit)
             self.share_unit(c, next_q, following, unit - 1, True)
+            lse = self.lse_of(c, next_q.index, unit)
             warpgroup.wait_group(1)
-            self.weigh(c, work, i, next_q.index, unit)
+            self.weigh(c, work, i, next_q.index, unit, lse)
             self.differentiate(c, work, next_q, following, unit, True)
-        return next_q, following
+        return next_q, following, self.place_of_dq(c, work, work.tiles.at(i)) if self.cfg.direct else dq
 
     @cute.jit
-    def finish(self, c: Consumer, at_q, at, begun: Int32, steps: Int32):
+    def finish(self, c: Consumer, at_q, at, dq: Int64, begun: Int32, steps: Int32):
         """What is left of the last of `steps` tiles; returns when all products are done."""
-        self.share_last_unit(c, at_q, at, 0, begun, steps > 0)
+        self.share_last_unit(c, at_q, at, 0, begun, None, steps > 0)
         warpgroup.wait_group(0)
         if steps > 0:
-            self.move_dq(c, at)
-            self.give_sums(c, self.buffer_of_sums(at))
+            self.move_dq(c, at, dq)
+            self.give_dq(c, at)
             c.pipe_q.consumer_release(at_q)
         for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
             for v in range_constexpr(cute.size(acc)):
@@ -123,13 +133,22 @@ class AheadSm90(MainloopSm90):
 
     # ------------------------------------------------------------------ a unit
 
-    def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int):
+    def lse_of(self, c: Consumer, stage: Int32, unit: int):
+        """LSE of this thread's columns of a unit's scores, read before they are there; None where registers are few."""
+        facts = self.facts
+        several = facts.deterministic and facts.window.left and facts.window.right
+        few = facts.softcap or several and max(facts.head_dim, facts.head_dim_v) == 128
+        return None if few else self.row_fragment(c, stage, 0, unit)
+
+    def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
         """Scores to P, in place."""
         self.mask_scores(c, work, i, work.tiles.at(i), unit)
         if self.facts.softcap:
             self.scores_to_p(c, work, stage, Int32(0), unit)
         else:
-            self.exponentials(c, work, stage, unit)
+            lse = self.row_fragment(c, stage, 0, unit) if lse is None else lse
+            for v in range(cute.size(c.acc_S)):
+                c.acc_S[v] = exp2(c.acc_S[v] * work.scale_log2 - lse[v // 4 * 2 + v % 2])
 
     def differentiate(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
         """P to dS as an operand; dV is being computed."""
@@ -142,45 +161,57 @@ class AheadSm90(MainloopSm90):
         if not self.facts.softcap:
             self.convert(c.acc_S, c.tVrP)
         self.start_dv(c, at.index, unit, add)
+        delta = None if self.facts.softcap else self.row_fragment(c, at_q.index, 1, unit)
         warpgroup.wait_group(1)
-        self.p_to_ds(c, work, at_q.index, Int32(0), unit)
+        if delta is None:
+            self.p_to_ds(c, work, at_q.index, Int32(0), unit)
+        else:
+            for v in range(cute.size(c.acc_dP)):
+                c.acc_dP[v] = c.acc_S[v] * (c.acc_dP[v] - delta[v // 4 * 2 + v % 2])
         if self.facts.head_dim_v > 64 or self.facts.head_dim > 64:
+            compute_all_before_waits(c.acc_dP, c.rows)
             warpgroup.wait_group(0)  # for dV
 
     def share_unit(self, c: Consumer, at_q, at, unit: int, add: bool):
         """dS to shared memory, and start dK. Of a unit that is not its tile's last; scores have been started since."""
         warpgroup.wait_group(1)  # for dV: dS takes P's registers
         self.convert(c.acc_dP, c.tKrdS)
-        self.write_ds(c, at.index, unit)
+        self.wait_for_free_ds(c, unit)
+        self.write_ds(c, self.buffer_of(at), unit)
         self.start_dk(c, at_q.index, unit, add)
 
     @cute.jit
-    def share_last_unit(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, there=True):
-        """dS to shared memory, and start dQ and dK, the latter in two halves; so many products were started since dV's.
+    def share_last_unit(
+        self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], begun: Int32, next_q, there=True
+    ):
+        """dS to shared memory, and start dK and dQ; so many products were started since dV's.
 
-        there: whether there is a tile; without one nobody uses what is computed.
+        there: whether there is a tile; without one nobody uses what is computed. Returns LSE of the next tile's first
+        unit, whose stage of Q is next_q; None: of none.
         """
         warpgroup.wait_group(in_flight)
         if there:
             c.pipe_do.consumer_release(at)
         self.convert(c.acc_dP, c.tKrdS)
         last = self.units - 1
-        self.write_ds(c, at.index, last)
+        self.wait_for_free_ds(c, last)
+        self.write_ds(c, self.buffer_of(at), last)
         self.publish()
-        add = True if self.units > 1 else at.count > begun
-        if self.halves_dk:
-            self.start_dk(c, at_q.index, last, add, half=0)
+        self.start_dk(c, at_q.index, last, True if self.units > 1 else at.count > begun)
+        lse = None if const_expr(next_q is None) else self.lse_of(c, next_q, 0)
         self.wait_for_ds()
-        self.start_dq(self.dq_in_dp(c), at.index, 0)
-        if self.halves_dk:
-            self.start_dk(c, at_q.index, last, half=1)
-        else:
-            self.start_dk(c, at_q.index, last, add)
+        self.start_dq(self.dq_in_dp(c), self.buffer_of(at), 0)
+        return lse
 
-    @property
-    def halves_dk(self) -> bool:
-        """Whether the last unit's dK is two products; a cap and more than one unit leave no registers for that."""
-        return not (self.facts.softcap and self.units > 1)
+    def free_ds(self, c: Consumer):
+        """This warpgroup has no product that reads dS."""
+        if self.cfg.one_ds:
+            cute.arch.barrier_arrive(barrier_id=BACKWARD_DS + c.group, number_of_threads=2 * WARPGROUP)
+
+    def wait_for_free_ds(self, c: Consumer, unit: int):
+        """Before a tile's first dS is written: until the other warpgroup has read that of the tile before."""
+        if self.cfg.one_ds and unit == 0:
+            cute.arch.barrier(barrier_id=BACKWARD_DS + 1 - c.group, number_of_threads=2 * WARPGROUP)
 
     def dq_in_dp(self, c: Consumer) -> Consumer:
         """The same with dP's registers as dQ's."""
@@ -188,16 +219,16 @@ class AheadSm90(MainloopSm90):
             return c
         return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
 
-    def move_dq(self, c: Consumer, at):
-        """dQ of the tile of this state to shared memory; dP's registers are free then."""
-        buffer = self.buffer_of_sums(at)
-        self.wait_for_sums(c, buffer)
-        self.write_dq(self.dq_in_dp(c), 0, buffer)
+    def move_dq(self, c: Consumer, at, dq: Int64):
+        """dQ of the tile of this state to its sums at dq, or to shared memory; dP's registers are free then."""
+        if self.cfg.direct:
+            self.add_dq(self.dq_in_dp(c), dq, 0)
+        else:
+            buffer = self.buffer_of_sums(at)
+            self.wait_for_sums(c, buffer)
+            self.write_dq(self.dq_in_dp(c), 0, buffer)
 
-    @cute.jit
-    def exponentials(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr):
-        """Scores to P in place, in fp32."""
-        for first in range_constexpr(0, cute.size(c.acc_S), 4):
-            lse = self.row_values(c, stage, 0, (unit * self.unit + first * 2) // 4)
-            for v in range_constexpr(4):
-                c.acc_S[first + v] = exp2(c.acc_S[first + v] * work.scale_log2 - lse[v % 2])
+    def give_dq(self, c: Consumer, at):
+        """What was moved to shared memory, to the warp that stores it."""
+        if not self.cfg.direct:
+            self.give_sums(c, self.buffer_of_sums(at))

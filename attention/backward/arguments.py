@@ -4,7 +4,8 @@ import math
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
-from ..forward.arguments import score_args
+from ..forward.arguments import score_args, sinks_args
+from .config import PREPARE_WARPS as WARPS
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 
@@ -43,7 +44,8 @@ def prepare_args(facts: PrepareFacts) -> tuple:
     lse_gradient = fake_tensor("float32", rank, rank - 1, 1) if facts.lse_gradient else None
     o, do = (heads(facts, facts.head_dim_v) for _ in range(2))
     arrays = tiles(2, facts.tile_m), tiles(facts.tile_m * facts.head_dim)
-    return o, do, lse, lse_gradient, cu_seqlens(facts), *arrays, fake_stream()
+    sinks = sinks_args(facts)[0], tiles(WARPS) if facts.sinks else None
+    return o, do, lse, lse_gradient, cu_seqlens(facts), *arrays, *sinks, fake_stream()
 
 
 def convert_args(facts: ConvertFacts) -> tuple:

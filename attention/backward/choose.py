@@ -8,23 +8,27 @@ from .config import BackwardConfig, BackwardFacts
 
 # By the larger of the two head dimensions: scores computed ahead. Registers of a mask that reads tensors are too many.
 SM_90_AHEAD = {
-    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3),
-    96: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
-    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
+    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3, direct=True),
+    96: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3, direct=True),
+    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3, direct=True),
 }
 
 # By the larger of the two head dimensions.
-SM_90 = {dim: BackwardConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
+SM_90 = {dim: BackwardConfig(64, 128, 2, 2, direct=True) for dim in (64, 96, 128)}
 
 # Where two warpgroups share the columns of dK and dV; PAIR: each has a query tile of its own.
-PAIR = BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=2, dq_parts=2)
+PAIR = BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=2, dq_parts=2, direct=True)
 SM_90 |= {
-    192: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1),
-    256: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, dq_parts=2, one_do=True),
+    192: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, direct=True),
+    256: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, dq_parts=2, direct=True),
 }
 
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
-SM_90_NARROW = SM_90 | {64: BackwardConfig(64, 64, 2, 1, ctas=2), 96: BackwardConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
+SM_90_NARROW = SM_90 | {
+    64: BackwardConfig(64, 64, 2, 1, ctas=2, direct=True),
+    96: BackwardConfig(64, 64, 1, 1, ctas=2, direct=True),
+    128: PAIR,
+}
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
@@ -67,12 +71,28 @@ def unsupported(facts: BackwardFacts) -> str | None:
 
 def has_registers_ahead(facts: BackwardFacts) -> bool:
     """Whether scores may be computed ahead. Element masks and a cap, one at head dimension 128, need the registers."""
-    if facts.packed or facts.score is not None:
+    if facts.score is not None:
         return False
     wide = max(facts.head_dim, facts.head_dim_v) == 128
     if facts.blocks is None or facts.blocks.mask is None:
         return not (wide and facts.softcap)
     return not (wide or facts.softcap or facts.blocks.mask.tensors)
+
+
+def with_sums(facts: BackwardFacts, config: BackwardConfig) -> Iterator[BackwardFacts]:
+    """The facts with a configuration that adds to dQ's sums directly; where they have an order, by copies from shared
+    memory, of buffers that wait for their turn while the next ones are made, where there is room for them."""
+    if not facts.deterministic:
+        yield replace(facts, config=config)
+    config = replace(config, direct=False)
+    if facts.deterministic and config.storing_warps > 1:
+        several = replace(config, sums=config.stages)
+        if config.ahead:
+            yield replace(facts, config=replace(several, one_ds=True))
+        yield replace(facts, config=replace(several, stages_q=0))
+    yield replace(facts, config=config)
+    if config.query_tiles and config.dq_parts > 1:
+        yield replace(facts, config=replace(config, one_do=True))
 
 
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
@@ -94,15 +114,9 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         tiles = SM_90_NARROW
     found = []
     if facts.path == "sm_90" and tiles == SM_90 and dim in SM_90_AHEAD and has_registers_ahead(facts):
-        config = SM_90_AHEAD[dim]
-        if facts.deterministic:  # sums wait for their turn while the next ones are made
-            found.append(replace(facts, config=replace(config, sums=config.stages, stages_q=0)))
-        found.append(replace(facts, config=config))
+        found += with_sums(facts, SM_90_AHEAD[dim])
     if facts.path == "sm_90" and dim in tiles:
-        config = tiles[dim]
-        if facts.deterministic and config.storing_warps > 1:  # sums wait for their turn while the next ones are made
-            found.append(replace(facts, config=replace(config, sums=config.stages)))
-        found.append(replace(facts, config=config))
+        found += with_sums(facts, tiles[dim])
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90

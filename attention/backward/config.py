@@ -7,12 +7,13 @@ from typing import ClassVar
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
 
-from ..forward.config import BARRIER_BYTES, BlockKind, WindowKind
+from ..forward.config import BlockKind, WindowKind
 from ..score_mod import Read, ScoreMod
 from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
 ALIGN = 1024  # of operands in shared memory, bytes
+PREPARE_WARPS = 4  # of a CTA of the kernel before
 QUEUE_BYTES = 80  # of forward/tile_queue: barriers and fields of its slots
 
 
@@ -38,11 +39,14 @@ class BackwardConfig:
     query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
     dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
     one_do: bool = False  # the same: dO's ring has one stage
+    one_ds: bool = False  # sm_90, where scores are computed ahead by units: dS has one buffer
+    direct: bool = False  # sm_90: dQ's sums are added to memory from registers, not through shared memory
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
         text += " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
-        text += f" stages of Q {self.stages_q}" * (self.stages_q > 0)
+        text += f" stages of Q {self.stages_q}" * (self.stages_q > 0) + " one dS" * self.one_ds
+        text += " direct" * self.direct
         return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text
 
     @property
@@ -58,7 +62,7 @@ class BackwardConfig:
     @property
     def storing_warps(self) -> int:
         """sm_90: those that add dQ's sums to memory."""
-        return 0 if self.query_tiles else self.groups
+        return 0 if self.query_tiles or self.direct else self.groups
 
     @property
     def dq_groups(self) -> int:
@@ -133,14 +137,15 @@ class BackwardFacts:
 
     @property
     def in_registers(self) -> tuple[bool, bool]:
-        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone."""
-        cfg = self.config
-        return cfg.by_units and self.head_dim <= 64, cfg.by_units and self.head_dim_v <= 64 and cfg.tile_m == 64
+        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone; with a
+        cap for none."""
+        cfg, units = self.config, self.config.by_units and not self.softcap
+        return units and self.head_dim <= 64, units and self.head_dim_v <= 64 and cfg.tile_m == 64
 
     @property
     def ds_buffers(self) -> int:
         """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
-        return 1 if self.in_turn else 2
+        return 1 if self.in_turn or self.config.one_ds else 2
 
     @property
     def warps(self) -> Warps:
@@ -157,7 +162,8 @@ class BackwardFacts:
     def smem_bytes(self) -> int:
         """Shared memory: of K, V, the rings of Q, dO and rows, and dS.
 
-        sm_90: also dQ and barriers. sm_80: P', where it does not stay in registers.
+        sm_90: also dQ and barriers, which come first, with what aligns the others. sm_80: P', where it does not stay in
+        registers.
         """
         cfg, hopper = self.config, self.path == "sm_90"
         if cfg.query_tiles:
@@ -166,8 +172,12 @@ class BackwardFacts:
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
         elements += cfg.tile_m * (cfg.ring_q * self.head_dim + self.stages_do * self.head_dim_v)
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
-        fp32 = cfg.tile_m * (2 * cfg.ring_q + (self.head_dim * cfg.sums if hopper else 0))
-        return elements * self.element.width + fp32 * FP32 + (BARRIER_BYTES if hopper else 0)
+        if not hopper:
+            return elements * self.element.width + cfg.tile_m * 2 * cfg.ring_q * FP32
+        sums = 0 if cfg.direct else cfg.tile_m * self.head_dim * cfg.sums
+        barriers = 16 * (1 + cfg.ring_q + self.stages_do) + QUEUE_BYTES
+        first = -(-barriers // 128) * 128 + (cfg.tile_m * 2 * cfg.ring_q + sums) * FP32
+        return elements * self.element.width + -(-first // ALIGN) * ALIGN
 
     @property
     def smem_of_shared_columns(self) -> int:
@@ -178,7 +188,7 @@ class BackwardFacts:
         cfg, rows = self.config, self.config.step_rows
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_n * rows
         elements += rows * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
-        sums = rows * self.head_dim // cfg.dq_parts
+        sums = 0 if cfg.direct else rows * self.head_dim // cfg.dq_parts
         first = 16 * (1 + cfg.stages + self.stages_do) + QUEUE_BYTES + 2 * cfg.stages * rows * FP32
         return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
 
@@ -195,6 +205,7 @@ class PrepareFacts:
     head_dim_v: int
     lse_gradient: bool  # whether there is a gradient of LSE, too
     packed: bool
+    sinks: str | None = None  # dtype of the sinks, of which a gradient is wanted; None: of none
 
     def key(self) -> str:
         return repr(self)

@@ -21,7 +21,7 @@ from ..plan import path_of, scalars_of, view_of
 from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
-from .config import BackwardFacts
+from .config import PREPARE_WARPS, BackwardFacts
 from .row_tiles import tiles_of_a_head
 
 OP = "attention's backward"
@@ -63,10 +63,11 @@ def backward(
     cu_seqlens: tuple = (None, None),
     mask=None,
     causal: bool = False,
+    sinks: Tensor | None = None,
     score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) of CUDA tensors, of the shapes and dtypes of q, k and v.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dQ, dK, dV, dsinks) of CUDA tensors, of the shapes and dtypes of q, k, v and sinks.
 
     Args:
         dout: the gradient of out, of its shape and of any strides.
@@ -74,10 +75,11 @@ def backward(
         dlse: the gradient of lse, fp32; None: none.
         cu_seqlens: (cu_seqlens_q, cu_seqlens_k) of packed sequences.
         mask: the BlockMask; causal: whether it is used with the causal mask.
+        sinks: (H,), those of which a gradient is wanted.
         score: the score_mod; sums: of tensors that it captures, by number, the fp32 sums that gradients are added to.
     """
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        return tuple(torch.zeros_like(t) for t in (q, k, v))
+        return *(torch.zeros_like(t) for t in (q, k, v)), _of_sinks_alone(sinks, dlse)
     # A plan knows of the alignment of q, k and v.
     dout, out = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (dout, out))
     element, reads = None, ()
@@ -91,11 +93,12 @@ def backward(
         terms, of_captured = replace(terms, score=mod, score_sums=slots), [sums[slot] for slot in slots]
     packed = cu_seqlens[0] is not None
     kind = None if mask is None else BlockKind(*mask.blocksize, element)
-    key = terms, kind, forced_path(), dlse is None, len(cu_seqlens[0]) if packed else 0
+    of_sinks = None if sinks is None else NAMES[sinks.dtype]
+    key = terms, kind, forced_path(), dlse is None, len(cu_seqlens[0]) if packed else 0, of_sinks
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
-        make = partial(plan_backward, q, k, v, dout, out, terms, kind, dlse is not None, cu_seqlens[0])
+        make = partial(plan_backward, q, k, v, dout, out, terms, kind, dlse is not None, cu_seqlens[0], of_sinks)
         plan = _PLANS.checked(OP, key, tensors, None, make)
     gradients = tuple(gradient_of(t) for t in (q, k, v))
     views = gradients
@@ -116,13 +119,22 @@ def backward(
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
     blocks = None if mask is None else (*lists_of(mask), *ranks, *reads)
-    plan.prepare(out, dout, lse.contiguous(), None if dlse is None else dlse.contiguous(), cu_seqlens[0], rows, sums)
+    sink_sums = None
+    if sinks is not None:
+        sink_sums = torch.empty((plan.tiles, PREPARE_WARPS), dtype=torch.float32, device=device)
+    dlse = None if dlse is None else dlse.contiguous()
+    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, sums, sinks, sink_sums)
     plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
-    return gradients
+    if sinks is not None:
+        items = 1 if packed else len(q)  # the tiles of an item's head follow one another
+        sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
+    return *gradients, sink_sums
 
 
-def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q) -> BackwardPlan:
+def plan_backward(
+    q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q, sinks: str | None = None
+) -> BackwardPlan:
     """Choose the kernels of a backward, of tensors that forward has checked."""
     spec, sms, _ = device_arch(q.get_device())
     packed = cu_q is not None
@@ -162,10 +174,17 @@ def plan_backward(q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_
     plan.scalars = scale_log2, cap, plan.scale, *bounds
     if facts.path == "sm_90":
         plan.scalars += (sms * facts.config.ctas,)  # as many CTAs as run at once
-    plan.prepare = function_for(family.prepare_of(facts, lse_gradient))
+    plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts))
     return plan
+
+
+def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None) -> Tensor | None:
+    """dsinks where no row sees anything, so that LSE (B, H, Sq) or (H, total_q) is the sinks."""
+    if sinks is None or dlse is None:
+        return None if sinks is None else torch.zeros_like(sinks)
+    return dlse.sum([i for i in range(dlse.dim()) if i != dlse.dim() - 2]).to(sinks.dtype)
 
 
 def lists_of(mask) -> tuple:

@@ -4,15 +4,21 @@ from collections.abc import Iterator
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.families import Family, Request, register
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, BACKWARD_FREE, BACKWARD_FULL, BACKWARD_READ
+from cute_kernels.tile.barriers import (
+    BACKWARD_ALL,
+    BACKWARD_DQ,
+    BACKWARD_DS,
+    BACKWARD_FREE,
+    BACKWARD_FULL,
+    BACKWARD_READ,
+)
 
-from ..forward.family import HALF
+from ..forward.family import HALF, short
 from .arguments import backward_args, convert_args, prepare_args
 from .choose import unsupported
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 OPS = "attention", "block_sparse_attention"
-SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 class FlashBackward(Family):
@@ -55,11 +61,13 @@ class FlashBackward(Family):
     def named_barriers(self, facts: BackwardFacts) -> tuple[str, dict[int, int]] | None:
         if facts.path != "sm_90":
             return None
-        groups = facts.config.groups
+        groups, copied = facts.config.groups, 0 if facts.config.direct else facts.config.groups
         if facts.config.query_tiles:
-            return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: groups, BACKWARD_READ: groups}
-        sums = groups * facts.config.sums
+            return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: copied, BACKWARD_READ: groups}
+        sums = copied * facts.config.sums
         counts = {BACKWARD_ALL: 1, BACKWARD_FULL: sums, BACKWARD_FREE: sums}
+        if facts.config.one_ds:
+            counts[BACKWARD_DS] = groups
         return "backward of one" if groups == 1 else "backward", counts
 
     def smem_limit(self, facts: BackwardFacts) -> int:
@@ -79,7 +87,7 @@ class FlashBackward(Family):
             "path": facts.path,
             "configuration": str(facts.config),
             "problem": f"dK, dV D {_dims(facts.head_dim, facts.head_dim_v)}",
-            "operands": SHORT.get(facts.dtype, facts.dtype),
+            "operands": short(facts.dtype),
             "epilogue": " ".join(more),
         }
 
@@ -100,17 +108,22 @@ class BackwardPrepare(Family):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[PrepareFacts]:
         kernels = FLASH_BACKWARD.catalogue(arch, quick)
-        return list(dict.fromkeys(prepare_of(facts, lse) for facts in kernels for lse in (False, True)))
+        found = [prepare_of(facts, lse) for facts in kernels for lse in (False, True)]
+        with_sinks = (facts for facts in kernels if facts.packed or facts.head_dim == 64)
+        found += [prepare_of(facts, facts.packed, "bfloat16") for facts in with_sinks]
+        return list(dict.fromkeys(found))
 
     def bundle(self, op: str, request: Request) -> Iterator[PrepareFacts]:
         return (prepare_of(facts, False) for facts in FLASH_BACKWARD.bundle(op, request))
 
     def describe(self, facts: PrepareFacts) -> dict[str, str]:
-        more = [text for text, there in (("of LSE, too", facts.lse_gradient), ("packed", facts.packed)) if there]
+        switches = (("of LSE, too", facts.lse_gradient), ("packed", facts.packed))
+        switches += ((f"sinks {short(facts.sinks)}", facts.sinks),)
+        more = [text for text, there in switches if there]
         return {
             "configuration": f"rows of {facts.tile_m}",
             "problem": f"delta D {_dims(facts.head_dim, facts.head_dim_v)}",
-            "operands": SHORT.get(facts.dtype, facts.dtype),
+            "operands": short(facts.dtype),
             "epilogue": " ".join(more),
         }
 
@@ -140,15 +153,15 @@ class BackwardConvert(Family):
             "path": facts.path,
             "configuration": str(facts.config),
             "problem": f"dQ D {facts.head_dim}",
-            "operands": SHORT.get(facts.dtype, facts.dtype),
+            "operands": short(facts.dtype),
             "epilogue": "packed" if facts.packed else "",
         }
 
 
-def prepare_of(facts: BackwardFacts, lse_gradient: bool) -> PrepareFacts:
+def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = None) -> PrepareFacts:
     """Of the kernel before the one of such facts."""
     dims = facts.head_dim, facts.head_dim_v
-    return PrepareFacts(facts.arch, facts.dtype, facts.config.tile_m, *dims, lse_gradient, facts.packed)
+    return PrepareFacts(facts.arch, facts.dtype, facts.config.tile_m, *dims, lse_gradient, facts.packed, sinks)
 
 
 def convert_of(facts: BackwardFacts) -> ConvertFacts:

@@ -19,7 +19,7 @@ the columns. dS has two buffers, so that one barrier a step is enough: nobody wr
 the barrier of the step between, and so have done with the product that reads it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -36,7 +36,7 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import bulk_add, here, read_special_register
+from cute_kernels.tile.ptx import add_vector_to_memory, bulk_add, here, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
@@ -96,6 +96,8 @@ class Work:
     softcap: Float32  # with a score_mod, what scores are multiplied by before it
     score_tensors: tuple | None = None  # what a score_mod reads
     score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
+    dq: Int64 | None = None  # as in DqWork, where consumers add to it
+    turns: Int64 | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ class MainloopSm90:
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.sums not in (1, facts.config.stages):
             raise ValueError(f"{facts.config}: buffers of dQ's sums take turns as the rings do, or there is one")
+        if facts.config.direct and facts.deterministic:
+            raise ValueError(f"{facts.config}: what is added from registers has no order")
+        if facts.config.one_ds and not facts.config.by_units:
+            raise ValueError(f"{facts.config}: one buffer of dS is for scores that are computed ahead by units")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
             raise ValueError(
                 f"{facts.config}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them"
@@ -188,7 +194,10 @@ class MainloopSm90:
 
     def work(self, work: Work, dq: DqWork) -> Work:
         """What steps take of a head."""
-        return work
+        return replace(work, dq=dq.dq, turns=dq.turns) if self.cfg.direct else work
+
+    def drain(self, c: Consumer):
+        """Before the CTA ends: nothing, what was added from registers is on its way."""
 
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
@@ -246,6 +255,7 @@ class MainloopSm90:
         cfg = self.cfg
         names = "sQ", "sdO", "sK", "sV", "sdS"
         q, do, k, v, ds = (cute.cosize(self.layouts()[name]) for name in names)
+        dq = 0 if cfg.direct else self.sums.size * cfg.sums
 
         @cute.struct
         class SharedStorage:
@@ -255,7 +265,7 @@ class MainloopSm90:
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
             slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.ring_q], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size * cfg.sums], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, dq], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
@@ -407,7 +417,7 @@ class MainloopSm90:
         number = work.tiles.at(i)
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
-            self.zero_rows_past_the_end(c, work, number, at)
+            self.zero_rows_past_the_end(c, work, number, at, at)
         if const_expr(self.facts.in_turn):
             self.products_in_turn(c, work, i, number, at)
         else:
@@ -446,10 +456,13 @@ class MainloopSm90:
         warpgroup.wait_group(3)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
-        sums = self.buffer_of_sums(at)
-        self.wait_for_sums(c, sums)
-        self.write_dq(c, 0, sums)
-        self.give_sums(c, sums)
+        if const_expr(self.cfg.direct):
+            self.add_dq(c, self.place_of_dq(c, work, number), 0)
+        else:
+            sums = self.buffer_of_sums(at)
+            self.wait_for_sums(c, sums)
+            self.write_dq(c, 0, sums)
+            self.give_sums(c, sums)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
@@ -473,12 +486,17 @@ class MainloopSm90:
         c.pipe_do.consumer_release(at)
         c.pipe_q.consumer_release(at)
         sums = self.buffer_of_sums(at)
-        self.wait_for_sums(c, sums)
+        if const_expr(not self.cfg.direct):
+            self.wait_for_sums(c, sums)
         for part in range_constexpr(self.parts_k):
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
-            self.write_dq(c, part, sums)
-        self.give_sums(c, sums)
+            if const_expr(self.cfg.direct):
+                self.add_dq(c, self.place_of_dq(c, work, number), part)
+            else:
+                self.write_dq(c, part, sums)
+        if const_expr(not self.cfg.direct):
+            self.give_sums(c, sums)
         if const_expr(self.facts.ds_buffers == 1):
             self.wait_for_ds()  # all warps have read dS
 
@@ -620,6 +638,14 @@ class MainloopSm90:
         cute.autovec_copy(cute.make_tensor(place, pair), values)
         return values
 
+    def row_fragment(self, c: Consumer, stage: Int32, which: int, unit: int) -> cute.Tensor:
+        """LSE (which = 0) or delta (1) of this thread's columns of a unit's scores."""
+        values = cute.make_rmem_tensor(self.unit // 4, Float32)
+        for column in range(0, self.unit // 4, 2):
+            pair = self.row_values(c, stage, which, unit * self.unit // 4 + column)
+            values[column], values[column + 1] = pair[0], pair[1]
+        return values
+
     def buffer_of_sums(self, at) -> Int32 | int:
         """Of the step whose state is `at`."""
         return at.index if self.cfg.sums > 1 else 0
@@ -637,6 +663,19 @@ class MainloopSm90:
             at = begin + self.sums.offset(tidx, part * count + r) * FP32
             place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(c.acc_dQ.iterator + r, layout), cute.make_tensor(place, layout))
+
+    def place_of_dq(self, c: Consumer, work: Work, number: Int32) -> Int64:
+        """Where this thread's sums of a query tile are in memory."""
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        tile = work.dq + Int64(number) * (self.sums.size * FP32)
+        return tile + (c.group * self.part_bytes + self.sums.offset(tidx, 0) * FP32)
+
+    def add_dq(self, c: Consumer, at: Int64, part: int):
+        """acc_dQ, `part` of the warpgroup's columns, to its sums in memory, this thread's being at `at`."""
+        count = cute.size(c.acc_dQ)
+        for r in range(0, count, self.sums.vector):
+            values = cute.make_tensor(c.acc_dQ.iterator + r, cute.make_layout(self.sums.vector))
+            add_vector_to_memory(at, values, self.sums.offset(0, part * count + r) * FP32)
 
     def give_sums(self, c: Consumer, buffer: Int32 | int):
         """To the warp that stores them."""
@@ -688,13 +727,13 @@ class MainloopSm90:
     # ------------------------------------------------------------------ rows past the end, rounding
 
     @cute.jit
-    def zero_rows_past_the_end(self, c: Consumer, work: Work, number: Int32, at):
-        """Zero the rows of Q and dO that belong to the next sequence."""
+    def zero_rows_past_the_end(self, c: Consumer, work: Work, number: Int32, at_q, at):
+        """Zero the rows of Q and dO that belong to the next sequence. at_q and at: the states of their rings."""
         valid = work.seqlen.rows - number * self.cfg.tile_m
         if valid < self.cfg.tile_m:
             c.pipe_do.consumer_wait(at)
-            for ring, name in ((c.ring_q, "sQ"), (c.ring_do, "sdO")):
-                self.zero_rows(ring, self.transposed()[name].outer, at.index, valid)
+            for ring, name, index in ((c.ring_q, "sQ", at_q.index), (c.ring_do, "sdO", at.index)):
+                self.zero_rows(ring, self.transposed()[name].outer, index, valid)
 
     def zero_rows(self, ring: Int32, layout, index: Int32, valid: Int32):
         """Zero the rows from `valid` on of an operand's tile, by all consumers."""

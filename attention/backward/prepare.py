@@ -2,6 +2,9 @@
 
     delta = sum of dO * O over a row, less the gradient of its LSE     (FlashAttention-2, Dao 2023)
 
+Where the sinks of forward want a gradient, also what each warp's rows give to that of their head, - exp(sink - LSE)
+delta; torch adds these up, in one order.
+
 A CTA does one query tile. Four threads share a row, so that a warp reads 64 bytes of eight rows at a time.
 """
 
@@ -16,11 +19,12 @@ from cute_kernels.dtypes import cutlass_dtype
 
 from ..forward.mask import LOG2E
 from ..forward.problem import one_item
-from ..forward.softmax import quad_sum
+from ..forward.softmax import exp2, quad_sum
+from .config import PREPARE_WARPS as WARPS
 from .config import PrepareFacts
 from .row_tiles import DenseRows, PackedRows
 
-THREADS = 128
+THREADS = 32 * WARPS
 ROW_THREADS = 4
 VECTOR = 8  # elements of 16 bytes
 
@@ -42,6 +46,8 @@ class Prepare:
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         rows: cute.Tensor,  # (B * H * tiles, 2, tile_m) fp32; packed (H * tiles, ..)
         dq: cute.Tensor,  # (the same, tile_m * D) fp32
+        mSinks: cute.Tensor | None,  # (H,)
+        sink_sums: cute.Tensor | None,  # (the same, WARPS) fp32
         stream: cuda.CUstream,
     ):
         if const_expr(self.facts.packed):
@@ -54,7 +60,7 @@ class Prepare:
             batch, heads, total, _ = mO.shape
             seqlens = DenseRows(total, total)
         tiles = rows.shape[0] // (batch * heads)
-        self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq).launch(
+        self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq, mSinks, sink_sums).launch(
             grid=(tiles * heads * batch, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -68,6 +74,8 @@ class Prepare:
         seqlens,
         rows: cute.Tensor,
         dq: cute.Tensor,
+        mSinks: cute.Tensor | None,
+        sink_sums: cute.Tensor | None,
     ):
         facts = self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -76,6 +84,8 @@ class Prepare:
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.tile_m)
         seqlen = seqlens.rows_of(b)
+        if const_expr(mSinks is not None):
+            sink, of_sink = mSinks[h].to(Float32) * LOG2E, Float32(0.0)
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         size = const_expr(facts.tile_m * facts.head_dim)
@@ -103,6 +113,23 @@ class Prepare:
                 if tidx % ROW_THREADS == 0:
                     rows[number, 0, mine] = lse
                     rows[number, 1, mine] = delta
+            if const_expr(mSinks is not None):
+                if inside:  # others have a delta of 0, but an LSE of inf
+                    of_sink = of_sink - exp2(sink - lse) * delta
+        if const_expr(mSinks is not None):
+            if const_expr(facts.packed):
+                if b == seqlens.cu_q.shape[0] - 1:  # rows of no sequence, whatever their dO is
+                    of_sink = Float32(0.0)
+            of_sink = self.sum_of_rows(of_sink)
+            if tidx % 32 == 0:
+                sink_sums[number, tidx // 32] = of_sink
+
+    @cute.jit
+    def sum_of_rows(self, x: Float32) -> Float32:
+        """Over the rows of a warp, of which the four threads of a quad have the same x."""
+        for offset in (4, 8, 16):
+            x = x + cute.arch.shuffle_sync_bfly(x, offset)
+        return x
 
     @cute.jit
     def dot(self, mO: cute.Tensor, mdO: cute.Tensor, row: tuple, lane: Int32) -> Float32:

@@ -27,7 +27,7 @@ dQ goes to memory in `dq_parts` parts of its columns one after the other, throug
                      4, 5    both consumers: warpgroup 0, 1 has read what the other wrote in the step before
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -41,7 +41,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_DQ, BACKWARD_READ
 from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import bulk_add, zero_here
+from cute_kernels.tile.ptx import add_vector_to_memory, bulk_add, zero_here
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.tile_queue import FIELDS, SLOTS
@@ -61,14 +61,6 @@ class ColumnsConsumer(Consumer):
     tKsdS: cute.Tensor  # (MMA, 1, MMA_K, group)
     sP: cute.Tensor  # (R2S, R2S_M, R2S_N, group): where this thread's part goes, as sdS[0]
     turn: cute.Tensor | None  # (1,) Int64: the number to move on when dQ is in memory, 0 for none
-
-
-@dataclass(frozen=True)
-class ColumnsWork(Work):
-    """With where dQ goes, as in DqWork."""
-
-    dq: Int64 = None
-    turns: Int64 | None = None
 
 
 def divided(dtype, rows: int, cols: int, parts: int, stages: int, row_major: bool):
@@ -134,8 +126,8 @@ class SharedColumnsSm90(MainloopSm90):
             return at
         return pipeline.PipelineState(1, at.count, Int32(0), at.count % 2)
 
-    def work(self, work: Work, dq: DqWork) -> ColumnsWork:
-        return ColumnsWork(**vars(work), dq=dq.dq, turns=dq.turns)
+    def work(self, work: Work, dq: DqWork) -> Work:
+        return replace(work, dq=dq.dq, turns=dq.turns)
 
     def dq_part(self, group: Int32):
         return 0 if self.pair else group
@@ -185,6 +177,7 @@ class SharedColumnsSm90(MainloopSm90):
     def storage(self) -> type:
         cfg = self.cfg
         q, do, k, v, scores = (cute.cosize(self.layouts()[name]) for name in ("sQ", "sdO", "sK", "sV", "sP"))
+        dq = 0 if cfg.direct else GROUPS * self.part_bytes // FP32
 
         @cute.struct
         class SharedStorage:
@@ -200,7 +193,7 @@ class SharedColumnsSm90(MainloopSm90):
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, do], ALIGN]
             sP: cute.struct.Align[cute.struct.MemRange[self.dtype, scores], ALIGN]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, scores], ALIGN]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * self.part_bytes // FP32], ALIGN]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, dq], ALIGN]
 
         return SharedStorage
 
@@ -404,8 +397,9 @@ class SharedColumnsSm90(MainloopSm90):
     @cute.jit
     def drain(self, c: ColumnsConsumer):
         """Before the CTA ends, its shared memory must have been read."""
-        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            self.finish_sums(c)
+        if const_expr(not self.cfg.direct):
+            if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+                self.finish_sums(c)
 
     def sync(self, group: Int32):
         """All 128 threads of one warpgroup."""
@@ -413,7 +407,33 @@ class SharedColumnsSm90(MainloopSm90):
 
     @cute.jit
     def add_part(self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]):
-        """Add a part of this warpgroup's dQ to that in memory, by one bulk copy; a tile past the last one is not."""
+        """Add a part of this warpgroup's dQ to that in memory; a tile past the last one is not."""
+        if const_expr(self.cfg.direct):
+            if tile < work.tiles.count:
+                self.add_part_directly(c, work, number, part)
+        else:
+            self.add_part_by_copy(c, work, tile, number, part)
+
+    def add_part_directly(self, c: ColumnsConsumer, work: Work, number: Int32, part: int):
+        """From registers."""
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        at = work.dq + Int64(number) * (self.sums.size * FP32)
+        at += self.place_of_part(c, part) + self.sums.offset(tidx, 0) * FP32
+        for r in range(0, self.part_values, self.sums.vector):
+            values = c.acc_dQ.iterator + part * self.part_values + r
+            add_vector_to_memory(
+                at, cute.make_tensor(values, cute.make_layout(self.sums.vector)), self.sums.offset(0, r) * FP32
+            )
+
+    def place_of_part(self, c: ColumnsConsumer, part: int) -> Int32:
+        """Bytes from a query tile's sums to a part of this warpgroup's."""
+        return (self.dq_part(c.group) * self.cfg.dq_parts + part) * self.part_bytes
+
+    @cute.jit
+    def add_part_by_copy(
+        self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]
+    ):
+        """By one bulk copy from shared memory."""
         self.wait_for_sums(c)
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         layout = cute.make_layout(self.sums.vector)
@@ -431,8 +451,8 @@ class SharedColumnsSm90(MainloopSm90):
                     wait_for_turn(turn, work.tiles.turn(number))
                 if const_expr(part == self.cfg.dq_parts - 1):
                     c.turn[0] = turn
-            begin = (self.dq_part(c.group) * self.cfg.dq_parts + part) * self.part_bytes
-            bulk_add(work.dq + Int64(number) * (self.sums.size * FP32) + begin, c.sums, self.part_bytes)
+            begin = Int64(number) * (self.sums.size * FP32) + self.place_of_part(c, part)
+            bulk_add(work.dq + begin, c.sums, self.part_bytes)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

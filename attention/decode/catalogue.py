@@ -12,14 +12,18 @@ from .choose import WIDE_FEW, pick
 
 BOTH = WindowKind(left=True, right=True)
 ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
+GPT_OSS = {"seqlens": True, "page_size": 64, "window": BOTH, "sinks": "bfloat16"}
 SM_90_CASES = [
     *((d, d, {"split": True}) for d in HEAD_DIMS),
     *((d, d, ALL) for d in HEAD_DIMS),
     *((d, d, {"seqlens": True, "page_size": 64, "lse": True}) for d in HEAD_DIMS),
     (128, 128, {"window": WindowKind(right=True), "lse": True}),
     (128, 128, {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}),
+    (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     (192, 128, {"seqlens": True, "page_size": 256, "split": True, "dtype": "float16"}),
     (64, 256, {"seqlens": True, "window": BOTH}),
+    *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
+    (128, 128, ALL | {"split": False, "sinks": "float32"}),
 ]
 # Of a cache with lengths, split among CTAs: ALiBi, causal, also of pages, and a bias (B, H, Sq, Sk).
 SCORED = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
@@ -32,6 +36,8 @@ SCORED_CASES = [
 SM_80_CASES = [
     *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
     (128, 128, {"seqlens": True, "split": True, "lse": True}),
+    (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
+    *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
 ]
 
 
@@ -51,6 +57,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
     for terms in (ALL | {"page_size": 0}, ALL):
         yield facts_of(spec, "sm_80", WIDE, WIDE, terms, WIDE_FEW)
     yield facts_of(spec, "sm_80", WIDE, WIDE, ALL)
+    yield facts_of(spec, "sm_80", WIDE, WIDE, ALL | {"split": False, "sinks": "float32"})
 
 
 def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict, *packed_rows: int) -> DecodeFacts:

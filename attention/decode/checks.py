@@ -30,8 +30,9 @@ def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
         common.check_tensor(f"{op}: {name}", tensor)
         if tensor.dtype != torch.int32:
             raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be torch.int32")
-        if tensor.dim() != dim or tensor.shape[0] != q.shape[0]:
-            shape = f"({q.shape[0]},)" if dim == 1 else f"({q.shape[0]}, pages of an item)"
+        spans = dim == 1 and tensor.dim() == 2 and tensor.shape[1] == 2
+        if (tensor.dim() != dim and not spans) or tensor.shape[0] != q.shape[0]:
+            shape = f"({q.shape[0]},) or ({q.shape[0]}, 2)" if dim == 1 else f"({q.shape[0]}, pages of an item)"
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {shape}, q's batch")
         common.check_device(op, q.device, **{name: tensor})
         if tensor.shape[-1] > 0 and tensor.stride(-1) != 1:

@@ -97,11 +97,17 @@ def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
 def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int) -> None:
     """Make the decoding kernel that of a plan, of which all else is done; `bounds` are the window's (left, right)."""
     cached = seqlens_k is not None
+    spans = cached and seqlens_k.dim() == 2
     page_size = 0 if block_table is None else k.shape[2]
     base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
     batch, heads, rows, _ = q.shape
     columns, qhead_per_kvhead = capacity(k, block_table), heads // k.shape[1]
-    facts = pick(DecodeFacts(**base, seqlens=cached, page_size=page_size), qhead_per_kvhead * rows)
+    if spans:
+        base["window"] = replace(facts.window, left=True)
+        if bounds[0] is None:  # one that no row reaches
+            scale, cap, _, right = plan.scalars
+            plan.scalars = scale, cap, columns, right
+    facts = pick(DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size), qhead_per_kvhead * rows)
     tile_m = facts.config.tile_m
     if None not in bounds:
         columns = min(columns, sum(bounds) + rows)
@@ -121,11 +127,11 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
     """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
 
-    def whole(q, k, v, out, lse, seqlens, table, reads, *scalars):
-        function(q, k, v, out, lse, seqlens, table, reads, None, None, *scalars)
+    def whole(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
+        function(q, k, v, out, lse, sinks, seqlens, table, reads, None, None, *scalars)
 
-    def split(q, k, v, out, lse, seqlens, table, reads, *scalars):
+    def split(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
         parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
-        function(q, k, v, out, lse, seqlens, table, reads, *parts, *scalars)
+        function(q, k, v, out, lse, sinks, seqlens, table, reads, *parts, *scalars)
 
     return whole if shape is None else split

@@ -4,6 +4,8 @@ A part has its own softmax: O_s is divided by its own sum, and LSE_s is the loga
 
     LSE = log(sum of exp(LSE_s))    O = sum of exp(LSE_s - LSE) O_s
 
+A sink is one more part, whose O is 0.
+
 A CTA computes one row. Each warp adds up every fourth part, several at once, as an online softmax adds up tiles; a lane
 has one column of each 32. Then the warps' sums are added through shared memory. The order is always the same.
 """
@@ -39,6 +41,7 @@ class Combine:
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         splits: Int32,
+        mSinks: cute.Tensor | None,  # (H,)
     ):
         if const_expr(self.early):
             cute.arch.griddepcontrol_launch_dependents()
@@ -59,6 +62,8 @@ class Combine:
         parts = cute.make_rmem_tensor((UNROLL, columns), Float32)
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
+        if const_expr(mSinks is not None):
+            sink = mSinks[h].to(Float32)
 
         for begin in cutlass.range(warp, splits, WARPS * UNROLL, unroll=1):
             for u in range_constexpr(UNROLL):
@@ -90,11 +95,15 @@ class Combine:
         row_max, row_sum = -Float32.inf, Float32(0.0)
         for w in range_constexpr(WARPS):
             row_max = cute.arch.fmax(row_max, row_maxes[w])
+        if const_expr(mSinks is not None):
+            row_max = cute.arch.fmax(row_max, sink)
         scaled_max = self.finite(row_max)
         factors = cute.make_rmem_tensor(WARPS, Float32)
         for w in range_constexpr(WARPS):
             factors[w] = exp2((row_maxes[w] - scaled_max) * LOG2E)
             row_sum = row_sum + factors[w] * row_sums[w]
+        if const_expr(mSinks is not None):
+            row_sum = row_sum + exp2((sink - scaled_max) * LOG2E)
         inverse = cute.arch.rcp_approx(row_sum)
         lse = scaled_max + cute.math.log2(row_sum, approx=True, ftz=True) * LN2
         if row_sum == 0.0:  # NaN is not 0: a part of NaN makes the row NaN

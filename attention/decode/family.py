@@ -52,7 +52,10 @@ class Decode(Family):
 
     def describe(self, facts: DecodeFacts) -> dict[str, str]:
         found = describe(facts)
-        more = (f"pages {facts.page_size}" if facts.page_size else "", "lengths" if facts.seqlens else "")
+        more = (
+            f"pages {facts.page_size}" if facts.page_size else "",
+            "spans" if facts.spans else "lengths" if facts.seqlens else "",
+        )
         words = [found["epilogue"], *more, "split" if facts.split else ""]
         return found | {"epilogue": " ".join(filter(None, words))}
 

@@ -20,9 +20,9 @@ from ..forward.mask_and_softmax import QueryWork
 from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from .combine import Combine
-from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
 from .pages import place_of_row
-from .store import packed, store_tile
+from .store import packed, read_sinks, store_tile
 
 
 class DecodeSm80:
@@ -44,7 +44,8 @@ class DecodeSm80:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mSeqlens: cute.Tensor | None,  # (B,)
+        mSinks: cute.Tensor | None,  # (H,)
+        mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
         mTable: cute.Tensor | None,  # (B, pages of an item)
         score_tensors: tuple | None,  # what a score_mod reads
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
@@ -64,18 +65,18 @@ class DecodeSm80:
             capacity = mTable.shape[1] * facts.page_size
         seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
-            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
+            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
-            score_tensors,
+            None if const_expr(facts.split) else mSinks, score_tensors,
         ).launch(
             grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
         if const_expr(facts.split):
             combine = Combine(facts.head_dim_v, False)
-            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits).launch(
+            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
                 grid=(rows, heads, batch), block=(combine.threads, 1, 1), stream=stream
             )
 
@@ -97,6 +98,7 @@ class DecodeSm80:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        mSinks: cute.Tensor | None,  # (H,); not of a part
         score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
@@ -123,7 +125,7 @@ class DecodeSm80:
         work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
         # Q's fragments are read again for each tile, since registers are few with pages.
         self.mainloop.steps(c, work, [], from_k, from_v, None)
-        softmax.finish(out, lse)
+        softmax.finish(out, lse, read_sinks(mSinks, tile, source.qhead_per_kvhead, row))
         if const_expr(self.mainloop.sharers > 1):
             columns = self.mainloop.first_column(c)
             mO = cute.domain_offset((0, 0, 0, columns), mO)

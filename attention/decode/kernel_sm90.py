@@ -37,9 +37,9 @@ from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from ..forward.store_o import VECTOR
 from .combine import Combine
-from .packing import CacheSeqlens, DecodeScheduler, PackedWindowSource
+from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
 from .pages import box_of_tile, pages_of_tile
-from .store import packed, store_tile
+from .store import packed, read_sinks, store_tile
 
 EVICT_FIRST = 0x12F0000000000000  # L2's policy for what is read once, as createpolicy encodes it
 LOADS = 4  # vectors of Q that a thread has in flight
@@ -68,7 +68,8 @@ class DecodeSm90:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mSeqlens: cute.Tensor | None,  # (B,)
+        mSinks: cute.Tensor | None,  # (H,)
+        mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
         mTable: cute.Tensor | None,  # (B, pages of an item)
         score_tensors: tuple | None,  # what a score_mod reads
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
@@ -90,7 +91,7 @@ class DecodeSm90:
             capacity = mTable.shape[1] * facts.page_size
         seqlens = DenseSeqlens(rows, capacity)
         if const_expr(facts.seqlens):
-            seqlens = CacheSeqlens(rows, capacity, mSeqlens)
+            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
         tK = permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
         tV = permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
         _, sK, sV = loop.layouts()
@@ -103,7 +104,7 @@ class DecodeSm90:
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
-            scale_log2, softcap, score_tensors,
+            scale_log2, softcap, None if const_expr(facts.split) else mSinks, score_tensors,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -114,7 +115,7 @@ class DecodeSm90:
         )  # fmt: skip
         if const_expr(facts.split):
             combine = Combine(facts.head_dim_v, True)
-            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits).launch(
+            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
                 grid=(rows, heads, batch), block=(combine.threads, 1, 1), use_pdl=True, stream=stream
             )
 
@@ -145,6 +146,7 @@ class DecodeSm90:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
+        mSinks: cute.Tensor | None,  # (H,); not of a part
         score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
@@ -197,6 +199,7 @@ class DecodeSm90:
                 tiles = source.for_tile(tile, seqlen)
                 row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, as all rows here
                 rows = seqlen.rows * source.qhead_per_kvhead
+                sinks = read_sinks(mSinks, tile, source.qhead_per_kvhead, row)  # long before they are needed
                 if tiles.count > 0:
                     self.load_q(packed(mQ, tile, source.qhead_per_kvhead), sQ, tile.m * ROWS, rows, tidx)
                 softmax.clear()
@@ -213,7 +216,7 @@ class DecodeSm90:
                     at_k, at_v = self.mainloop.steps(c, work, at_k, at_v)
                     self.mainloop.last_step(c, at_v)
                     at_v = self.mainloop.finish(c, at_v)
-                softmax.finish(out, lse)
+                softmax.finish(out, lse, sinks)
                 store_tile(
                     facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows
                 )

@@ -57,6 +57,19 @@ class CacheSeqlens:
 
 
 @dataclass(frozen=True)
+class CacheSpans:
+    """Item b has the rows of K and V from spans[b, 0] to before spans[b, 1], which are moved into range."""
+
+    rows: Int32
+    capacity: Int32
+    spans: cute.Tensor  # (B, 2)
+
+    def of(self, b) -> SeqlenInfo:
+        end = cutlass.min(cutlass.max(self.spans[b, 1], 0), self.capacity)
+        return SeqlenInfo(b, self.rows, end, begin=cutlass.min(cutlass.max(self.spans[b, 0], 0), end))
+
+
+@dataclass(frozen=True)
 class PackedWindowSource(WindowSource):
     """A WindowSource of packed rows. Its tiles are cut into `splits` runs, whose lengths differ by one tile at most."""
 

@@ -1,9 +1,10 @@
-"""Decoding: storing packed rows, which are of several heads, to the result or to one part of it."""
+"""Decoding: storing packed rows, which are of several heads, to the result or to one part of it; their sinks."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
+from ..forward.mask import LOG2E
 from ..forward.store_o import store_partial, store_rows
 
 
@@ -13,6 +14,18 @@ def packed(tensor: cute.Tensor, tile, qhead_per_kvhead: Int32) -> cute.Tensor:
     (_, rows, *shape), (head, row, *stride) = one.shape, one.stride
     layout = cute.make_layout(((qhead_per_kvhead, rows), *shape), stride=((head, row), *stride))
     return cute.make_tensor(one.iterator + Int64(tile.h_kv * qhead_per_kvhead) * head, layout)
+
+
+@cute.jit
+def read_sinks(mSinks: cute.Tensor | None, tile, qhead_per_kvhead: Int32, row: Int32) -> cute.Tensor | None:
+    """Those (2,) of a thread's packed rows `row` and `row` + 8, times log2(e); None without sinks (H,)."""
+    sinks = None
+    if const_expr(mSinks is not None):
+        sinks = cute.make_rmem_tensor(2, Float32)
+        for r in range_constexpr(2):
+            head = tile.h_kv * qhead_per_kvhead + (row + 8 * r) % qhead_per_kvhead
+            sinks[r] = mSinks[head].to(Float32) * LOG2E
+    return sinks
 
 
 @cute.jit

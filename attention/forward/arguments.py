@@ -26,6 +26,11 @@ def scalar_args(facts: FlashFacts) -> tuple:
     return Float32(1.0), Float32(0.0), *bounds
 
 
+def sinks_args(facts) -> tuple:
+    """A fake of the sinks, of any stride; None where there are none."""
+    return (fake_tensor(facts.sinks, 1, None, 1) if facts.sinks else None,)
+
+
 def score_args(score) -> tuple | None:
     """Fakes of what a score_mod reads; None where there is nothing."""
     tensors = score.tensors if score else ()
@@ -43,7 +48,7 @@ def forward_args(facts: FlashFacts) -> tuple:
         index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (index, Int32(1), table, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
-    common = *tensor_args(facts), *cu_seqlens, blocks, score_args(facts.score)
+    common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if facts.path == "sm_80":
         return *common, *scalar_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None

@@ -76,8 +76,23 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
             packed = replace(facts, packed=True)
             yield pick(replace(packed, window=WindowKind(right=True), score=SCORES["slopes"]), EXTENTS)
             yield pick(replace(packed, score=SCORES["bias"].kept_inside), EXTENTS)
+        yield from with_sinks(spec, path)
         yield from with_blocks(spec, path)
         yield from wide(spec, path)
+
+
+def with_sinks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+    """gpt-oss's layers; on a path's first architecture also sinks beside all terms, of packed sequences and of blocks,
+    and at head dimension 512."""
+    layer = FlashFacts(spec.target, path, None, "bfloat16", 64, 64, FEATURES[2][0], lse=True, sinks="bfloat16")
+    terms = FlashFacts(spec.target, path, None, window=FEATURES[2][0], softcap=True, lse=True, sinks="float32")
+    for facts in (layer, terms) if path == spec.name else (layer,):
+        for config in candidates(facts, spec):
+            yield replace(facts, config=replace(config, dynamic=path == "sm_90"))
+    if path == spec.name:
+        yield pick(replace(layer, packed=True), EXTENTS)
+        yield pick(replace(terms, window=WindowKind(), blocks=BlockKind(128, 128, MASKS["tensors"])), EXTENTS)
+        yield pick(replace(terms, head_dim=WIDE, head_dim_v=WIDE), EXTENTS)
 
 
 def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:

@@ -73,6 +73,7 @@ class FlashFacts:
     packed: bool = False  # sequences one after another, of lengths that the GPU reads
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
     score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
+    sinks: str | None = None  # dtype of the sinks, a logit for each head that joins a row's sum; None: there are none
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -153,6 +154,7 @@ class DecodeFacts(FlashFacts):
 
     family: ClassVar[str] = "decode"
     seqlens: bool = False  # whether each item has a length of its own
+    spans: bool = False  # whether it has a first row, too; then the window has a left bound
     page_size: int = 0  # rows of a page of K and V; 0 without pages
     split: bool = False  # whether an item's tiles are split among CTAs; a second kernel then combines their results
 

@@ -72,10 +72,15 @@ class FlashForward(Family):
         return found if loads >= least else [*found, f"{loads} asynchronous loads, of at least {least}"]
 
 
+def short(dtype: str | None) -> str | None:
+    """A dtype's name in a table."""
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
+
+
 def describe(facts: FlashFacts) -> dict[str, str]:
     """The columns of a table."""
     switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
-    switches += (("lse", facts.lse), ("packed", facts.packed))
+    switches += (("lse", facts.lse), ("packed", facts.packed), (f"sinks {short(facts.sinks)}", facts.sinks))
     more = [text for text, there in switches if there]
     if facts.score:
         more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
@@ -83,13 +88,12 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
         more.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
-    short = {"bfloat16": "bf16", "float16": "fp16"}.get(facts.dtype, facts.dtype)
     problem = f"D {facts.head_dim}" + (f"/{facts.head_dim_v}" if facts.head_dim_v != facts.head_dim else "")
     return {
         "path": facts.path,
         "configuration": str(facts.config),
         "problem": problem,
-        "operands": short,
+        "operands": short(facts.dtype),
         "epilogue": " ".join(more),
     }
 

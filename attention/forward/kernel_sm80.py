@@ -19,6 +19,7 @@ from .config import FlashFacts
 from .mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
 from .mask_and_softmax import QueryWork
 from .problem import problem_of
+from .sinks import read_sink, row_sinks
 from .softmax import rows_and_columns
 from .store_o import store_rows
 
@@ -42,6 +43,7 @@ class FlashForwardSm80:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
+        mSinks: cute.Tensor | None,  # (H,)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
@@ -54,7 +56,8 @@ class FlashForwardSm80:
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
         self.kernel(
-            p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap, score_tensors
+            p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap, score_tensors,
+            mSinks,
         ).launch(
             grid=(p.scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -75,6 +78,7 @@ class FlashForwardSm80:
         scale_log2: Float32,
         softcap: Float32,
         score_tensors: tuple | None,
+        mSinks: cute.Tensor | None,  # (H,)
     ):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -107,7 +111,9 @@ class FlashForwardSm80:
             q_fragments = [self.mainloop.fragment_q(c, k, []) for k in range(in_registers)]
             work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
             self.mainloop.steps(c, work, q_fragments, from_k, from_v, end)
-        softmax.finish(out, lse)
+        sinks = row_sinks(mSinks, 2 * self.mainloop.tiles_m)
+        read_sink(mSinks, tile.h, sinks)
+        softmax.finish(out, lse, sinks)
         if const_expr(facts.packed and facts.score is not None):
             # Looked up again, so that nothing of it stays in registers before, of which the score_mod leaves few.
             tile = scheduler.decode(read_special_register("ctaid.x"))

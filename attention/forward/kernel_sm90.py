@@ -34,6 +34,7 @@ from .config import FlashFacts
 from .mainloop_sm90 import WARPGROUP, MainloopSm90, permuted
 from .mask_and_softmax import QueryWork
 from .problem import problem_of
+from .sinks import read_sink, row_sinks
 from .softmax import rows_and_columns
 from .store_o import store_rows
 from .tile_queue import FIELDS, SLOTS, TileQueue
@@ -71,6 +72,7 @@ class FlashForwardSm90:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
+        mSinks: cute.Tensor | None,  # (H,)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
@@ -97,7 +99,7 @@ class FlashForwardSm90:
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
-            scale_log2, softcap, score_tensors,
+            scale_log2, softcap, score_tensors, mSinks,
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -128,6 +130,7 @@ class FlashForwardSm90:
         scale_log2: Float32,
         softcap: Float32,
         score_tensors: tuple | None,
+        mSinks: cute.Tensor | None,  # (H,)
     ):
         cfg, facts = self.cfg, self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -164,7 +167,7 @@ class FlashForwardSm90:
                 c = self.mainloop.sharing(c, group, storage.scores)
                 column = group * self.mainloop.columns
             softmax, acc_O, out = c.softmax, c.acc_O, rows_and_columns(c.acc_O)
-            lse = cute.make_rmem_tensor(2, Float32)
+            lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
@@ -197,14 +200,17 @@ class FlashForwardSm90:
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
                     self.mainloop.last_step(c, at_v)
+                    read_sink(mSinks, tile.h, sinks)
                     # While the last product runs. The wait for it must be in this branch, or ptxas waits after each of
                     # its instructions. So both branches consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(c, at_v)
-                elif const_expr(cfg.dynamic):
-                    index, fields = queue.consume(len(fields), state_queue)
-                softmax.finish(out, lse)
+                else:
+                    read_sink(mSinks, tile.h, sinks)
+                    if const_expr(cfg.dynamic):
+                        index, fields = queue.consume(len(fields), state_queue)
+                softmax.finish(out, lse, sinks)
                 store_rows(
                     acc_O, cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b]), row, seqlen.rows
                 )

@@ -66,8 +66,8 @@ class WindowSource:
             full_end = cutlass.max(cutlass.min(cols, first + offset + self.right + 1), 0)
         begin, full_begin = Int32(0), Int32(0)
         if self.window.left:
-            begin = cutlass.min(cutlass.max(first + offset - self.left, 0), end)
-            full_begin = cutlass.min(cutlass.max(after - 1 + offset - self.left, 0), end)
+            begin = cutlass.min(cutlass.max(first + offset - self.left, seqlen.begin), end)
+            full_begin = cutlass.min(cutlass.max(after - 1 + offset - self.left, seqlen.begin), end)
         n_end, n_begin = (end + self.tile_n - 1) // self.tile_n, begin // self.tile_n
         count = cutlass.max(n_end - n_begin, 0)
         right = cutlass.min(n_end - full_end // self.tile_n, count)  # tiles at the right edge
@@ -88,4 +88,6 @@ class WindowSource:
             end = cutlass.min(end, row + seqlen.offset + self.right + 1)
         if self.window.left:
             begin = row + seqlen.offset - self.left
+            if not isinstance(seqlen.begin, int):
+                begin = cutlass.max(begin, seqlen.begin)
         return begin, end

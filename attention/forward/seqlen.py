@@ -10,13 +10,18 @@ from cutlass.cutlass_dsl import select_
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """One item: its rows of Q and O from q0 on, and those of K and V from k0 on."""
+    """One item: its rows of Q and O from q0 on, and those of K and V from k0 on.
+
+    Columns before `begin`, of a batch that is padded on the left, are seen by no row; a window with a left bound counts
+    it in.
+    """
 
     b: Int32 | int  # of the tensors' batch dimension
     rows: Int32
     cols: Int32
     q0: Int32 | int = 0
     k0: Int32 | int = 0
+    begin: Int32 | int = 0
 
     @property
     def offset(self):

@@ -210,17 +210,40 @@ class OnlineSoftmax:
                     out[r, c] = out[r, c] * self.factor[r]
 
     @cute.jit
-    def finish(self, out: cute.Tensor, lse: cute.Tensor):  # (rows, columns) of O; (rows,)
+    def finish(
+        self,
+        out: cute.Tensor,  # (rows, columns) of O
+        lse: cute.Tensor,  # (rows,)
+        sinks: cute.Tensor | None = None,  # (rows,), times log2(e)
+    ):
         """Divide O by the sums and compute each row's LSE, the log of its sum; an empty row gets 0 and -inf.
 
+        A row's sink is one more term of its sum, without a value; so an empty row's LSE is its sink.
         A score of NaN is never a row's maximum, but its p is NaN, and so is the sum: O and LSE become NaN.
         """
         for r in range_constexpr(cute.size(self.row_sum)):
             row_sum = quad_sum(self.row_sum[r]) if const_expr(self.adds_row_sums) else self.row_sum[r]
+            if const_expr(sinks is not None):
+                row_max, row_sum, factor = self.join(r, row_sum, sinks[r])
             inverse = cute.arch.rcp_approx(row_sum)
-            lse[r] = (self.row_max[r] * self.scale_log2 + cute.math.log2(row_sum, approx=True, ftz=True)) * LN2
+            if const_expr(sinks is not None):
+                inverse = inverse * factor
+            else:
+                row_max = self.row_max[r] * self.scale_log2
+            lse[r] = (row_max + cute.math.log2(row_sum, approx=True, ftz=True)) * LN2
             if row_sum == 0.0:  # NaN is not 0
                 inverse = Float32(0.0)
                 lse[r] = -Float32.inf
             for c in range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * inverse
+
+    @cute.jit
+    def join(self, r: cutlass.Constexpr, row_sum: Float32, sink: Float32) -> tuple:
+        """(scaled maximum, sum, what O is to be multiplied by) of a row with its sink, which may be far above all
+        scores: that would be a term of inf beside their maximum."""
+        before = self.row_max[r] * self.scale_log2
+        row_max = cute.arch.fmax(before, sink)
+        if row_max == -Float32.inf:
+            row_max = Float32(0.0)
+        factor = exp2(before - row_max)
+        return row_max, row_sum * factor + exp2(sink - row_max), factor

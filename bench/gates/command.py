@@ -104,7 +104,7 @@ def plan(case) -> str:
 
 def compile_only(suites: Iterable[str], quick: bool) -> int:
     """Ask the resources gate about the kernels of some suites and print its page; the exit status."""
-    kinds = {"attention" if suite.startswith("attention") else "products" for suite in suites}
+    kinds = {"attention" if suite.startswith(("attention", "generation")) else "products" for suite in suites}
     check = module("resources").check
     wanted = {kind: partial(check, quick=quick, package=PACKAGES[kind]) for kind in PACKAGES if kind in kinds}
     return gate.exit_status(ask(wanted))

@@ -13,6 +13,7 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     backward        2 to 5     a consumer warpgroup and a     its part of dQ is in shared memory
     backward        6 to 9     warp that stores               its place there is free again
     the same with   2, 3       a consumer warpgroup           its part of dQ is written, or its place free again
+    one dS          10, 11     both consumer warpgroups       one has read the other's dS
     shared columns  4, 5       both consumer warpgroups       one has read the other's P and dS
 
 The small-block kernel's store is a product's; it has three consumers, and so barriers 1 to 3.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
 FORWARD_ORDER, FORWARD_SCORES, FORWARD_OOB = 1, 4, 8
 DECODE_CONSUMERS = 1
-BACKWARD_ALL, BACKWARD_FULL, BACKWARD_FREE = 1, 2, 6
+BACKWARD_ALL, BACKWARD_FULL, BACKWARD_FREE, BACKWARD_DS = 1, 2, 6, 10
 BACKWARD_DQ, BACKWARD_READ = 2, 4  # with shared columns
 
 MOST = 16
@@ -47,6 +48,7 @@ USES = {  # kernel -> (first barrier, how many at most, threads that meet at eac
         (BACKWARD_ALL, 1, 2 * WARPGROUP),
         (BACKWARD_FULL, 4, WARPGROUP + WARP),
         (BACKWARD_FREE, 4, WARPGROUP + WARP),
+        (BACKWARD_DS, 2, 2 * WARPGROUP),
     ),
     "backward of one": (  # consumer warpgroup
         (BACKWARD_ALL, 1, WARPGROUP),

@@ -34,6 +34,29 @@ def compute_before_waits(a: Float32, b: Float32, address: Int32, *, loc=None, ip
     _asm(None, operands, STORE_IF_NEGATIVE, "f,f,r", side_effects=True, loc=loc, ip=ip)
 
 
+# No arithmetic results in a NaN of this pattern, and so no bitwise and of results, which ptxas does not know.
+STORE_IF_ONES = "{ .reg .pred p; setp.eq.s32 p, $0, -1; @p st.shared.b32 [$1], $0; }"
+
+
+@dsl_user_op
+def store_if_ones(bits: Int32, address: Int32, *, loc=None, ip=None) -> None:
+    """The same for results of any sign: `bits` is the bitwise and of their bits."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (bits, address)]
+    _asm(None, operands, STORE_IF_ONES, "r,r", side_effects=True, loc=loc, ip=ip)
+
+
+def compute_all_before_waits(values: cute.Tensor, address: Int32) -> None:
+    """All of a fragment of fp32 results are computed before any wait for WGMMAs that follows.
+
+    Half an instruction for each. See compute_before_waits.
+    """
+    words = cute.recast_tensor(values, Int32)
+    bits = words[0]
+    for v in range(1, cute.size(words)):
+        bits = bits & words[v]
+    store_if_ones(bits, address)
+
+
 @dsl_user_op
 def read_special_register(register: str, *, loc=None, ip=None) -> Int32:
     """A special register of PTX, such as "tid.x", read at this place, so that no register holds it from before."""
@@ -145,6 +168,17 @@ def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Int32(source))]
     text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};"
     _asm(None, operands, text, "l,r", side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add_vector_to_memory(to: Int64, values: cute.Tensor, offset: int, *, loc=None, ip=None) -> None:
+    """Add four values to the fp32 numbers from `offset` bytes after a multiple of 16 bytes on, on sm_90.
+
+    Each addition is atomic. A warp's, of neighbouring addresses, are one request of 512 bytes.
+    """
+    operands = [Int64(to).ir_value(loc=loc, ip=ip), *(Float32(values[i]).ir_value(loc=loc, ip=ip) for i in range(4))]
+    text = f"red.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    _asm(None, operands, text, "l,f,f,f,f", side_effects=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

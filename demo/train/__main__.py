@@ -1,6 +1,9 @@
-"""python -m demo.train: train a byte-level transformer dense and block-sparse; without a GPU, in a tiny form.
+"""python -m demo.train: train a byte-level transformer with dense and block-sparse layers, and block-sparse attention;
+without a GPU, in a tiny form.
 
 --minilm: prune a sentence model to blocks, and train it until its embeddings recover.
+--long: a few steps of a model of Llama's shape on 32k tokens, whose attention sees a window, global tokens and
+documents: ours, FlexAttention, SDPA and FlashAttention 4.
 """
 
 import argparse
@@ -19,10 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.table import make_console
 
 from ..device import why_no_gpu
-from . import minilm, recovery, report, runs, text
+from . import long, minilm, recovery, report, runs, text
 
 DEMO = Path(__file__).resolve().parents[1]
-NAMES = {"dense": runs.DENSE, "sparse": runs.SPARSE, "wide": runs.WIDE}
+NAMES = {"dense": runs.DENSE, "sparse": runs.SPARSE, "wide": runs.WIDE, "attention": runs.ATTENTION}
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
@@ -37,12 +40,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="optimizer steps of each run")
     parser.add_argument("--only", choices=NAMES, help="one of the runs")
     parser.add_argument("--minilm", action="store_true", help="prune all-MiniLM-L6-v2 and train it until it recovers")
-    parser.add_argument("--png", type=Path, help="the picture (default: demo/train.png, or demo/minilm.png)")
+    parser.add_argument(
+        "--long", action="store_true", help="a model of Llama's shape on 32k tokens; needs transformers"
+    )
+    parser.add_argument("--png", type=Path, help="the picture (default: demo/train.png, minilm.png or long.png)")
     parser.add_argument("--json", type=Path, help="write the figures, versions, device and command here, too")
     args = parser.parse_args(argv)
-    if args.minilm and args.only:
-        parser.error("--only names a run of the byte-level transformer; leave it out with --minilm")
-    args.png = args.png or DEMO / ("minilm.png" if args.minilm else "train.png")
+    if args.minilm and args.long:
+        parser.error("--minilm and --long are two things to train; give one of them")
+    if (args.minilm or args.long) and args.only:
+        parser.error("--only names a run of the byte-level transformer; leave it out with --minilm and --long")
+    args.png = args.png or DEMO / ("minilm.png" if args.minilm else "long.png" if args.long else "train.png")
     return args
 
 
@@ -99,6 +107,44 @@ def train_bytes(args: argparse.Namespace, argv: Sequence[str], console: Console)
     console.print(f"Picture: {args.png}")
 
 
+def train_long(args: argparse.Namespace, argv: Sequence[str], console: Console) -> None:
+    """Each candidate's steps, their table, picture and result file."""
+    no_gpu = why_no_gpu()
+    gpu, plan = not no_gpu, long.CPU if no_gpu else long.GPU
+    plan = plan if args.steps is None else replace(plan, timed=args.steps)
+    if no_gpu:
+        console.print(f"{no_gpu} A tiny model is trained on the CPU.")
+    where = report.environment(gpu)
+    data = text.as_bytes(text.split()[0]).to("cuda" if gpu else "cpu")
+    found = []
+    with progress(console) as bar:
+        # The last one's import changes CuTe DSL for the process: ours is compiled before.
+        for name in (*long.SAME_MASK, long.PACKED):
+            steps = plan.slow_steps if name == long.SDPA else plan.warmup + plan.timed
+            task = bar.add_task(name, total=steps, found="preparing")
+
+            def tell(step: int, loss: float, task=task) -> None:
+                bar.update(task, completed=step, found=f"loss {loss:.3f}")
+
+            found.append(long.train(name, plan, data, tell))
+            if found[-1].error:
+                bar.update(task, found="failed")
+    shape = f"{plan.length:,} tokens a step, {plan.layers} layers of {plan.dim}, {plan.heads}/{plan.kv_heads} heads"
+    mask = f"window {plan.window}, {plan.global_tokens} global tokens, {len(plan.starts()) - 1} documents"
+    console.print(report.long_table(found, plan.length, f"{shape}; {mask}; {where['card']}"))
+    for run in found:
+        if run.error:
+            console.print(f"{run.name}: {run.error}")
+    apart = long.difference(found)
+    console.print(f"Losses of the same mask differ by at most {apart:.2%} at the same step.")
+    if no_gpu:
+        console.print("Times say nothing of the kernels: CPU tensors take a plain torch reference.")
+    if args.json:
+        report.write_json(args.json, "long-context", where, argv, found, plan=asdict(plan), largest_difference=apart)
+    report.draw_long(args.png, found, f"A step on {where['card']}")
+    console.print(f"Picture: {args.png}")
+
+
 def recover_minilm(args: argparse.Namespace, argv: Sequence[str], console: Console) -> None:
     """Recovery at each density, its table, picture and result file."""
     no_gpu = why_no_gpu()
@@ -142,8 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for path in filter(None, (args.png, args.json)):  # before minutes of work, and not after them
             check_writable(path)
-        (recover_minilm if args.minilm else train_bytes)(args, argv, make_console(150))
-    except (OSError, minilm.MissingModel) as error:
+        run = recover_minilm if args.minilm else train_long if args.long else train_bytes
+        run(args, argv, make_console(150))
+    except (OSError, minilm.MissingModel, ImportError) as error:
         print(f"python -m demo.train: error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError:

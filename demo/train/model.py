@@ -1,4 +1,4 @@
-"""A byte-level transformer whose feed-forward layers are dense or block-sparse, and the operations that it takes."""
+"""A byte-level transformer whose feed-forward layers or attention are dense or block-sparse, and what it computes."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention import BlockMask, block_sparse_attention, patterns
 from sparse_collective.nn import BsrLinear
 
 BYTES = 256
@@ -13,7 +14,10 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's extents. hidden and density are those of its feed-forward layers; density None: dense ones."""
+    """A decoder's extents. hidden and density are those of its feed-forward layers; density None: dense ones.
+
+    window: how many of the last bytes each sees, its own among them, beside the first `global_bytes`; None: all.
+    """
 
     dim: int
     hidden: int
@@ -22,6 +26,14 @@ class Shape:
     context: int
     block: int
     density: float | None = None
+    window: int | None = None
+    global_bytes: int = 0
+
+    def seen(self) -> float:
+        """Keys that a byte sees, on average."""
+        window = self.context if self.window is None else self.window
+        counts = (min(n, window) + min(max(n - window, 0), self.global_bytes) for n in range(1, self.context + 1))
+        return sum(counts) / self.context
 
 
 class DenseFeedForward(nn.Module):
@@ -56,12 +68,16 @@ class Layer(nn.Module):
         with torch.random.fork_rng(devices=[]):  # so that all else starts alike, whatever the feed-forward layers are
             self.feed_forward = feed_forward(shape)
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, mask: BlockMask | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, S, D)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        if mask is None:
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            found = block_sparse_attention(q, k, v, mask)
+        return self.out(found.transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norms[0](x))
+    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+        x = x + self.attend(self.norms[0](x), mask)
         return x + self.feed_forward(self.norms[1](x))
 
 
@@ -78,11 +94,22 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, BYTES, bias=False)
+        self.masks: dict[tuple, BlockMask] = {}  # by length and device
+
+    def mask(self, length: int, device: torch.device) -> BlockMask | None:
+        """What all layers' attention sees, made once; None: all bytes before."""
+        if self.shape.window is None:
+            return None
+        key = length, device
+        if key not in self.masks:
+            terms = {"global_columns": self.shape.global_bytes, "causal": True, "device": device}
+            self.masks[key] = patterns.sliding_window((length, length), (self.shape.window - 1, 0), **terms)
+        return self.masks[key]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.bytes(tokens) + self.places.weight[: tokens.shape[1]]
+        x, mask = self.bytes(tokens) + self.places.weight[: tokens.shape[1]], self.mask(tokens.shape[1], tokens.device)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, mask)
         return self.head(self.norm(x))
 
     def loss(self, windows: Tensor) -> Tensor:
@@ -97,5 +124,5 @@ class Decoder(nn.Module):
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += sum(m.values.numel() for m in self.modules() if isinstance(m, BsrLinear))
-        attention = self.shape.layers * 2 * self.shape.dim * (self.shape.context + 1) / 2  # Q K' and P V
+        attention = self.shape.layers * 2 * self.shape.dim * self.shape.seen()  # Q K' and P V
         return 3 * 2 * (weights + attention)

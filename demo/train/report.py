@@ -13,11 +13,12 @@ import torch
 from rich.table import Table
 
 from bench import record
-from bench.figure import Axes, density_axis, percent, series
+from bench.figure import FAINT, INK, Axes, density_axis, percent, series
 from bench.table import grid
 from cute_kernels.runtime.keys import source_fingerprint
 
-from ..figure import write_png
+from ..figure import FULL, write_png
+from .long import OURS, SAME_MASK, LongRun
 from .recovery import LOW, Recovery
 from .runs import Run
 
@@ -25,7 +26,7 @@ from .runs import Run
 def runs_table(runs: Sequence[Run], title: str) -> Table:
     """A line for each run. Operations are those to train on one token, losses the last ones, in nats a byte."""
     numbers = ["parameters", "hidden", "density", "MFLOP a token", "loss, train", "held out", "ms a step", "peak GiB"]
-    table = grid(["feed-forward"], numbers, title=title)
+    table = grid(["run"], numbers, title=title)
     for run in runs:
         losses = (f"{loss[-1]:.3f}" for loss in (run.train_loss, run.held_out_loss))
         cells = [f"{run.parameters:,}", str(run.hidden), percent(run.density), f"{run.flops_per_token / 1e6:,.2f}"]
@@ -99,6 +100,54 @@ def draw_before_and_after(ax: Axes, found: Sequence[Recovery]) -> None:
     ax.set_ylabel("cosine")
     ax.set_title("Before and after training", fontsize=10)
     ax.legend(frameon=False, fontsize=8)
+
+
+def long_table(runs: Sequence[LongRun], tokens: int, title: str) -> Table:
+    """A line for each candidate; losses in nats a byte."""
+    table = grid(
+        ["attention"], ["steps", "ms a step", "tokens a second", "peak GiB", "loss, first", "last"], title=title
+    )
+    for run in runs:
+        if run.error:
+            table.add_row(run.name, "", "failed")
+            continue
+        peak = "" if run.peak_bytes is None else f"{run.peak_bytes / 2**30:.1f}"
+        speed = f"{run.step_ms:,.1f}", f"{1e3 * tokens / run.step_ms:,.0f}"
+        table.add_row(run.name, str(len(run.loss)), *speed, peak, f"{run.loss[0]:.4f}", f"{run.loss[-1]:.4f}")
+    return table
+
+
+def draw_losses(ax: Axes, runs: Sequence[LongRun]) -> None:
+    """Against steps; dashed where the mask is another."""
+    for run, (colour, marker) in zip(runs, series(len(runs)), strict=True):
+        style = "-" if run.name in SAME_MASK else "--"
+        ax.plot(range(1, len(run.loss) + 1), run.loss, color=colour, marker=marker, ls=style, label=run.name)
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss, nats a byte")
+    ax.set_title("The same weights and text", fontsize=10)
+    ax.legend(frameon=False, fontsize=8)
+
+
+def draw_steps(ax: Axes, runs: Sequence[LongRun], title: str) -> None:
+    """Bars of a step's time, with the peak of memory beside."""
+    names = [run.name.replace(", ", ",\n") for run in runs]
+    drawn = ax.barh(names, [run.step_ms for run in runs], height=0.55)
+    for bar, run in zip(drawn, runs, strict=True):
+        bar.set_color(FULL if run.name == OURS else FAINT)
+    labels = (f"{run.step_ms:,.0f} ms" for run in runs)
+    memory = ("" if run.peak_bytes is None else f", {run.peak_bytes / 2**30:.0f} GiB" for run in runs)
+    ax.bar_label(drawn, list(map(str.__add__, labels, memory)), padding=4, color=INK)
+    ax.invert_yaxis()
+    ax.margins(x=0.3)
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+    ax.set_title(title, fontsize=10)
+
+
+def draw_long(path: Path, runs: Sequence[LongRun], title: str) -> None:
+    """Two panels: loss against steps, and what a step takes."""
+    runs = [run for run in runs if not run.error]
+    write_png(path, partial(draw_losses, runs=runs), partial(draw_steps, runs=runs, title=title), 1)
 
 
 def environment(gpu: bool) -> dict:

@@ -1,4 +1,5 @@
-"""Train the same transformer dense, block-sparse, and block-sparse and wider, on the same batches."""
+"""Train the same transformer dense, block-sparse, block-sparse and wider, and with block-sparse attention alone, on the
+same batches."""
 
 import gc
 import math
@@ -15,7 +16,7 @@ from .model import Decoder, Shape
 SEED = 0
 WARMUP = 0.1  # of the steps
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
-DENSE, SPARSE, WIDE = "dense", "block-sparse", "block-sparse, wider"
+DENSE, SPARSE, WIDE, ATTENTION = "dense", "block-sparse", "block-sparse, wider", "block-sparse attention"
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class Plan:
     windows: int  # of held-out text, in each evaluation
 
     def shapes(self) -> dict[str, Shape]:
-        """The model of each run. The wider one takes as many useful operations as the dense one."""
+        """The model of each run. The wider one takes as many useful operations as the dense one; attention that is
+        block-sparse sees the last half of the context, and the first sixteenth."""
         sparse = replace(self.shape, density=self.density)
         wide = replace(sparse, hidden=round(self.shape.hidden / self.density))
-        return {DENSE: self.shape, SPARSE: sparse, WIDE: wide}
+        near = replace(self.shape, window=self.shape.context // 2, global_bytes=self.shape.context // 16)
+        return {DENSE: self.shape, SPARSE: sparse, WIDE: wide, ATTENTION: near}
 
 
 GPU = Plan(Shape(1024, 4096, 8, 16, 1024, 128), 0.25, batch=16, steps=600, rate=6e-4, evaluations=20, windows=128)
@@ -123,7 +126,7 @@ def train(
     """Train one model on the device that the texts are on: a GPU in bf16 under autocast, or a CPU in fp32.
 
     Args:
-        name: DENSE, SPARSE or WIDE.
+        name: DENSE, SPARSE, WIDE or ATTENTION.
         train_text, held_out: (bytes,) uint8.
         tell: called with the number of steps and the last held-out loss, after each step.
         compiled: whether torch compiles the layers. They share one graph.

@@ -47,7 +47,9 @@ AND = _code(masking_utils.and_masks(CAUSAL))
 SLIDING = _code(masking_utils.sliding_window_overlay(1))
 SLIDING_BOTH = _code(masking_utils.sliding_window_bidirectional_overlay(1))
 PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
-RESTARTED = _code(masking_utils.remap_positions_for_packed_sequence(CAUSAL, torch.zeros(1, 1)))
+RESTARTED = None  # transformers has it since 5.18 or later; before, packed sequences are PACKED alone
+if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):
+    RESTARTED = _code(remap(CAUSAL, torch.zeros(1, 1)))
 
 
 def kind_of(function: Callable) -> Kind | None:
@@ -62,7 +64,7 @@ def _kind_of(function: Callable) -> Kind | None:
     if function is ALL:
         return Kind()
     code = getattr(function, "__code__", None)
-    if code not in (AND, SLIDING, SLIDING_BOTH, PACKED, RESTARTED):
+    if code is None or code not in (AND, SLIDING, SLIDING_BOTH, PACKED, RESTARTED):
         return None
     held = [cell.cell_contents for cell in function.__closure__]
     if code is AND:

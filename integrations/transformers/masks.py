@@ -50,11 +50,13 @@ class Mask(FlexBlockMask):
         skipped: columns of the sequence that came before the first that is kept (sliding caches).
         kind: what `function` computes, None where only the function says that.
         padding: (B, columns) bool, True of tokens; None: all are.
+        begin: (B,) int32, the column of each item's first token, where all after it are tokens; of few rows alone.
     """
 
-    def __init__(self, batch, lengths, shift, skipped, kind, function, padding, device):
+    def __init__(self, batch, lengths, shift, skipped, kind, function, padding, device, begin=None):
         self.batch, self.lengths, self.shift, self.skipped = batch, lengths, shift, skipped
         self.kind, self.function, self.padding, self.mask_device = kind, function, padding, device
+        self.begin = begin
         self.made = {}
 
     @property
@@ -84,11 +86,10 @@ class Mask(FlexBlockMask):
             raise ValueError(
                 "a mask of a function of its own cannot be moved to another device; keep its layers on one"
             )
-        shift, padding = (t.to(device) if isinstance(t, Tensor) else t for t in (self.shift, self.padding))
-        return self._once(
-            ("to", device),
-            lambda: Mask(self.batch, self.lengths, shift, self.skipped, kind, self.function, padding, device),
-        )
+        moved = (t.to(device) if isinstance(t, Tensor) else t for t in (self.shift, self.padding, self.begin))
+        shift, padding, begin = moved
+        terms = self.batch, self.lengths, shift, self.skipped, kind, self.function, padding, device, begin
+        return self._once(("to", device), lambda: Mask(*terms))
 
     def __repr__(self) -> str:
         what = self.function if self.kind is None else self.kind
@@ -121,6 +122,11 @@ class Mask(FlexBlockMask):
             return torch.full((batch,), last, dtype=torch.int32, device=self.device)
 
         return self._once(("seqlens_k", batch), make)
+
+    def spans_k(self, batch: int) -> Tensor:
+        """(batch, 2) int32: from each item's first token on."""
+        begin = self.begin.expand(batch)
+        return self._once(("spans_k", batch), lambda: torch.stack([begin, self.seqlens_k(batch)], -1))
 
     def block_mask(self) -> BlockMask:
         """All of it as a block mask of these lengths."""
@@ -238,19 +244,34 @@ def make_mask(
 ) -> Mask:
     """The mask function that `register` hands to transformers, which documents the arguments (sdpa_mask).
 
-    Looks once whether anything is padding, as transformers' own do, which waits for the GPU; not while a CUDA graph is
-    captured. torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
+    Looks once where padding is, as transformers' own do, which waits for the GPU; not while a CUDA graph is captured.
+    torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
     made ahead of the forward pass, as generate() does for static caches.
     """
     kind = kind_of(mask_function)
     shift = q_offset - kv_offset  # of a tensor a new one: a static cache goes on counting in its own
-    padding = None
+    padding = begin = None
     if attention_mask is not None:
         end = kv_offset + kv_length
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset:end]
-        matters = kv_length
-        if kind is not None and kind.right == 0 and isinstance(shift, int):
-            matters = min(kv_length, max(shift + q_length, 0))  # nothing sees what comes after
-        if not captured(padding) and bool(padding[:, :matters].all()):
-            padding = None
-    return Mask(batch_size, (q_length, kv_length), shift, kv_offset, kind, mask_function, padding, torch.device(device))
+        if not captured(padding):
+            padding, begin = _looked_up(padding, kind, shift, q_length)
+    lengths, device = (q_length, kv_length), torch.device(device)
+    return Mask(batch_size, lengths, shift, kv_offset, kind, mask_function, padding, device, begin)
+
+
+def _looked_up(
+    padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """(the padding, None where no row sees any; Mask.begin), by one look at the device."""
+    column = torch.arange(padding.shape[1], device=padding.device)
+    causal = kind is not None and kind.right == 0
+    token = padding
+    if causal:  # no row sees what comes after the last one's column: in a static cache most of it
+        last = shift + rows
+        token = padding | (column >= (last.to(padding.device) if isinstance(last, Tensor) else last))
+    if not causal or kind.sequences is not None or rows > FEW:
+        return (None if bool(token.all()) else padding), None
+    begin = padding.int().argmax(-1)
+    whole, behind = torch.stack([token.all(), (token | (column < begin[:, None])).all()]).tolist()
+    return (None if whole else padding), (begin.int() if behind and not whole else None)

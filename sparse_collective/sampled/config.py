@@ -8,10 +8,7 @@ from cute_kernels.matmul.config import GemmConfig
 
 @dataclass(frozen=True)
 class SampledConfig(GemmConfig):
-    """GemmConfig for a tile that is `boxes` parts of stored blocks of one block row, side by side.
-
-    `cluster_n` CTAs have neighbouring boxes of one block row, and load its rows of A once for all of them.
-    """
+    """GemmConfig for a tile that is `boxes` parts of stored blocks of one block row, side by side."""
 
     family: ClassVar[str] = "sampled"
     boxes: int = 1
@@ -19,11 +16,6 @@ class SampledConfig(GemmConfig):
     @property
     def boxes_b(self) -> int:
         return self.boxes
-
-    @property
-    def group_boxes(self) -> int:
-        """Boxes of a work tile of the cluster."""
-        return self.boxes * self.cluster_n
 
     @property
     def box_n(self) -> int:

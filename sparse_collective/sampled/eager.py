@@ -32,7 +32,7 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
         pattern.check_indices()
     tensors = (a, b) if out is None else (a, b, out)
     tensors = tensors if groups is None else (*tensors, groups)
-    terms = pattern.key, pattern.even, out is None, groups is None, accumulate, out_dtype, forced_path()
+    terms = pattern.key, out is None, groups is None, accumulate, out_dtype, forced_path()
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         more = {"accumulate": accumulate, "out_dtype": out_dtype, "groups": groups}
@@ -47,7 +47,7 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
     if plan.views:
         a, b = viewed(plan.views, a, b)
     cfg, block = plan.facts.config, plan.facts.block
-    parts, boxes = parts_of(block.bk, cfg.box_n), cfg.group_boxes
+    parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
     box_table = groups_of(pattern, parts, boxes)
     runs = (None, None) if groups is None else runs_of(groups, pattern.shape[0])
     d = alignment.aligned_copy(out, accumulate) if plan.staged else out
@@ -120,7 +120,6 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool, run: int) -> 
         EpilogueSpec(residual="n" if accumulate else None),
         block,
         density=pattern.density,
-        stats=pattern.stats._replace(longest=pattern.density) if pattern.even else pattern.stats,
     )
     arch, sms, card = device_arch(a.get_device())
     plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)

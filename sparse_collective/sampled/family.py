@@ -1,6 +1,5 @@
 """Sampled products: which configurations there are, what they ask, what they cost."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,9 +19,6 @@ from ..catalogue import BLOCKS
 from .config import SampledConfig, parts_of
 
 SIDES = (128, 64, 32, 16)
-PAIRS = (
-    1.15  # what a pair of CTAs must promise by the model, which was fitted to tiles of one CTA; none is measured yet
-)
 
 
 def fitting(block: int, widest: int) -> int:
@@ -48,31 +44,26 @@ class Sampled(ProductFamily):
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """Products of all boxes of a tile, or loads: those of B for each box, of A for each group of boxes.
 
-        A group is what a cluster computes. Of a block row's groups one is half full, on average, unless all rows are
-        known to have equally many blocks. Tiles are handed out whole, which leaves some workers idle at the end: a
-        quarter of a tile, as fitted to what was measured.
+        Of a block row's groups one is half full, on average. Tiles are handed out whole, which leaves some workers idle
+        at the end: a quarter of a tile, as fitted to what was measured.
         """
         extents, block = problem.extents, problem.block
         rows, tiles_m = max(1, extents.M // block.bm), parts_of(block.bm, config.tile_m)
         boxes = problem.density * rows * (extents.N // block.bk) * parts_of(block.bk, config.box_n)
-        each = config.group_boxes
-        groups = boxes / each + (rows * (0.5 - 0.5 / each) if each > 1 else 0)
-        if problem.stats.longest == problem.density:
-            groups = rows * math.ceil(round(boxes / rows / each, 6))
+        groups = boxes / config.boxes + (rows * (0.5 - 0.5 / config.boxes) if config.boxes > 1 else 0)
         depth = -(-extents.K // config.tile_k) * config.tile_k * tiles_m
-        macs = groups * each * config.box_n * max(64, config.tile_m) * depth
+        macs = groups * config.tile_n * max(64, config.tile_m) * depth
         products = macs * problem.width / cost.MAC_BYTES_PER_CLOCK
         row_bytes = config.box_n * problem.width if problem.majors[1] == "n" else 128
         feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA of short rows
         loads = (groups * config.tile_m + boxes * config.box_n) * depth * problem.width / feed
-        tiles = groups * tiles_m * config.cluster_n
+        tiles = groups * tiles_m
         accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
         work = max(products, loads) + tiles * accumulators * cost.store_clocks(problem)
-        clocks = work / sms * (1 + 0.25 * sms / max(tiles, sms)) * max(1.0, sms / tiles) + cost.PIPELINE_FILL
-        return clocks * PAIRS if config.cluster_n > 1 else clocks
+        return work / sms * (1 + 0.25 * sms / max(tiles, sms)) * max(1.0, sms / tiles) + cost.PIPELINE_FILL
 
     def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
-        return 1, sms // config.cluster * config.cluster
+        return 1, sms
 
     def unsupported(self, facts: GemmFacts) -> str:
         cfg = facts.config
@@ -145,14 +136,13 @@ def _sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledCo
     found = []
     if block.bm > 64 and fitting(block.bm, 128) == 128:
         shapes = [(128, 256, k, 2, 1), (128, 128, k, 2, 1)]
-        shapes += [(*shape, 1, 2) for shape in shapes]
     else:
         shapes = [(64, 512, half, 1, 2), (64, 384, k, 1, 2), (64, 256, k, 1, 2), (64, 128, k, 1, 2)]
-    for tile_m, tile_n, *more in shapes:
+    for tile_m, tile_n, tile_k, warps_m, warps_n in shapes:
         boxes, rest = divmod(tile_n, side)
-        if not rest and boxes % more[2] == 0:
+        if not rest and boxes % warps_n == 0:
             of = {"store_row": min(128, 4 * side), "spec": spec, "element": element}
-            found.append(_sampled(sm90(tile_m, tile_n, *more, **of), boxes))
+            found.append(_sampled(sm90(tile_m, tile_n, tile_k, warps_m, warps_n, **of), boxes))
     return found
 
 
@@ -169,12 +159,8 @@ def _sm90_tile(facts: GemmFacts) -> str:
     """What WGMMA, TMA and the store ask of a tile of boxes."""
     cfg = facts.config
     group_n = cfg.tile_n // cfg.warps_n
-    if (cfg.warps_m * cfg.warps_n, cfg.consumer_groups, cfg.cluster_m, cfg.split) != (2, 1, 1, 1):
-        return f"{cfg}: sampled products have two consumer warpgroups, no ping-pong, and clusters of one row of tiles"
-    if cfg.cluster_n > 2 or cfg.cluster_n > 1 and (cfg.tile_m < 128 or not facts.tma_store):
-        return f"{cfg}: the clusters are of two CTAs, with tiles of 128 rows that TMA stores"
-    if cfg.cluster_n > 1 and facts.epilogue.residual and cfg.boxes == 1:
-        return f"{cfg}: of a block that is not there the kernel would read what it adds to"
+    if (cfg.warps_m * cfg.warps_n, cfg.consumer_groups, cfg.cluster, cfg.split) != (2, 1, 1, 1):
+        return f"{cfg}: sampled products have two consumer warpgroups, no ping-pong, clusters or split"
     if cfg.tile_m % (64 * cfg.warps_m) or group_n > 256 or cfg.tile_m * cfg.tile_n > 128 * 256:
         return f"tile {cfg}: 64 rows, and at most 256 columns and 128 accumulators a thread, for each warpgroup"
     if cfg.tile_m >= facts.block.bm + 64:

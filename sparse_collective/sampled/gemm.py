@@ -7,8 +7,7 @@ Of a batch of patterns, each item sums over the runs of K that belong to it (`ru
 A stored block is an output tile, and K-tiles are those of the dense operands: the pattern says where a tile's rows and
 columns lie, and where its sums go. On sm_90 a tile is several stored blocks of one block row, side by side: they share
 A's rows, and each brings a *box* of B's columns. A box that a row has not got lies past the last block column of B
-and past the last block of D, where TMA reads zeros and writes nothing. The CTAs of a cluster have neighbouring boxes,
-and each loads a part of A's rows for all of them.
+and past the last block of D, where TMA reads zeros and writes nothing.
 """
 
 from dataclasses import dataclass
@@ -32,13 +31,13 @@ from .config import parts_of
 
 @dataclass(frozen=True)
 class SampledKTiles:
-    """All K-tiles of the dense operands, for the boxes of one group, or for this CTA's part of them."""
+    """All K-tiles of the dense operands, for the boxes of one group."""
 
     count: Int32  # 0 of a group without boxes
     row: Int32  # block row
     rest_m: Int32  # row tile inside the block
     first: Int32  # number of the first box
-    present: Int32  # boxes that there are; none where not above 0
+    present: Int32  # boxes that there are
     columns: tuple  # of each box, the block column; of an absent one, past the last
     blocks: Int32  # nnz
     parts: cutlass.Constexpr[int]  # boxes of a block
@@ -49,7 +48,7 @@ class SampledKTiles:
     tiles_run: cutlass.Constexpr[int] = 1  # K-tiles in a run
 
     def out(self, n) -> tuple:
-        """Of the n-th box; of an absent one, past the last block. With one box a tile n is the CTA's column tile."""
+        """Of the n-th box; of an absent one, past the last block."""
         number = self.first + n
         absent = Int32(n >= self.present)
         return self.rest_m, number % self.parts, number // self.parts * (1 - absent) + self.blocks * absent
@@ -74,7 +73,6 @@ class SampledSource:
     tiles_m: cutlass.Constexpr[int]  # row tiles a block
     parts: cutlass.Constexpr[int]  # boxes a block
     boxes: cutlass.Constexpr[int]  # of a tile
-    ctas: cutlass.Constexpr[int]  # of a cluster, which have neighbouring tiles of a group
     block_columns: Int32
     runs: cute.Tensor | None = None  # (runs of K,) int32, in the order of their items
     starts: cute.Tensor | None = None  # (items + 1,) int32: where each item's begin
@@ -90,8 +88,7 @@ class SampledSource:
 
     @property
     def shared_columns(self) -> int:
-        """The tiles of a group have its rows."""
-        return self.ctas
+        return 1
 
     def bounds(self, m, n, l) -> tuple:
         """(block row, first box, boxes) of the group; of an item, where its runs begin and end as well."""
@@ -106,16 +103,14 @@ class SampledSource:
 
     def for_tile(self, m, l, bounds) -> SampledKTiles:
         row, first, present, *runs = bounds
-        last, alone = cutlass.max(present - 1, 0), self.boxes * self.ctas == 1
-        mine = 0 if self.ctas == 1 else cute.arch.block_idx_in_cluster() * self.boxes  # this CTA's first
+        last = cutlass.max(present - 1, 0)
         columns = []
         for box in range(self.boxes):
-            column = Int32(self.col_indices[(first + cutlass.min(Int32(mine + box), last)) // self.parts])
-            columns.append(column if alone else cutlass.max(column, Int32(mine + box >= present) * self.block_columns))
-        # All CTAs of a cluster sum over equally many K-tiles, also one that has no box: they share the loads of A.
+            column = Int32(self.col_indices[(first + cutlass.min(Int32(box), last)) // self.parts])
+            columns.append(
+                column if self.boxes == 1 else cutlass.max(column, Int32(box >= present) * self.block_columns)
+            )
         there, blocks = cutlass.min(present, 1), self.col_indices.shape[0]
-        if self.ctas > 1 and self.boxes > 1:  # with one box a tile, the kernel asks for that of its column tile
-            first, present = first + mine, present - mine
         place = row, m % self.tiles_m, first, present, tuple(columns), blocks, self.parts, l
         if self.runs is None:
             return SampledKTiles(self.count * there, *place)
@@ -188,7 +183,7 @@ class SampledGemm:
         parts = parts_of(bk, cfg.box_n)
         rows = M // bm if const_expr(block.batch == "patterns") else None
         source = SampledSource(
-            groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, cfg.cluster_n, N // bk,
+            groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, N // bk,
             runs, starts, block.run // cfg.tile_k, rows,
         )  # fmt: skip
         args = EpilogueArgs(bias, residual, None, alpha, beta)
