@@ -120,7 +120,7 @@ def _register_backward(name: str, run, terms: str) -> None:
     schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     op.register_fake(_fake_backward)
-    schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor[])"
+    schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
     op = torch.library.custom_op(name + SCORED, run_with_score, mutates_args=(), schema=schema)
     op.register_fake(_fake_backward_with_score)
 
@@ -195,17 +195,19 @@ def _block_sparse_gradients(ctx, dout, dlse):
 
 
 def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple, sinks: Tensor | None) -> tuple:
-    """What the op of that name computes, for each input, of which the sinks are the last: a list for each list of
-    tensors."""
+    """What the op of that name computes, for each input: a list for each list of tensors. Sinks, if there are any, are
+    the last; inputs that are their defaults may be left out."""
     needed = ctx.needs_input_grad
     nothing = [[None] * len(n) if isinstance(n, list) else None for n in needed]
     wanted = (needed[ctx.scored_at],) if score else ()
-    sinks = sinks if needed[-1] else None
+    sinks = sinks if sinks is not None and needed[-1] else None
     dq, dk, dv, of_sinks, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms, sinks)
     if score:
         captured = iter(of_captured[0])
         nothing[ctx.scored_at] = [next(captured) if w else None for w in wanted[0]]
-    return dq, dk, dv, *nothing[3:-1], None if sinks is None else of_sinks
+    if sinks is not None:
+        nothing[-1] = of_sinks
+    return dq, dk, dv, *nothing[3:]
 
 
 def _op(name: str, score: tuple):

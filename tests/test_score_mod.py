@@ -60,13 +60,15 @@ MODS = {
 }
 
 
-def plainly(q, k, v, mod, seen):
+def plainly(q, k, v, mod, seen, sinks=None):
     """(out, lse) by torch, in the dtype of q."""
     (B, H, S, D), T = q.shape, k.shape[2]
     k, v = (t.repeat_interleave(H // k.shape[1], 1) for t in (k, v))
     b, h, i, j = torch.meshgrid(*(torch.arange(n, device=q.device) for n in (B, H, S, T)), indexing="ij")
     s = mod(q @ k.mT * D**-0.5, b, h, i, j).masked_fill(~seen, -torch.inf)
     lse = s.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.view(-1, 1))
     return (s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp() @ v, lse
 
 
@@ -287,6 +289,62 @@ def test_cached(name, machine):
         out64, lse64 = plainly(*(t.double() for t in parts), make(b), seen.to(device))
         assert error(out[place], out64) < 1e-3 and torch.equal(lse[place].isneginf(), lse64.isneginf())
         assert error(lse[place].nan_to_num(neginf=0.0), lse64.nan_to_num(neginf=0.0)) < 1e-5
+
+
+SINKS_EMULATED = {"sm_80": ("packed", "cache"), "sm_90": ("dense", "cache")}
+
+
+@pytest.mark.parametrize("form", ["dense", "blocks", "packed", "cache"])
+def test_beside_sinks(form, machine):
+    """With the gradients of both, and compiled. Of caches from each item's first row on, which is not column 0."""
+    device, context, path = machine
+    if path and device == "cpu" and form not in SINKS_EMULATED[path]:
+        pytest.skip("each costs some seconds of compiling")
+    seed(form)
+    dtype, H, cached = FP16 if path else torch.float32, 4, form == "cache"
+    if form == "packed":
+        call = packed([70, 0, 33], [90, 5, 40], H, device=device)
+    elif cached:
+        call = cache([90, 130, 192], 192, 2, H, before=20, dtype=dtype, device=device)
+    else:
+        call = dict(zip("qkv", operands(2, H, 2, 70, 130, 64, dtype, device), strict=True))
+    if form == "blocks":
+        call["block_mask"] = BlockMask.from_blocks(torch.tensor([[True, False]], device=device), lengths=(70, 130))
+    given = [call.pop(n).detach().to(dtype) for n in "qkv"]
+    given += [normal(H, dtype=torch.float32, device=device) / 50, normal(H, dtype=torch.float32, device=device)]
+    given = [t.requires_grad_(not cached) for t in given]
+
+    def run(q, k, v, slopes, sinks):
+        op = block_sparse_attention if form == "blocks" else attention
+        more = {"score_mod": of_slopes(slopes), "sinks": sinks, "return_lse": True}
+        return op(q, k, v, causal=True, **call, **more)
+
+    def with_gradients(run):
+        out, lse = run(*given)
+        return out, lse, *(() if cached else torch.autograd.grad((out, lse), given, douts))
+
+    shape = given[0].shape
+    of_lse = (H, shape[0]) if form == "packed" else shape[:3]
+    douts = [normal(*s, dtype=t, device=device) for s, t in ((shape, dtype), (of_lse, torch.float32))]
+    with context(), decode.splits(2) if path and cached else contextlib.nullcontext():
+        out, lse, *found = with_gradients(run)
+    if path is None:
+        torch._dynamo.reset()
+        compiled = with_gradients(torch.compile(run, fullgraph=True, backend="aot_eager"))
+        torch.testing.assert_close(compiled, (out, lse, *found))
+    *wide, slopes, sinks = exact = [t.detach().double().requires_grad_() for t in given]
+    loss = 0.0
+    for b, (place, *parts, seen) in enumerate(pieces(*wide, causal=True, **call)):
+        first = 20 * b if cached else 0
+        mod = lambda s, b, h, q, kv, first=first: of_slopes(slopes)(s, b, h, q, kv + first)  # noqa: E731
+        out64, lse64 = plainly(*parts, mod, seen.to(device), sinks)
+        if form == "packed":
+            out64, lse64, place = out64[0].transpose(0, 1), lse64[0], place[2]
+        of_lse = (slice(None), place) if form == "packed" else place
+        assert error(out[place], out64) < 1e-3 and error(lse[of_lse], lse64) < 1e-5
+        loss = loss + (out64 * douts[0][place]).sum() + (lse64 * douts[1][of_lse]).sum()
+    errors = [] if cached else [error(*pair) for pair in zip(found, torch.autograd.grad(loss, exact), strict=True)]
+    assert max(errors[:3], default=0.0) < 1e-3 and max(errors, default=0.0) < 5e-3, errors
 
 
 def test_decoding_without_lengths(machine):
