@@ -177,7 +177,7 @@ def plan_block_sparse(
     window_bounds(None, causal)  # checks causal
     score = bound(score_mod, q.device)
     if score is not None:
-        checks.check_score(OP, score, q, k, softcap)
+        checks.check_score(OP, score, q.shape[:2], mask.lengths, softcap)
     if not plan.empty and planning.has_kernel(q):
         _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score)
     return plan

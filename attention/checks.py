@@ -53,13 +53,13 @@ def check_scale(op: str, scale, softcap) -> None:
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
 
 
-def check_score(op: str, score, q, k, softcap) -> None:
-    """A score_mod.BoundScore that fits q (B, H, Sq, D) and k (B, Hkv, Sk, D)."""
+def check_score(op: str, score, items: tuple[int, int], lengths: tuple[int, int], softcap) -> None:
+    """A score_mod.BoundScore that fits so many items and heads, and scores of such lengths."""
     if softcap is not None:
         raise ValueError(
             f"{op}: softcap and score_mod are not both possible; write c * torch.tanh(score / c) in the score_mod"
         )
-    score.check(*q.shape[:2], (q.shape[2], k.shape[2]))
+    score.check(*items, lengths)
 
 
 def check_deterministic(op: str, deterministic) -> None:

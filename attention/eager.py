@@ -31,13 +31,10 @@ def attention(
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
         window = tuple(window)
-    score = None
-    if score_mod is not None:
-        _check_score_form(cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
-        score = bound_to(score_mod, q)
+    score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
@@ -64,8 +61,9 @@ def attention(
         if score is not None:
             terms["score_mod"] = score
         out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out, sinks)
-    elif seqlens_k is not None:
-        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table), sinks)
+    elif plan.facts.family == decode.FAMILY:
+        reads = None if score is None else score.reads
+        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table, reads), sinks)
     else:
         out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads), sinks)
     return (out, lse) if return_lse else out
@@ -95,11 +93,10 @@ def plan_attention(
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if score_mod is not None:
-        _check_score_form(cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
     cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
     check_sinks("attention", sinks, q)
@@ -108,11 +105,11 @@ def plan_attention(
     plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out)
     bounds = window_bounds(window, causal)
     if score_mod is not None:
-        checks.check_score("attention", score_mod, q, k, softcap)
+        checks.check_score("attention", score_mod, q.shape[:2], (q.shape[2], columns), softcap)
     if not plan.empty and planning.has_kernel(q):
 
         def choose(plan, facts, sms) -> bool:
-            if score_mod is not None or seqlens_k is None and not decode.serves(q, k, sms):
+            if seqlens_k is None and not decode.serves(q, k, sms):
                 return False
             decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms)
             return True
@@ -127,19 +124,6 @@ def bound_to(score_mod, q):
     """A score_mod as kernels take it, with the tensors that it captures."""
     common.check_tensor("attention: q", q)
     return bound(score_mod, q.device)
-
-
-def _check_score_form(cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table) -> None:
-    """What kernels with a score_mod do not have yet."""
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        raise ValueError(
-            "attention: packed sequences have no score_mod; use block_sparse_attention with a mask of the sequences"
-        )
-    if seqlens_k is not None or block_table is not None:
-        raise ValueError(
-            "attention: a cache with seqlens_k or block_table has no score_mod; cut k and v to one length, or return "
-            "-inf from the score_mod where kv >= seqlens_k[b]"
-        )
 
 
 def _check_one_form(seqlens_k, block_table) -> None:

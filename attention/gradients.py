@@ -42,7 +42,7 @@ class Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:6]
         sinks = sinks if ctx.needs_input_grad[8] else None
         wanted = [slot for slot, n in enumerate(ctx.needs_input_grad[9:]) if n]
-        sums = {slot: torch.zeros(captured[slot].shape, dtype=_wide(q), device=q.device) for slot in wanted}
+        sums = sums_of(q, captured, wanted)
         if captured:
             options = options | {"score_mod": options["score_mod"].with_tensors(captured)}
         call = q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask
@@ -57,14 +57,24 @@ def differentiable(run, q, k, v, mask, options: dict, sinks=None, cu_q=None, cu_
     score = options.get("score_mod")
     if score is None:
         return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks)
-    if score.wants_gradients and has_kernel(q) and in_one_order(options["deterministic"]):
+    check_score(score, score.wants_gradients, q, options["deterministic"])
+    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks, *score.tensors)
+
+
+def check_score(score, wanted: bool, q, deterministic: bool | None) -> None:
+    """A score_mod has derivatives; `wanted`: also gradients of what it captures."""
+    if wanted and has_kernel(q) and in_one_order(deterministic):
         raise RuntimeError(
             "attention: the gradients of tensors that a score_mod captures are added up in any order on a GPU, by "
             "atomic operations, and deterministic gradients are asked for; detach() the tensors, or let go of "
             "deterministic=True and torch.use_deterministic_algorithms"
         )
     score.mod.check_derivatives()
-    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks, *score.tensors)
+
+
+def sums_of(q, tensors, slots) -> dict[int, Tensor]:
+    """Zeros to which the gradients of these captured tensors are added."""
+    return {slot: torch.zeros(tensors[slot].shape, dtype=_wide(q), device=q.device) for slot in slots}
 
 
 def _wide(q) -> torch.dtype:

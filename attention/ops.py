@@ -78,9 +78,11 @@ def attention(
         score_mod: (score, b, h, q, kv) -> score, FlexAttention's: what becomes of each score, scaled, in float32,
             before masks. Positions are int32, and count from 0 in q and in k. Torch traces the function, see score_mod.
             Captured tensors are read by the kernels and, where they require a gradient, get one, added up in
-            float32, on a GPU in any order. Not with softcap, which it can write as c * torch.tanh(score / c), packed
-            sequences and a cache. Few queries do not take the decoding kernel with it. torch.compile breaks its graph
-            at the call.
+            float32, on a GPU in any order. Not with softcap, which it can write as c * torch.tanh(score / c). In packed
+            sequences positions count from 0 in each, and b is its number. There a GPU does not check that tensors
+            indexed by q or kv are long enough: past their end they are read at their last element. Under torch.compile
+            it is a function, a method of a module, a functools.partial or a dataclass; see score_text for what it may
+            capture.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.
@@ -106,15 +108,8 @@ def attention(
         RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, or on a GPU the
             head dimension is 512; or the GPU is older than sm_80.
     """
-    if score_mod is not None and is_compiling():
-        from .torch_op import uncompiled
-
-        return uncompiled(
-            attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
-            block_table=block_table, sinks=sinks, deterministic=deterministic, score_mod=score_mod,
-        )  # fmt: skip
-    score = None if score_mod is None else _bound("attention", score_mod, q)
+    # What the op of a trace looks for is the function itself. Asked here: a frame of its own may be compiled by itself.
+    score = score_mod if score_mod is None or is_compiling() else _bound("attention", score_mod, q)
     run = eager.attention
     checks.check_deterministic("attention", deterministic)
     if is_compiling():
@@ -181,14 +176,7 @@ def block_sparse_attention(
     are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
     replays must see what was written between them: pass one of these two if the mask does not change.
     """
-    if score_mod is not None and is_compiling():
-        from .torch_op import uncompiled
-
-        return uncompiled(
-            block_sparse_attention, q, k, v, block_mask, causal=causal, softcap=softcap, scale=scale,
-            return_lse=return_lse, out=out, sinks=sinks, deterministic=deterministic, score_mod=score_mod,
-        )  # fmt: skip
-    score = None if score_mod is None else _bound("block_sparse_attention", score_mod, q)
+    score = score_mod if score_mod is None or is_compiling() else _bound("block_sparse_attention", score_mod, q)
     run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
     if is_compiling():

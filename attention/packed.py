@@ -21,28 +21,33 @@ LEAST_TILE = 64  # rows of the smallest query tile
 _PLANS = PlanCache(operands=3)
 
 
-def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, **terms):
-    """See ops.attention; terms are causal, window, softcap and scale."""
+def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, **terms):
+    """See ops.attention; terms are causal, window, softcap and scale, `score` a score_mod.BoundScore."""
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
     once = cu_seqlens_q is cu_seqlens_k
-    key = *terms.values(), return_lse, forced_path(), out is None, once, sinks is None
+    mod = None if score is None else score.mod
+    key = *terms.values(), return_lse, forced_path(), out is None, once, mod, sinks is None
     given = (q, k, v) if out is None else (q, k, v, out)
     given += (cu_seqlens_q,) if once else (cu_seqlens_q, cu_seqlens_k)
+    if score is not None:
+        given += score.tensors
     given += () if sinks is None else (sinks,)
     plan = _PLANS.known(key, given, out)
     if plan is None:
-        make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out)
+        make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out, score=score)
         plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
-        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None, None), sinks)
+        reads = None if score is None else score.reads
+        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None, reads), sinks)
     else:
-        out, lse = without_kernel(plan, partial(_reference, plan, *tensors, terms), out, sinks)
+        compute = partial(_reference, plan, *tensors, terms | {"score_mod": score})
+        out, lse = without_kernel(plan, compute, out, sinks)
     return (out, lse) if return_lse else out
 
 
 def plan_packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks=None, *, causal=False, window=None, softcap=None, scale=None,
-    return_lse=False, out=None,
+    return_lse=False, out=None, score=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -51,6 +56,9 @@ def plan_packed(
     shapes = (rows, heads, v.shape[-1]), (heads, rows)
     plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out)
     bounds = window_bounds(window, causal)
+    if score is not None:
+        checks.check_score(OP, score, (sequences, heads), (1, 1), softcap)
+        score = score.kept_inside
     if plan.empty or not planning.has_kernel(q):
         return plan
     if (rows // LEAST_TILE + sequences + 1) * heads > MOST or rows + cols > MOST:
@@ -60,7 +68,8 @@ def plan_packed(
         )
     terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "longest": (rows, cols)}
     extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
-    planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, packed=True, sinks=sinks)
+    terms |= {"packed": True, "score": score, "sinks": sinks}
+    planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     plan.notes.append(
         f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
         f"{rows // plan.facts.config.tile_m + sequences + 1} query tiles a head"

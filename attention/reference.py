@@ -163,8 +163,9 @@ def gradients_packed(
     found = tuple(torch.zeros_like(t) for t in (q, k, v))
     wide = None if sinks is None else sinks.to(lse.dtype)
     dsinks = None if sinks is None else torch.zeros_like(wide)
-    starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for (i, j), (m, n) in zip(*map(_ranges, starts), strict=True):
+    starts, score = (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()), options.pop("score", None)
+    for b, ((i, j), (m, n)) in enumerate(zip(*map(_ranges, starts), strict=True)):
+        options["score"] = None if score is None else score.of_item(b)
         rows, cols = slice(i, j), slice(m, n)
         heads = (t.transpose(0, 1)[None] for t in (q[rows], k[cols], v[cols], out[rows]))
         of_lse = None if dlse is None else dlse[None, :, rows]
@@ -190,6 +191,7 @@ def attention_cached(
     scale: float | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to each item's own number of rows of K and V, which may lie in pages.
 
@@ -210,10 +212,11 @@ def attention_cached(
     """
     options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
     options["return_lse"] = True
-    parts = []
+    parts, score = [], bound(score_mod, q.device)
     for b, (first, length) in enumerate(spans_of(seqlens_k)):
         rows = [t[b : b + 1] if block_table is None else _pages(t, block_table[b].long()) for t in (k, v)]
-        parts.append(attention(q[b : b + 1], *(t[:, :, first:length] for t in rows), **options))
+        of_item = None if score is None else score.of_item(b, first)
+        parts.append(attention(q[b : b + 1], *(t[:, :, first:length] for t in rows), **options, score_mod=of_item))
     if not parts:
         parts = [attention(q, *(t[:0] for t in (k, v)), **options)]
     out, lse = (torch.cat(t) for t in zip(*parts, strict=True))
@@ -246,6 +249,7 @@ def attention_packed(
     scale: float | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences, one after another; causal and window are aligned in each.
 
@@ -270,10 +274,11 @@ def attention_packed(
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {got}")
     options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
     options["return_lse"] = True
-    parts = [  # of no sequence, which is valid, the one part that gives the results their shapes
-        attention(*(t[i:j].transpose(0, 1)[None] for t, (i, j) in ((q, rows), (k, cols), (v, cols))), **options)
-        for rows, cols in zip(_ranges(starts_q), _ranges(starts_k), strict=True)
-    ]
+    parts, score = [], bound(score_mod, q.device)
+    # Of no sequence, which is valid, the one part that gives the results their shapes
+    for b, (rows, cols) in enumerate(zip(_ranges(starts_q), _ranges(starts_k), strict=True)):
+        operands = (t[i:j].transpose(0, 1)[None] for t, (i, j) in ((q, rows), (k, cols), (v, cols)))
+        parts.append(attention(*operands, **options, score_mod=None if score is None else score.of_item(b)))
     out = torch.cat([o[0].transpose(0, 1) for o, _ in parts])
     return (out, torch.cat([lse[0] for _, lse in parts], dim=1)) if return_lse else out
 

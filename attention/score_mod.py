@@ -22,7 +22,6 @@ from cute_kernels.traced.derivative import derivative
 from cute_kernels.traced.evaluate import evaluate
 from cute_kernels.traced.memo import MOST, traced
 from cute_kernels.traced.program import HALF, Load, Node, Program
-from cute_kernels.traced.record import Traced
 
 from .masks.element_mask import ElementMask, check_extents, views_of
 
@@ -82,6 +81,17 @@ class ScoreMod(ElementMask):
         """Whether it depends on the row or the column."""
         return not inputs_of(self.program, self.program.output).isdisjoint((Q_INPUT, KV_INPUT))
 
+    @cached_property
+    def kept_inside(self) -> ScoreMod:
+        """The same where the host does not know how far rows and columns go: an index past a tensor's end becomes the
+        last one. Those of b and h are known."""
+        first, nodes = len(self.program.inputs), list(self.program.nodes)
+        for number, load in self.program.loads:
+            direct = tuple(d and i not in (Q_INPUT, KV_INPUT) for i, d in zip(load.indices, load.direct, strict=True))
+            nodes[number - first] = nodes[number - first]._replace(args=tuple(load._replace(direct=direct)))
+        program = Program.of(self.program.inputs, self.program.tensors, nodes, self.program.output)
+        return self if program == self.program else replace(self, program=program)
+
     def indexes(self, value: int) -> bool:
         """Whether an input is an index by itself, and so must not go past a tensor's end."""
         return any(index == value for _, _, index in self.program.direct)
@@ -111,6 +121,8 @@ class BoundScore:
 
     mod: ScoreMod
     tensors: tuple[Tensor, ...]
+    first_item: int = 0  # b of the first of the items that it is applied to
+    first_column: int = 0  # kv of the first column
 
     @property
     def wants_gradients(self) -> bool:
@@ -123,6 +135,14 @@ class BoundScore:
 
     def check(self, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         check_extents(self.mod, self.tensors, batch, heads, lengths, WHAT)
+
+    @property
+    def kept_inside(self) -> BoundScore:
+        return replace(self, mod=self.mod.kept_inside)
+
+    def of_item(self, b: int, first_column: int = 0) -> BoundScore:
+        """For scores (1, H, rows, columns) of item b, whose columns are those from `first_column` on."""
+        return replace(self, first_item=b, first_column=first_column)
 
     def apply(self, scores: Tensor, first_row: int = 0) -> Tensor:
         """Of scores (B, H, rows, Sk), whose rows are those from `first_row` on."""
@@ -150,8 +170,8 @@ class BoundScore:
 
     def _inputs(self, scores: Tensor, first_row: int) -> tuple[Tensor, ...]:
         batch, heads, rows, cols = scores.shape
-        extents = (0, batch), (0, heads), (first_row, first_row + rows), (0, cols)
-        each = (torch.arange(*extent, dtype=torch.int32, device=scores.device) for extent in extents)
+        extents = (self.first_item, batch), (0, heads), (first_row, rows), (self.first_column, cols)
+        each = (torch.arange(a, a + n, dtype=torch.int32, device=scores.device) for a, n in extents)
         return scores, *(t.view(-1, *(1,) * (3 - i)) for i, t in enumerate(each))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> BoundScore:
@@ -168,10 +188,7 @@ def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> Boun
     """
     if score_mod is None or isinstance(score_mod, BoundScore):
         return score_mod
-    if not callable(score_mod):
-        raise TypeError(
-            f"score_mod must be a function of (score, b, h, q, kv), as FlexAttention's, got {type(score_mod).__name__}"
-        )
+    check_callable(score_mod)
     found = traced(score_mod, WHAT, INPUTS, (), device)
     if torch.is_grad_enabled() and any(t.requires_grad for t in found.read):
         raise RuntimeError(
@@ -179,17 +196,24 @@ def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> Boun
             "requires a gradient, which would be lost; compute it outside of the function, and index the result by b, "
             "h, q and kv inside"
         )
-    return BoundScore(_mod(found), found.tensors)
+    return BoundScore(mod_of(found.program, found.tensors), found.tensors)
 
 
-def _mod(found: Traced) -> ScoreMod:
-    program = found.program
+def check_callable(score_mod) -> None:
+    if not callable(score_mod):
+        raise TypeError(
+            f"score_mod must be a function of (score, b, h, q, kv), as FlexAttention's, got {type(score_mod).__name__}"
+        )
+
+
+def mod_of(program: Program, tensors: Sequence[Tensor]) -> ScoreMod:
+    """Of a traced function and what it reads."""
     if program.dtype in ("bool", "int32", "int64"):
         raise TypeError(f"score_mod must return a floating-point score, got a tensor of torch.{program.dtype}")
     if program.dtype in HALF:
         nodes = *program.nodes, Node("cast", "float32", (program.output,))
         program = Program.of(program.inputs, program.tensors, nodes, len(program.inputs) + len(program.nodes))
-    return _known(program, tuple(t.stride(-1) == 1 for t in views_of(found.tensors)))
+    return _known(program, tuple(t.stride(-1) == 1 for t in views_of(tensors)))
 
 
 @lru_cache(maxsize=MOST)

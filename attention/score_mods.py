@@ -4,7 +4,8 @@ A score_mod is called with (score, b, h, q, kv): a scaled score in float32, and 
 traces it, see score_mod.py. These are frozen dataclasses, as the masks of mask_mods.py are. Their tensors get gradients
 where they require one.
 
-Where lengths differ, rows are aligned to the end if `offset` is Sk - Sq: row q is then at position q + offset.
+Where lengths differ, rows are aligned to the end if `offset` is Sk - Sq: row q is then at position q + offset. Where
+each item or sequence has its own, it is an int32 tensor (B,): of a cache seqlens_k - Sq.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class Alibi:
     """score - slopes[h] * distance (Press et al. 2022), as FlashAttention's alibi_slopes: slopes (H,)."""
 
     slopes: Tensor
-    offset: int = 0
+    offset: int | Tensor = 0
 
     def __call__(self, score, b, h, q, kv):
-        return score - self.slopes[h] * (q + self.offset - kv).abs()
+        return score - self.slopes[h] * (q + _of_item(self.offset, b) - kv).abs()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +38,11 @@ class RelativeBias:
     """
 
     table: Tensor
-    offset: int = 0
+    offset: int | Tensor = 0
 
     def __call__(self, score, b, h, q, kv):
         reach = self.table.shape[1] // 2
-        return score + self.table[h, (kv - q - self.offset).clamp(-reach, reach) + reach]
+        return score + self.table[h, (kv - q - _of_item(self.offset, b)).clamp(-reach, reach) + reach]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,10 @@ class Bias:
     def __call__(self, score, b, h, q, kv):
         batch, heads = self.bias.shape[:2]
         return score + self.bias[b if batch > 1 else 0, h if heads > 1 else 0, q, kv]
+
+
+def _of_item(offset: int | Tensor, b):
+    return offset[b] if isinstance(offset, Tensor) else offset
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -68,7 +73,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     return torch.tensor(found, device=device)
 
 
-def t5_bias(table: Tensor, *, bidirectional: bool, max_distance: int = 128, offset: int = 0) -> RelativeBias:
+def t5_bias(table: Tensor, *, bidirectional: bool, max_distance: int = 128, offset: int | Tensor = 0) -> RelativeBias:
     """T5's relative position bias, of its table (heads, buckets), which gets the gradient.
 
     Half of the buckets, of either direction where it is bidirectional, are of one distance each, and the others are

@@ -2,19 +2,21 @@
 
 Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
 enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
-as `crossing` describes, and are converted once, inside of the op (kept.py).
+as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the ops have other names,
+and take it as a text, numbers and tensors (score_text.py), which get gradients.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
-from cute_kernels.checks import watched
+from cute_kernels.checks import check_no_grad, watched
+from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager, gradients
+from . import eager, gradients, score_text
 from .checks import NO_CACHE, check_gradient_dims
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
@@ -28,25 +30,36 @@ ATTENTION = (
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
 )
+MASK_PARTS = 6
+SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
+SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
     "bool? deterministic=None, Tensor? sinks=None"
 )
 
 
-def _run_attention(q, k, v, *, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
+def _run_attention(q, k, v, *score, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
+    terms |= _score_of(q, score)
     result = eager.attention(q, k, v, window=_window(left, right), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
-def _fake_attention(q, k, v, *, return_lse, cu_seqlens_q, cu_seqlens_k, **terms) -> tuple[Tensor, Tensor]:
+def _fake_attention(q, k, v, *score, return_lse, cu_seqlens_q, cu_seqlens_k, **terms) -> tuple[Tensor, Tensor]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     return _fake("attention", q, k, v, return_lse, packed)
 
 
-def _run_block_sparse(q, k, v, *mask, form, return_lse, **terms) -> tuple[Tensor, Tensor]:
+def _run_block_sparse(q, k, v, *mask_and_score, form, return_lse, **terms) -> tuple[Tensor, Tensor]:
+    mask, score = mask_and_score[:MASK_PARTS], mask_and_score[MASK_PARTS:]
+    terms |= _score_of(q, score)
     result = eager.block_sparse_attention(q, k, v, _block_mask(*mask, form), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
+
+
+def _score_of(q, score: tuple) -> dict:
+    """A score_mod as an op takes it, as eager calls do; of an op without one, nothing."""
+    return {"score_mod": score_text.read_score(*score, q.device)[0]} if score else {}
 
 
 def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Tensor]:
@@ -59,18 +72,18 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 
 
 def _run_attention_backward(
-    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, sinks
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, sinks, **score
 ):
     options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
     options |= {"deterministic": deterministic, "sinks": sinks}
-    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options))
+    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score))
 
 
-def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms):
+def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms, **score):
     *mask, causal, softcap, scale, form, deterministic, sinks = mask_and_terms
     options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic, "sinks": sinks}
     mask = _block_mask(*mask, form)
-    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options))
+    return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options, **score))
 
 
 def _fake_backward(dout, dlse, q, k, v, *others):
@@ -82,10 +95,34 @@ def _four(q, found: tuple) -> tuple[Tensor, ...]:
     return *found[:3], q.new_empty(0) if found[3] is None else found[3]
 
 
+def _fake_backward_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *others):
+    return *_fake_backward(dout, dlse, q, k, v, *others), [t.new_empty(t.shape) for t, w in zip(tensors, wanted) if w]
+
+
 def _register_backward(name: str, run, terms: str) -> None:
-    schema = f"({BACKWARD}, {terms}, Tensor? sinks) -> (Tensor, Tensor, Tensor, Tensor)"
+    """The op that computes gradients, and the one of a score_mod, which also has those of its wanted tensors."""
+
+    def run_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *terms):
+        score, places = score_text.read_score(text, numbers, tensors, q.device)
+        *_, deterministic, _ = terms
+        gradients.check_score(score, any(wanted), q, deterministic)
+        slots = {place: slot for slot, place in enumerate(places)}
+        sums = gradients.sums_of(q, score.tensors, [slots[i] for i, w in enumerate(wanted) if w and i in slots])
+        found = run(dout, dlse, q, k, v, out, lse, *terms, score_mod=score, sums=sums)
+        of_tensors = [
+            sums[slots[i]].to(t.dtype) if i in slots else t.new_zeros(t.shape)
+            for i, (t, w) in enumerate(zip(tensors, wanted, strict=True))
+            if w
+        ]
+        return *found, of_tensors
+
+    terms += ", Tensor? sinks"
+    schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     op.register_fake(_fake_backward)
+    schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    op = torch.library.custom_op(name + SCORED, run_with_score, mutates_args=(), schema=schema)
+    op.register_fake(_fake_backward_with_score)
 
 
 _register_backward(
@@ -101,99 +138,130 @@ _register_backward(
 )
 
 
-def _save(ctx, inputs, output, tensors: tuple) -> None:
+def _save(ctx, inputs, output, tensors: tuple, at: int) -> None:
+    """`at`: where among the inputs a score_mod is, if there is one; what follows, the terms, is returned."""
     out, lse = output
-    ctx.save_for_backward(*inputs[:3], out, lse, *tensors)
+    ctx.score = inputs[at : at + 2] if isinstance(inputs[at], str) else ()
+    ctx.scored_at = at + 2 if ctx.score else None
+    captured = inputs[at + 2] if ctx.score else ()
+    ctx.save_for_backward(*inputs[:3], out, lse, *tensors, *captured)
     ctx.set_materialize_grads(False)
 
 
+def _terms(inputs, at: int) -> tuple:
+    """The inputs after a score_mod's, which would begin at `at`."""
+    return inputs[at + 3 :] if isinstance(inputs[at], str) else inputs[at:]
+
+
 def _attention_context(ctx, inputs, output) -> None:
-    causal, left, right, softcap, scale, _, cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = inputs[3:]
+    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = _terms(inputs, 3)
     if seqlens_k is not None or block_table is not None:
         raise RuntimeError(NO_CACHE)
-    _save(ctx, inputs, output, (cu_q, cu_k, sinks))
-    ctx.terms = causal, left, right, softcap, scale
+    _save(ctx, inputs, output, (cu_q, cu_k, sinks), 3)
+    ctx.terms = terms[:-1]
     ctx.deterministic = deterministic
 
 
 def _attention_gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k, sinks = ctx.saved_tensors
+    q, k, v, out, lse, cu_q, cu_k, sinks, *captured = ctx.saved_tensors
+    score = (*ctx.score, captured) if ctx.score else ()
     if lse.numel() == 0:  # the op was called without it
-        out, lse = torch.ops.attention.attention(q, k, v, *ctx.terms, True, cu_q, cu_k, sinks=sinks)
+        out, lse = _op("attention", score)(q, k, v, *score, *ctx.terms, True, cu_q, cu_k, sinks=sinks)
         dlse = None
-    wanted = sinks if ctx.needs_input_grad[-1] else None
-    *found, of_sinks = torch.ops.attention.attention_backward(
-        dout, dlse, q, k, v, out, lse, *ctx.terms, cu_q, cu_k, ctx.deterministic, wanted
-    )
-    return *found, *(None,) * (len(ctx.needs_input_grad) - 4), None if wanted is None else of_sinks
+    terms = *ctx.terms, cu_q, cu_k, ctx.deterministic
+    return _gradients(ctx, "attention_backward", (dout, dlse, q, k, v, out, lse), score, terms, sinks)
 
 
 def _block_sparse_context(ctx, inputs, output) -> None:
-    lists, lengths, blocksize, mask_mod, numbers, tensors, *terms = inputs[3:]
-    causal, softcap, scale, _, form, deterministic, sinks = terms
-    _save(ctx, inputs, output, (sinks, *lists, *tensors))
-    ctx.mask = len(lists), lengths, blocksize, mask_mod, numbers
+    lists, lengths, blocksize, mask_mod, numbers, tensors = inputs[3 : 3 + MASK_PARTS]
+    causal, softcap, scale, _, form, deterministic, sinks = _terms(inputs, 3 + MASK_PARTS)
+    _save(ctx, inputs, output, (sinks, *lists, *tensors), 3 + MASK_PARTS)
+    ctx.mask = len(lists), len(tensors), lengths, blocksize, mask_mod, numbers
     ctx.terms = causal, softcap, scale, form
     ctx.deterministic = deterministic
 
 
 def _block_sparse_gradients(ctx, dout, dlse):
     q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
-    count, *facts = ctx.mask
-    mask = tensors[:count], *facts, tensors[count:]
+    count, of_mask, *facts = ctx.mask
+    mask = tensors[:count], *facts, tensors[count : count + of_mask]
+    score = (*ctx.score, tensors[count + of_mask :]) if ctx.score else ()
     if lse.numel() == 0:
         *terms, form = ctx.terms
-        out, lse = torch.ops.attention.block_sparse_attention(q, k, v, *mask, *terms, True, form, sinks=sinks)
+        out, lse = _op("block_sparse_attention", score)(q, k, v, *mask, *score, *terms, True, form, sinks=sinks)
         dlse = None
-    wanted = sinks if ctx.needs_input_grad[-1] else None
-    *found, of_sinks = torch.ops.attention.block_sparse_attention_backward(
-        dout, dlse, q, k, v, out, lse, *mask, *ctx.terms, ctx.deterministic, wanted
-    )
-    nothing = ([None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad[3:-1])
-    return *found, *nothing, None if wanted is None else of_sinks  # a list for each list of tensors
+    terms = *mask, *ctx.terms, ctx.deterministic
+    return _gradients(ctx, "block_sparse_attention_backward", (dout, dlse, q, k, v, out, lse), score, terms, sinks)
+
+
+def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple, sinks: Tensor | None) -> tuple:
+    """What the op of that name computes, for each input: a list for each list of tensors. Sinks, if there are any, are
+    the last; inputs that are their defaults may be left out."""
+    needed = ctx.needs_input_grad
+    nothing = [[None] * len(n) if isinstance(n, list) else None for n in needed]
+    wanted = (needed[ctx.scored_at],) if score else ()
+    sinks = sinks if sinks is not None and needed[-1] else None
+    dq, dk, dv, of_sinks, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms, sinks)
+    if score:
+        captured = iter(of_captured[0])
+        nothing[ctx.scored_at] = [next(captured) if w else None for w in wanted[0]]
+    if sinks is not None:
+        nothing[-1] = of_sinks
+    return dq, dk, dv, *nothing[3:]
+
+
+def _op(name: str, score: tuple):
+    """The op of that name, or, with a score_mod, the one that takes it."""
+    return getattr(torch.ops.attention, name + SCORED if score else name)
 
 
 ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
-GRADIENT = _attention_context, _attention_gradients
-register(ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, more="Tensor", gradient=GRADIENT)
-GRADIENT = _block_sparse_context, _block_sparse_gradients
-INPUTS = f"{QKV}, {MASK}"
-register(BLOCK_SPARSE_OP, INPUTS, BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse, more="Tensor", gradient=GRADIENT)
+OPS = (
+    (ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, (_attention_context, _attention_gradients)),
+    (BLOCK_SPARSE_OP, f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse,
+     (_block_sparse_context, _block_sparse_gradients)),
+)  # fmt: skip
+for _name, _inputs, *_rest, _gradient in OPS:
+    register(_name, _inputs, *_rest, more="Tensor", gradient=_gradient)
+    register(_name + SCORED, f"{_inputs}, {SCORE}", *_rest, more="Tensor", gradient=_gradient)
 
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    sinks, deterministic,
+    sinks, deterministic, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out)
+    score = () if score_mod is None else score_text.written(score_mod)
+    with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, sinks
-    result = call(ATTENTION_OP, (q, k, v), out, terms)
+    result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
-def traced_block_sparse(q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic):
+def traced_block_sparse(
+    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, score_mod=None
+):
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
-    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out)
+    score = () if score_mod is None else score_text.written(score_mod)
+    with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
     terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, sinks
-    result = call(BLOCK_SPARSE_OP, (q, k, v, *mask), out, terms)
+    result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 
 
-@torch.compiler.disable
-def uncompiled(op, *args, **options):
-    """A call that no registered op takes, one with a score_mod: torch.compile's graph ends before it."""
-    return op(*args, **options)
-
-
-def _differentiable(op: str, q, k, v, sinks, out) -> bool:
+def _differentiable(op: str, q, k, v, sinks, out, score: tuple) -> bool:
     """Whether a traced call has gradients, for which it needs LSE."""
-    if out is not None or not watched(q, k, v, sinks):
+    captured = score[2] if score else ()
+    if not watched(q, k, v, sinks, *captured):
+        return False
+    if out is not None:
+        if captured:
+            check_no_grad(op, *captured)
         return False
     check_gradient_dims(op, q, v, q.is_cuda)
     return True
@@ -239,7 +307,7 @@ def _window(left: int | None, right: int | None) -> tuple | None:
 
 
 def _pair(q, result, return_lse: bool) -> tuple[Tensor, Tensor]:
-    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+    return result if return_lse else (result, q.new_empty(0, dtype=accumulator(q.dtype)))
 
 
 def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Tensor, Tensor]:
@@ -249,7 +317,7 @@ def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Ten
     rows = 0 if packed else 2
     torch._check(k.shape[rows] == v.shape[rows], lambda: f"{op}: k has {k.shape[rows]} rows and v {v.shape[rows]}")
     shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
-    lse = q.new_empty(shape if return_lse else (0,), dtype=torch.float32)
+    lse = q.new_empty(shape if return_lse else (0,), dtype=accumulator(q.dtype))
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 

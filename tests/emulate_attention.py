@@ -94,8 +94,9 @@ class EmulatedFlash:
 class EmulatedDecode(EmulatedFlash):
     """The same of the decoding kernel, which sees of an item's cache its own rows alone."""
 
-    def __call__(self, q, k, v, out, lse, sinks, seqlens, table, parts, part_lses, *more):
-        insist_on_arguments(self.facts, (q, k, v, out, lse, sinks, seqlens, table, parts, part_lses, *more))
+    def __call__(self, q, k, v, out, lse, sinks, seqlens, table, score, parts, part_lses, *more):
+        insist_on_arguments(self.facts, (q, k, v, out, lse, sinks, seqlens, table, score, parts, part_lses, *more))
+        assert score is None and self.facts.score is None
         facts, (*scalars, count) = self.facts, more[:5]
         assert len(more) == 5 + (facts.path == "sm_90") and all(x > 0 for x in more[4:])
         assert (seqlens is not None) == facts.seqlens and (table is not None) == (facts.page_size > 0)

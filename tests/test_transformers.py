@@ -400,8 +400,9 @@ def test_position_biases():
         results.append((found.logits, *tables))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
-    generated = [model.generate(tokens(), max_new_tokens=8, do_sample=False) for model in (ours, eager)]
-    assert torch.equal(*generated)
+    for terms in ({}, {"cache_implementation": "static"}):
+        options = {"min_new_tokens": 8, "max_new_tokens": 8, "do_sample": False, **terms}
+        assert torch.equal(*(model.generate(tokens(), **options) for model in (ours, eager)))
 
 
 def test_dropout_is_refused_in_training():

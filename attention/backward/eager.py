@@ -89,7 +89,8 @@ def backward(
     of_captured = ()
     if score is not None:
         slots = tuple(sorted(sums or ()))
-        terms, of_captured = replace(terms, score=score.mod, score_sums=slots), [sums[slot] for slot in slots]
+        mod = score.mod if cu_seqlens[0] is None else score.mod.kept_inside
+        terms, of_captured = replace(terms, score=mod, score_sums=slots), [sums[slot] for slot in slots]
     packed = cu_seqlens[0] is not None
     kind = None if mask is None else BlockKind(*mask.blocksize, element)
     of_sinks = None if sinks is None else NAMES[sinks.dtype]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from cute_kernels.arch import ArchSpec
 
+from ..forward.catalogue import SCORES
 from ..forward.choose import HEAD_DIMS, WIDE
 from ..forward.config import DecodeFacts, WindowKind
 from .choose import WIDE_FEW, pick
@@ -23,6 +24,13 @@ SM_90_CASES = [
     (64, 256, {"seqlens": True, "window": BOTH}),
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
     (128, 128, ALL | {"split": False, "sinks": "float32"}),
+]
+# Of a cache with lengths, split among CTAs: ALiBi, causal, also of pages, and a bias (B, H, Sq, Sk).
+SCORED = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
+SCORED_CASES = [
+    SCORED | {"score": SCORES["slopes"]},
+    SCORED | {"score": SCORES["slopes"], "page_size": 64},
+    SCORED | {"score": SCORES["bias"], "window": WindowKind()},
 ]
 # With pages and head dimension 256 a few addresses are spilled.
 SM_80_CASES = [
@@ -43,6 +51,9 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
             yield facts_of(spec, "sm_90", d, dv, terms)
     for d, dv, terms in SM_80_CASES:
         yield facts_of(spec, "sm_80", d, dv, terms)
+    if spec.path == spec.name:
+        for terms in SCORED_CASES:
+            yield facts_of(spec, spec.path, 128, 128, terms)
     for terms in (ALL | {"page_size": 0}, ALL):
         yield facts_of(spec, "sm_80", WIDE, WIDE, terms, WIDE_FEW)
     yield facts_of(spec, "sm_80", WIDE, WIDE, ALL)

@@ -43,6 +43,7 @@ SM_80_WIDE_FEW = {
 CTAS_SM_80 = 2  # that share an SM, as a rule
 TILE_M = 64
 OVERHEAD = 2.0  # of starting and ending a work item, in tiles of K and V; a model
+FAMILY = DecodeFacts.family
 COMBINE = 1.0  # of the second kernel, in the same
 
 _FORCED: contextvars.ContextVar[int | None] = contextvars.ContextVar("attention_splits", default=None)
@@ -115,7 +116,7 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
     count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
-    plan.more = None, None  # seqlens_k, block_table
+    plan.more = None, None, None  # seqlens_k, block_table, what a score_mod reads
     shape = (count, *plan.out_shape) if count > 1 else None
     plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
     plan.notes.append(
@@ -126,11 +127,11 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
     """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
 
-    def whole(q, k, v, out, lse, sinks, seqlens, table, *scalars):
-        function(q, k, v, out, lse, sinks, seqlens, table, None, None, *scalars)
+    def whole(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
+        function(q, k, v, out, lse, sinks, seqlens, table, reads, None, None, *scalars)
 
-    def split(q, k, v, out, lse, sinks, seqlens, table, *scalars):
+    def split(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
         parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
-        function(q, k, v, out, lse, sinks, seqlens, table, *parts, *scalars)
+        function(q, k, v, out, lse, sinks, seqlens, table, reads, *parts, *scalars)
 
     return whole if shape is None else split

@@ -47,6 +47,7 @@ class DecodeSm80:
         mSinks: cute.Tensor | None,  # (H,)
         mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
         mTable: cute.Tensor | None,  # (B, pages of an item)
+        score_tensors: tuple | None,  # what a score_mod reads
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
         scale_log2: Float32,
@@ -69,7 +70,7 @@ class DecodeSm80:
         source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
-            None if const_expr(facts.split) else mSinks,
+            None if const_expr(facts.split) else mSinks, score_tensors,
         ).launch(
             grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -98,6 +99,7 @@ class DecodeSm80:
         scale_log2: Float32,
         softcap: Float32,
         mSinks: cute.Tensor | None,  # (H,); not of a part
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -120,7 +122,7 @@ class DecodeSm80:
         self.mainloop.wait(2 * cfg.stages - 1)
         softmax.clear()
         c.acc_O.fill(0.0)
-        work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+        work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
         # Q's fragments are read again for each tile, since registers are few with pages.
         self.mainloop.steps(c, work, [], from_k, from_v, None)
         softmax.finish(out, lse, read_sinks(mSinks, tile, source.qhead_per_kvhead, row))

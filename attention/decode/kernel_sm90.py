@@ -71,6 +71,7 @@ class DecodeSm90:
         mSinks: cute.Tensor | None,  # (H,)
         mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
         mTable: cute.Tensor | None,  # (B, pages of an item)
+        score_tensors: tuple | None,  # what a score_mod reads
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
         scale_log2: Float32,
@@ -103,7 +104,7 @@ class DecodeSm90:
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
-            scale_log2, softcap, None if const_expr(facts.split) else mSinks,
+            scale_log2, softcap, None if const_expr(facts.split) else mSinks, score_tensors,
         ).launch(
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -146,6 +147,7 @@ class DecodeSm90:
         scale_log2: Float32,
         softcap: Float32,
         mSinks: cute.Tensor | None,  # (H,); not of a part
+        score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -203,7 +205,7 @@ class DecodeSm90:
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    work = QueryWork(source, tiles, tile, seqlen, row, softcap)
+                    work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
                     at_k = self.mainloop.first_step(c, work, at_k)
                     if const_expr(facts.seqlens):
                         # V's rows past the end may hold NaN, and 0 times NaN is NaN.

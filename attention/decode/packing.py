@@ -82,5 +82,8 @@ class PackedWindowSource(WindowSource):
         tiles = self.for_rows(first // self.qhead_per_kvhead, after, seqlen)
         return tiles.part(tiles.count * tile.split // self.splits, tiles.count * (tile.split + 1) // self.splits)
 
+    def place(self, tile: DecodeTile, row) -> tuple:
+        return tile.h_kv * self.qhead_per_kvhead + row % self.qhead_per_kvhead, row // self.qhead_per_kvhead
+
     def bounds(self, row, seqlen) -> tuple:
         return WindowSource.bounds(self, row // self.qhead_per_kvhead, seqlen)

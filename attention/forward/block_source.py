@@ -66,6 +66,10 @@ class BlockSource:
             self.steps,
         )
 
+    def place(self, tile, row) -> tuple:
+        """(head of Q, row of it) of a row of a query tile's item."""
+        return tile.h, row
+
 
 @dataclass(frozen=True)
 class BlockQueryTile(QueryTile):

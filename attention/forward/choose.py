@@ -49,6 +49,8 @@ SM_80_LSE = {
     256: ((64, 32, 2, 4), (64, 32, 1, 4)),
     WIDE: SM_80[WIDE],
 }
+# Of packed sequences with a score_mod
+SM_80_TIGHT = SM_80_LSE | {128: ((64, 32, 4, 4), (64, 32, 2, 4))}
 
 # Of block masks on sm_90, by block_q and the larger head dimension: (tile_n, stages) for blocks 128 wide, and 64 wide.
 # Blocks 64 high are done by one consumer warpgroup a CTA, two CTAs an SM, with half of its shared memory each.
@@ -109,15 +111,20 @@ def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     return FlashConfig(*BLOCKS_SM_80[blocks.block_q][dim])
 
 
-def candidates_sm80(spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = False) -> list[FlashConfig]:
+def candidates_sm80(
+    spec: ArchSpec, head_dim: int, head_dim_v: int, lse: bool = False, tight: bool = False
+) -> list[FlashConfig]:
     """Configurations of the sm_80 path that fit the architecture's shared memory, the most promising first.
+
+    lse, tight: which of the tables above.
 
     Raises ValueError for head dimensions that no kernel has.
     """
     for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if dim not in HEAD_DIMS and not head_dim == head_dim_v == WIDE:
             raise ValueError(f"{name} {dim} has no kernel; there are {head_dims_text()}: pad to the next")
-    configs = [FlashConfig(*c) for c in (SM_80_LSE if lse else SM_80)[max(head_dim, head_dim_v)]]
+    table = SM_80_TIGHT if tight else SM_80_LSE if lse else SM_80
+    configs = [FlashConfig(*c) for c in table[max(head_dim, head_dim_v)]]
     facts = (FlashFacts(spec.target, "sm_80", c, head_dim=head_dim, head_dim_v=head_dim_v) for c in configs)
     # A third stage only where two CTAs still share an SM.
     return [f.config for f in facts if f.smem_bytes * (1 + (f.config.stages > 2)) <= spec.smem]
@@ -192,6 +199,7 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
     else:
         # A packed sequence's bounds and a score_mod take registers too, and none are left for warps of 32 rows.
         few = facts.lse or facts.packed or facts.score is not None
-        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, few)
+        tight = facts.packed and facts.score is not None
+        configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, few, tight)
         config = next(c for c in configs if not facts.packed or c.tile_m <= 16 * c.groups)
     return replace(facts, config=config)

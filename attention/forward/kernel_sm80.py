@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.tile.ampere import WARP, OperandTile
+from cute_kernels.tile.ptx import read_special_register
 
 from .config import FlashFacts
 from .mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
@@ -113,6 +114,11 @@ class FlashForwardSm80:
         sinks = row_sinks(mSinks, 2 * self.mainloop.tiles_m)
         read_sink(mSinks, tile.h, sinks)
         softmax.finish(out, lse, sinks)
+        if const_expr(facts.packed and facts.score is not None):
+            # Looked up again, so that nothing of it stays in registers before, of which the score_mod leaves few.
+            tile = scheduler.decode(read_special_register("ctaid.x"))
+            seqlen = seqlens.of(tile.b)
+            row = tile.m * cfg.tile_m + row0
         gO = cute.domain_offset((seqlen.q0, self.mainloop.first_column(c)), mO[seqlen.b, tile.h, None, None])
         store_rows(c.acc_O, gO, row, seqlen.rows, self.mainloop.tiles_m)
         if const_expr(mLSE is not None):

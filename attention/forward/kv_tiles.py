@@ -77,6 +77,10 @@ class WindowSource:
             ends, kinds = (right, cutlass.min(body, count), count), (PARTIAL, FULL, PARTIAL)
         return KvTiles(count, n_end - 1, ends, kinds)
 
+    def place(self, tile, row) -> tuple:
+        """(head of Q, row of it) of a row of a query tile's item."""
+        return tile.h, row
+
     def bounds(self, row, seqlen) -> tuple:
         """(begin, end) of the columns that a row sees."""
         begin, end = Int32(0), seqlen.cols

@@ -31,16 +31,17 @@ def change_scores(
     mod: cutlass.Constexpr[ScoreMod],
     tensors: tuple | None,  # what it reads
     scale: Float32,
+    source,
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
-    tile,  # scheduler.QueryTile
+    tile,  # scheduler.QueryTile or packing.DecodeTile
     seqlen,  # seqlen.SeqlenInfo
     inside: cutlass.Constexpr[bool],  # whether the tile ends before the last column
 ):
     """scores = score_mod(scale * scores, b, h, q, kv)."""
     mine, columns = col0 + cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
-        q = row + 8 * r
+        h, q = source.place(tile, row + 8 * r)
         if const_expr(mod.indexes(Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
         for c in range_constexpr(columns):
@@ -50,7 +51,7 @@ def change_scores(
             column = mine + const_expr(c // 2 * 8 + c % 2)
             if const_expr(mod.indexes(KV_INPUT) and not inside):
                 column = cutlass.min(column, seqlen.cols - 1)
-            scores[r, c] = lower(mod.program, [scores[r, c] * scale, tile.b, tile.h, q, column], tensors)
+            scores[r, c] = lower(mod.program, [scores[r, c] * scale, tile.b, h, q, column], tensors)
 
 
 @cute.jit

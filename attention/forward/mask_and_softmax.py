@@ -18,7 +18,7 @@ class QueryWork:
 
     source: Any  # kv_tiles.WindowSource or block_source.BlockSource
     tiles: Any  # what source.for_tile gave
-    tile: Any  # scheduler.QueryTile
+    tile: Any  # scheduler.QueryTile or packing.DecodeTile
     seqlen: Any  # seqlen.SeqlenInfo
     row: Int32  # first row of this thread
     softcap: Float32  # with a score_mod, what scores are multiplied by before it
@@ -40,7 +40,7 @@ def mask_and_softmax(
         cap_scores(scores, work.softcap)
     if const_expr(facts.score is not None):
         n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
-        position = work.row, n * facts.config.tile_n, work.tile, work.seqlen
+        position = work.source, work.row, n * facts.config.tile_n, work.tile, work.seqlen
         change_scores(scores, facts.score, work.score_tensors, work.softcap, *position, kind == FULL)
     if const_expr(kind == EITHER):
         if work.tiles.ends[0] > i:

@@ -122,6 +122,8 @@ class Builder:
         self.tensors.append((dtype, rank))
         return len(self.tensors) - 1
 
-    def load(self, slot: int, indices: Sequence[Value]) -> Value:
-        direct = tuple(i.number < len(self.inputs) for i in indices)
+    def load(self, slot: int, indices: Sequence[Value], direct: tuple[bool, ...] | None = None) -> Value:
+        """direct: Load's; None: every index that is an input."""
+        if direct is None:
+            direct = tuple(i.number < len(self.inputs) for i in indices)
         return self.node("load", self.tensors[slot][0], *Load(slot, tuple(i.number for i in indices), direct))

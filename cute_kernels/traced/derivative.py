@@ -32,7 +32,7 @@ def derivative(program: Program, of: int = 0) -> Program:
             value, tangent = t.const(node.args[0], node.dtype), None
         elif node.op == "load":
             load = Load(*node.args)
-            value = t.load(load.slot, [values[i] for i in load.indices])
+            value = t.load(load.slot, [values[i] for i in load.indices], load.direct)
             tangent = t.const(1.0, node.dtype) if number == of else None
         else:
             operands = [values[i] for i in node.args]

@@ -133,7 +133,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
     last = mask.shift + rows  # the column after the last row's
     if blocks is not None:
         return _within(q, k, v, mask, blocks, options)
-    short = not watched(q, k, v) and "score_mod" not in options  # what the decoding kernel computes
+    short = not watched(q, k, v)  # what the decoding kernel computes
     if mask.begin is not None and short:
         return attention(q, k, v, window=(mask.kind.left, 0), seqlens_k=mask.spans_k(q.shape[0]), **options)
     if not mask.is_band():
@@ -144,7 +144,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
     if left is not None and left >= columns - 1:
         left = None
     if isinstance(last, Tensor):
-        if right != 0 or "score_mod" in options:
+        if right != 0:
             return block_sparse_attention(q, k, v, mask.block_mask(), **options)
         return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
     if last < columns and right == 0:  # a static cache, not full yet
