@@ -204,7 +204,7 @@ def in_a_process(*given) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what the command does without a GPU")
 def test_the_command_without_a_gpu():
-    """But for the two gates that compile and compute here, which continuous integration runs by the command itself."""
+    """But for the two gates that compile and compute: .ci/run asks one, test_kernels_compile.py has the other's."""
     asked = [name for name in command.NAMES if name not in ("resources", "correctness")]
     shown = in_a_process("--only", ",".join(asked))
     assert all(name in shown for name in asked)

@@ -3,7 +3,8 @@
 That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py. Some of
 the catalogues' kernels are, in which everything that a kernel varies in comes up; with --every-kernel all of them are,
 as with `python -m cute_kernels inspect` and the gate of resources. Kernels whose source is checked for another
-architecture are compiled with each configuration, and every eighth of the others.
+architecture are compiled with each configuration. What `python -m bench gates --quick` compiles is among them, so that
+continuous integration need not compile it twice.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from attention.backward.config import BackwardFacts
 from attention.forward.config import DecodeFacts, FlashFacts
+from bench.gates import resources
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.families import families, family_of, load_all
@@ -19,7 +21,6 @@ from cute_kernels.runtime.parallel import inspect_kernel
 
 load_all()
 LIKE_SM_80 = ("sm_86", "sm_89")  # both have the same kernels: machine_code.txt has the same code for the two
-EVERY = 8  # of the kernels that another architecture has, too, so many-th is compiled beside each configuration
 
 
 def features(facts) -> set:
@@ -55,7 +56,10 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
         (kind, "type", facts.dtype),
     }
     if isinstance(facts, DecodeFacts):
-        found |= {(kind, "cache", dims, terms, facts.seqlens, facts.page_size, facts.split)}
+        found |= {
+            (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),
+            (kind, "cap", dims, facts.softcap),
+        }
     return found
 
 
@@ -87,11 +91,11 @@ def selected(spec) -> list:
     """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns."""
     every = catalogue(spec)
     known = [facts for facts in every if spec.name in LIKE_SM_80 or is_other_archs(facts)]
-    found = cover(known, configuration)
-    rest = [facts for facts in known if facts not in found]
     turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
     own = cover([facts for facts in every if facts not in known], features)
-    return own + found[turn::turns] + rest[turn::EVERY]
+    found = own + cover(known, configuration)[turn::turns]
+    quick = [facts for facts in resources.catalogues(quick=True) if facts.arch == spec.target]
+    return found + [facts for facts in quick if facts not in found]
 
 
 def pytest_generate_tests(metafunc):

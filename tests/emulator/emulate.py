@@ -214,6 +214,8 @@ class Emulated:
             export_object(compiled, path, "kernel")
             shared, where = Path(folder, "kernel.so"), str(machine_library())
             _command(COMPILER, "-shared", str(path), where, "-o", str(shared), f"-Wl,-rpath,{Path(where).parent}")
+            # The machine comes before whoever has the same names: the CUDA runtime, once a compiled kernel was loaded.
+            ctypes.CDLL(str(shared), mode=os.RTLD_DEEPBIND)
             self.module = tvm_ffi.load_module(str(shared))
         self.function = self.module.kernel
 
