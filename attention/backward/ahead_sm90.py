@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.cutlass_dsl import select_
@@ -84,11 +84,11 @@ class AheadSm90(MainloopSm90):
         cute.copy(copy, thread.partition_S(place)[None, None, None, 0], thread.retile(fragment))
 
     @cute.jit
-    def step(self, c: Consumer, work: Work, i: Int32, at_q, at, dq: Int64, begun: Int32) -> tuple:
+    def step(self, c: Consumer, work: Work, i: Int32, at_q, at, begun: Int32) -> tuple:
         """What is left of the tile before, and query tile i of a head.
 
-        at_q and at are the states of Q's and dO's rings of the tile before, and dq is where its sums are; returns those
-        of this one. begun: the count of `at` when the tile of K was begun.
+        at_q and at are the states of Q's and dO's rings of the tile before; returns those of this one. begun: the count
+        of `at` when the tile of K was begun.
         """
         next_q, following = at_q.clone(), at.clone()
         next_q.advance()
@@ -98,20 +98,23 @@ class AheadSm90(MainloopSm90):
             self.zero_rows_past_the_end(c, work, work.tiles.at(i), next_q, following)
         self.start_s(c, next_q.index)
         lse = self.share_last_unit(c, at_q, at, 1, next_q.index)
-        early = self.facts.softcap  # no registers for dS beside exponentials
-        if const_expr(early):
+        if const_expr(not self.late_dk):
             self.start_last_dk(c, at_q, at, begun)
-        warpgroup.wait_group(1 + early)
+        warpgroup.wait_group(1 if self.late_dk else 2)
         self.weigh(c, work, i, next_q.index, 0, lse)
-        compute_all_before_waits(c.acc_S, c.rows)
-        if const_expr(not early):
+        if const_expr(self.late_dk):
+            compute_all_before_waits(c.acc_S, c.rows)
             self.start_last_dk(c, at_q, at, begun)
-        c.pipe_do.consumer_wait(following)
+            c.pipe_do.consumer_wait(following)
         warpgroup.wait_group(1)
         self.free_ds(c)
-        self.move_dq(c, at, dq)
+        self.move_dq(c, at)
+        if const_expr(not self.late_dk):
+            self.give_sums(c, self.buffer_of_sums(at))
+            c.pipe_do.consumer_wait(following)
         self.start_dp(c, following.index, 0)
-        self.give_dq(c, at)
+        if const_expr(self.late_dk):
+            self.give_sums(c, self.buffer_of_sums(at))
         warpgroup.wait_group(1)
         c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
@@ -122,17 +125,17 @@ class AheadSm90(MainloopSm90):
             warpgroup.wait_group(1)
             self.weigh(c, work, i, next_q.index, unit, lse)
             self.differentiate(c, work, next_q, following, unit, True)
-        return next_q, following, self.place_of_dq(c, work, work.tiles.at(i)) if self.cfg.direct else dq
+        return next_q, following
 
     @cute.jit
-    def finish(self, c: Consumer, at_q, at, dq: Int64, begun: Int32, steps: Int32):
+    def finish(self, c: Consumer, at_q, at, begun: Int32, steps: Int32):
         """What is left of the last of `steps` tiles; returns when all products are done."""
         self.share_last_unit(c, at_q, at, 0, None, steps > 0)
         self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(0)
         if steps > 0:
-            self.move_dq(c, at, dq)
-            self.give_dq(c, at)
+            self.move_dq(c, at)
+            self.give_sums(c, self.buffer_of_sums(at))
             c.pipe_q.consumer_release(at_q)
         for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
             for v in range_constexpr(cute.size(acc)):
@@ -140,12 +143,15 @@ class AheadSm90(MainloopSm90):
 
     # ------------------------------------------------------------------ a unit
 
+    @property
+    def late_dk(self) -> bool:
+        """Whether dK of a tile's last unit is started when P of the next one is there: where a tile has several
+        units, and no cap, beside which there are no registers for dS."""
+        return self.units > 1 and not self.facts.softcap
+
     def lse_of(self, c: Consumer, stage: Int32, unit: int):
-        """LSE of this thread's columns of a unit's scores, read before they are there; None where registers are few."""
-        facts = self.facts
-        both = facts.window.left and facts.window.right
-        few = facts.softcap or both and max(facts.head_dim, facts.head_dim_v) == 128
-        return None if few else self.row_fragment(c, stage, 0, unit)
+        """LSE of this thread's columns of a unit's scores, read before they are there; None: later, see late_dk."""
+        return self.row_fragment(c, stage, 0, unit) if self.late_dk else None
 
     def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
         """Scores to P, in place."""
@@ -153,9 +159,7 @@ class AheadSm90(MainloopSm90):
         if self.facts.softcap:
             self.scores_to_p(c, work, stage, Int32(0), unit)
         else:
-            lse = self.row_fragment(c, stage, 0, unit) if lse is None else lse
-            for v in range(cute.size(c.acc_S)):
-                c.acc_S[v] = exp2(c.acc_S[v] * work.scale_log2 - lse[v // 4 * 2 + v % 2])
+            self.exponentials(c, work, stage, unit, lse)
 
     def differentiate(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
         """P to dS as an operand; dV is being computed."""
@@ -168,7 +172,7 @@ class AheadSm90(MainloopSm90):
         if not self.facts.softcap:
             self.convert(c.acc_S, c.tVrP)
         self.start_dv(c, at.index, unit, add)
-        delta = None if self.facts.softcap else self.row_fragment(c, at_q.index, 1, unit)
+        delta = self.row_fragment(c, at_q.index, 1, unit) if self.late_dk else None
         warpgroup.wait_group(1)
         if delta is None:
             self.p_to_ds(c, work, at_q.index, Int32(0), unit)
@@ -176,7 +180,6 @@ class AheadSm90(MainloopSm90):
             for v in range(cute.size(c.acc_dP)):
                 c.acc_dP[v] = c.acc_S[v] * (c.acc_dP[v] - delta[v // 4 * 2 + v % 2])
         if self.facts.head_dim_v > 64 or self.facts.head_dim > 64:
-            compute_all_before_waits(c.acc_dP, c.rows)
             warpgroup.wait_group(0)  # for dV
 
     def share_unit(self, c: Consumer, at_q, at, unit: int, add: bool):
@@ -227,16 +230,19 @@ class AheadSm90(MainloopSm90):
             return c
         return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
 
-    def move_dq(self, c: Consumer, at, dq: Int64):
-        """dQ of the tile of this state to its sums at dq, or to shared memory; dP's registers are free then."""
-        if self.cfg.direct:
-            self.add_dq(self.dq_in_dp(c), dq, 0)
-        else:
-            buffer = self.buffer_of_sums(at)
-            self.wait_for_sums(c, buffer)
-            self.write_dq(self.dq_in_dp(c), 0, buffer)
+    def move_dq(self, c: Consumer, at):
+        """dQ of the tile of this state to shared memory; dP's registers are free then."""
+        buffer = self.buffer_of_sums(at)
+        self.wait_for_sums(c, buffer)
+        self.write_dq(self.dq_in_dp(c), 0, buffer)
 
-    def give_dq(self, c: Consumer, at):
-        """What was moved to shared memory, to the warp that stores it."""
-        if not self.cfg.direct:
-            self.give_sums(c, self.buffer_of_sums(at))
+    @cute.jit
+    def exponentials(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr, lse):
+        """Scores to P in place, in fp32. lse: None where it has not been read yet."""
+        for first in range_constexpr(0, cute.size(c.acc_S), 4):
+            if const_expr(lse is None):
+                pair = self.row_values(c, stage, 0, (unit * self.unit + first * 2) // 4)
+            else:
+                pair = lse[first // 2], lse[first // 2 + 1]
+            for v in range_constexpr(4):
+                c.acc_S[first + v] = exp2(c.acc_S[first + v] * work.scale_log2 - pair[v % 2])

@@ -14,21 +14,17 @@ SM_90_AHEAD = {
 }
 
 # By the larger of the two head dimensions.
-SM_90 = {dim: BackwardConfig(64, 128, 2, 2, direct=True) for dim in (64, 96, 128)}
+SM_90 = {dim: BackwardConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
 
 # Where two warpgroups share the columns of dK and dV; PAIR: each has a query tile of its own.
-PAIR = BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=2, dq_parts=2, direct=True)
+PAIR = BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=2, dq_parts=2)
 SM_90 |= {
     192: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, direct=True),
     256: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, dq_parts=2, direct=True),
 }
 
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
-SM_90_NARROW = SM_90 | {
-    64: BackwardConfig(64, 64, 2, 1, ctas=2, direct=True),
-    96: BackwardConfig(64, 64, 1, 1, ctas=2, direct=True),
-    128: PAIR,
-}
+SM_90_NARROW = SM_90 | {64: BackwardConfig(64, 64, 2, 1, ctas=2), 96: BackwardConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
@@ -80,10 +76,12 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
 
 
 def with_sums(facts: BackwardFacts, config: BackwardConfig) -> Iterator[BackwardFacts]:
-    """The facts with a configuration that adds to dQ's sums directly; where they have an order, by copies from shared
-    memory, of buffers that wait for their turn while the next ones are made, where there is room for them."""
+    """The facts with a configuration; where sums of dQ have an order, with copies from shared memory, of buffers that
+    wait for their turn while the next ones are made, where there is room for them."""
     if not facts.deterministic:
         yield replace(facts, config=config)
+        if not config.direct:
+            return
     config = replace(config, direct=False)
     if facts.deterministic and config.storing_warps > 1:
         several = replace(config, sums=config.stages)

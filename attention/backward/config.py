@@ -39,8 +39,8 @@ class BackwardConfig:
     query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
     dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
     one_do: bool = False  # the same: dO's ring has one stage
+    direct: bool = False  # the same: dQ's sums are added to memory from registers, not through shared memory
     one_ds: bool = False  # sm_90, where scores are computed ahead by units: dS has one buffer
-    direct: bool = False  # sm_90: dQ's sums are added to memory from registers, not through shared memory
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
@@ -62,7 +62,7 @@ class BackwardConfig:
     @property
     def storing_warps(self) -> int:
         """sm_90: those that add dQ's sums to memory."""
-        return 0 if self.query_tiles or self.direct else self.groups
+        return 0 if self.query_tiles else self.groups
 
     @property
     def dq_groups(self) -> int:
@@ -174,7 +174,7 @@ class BackwardFacts:
         elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
         if not hopper:
             return elements * self.element.width + cfg.tile_m * 2 * cfg.ring_q * FP32
-        sums = 0 if cfg.direct else cfg.tile_m * self.head_dim * cfg.sums
+        sums = cfg.tile_m * self.head_dim * cfg.sums
         barriers = 16 * (1 + cfg.ring_q + self.stages_do) + QUEUE_BYTES
         first = -(-barriers // 128) * 128 + (cfg.tile_m * 2 * cfg.ring_q + sums) * FP32
         return elements * self.element.width + -(-first // ALIGN) * ALIGN

@@ -61,10 +61,11 @@ class FlashBackward(Family):
     def named_barriers(self, facts: BackwardFacts) -> tuple[str, dict[int, int]] | None:
         if facts.path != "sm_90":
             return None
-        groups, copied = facts.config.groups, 0 if facts.config.direct else facts.config.groups
+        groups = facts.config.groups
         if facts.config.query_tiles:
+            copied = 0 if facts.config.direct else groups
             return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: copied, BACKWARD_READ: groups}
-        sums = copied * facts.config.sums
+        sums = groups * facts.config.sums
         counts = {BACKWARD_ALL: 1, BACKWARD_FULL: sums, BACKWARD_FREE: sums}
         if facts.config.one_ds:
             counts[BACKWARD_DS] = groups

@@ -174,8 +174,7 @@ class FlashBackwardSm90:
                     self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - tile.n * cfg.tile_n, 0))
                 terms = scale_log2, softcap, *score
                 if const_expr(cfg.by_units):
-                    place = seqlens, seqlen, tile
-                    at_q, at = self.steps_by_units(c, storage, terms, (dq, turns), source, scheduler, place, at_q, at)
+                    at_q, at = self.steps_by_units(c, storage, terms, source, scheduler, seqlen, tile, at_q, at)
                 else:
                     for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                         work = self.work_of(g, terms, source, scheduler, seqlen, tile)
@@ -192,38 +191,24 @@ class FlashBackwardSm90:
 
     @cute.jit
     def steps_by_units(
-        self, c: Consumer, storage, terms: tuple, memory: tuple, source, scheduler, place: tuple, at_q, at
+        self, c: Consumer, storage, terms: tuple, source, scheduler, seqlen, tile, at_q, at
     ):  # fmt: skip
-        """All query tiles that see a tile of K and V; returns the states of Q's and dO's rings after them.
-
-        memory: (dQ's sums, turns). place: (seqlens, seqlen, tile).
-        """
-        _, seqlen, tile = place
+        """All query tiles that see a tile of K and V; returns the states of Q's and dO's rings after them."""
         begin = Int32(0)  # the first head that sees the tile
         if const_expr(self.facts.blocks is not None):
             begin = self.first_head(source, scheduler, seqlen, tile)
-        begun, dq = at.count, Int64(0)
-        work = self.work_with_dq(begin, terms, memory, source, scheduler, place)
-        self.mainloop.begin(c, storage, work, at_q, at)
-        if const_expr(self.cfg.direct):
-            dq = self.mainloop.place_of_dq(c, work, work.tiles.at(0))
+        begun = at.count
+        self.mainloop.begin(c, storage, self.work_of(begin, terms, source, scheduler, seqlen, tile), at_q, at)
         for g in cutlass.range(begin, scheduler.qhead_per_kvhead, unroll=1):
-            work = self.work_with_dq(g, terms, memory, source, scheduler, place)
+            work = self.work_of(g, terms, source, scheduler, seqlen, tile)
             for i in cutlass.range(Int32(g == begin), work.tiles.count, unroll=1):
-                at_q, at, dq = self.mainloop.step(c, work, i, at_q, at, dq, begun)
+                at_q, at = self.mainloop.step(c, work, i, at_q, at, begun)
         steps = self.steps(source, scheduler, seqlen, tile)
-        self.mainloop.finish(c, at_q, at, dq, begun, steps)
+        self.mainloop.finish(c, at_q, at, begun, steps)
         if steps > 0:
             at_q.advance()
             at.advance()
         return at_q, at
-
-    def work_with_dq(self, g, terms: tuple, memory: tuple, source, scheduler, place: tuple) -> Work:
-        """Of head g, with where dQ's sums are if consumers add to them. place: (seqlens, seqlen, tile)."""
-        seqlens, seqlen, tile = place
-        work = self.work_of(g, terms, source, scheduler, seqlen, tile)
-        to = self.dq_work_of(work.tiles, work.h, 0, memory, scheduler, seqlens, seqlen, tile)
-        return self.mainloop.work(work, to)
 
     def work_of(self, g, terms: tuple, source, scheduler, seqlen, tile) -> Work:
         """Of head g of those that share the tile's head of K and V. terms: Work's from scale_log2 on."""

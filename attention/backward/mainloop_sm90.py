@@ -10,8 +10,7 @@ over query tile i, with dK and dV in registers (FlashAttention-3, Shah et al. 20
 
     wait Q[i] -> issue S' = K Q[i]' -> wait dO[i] -> issue dP' = V dO[i]' -> wait S'
     P' = 2^(S' - LSE) -> issue dV += P' dO[i] -> wait dP'
-    dS' = P' (dP' - delta) -> to shared memory -> issue half of dK += dS' Q[i] -> all consumers
-    issue dQ = dS K, the other half of dK
+    dS' = P' (dP' - delta) -> to shared memory -> all consumers -> issue dQ = dS K, dK += dS' Q[i]
     wait dV, release dO[i] -> wait dQ -> to shared memory, from there added to memory -> wait dK, release Q[i]
 
 dQ of a tile is computed by all warpgroups together: each has 64 of its rows, or where there are no more, its part of
@@ -19,7 +18,7 @@ the columns. dS has two buffers, so that one barrier a step is enough: nobody wr
 the barrier of the step between, and so have done with the product that reads it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -36,7 +35,7 @@ from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL, Arrivals
 from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
-from cute_kernels.tile.ptx import add_vector_to_memory, bulk_add, here, read_special_register
+from cute_kernels.tile.ptx import bulk_add, here, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
@@ -147,8 +146,8 @@ class MainloopSm90:
             raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
         if facts.config.sums not in (1, facts.config.stages):
             raise ValueError(f"{facts.config}: buffers of dQ's sums take turns as the rings do, or there is one")
-        if facts.config.direct and facts.deterministic:
-            raise ValueError(f"{facts.config}: what is added from registers has no order")
+        if facts.config.direct:
+            raise ValueError(f"{facts.config}: sums are added from registers where warpgroups share columns")
         if facts.config.one_ds and not facts.config.by_units:
             raise ValueError(f"{facts.config}: one buffer of dS is for scores that are computed ahead by units")
         if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
@@ -194,10 +193,7 @@ class MainloopSm90:
 
     def work(self, work: Work, dq: DqWork) -> Work:
         """What steps take of a head."""
-        return replace(work, dq=dq.dq, turns=dq.turns) if self.cfg.direct else work
-
-    def drain(self, c: Consumer):
-        """Before the CTA ends: nothing, what was added from registers is on its way."""
+        return work
 
     def dq_part(self, group: Int32) -> Int32:
         """Which part of a query tile's dQ a warpgroup has."""
@@ -255,7 +251,6 @@ class MainloopSm90:
         cfg = self.cfg
         names = "sQ", "sdO", "sK", "sV", "sdS"
         q, do, k, v, ds = (cute.cosize(self.layouts()[name]) for name in names)
-        dq = 0 if cfg.direct else self.sums.size * cfg.sums
 
         @cute.struct
         class SharedStorage:
@@ -265,7 +260,7 @@ class MainloopSm90:
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
             slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.ring_q], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, dq], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size * cfg.sums], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
@@ -447,22 +442,16 @@ class MainloopSm90:
             warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
         buffer = self.buffer_of(at)
-        self.write_ds(c, buffer)
-        self.publish()
-        self.start_dk(c, at.index, half=0)  # while the others come to the barrier
-        self.wait_for_ds()
+        self.share_ds(c, buffer)
         self.start_dq(c, buffer, 0)
-        self.start_dk(c, at.index, half=1)
-        warpgroup.wait_group(3)
+        self.start_dk(c, at.index)
+        warpgroup.wait_group(2)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
-        if const_expr(self.cfg.direct):
-            self.add_dq(c, self.place_of_dq(c, work, number), 0)
-        else:
-            sums = self.buffer_of_sums(at)
-            self.wait_for_sums(c, sums)
-            self.write_dq(c, 0, sums)
-            self.give_sums(c, sums)
+        sums = self.buffer_of_sums(at)
+        self.wait_for_sums(c, sums)
+        self.write_dq(c, 0, sums)
+        self.give_sums(c, sums)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
@@ -486,17 +475,12 @@ class MainloopSm90:
         c.pipe_do.consumer_release(at)
         c.pipe_q.consumer_release(at)
         sums = self.buffer_of_sums(at)
-        if const_expr(not self.cfg.direct):
-            self.wait_for_sums(c, sums)
+        self.wait_for_sums(c, sums)
         for part in range_constexpr(self.parts_k):
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
-            if const_expr(self.cfg.direct):
-                self.add_dq(c, self.place_of_dq(c, work, number), part)
-            else:
-                self.write_dq(c, part, sums)
-        if const_expr(not self.cfg.direct):
-            self.give_sums(c, sums)
+            self.write_dq(c, part, sums)
+        self.give_sums(c, sums)
         if const_expr(self.facts.ds_buffers == 1):
             self.wait_for_ds()  # all warps have read dS
 
@@ -514,14 +498,9 @@ class MainloopSm90:
         self.pin(c.tVrP)
         start_product(c.mmas[2], c.acc_dV, *in_steps(c.tVrP, c.tVrdO[unit][None, None, None, stage]), add=add)
 
-    def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True, half: int | None = None):
-        """half: 0 or 1 for one half of the product's MMA steps; None for all."""
-        if half != 1:
-            self.pin(c.tKrdS)
-        fragments, steps = in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage])
-        first = 0 if half is None else half * (steps // 2)
-        count = steps if half is None else steps // 2
-        start_product(c.mmas[3], c.acc_dK, lambda k: fragments(first + k), count, add=add)
+    def start_dk(self, c: Consumer, stage: Int32, unit: int = 0, add=True):
+        self.pin(c.tKrdS)
+        start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage]), add=add)
 
     def pin(self, operand: cute.Tensor):
         """Write an operand in registers before the product's wgmma.fence."""
@@ -663,19 +642,6 @@ class MainloopSm90:
             at = begin + self.sums.offset(tidx, part * count + r) * FP32
             place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(c.acc_dQ.iterator + r, layout), cute.make_tensor(place, layout))
-
-    def place_of_dq(self, c: Consumer, work: Work, number: Int32) -> Int64:
-        """Where this thread's sums of a query tile are in memory."""
-        tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        tile = work.dq + Int64(number) * (self.sums.size * FP32)
-        return tile + (c.group * self.part_bytes + self.sums.offset(tidx, 0) * FP32)
-
-    def add_dq(self, c: Consumer, at: Int64, part: int):
-        """acc_dQ, `part` of the warpgroup's columns, to its sums in memory, this thread's being at `at`."""
-        count = cute.size(c.acc_dQ)
-        for r in range(0, count, self.sums.vector):
-            values = cute.make_tensor(c.acc_dQ.iterator + r, cute.make_layout(self.sums.vector))
-            add_vector_to_memory(at, values, self.sums.offset(0, part * count + r) * FP32)
 
     def give_sums(self, c: Consumer, buffer: Int32 | int):
         """To the warp that stores them."""
