@@ -96,8 +96,7 @@ def attention(
     Differentiable once in q, k, v, sinks and what score_mod captures, by out and by lse. Saved for that are these, out
     and lse, nothing quadratic. Rows that belong to no packed sequence give sinks no gradient.
     The gradients of k, v and sinks are the same bits on every run; that of q is added up in any order on a GPU,
-    unless `deterministic`. On Hopper GPUs the gradients of head dimensions above 128, and of blocks 64 wide above 96,
-    are computed by the sm_80 path's kernel, which has no TMA and WGMMA. Head dimension 512 has no gradients.
+    unless `deterministic`. Head dimension 512 has no gradients.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as

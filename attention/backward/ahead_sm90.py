@@ -4,14 +4,16 @@ A step takes a query tile in units of 64 rows. Scores of the next unit, dQ and d
 
     S' in flight, of the first unit also dQ of the tile before, and dK of the unit before
     wait S' -> P' = 2^(S' - LSE)
-    first unit: wait dQ -> to shared memory; wait dO[i]
-    issue dP' = V dO[i]'; first unit: dQ to the warp that stores it -> wait dK; first unit: release Q[i - 1]
+    first unit: wait dQ -> to shared memory, to the warp that stores it; wait dO[i]
+    issue dP' = V dO[i]' -> wait dK; first unit: release Q[i - 1]
     issue dV += P' dO[i] -> wait dP' -> dS' = P' (dP' - delta)
     wait Q of the next unit -> issue its S' -> wait dV; last unit: release dO[i] -> dS' to shared memory
-    issue dK += dS' Q[i]; last unit: half of it -> all consumers -> issue dQ = dS K, the other half
+    last unit: all consumers -> issue dQ = dS K
+    issue dK += dS' Q[i]
 
-What threads write to shared memory must be published by a fence, which waits until it is there: some 300 clocks. So
-products are issued between a write and its fence, or a fence and its barrier; only the last unit has one.
+With several units the last one's dK is issued later (`late_dk`): when P' of the next tile's first unit is there, so
+that dQ runs beside those exponentials, and dK beside dQ's way to shared memory. A product with A in registers holds its
+warp up until the products before it are done.
 
 dQ's accumulators are those that dP' takes after them. A unit's fp32 scores, 64 by 64 for a warpgroup, and dP' need 64
 registers a thread, P' and dS' in 16 bits as many as one of them: with D of 64 there is room for K's and V's fragments,
