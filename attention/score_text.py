@@ -11,7 +11,6 @@ them as they are, and they get no gradient.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import types
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 
 from cute_kernels.traced.memo import MOST, traced
 
+from .masks.mask_text import class_named, fields_of
 from .score_mod import INPUTS, WHAT, BoundScore, check_callable, mod_of
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
-_CLASSES: dict[str, type] = {}
 _STAND_INS: dict[tuple, list[Tensor]] = {}
 OUTSIDE = "compute that outside of the function, and index the result by b, h, q and kv inside"
 
@@ -82,7 +81,7 @@ def _written(value, names: tuple[str, ...], numbers: list[int], tensors: list[Te
             if hasattr(value, name):
                 parts += [f'"{name}"', _written(getattr(value, name), names, numbers, tensors)]
         return ", ".join(parts) + "]"
-    fields = _fields(type(value))
+    fields = fields_of(type(value))
     if len(fields) == 0:
         raise TypeError(
             "under torch.compile a score_mod is a function or a dataclass, and captures tensors, numbers, functions, "
@@ -161,16 +160,6 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted({*code.co_names, *(name for names in nested for name in names)}))
 
 
-@torch.compiler.assume_constant_result
-def _fields(cls: type) -> tuple[str, ...]:
-    """The class's name, under which it can be found from now on, and those of its fields; () if it is no dataclass."""
-    if not dataclasses.is_dataclass(cls):
-        return ()
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    _CLASSES[name] = cls
-    return (name, *(field.name for field in dataclasses.fields(cls)))
-
-
 # ---------------------------------------------------------------------- inside of the op
 
 
@@ -240,7 +229,5 @@ def _value(part, numbers: Sequence[int], tensors: Sequence[Tensor]):
         return types.FunctionType(code, scope, code.co_name, tuple(values[count:]) or None, closure)
     values = [_value(x, numbers, tensors) for x in rest]
     if kind == "class":
-        if name not in _CLASSES:
-            raise RuntimeError(f"no class {name} in this process; trace the model here first")
-        return _CLASSES[name](*values)
+        return class_named(name, "class")(*values)
     return {"tuple": tuple, "list": list, "method": lambda x: types.MethodType(*x)}[kind](values)

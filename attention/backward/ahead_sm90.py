@@ -38,7 +38,8 @@ from cute_kernels.tile.ptx import compute_all_before_waits
 
 from ..forward.softmax import exp2
 from .config import BackwardFacts
-from .mainloop_sm90 import Consumer, MainloopSm90, Work
+from .mainloop_sm90 import MainloopSm90, Work
+from .operands_sm90 import Consumer
 
 
 class AheadSm90(MainloopSm90):

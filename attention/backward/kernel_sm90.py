@@ -32,7 +32,8 @@ from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
 from .ahead_sm90 import AheadSm90
 from .config import FP32, BackwardFacts
-from .mainloop_sm90 import Consumer, DqWork, MainloopSm90, Work
+from .mainloop_sm90 import DqWork, MainloopSm90, Work
+from .operands_sm90 import Consumer
 from .problem import KvTile, problem_of
 from .shared_columns_sm90 import SharedColumnsSm90
 from .store import store_fragment

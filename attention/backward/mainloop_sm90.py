@@ -23,62 +23,27 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import select_
-from cutlass.utils import hopper_helpers as sm90_utils
 
-from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ampere import WARP
-from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL, Arrivals
-from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout, start_product
+from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL
+from cute_kernels.tile.hopper import WARPGROUP, start_product
 from cute_kernels.tile.ptx import bulk_add, here, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
-from ..forward.tile_queue import FIELDS, SLOTS
 from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
-from .dq_sums import sums_of
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
+from .operands_sm90 import Consumer, OperandsSm90
 from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
 from .turns import TURN, end_turn, wait_for_turn
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """What a consumer warpgroup needs for all query tiles."""
-
-    group: Int32
-    mmas: tuple  # S', dP', dV, dK, dQ
-    tSrK: cute.Tensor  # (MMA, 1, MMA_K)
-    tSrQ: tuple  # of each part of the rows that scores are computed of in turn, (MMA, 1, MMA_K, PIPE)
-    tPrV: cute.Tensor  # (MMA, 1, MMA_K)
-    tPrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
-    tVrP: cute.Tensor  # (MMA, 1, MMA_K): P' as an A operand; the accumulators' order is that of its k
-    tVrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
-    tKrdS: cute.Tensor  # (MMA, 1, MMA_K): dS' as an A operand
-    tKrQ: tuple  # the same, (MMA, 1, MMA_K, PIPE)
-    tQrdS: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tQrK: tuple  # of each part of the columns that the warpgroup computes in turn, (MMA, 1, MMA_K)
-    acc_S: cute.Tensor  # (MMA, 1, MMA_N), as acc_dP
-    acc_dP: cute.Tensor
-    acc_dK: cute.Tensor  # (MMA, 1, MMA_N)
-    acc_dV: cute.Tensor
-    acc_dQ: cute.Tensor
-    pipe_q: pipeline.PipelineAsync
-    pipe_do: pipeline.PipelineAsync
-    copy_dS: cute.TiledCopy
-    sdS: tuple  # the same, (R2S, R2S_M, R2S_N, PIPE): where this thread's part goes
-    rows: Int32  # address of rows' ring in shared memory
-    ring_q: Int32  # of Q
-    ring_do: Int32  # of dO
-    sums: Int32  # of dQ's values on their way to memory
 
 
 @dataclass(frozen=True)
@@ -126,17 +91,11 @@ def meeting(group: Int32, buffer: Int32 | int) -> Int32:
     return group + 2 * buffer
 
 
-class MainloopSm90:
-    """Steps over the query tiles of one tile of K and V; also the storage, products and rings that they need."""
+class MainloopSm90(OperandsSm90):
+    """Steps over the query tiles of one tile of K and V."""
 
     def __init__(self, facts: BackwardFacts):
-        self.facts, self.cfg = facts, facts.config
-        self.dtype = cutlass_dtype(facts.dtype)
-        self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
-        self.sums = sums_of(facts.path, facts.config, facts.head_dim)
-        cfg = facts.config
-        self.unit = ROWS if cfg.by_units else cfg.tile_m  # query rows that scores are computed of
-        self.units = cfg.tile_m // self.unit
+        super().__init__(facts)
         self.check_config()
 
     def check_config(self):
@@ -155,14 +114,9 @@ class MainloopSm90:
                 f"{facts.config}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them"
             )
 
-    # ------------------------------------------------------------------ storage, products, rings
+    # ------------------------------------------------------------------ what the kernel asks
 
-    @property
-    def groups_m(self) -> int:
-        """Warpgroups that have rows of dQ of their own; the others share the columns."""
-        return self.cfg.tile_m // ROWS
-
-    # What the kernel around it asks: here a step is one query tile, loaded in one piece, and warps store dQ.
+    # Here a step is one query tile, loaded in one piece, and warps store dQ.
 
     @property
     def piece_rows(self) -> int:
@@ -202,198 +156,6 @@ class MainloopSm90:
     def first_column(self, c: Consumer, acc: cute.Tensor):
         """Of a warpgroup's accumulators of dK or dV."""
         return 0
-
-    def layouts(self) -> dict:
-        """As loaded and written: sQ (tile_m, D, PIPE), sdO (tile_m, Dv, PIPE), sK (tile_n, D), sV (tile_n, Dv), and
-        sdS (tile_n, tile_m, 2)."""
-        cfg, facts = self.cfg, self.facts
-        return {
-            "sQ": smem_layout(self.dtype, cfg.tile_m, facts.head_dim, cfg.ring_q, True),
-            "sdO": smem_layout(self.dtype, cfg.tile_m, facts.head_dim_v, cfg.stages, True),
-            "sK": self.k_layout(True),
-            "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
-            "sdS": smem_layout(self.dtype, cfg.tile_n, cfg.tile_m, self.facts.ds_buffers, True),
-        }
-
-    @property
-    def parts_k(self) -> int:
-        """Into how many parts dQ's product cuts K's columns: one a warpgroup, or two one after the other. Each has
-        whole swizzles."""
-        return 2 if self.facts.in_turn else self.cfg.groups // self.groups_m
-
-    def transposed(self) -> dict:
-        """The same memory with its modes in another order."""
-        cfg, facts = self.cfg, self.facts
-        return {
-            "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.ring_q, False),
-            "sdO": smem_layout(self.dtype, facts.head_dim_v, cfg.tile_m, cfg.stages, False),
-            "sK": self.k_layout(False),
-            "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, self.facts.ds_buffers, False),
-        }
-
-    def k_layout(self, row_major: bool):
-        """K's, with a swizzle that ends where a warpgroup's part of the columns does."""
-        rows, cols, kinds = self.cfg.tile_n, self.facts.head_dim, warpgroup.SmemLayoutAtomKind
-        width = cols // self.parts_k * self.dtype.width // 8
-        name = next(f"SW{span}" for span in (128, 64, 32) if width % span == 0)
-        atom = warpgroup.make_smem_layout_atom(getattr(kinds, f"{'K' if row_major else 'MN'}_{name}"), self.dtype)
-        shape, order = ((rows, cols, 1), (0, 1, 2)) if row_major else ((cols, rows, 1), (1, 0, 2))
-        return cute.tile_to_shape(atom, shape, order=order)
-
-    def lines_of_kv(self, storage) -> tuple:
-        """(address, layout (D or Dv, tile_n, 1) without its swizzle) of K and of V."""
-        sV = smem_layout(self.dtype, self.facts.head_dim_v, self.cfg.tile_n, 1, False)
-        layouts = self.k_layout(False).outer, sV.outer
-        return tuple((s.data_ptr().toint(), x) for s, x in zip((storage.sK, storage.sV), layouts, strict=True))
-
-    def storage(self) -> type:
-        """The struct of a CTA's shared memory."""
-        cfg = self.cfg
-        names = "sQ", "sdO", "sK", "sV", "sdS"
-        q, do, k, v, ds = (cute.cosize(self.layouts()[name]) for name in names)
-
-        @cute.struct
-        class SharedStorage:
-            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
-            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.ring_q]
-            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
-            barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-            slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * cfg.tile_m * cfg.ring_q], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sums.size * cfg.sums], 128]
-            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, k], ALIGN]
-            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v], ALIGN]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, q], ALIGN]
-            sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, do], ALIGN]
-            sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, ds], ALIGN]
-
-        return SharedStorage
-
-    def views(self, storage, layouts: dict) -> dict:
-        """Tensors of these layouts in the storage, with their swizzles."""
-        return {
-            name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-            for name, layout in layouts.items()
-        }
-
-    def make_mmas(self) -> tuple:
-        """(S' = K Q', dP' = V dO', dV = P' dO, dK = dS' Q, dQ = dS K) of all consumers."""
-        cfg, facts = self.cfg, self.facts
-        k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-
-        def product(a, b, groups: tuple, columns: int, source):
-            make = sm90_utils.make_trivial_tiled_mma
-            return make(self.dtype, self.dtype, a, b, Float32, (*groups, 1), (ROWS, columns), source)
-
-        along = cfg.groups, 1
-        of_k, of_v = (registers if there else memory for there in facts.in_registers)
-        return (
-            product(k, k, along, self.unit, of_k),
-            product(k, k, along, self.unit, of_v),
-            product(k, mn, along, facts.head_dim_v, registers),
-            product(k, mn, along, facts.head_dim, registers),
-            product(mn, mn, (self.groups_m, cfg.groups // self.groups_m), facts.head_dim // self.parts_k, memory),
-        )
-
-    def make_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
-        """The TMA load of an operand's tiles: (atom, tensor)."""
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), tensor, cute.slice_(layout, (None, None, 0)), tile
-        )
-
-    def make_ring(self, barriers, stages: int, tx_bytes: int) -> pipeline.PipelineAsync:
-        """The pipeline of an operand; its barriers are not yet visible to all."""
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers.data_ptr(),
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.full),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.empty),
-            tx_count=tx_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=True,
-        )
-
-    def make_pipelines(self, storage, arrivals: Arrivals) -> tuple:
-        """(K and V, Q and rows, dO, queue); returns after every barrier is visible. `arrivals` are the queue's."""
-        cfg, width = self.cfg, self.dtype.width // 8
-        dims = self.facts.head_dim, self.facts.head_dim_v
-        kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
-        q = self.make_ring(storage.barriers_q, cfg.ring_q, cfg.step_rows * (dims[0] * width + 2 * FP32))
-        do = self.make_ring(storage.barriers_do, self.facts.stages_do, cfg.step_rows * dims[1] * width)
-        queue = pipeline.PipelineAsync.create(
-            barrier_storage=storage.barriers_queue.data_ptr(),
-            num_stages=SLOTS,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
-            defer_sync=True,
-        )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return kv, q, do, queue
-
-    def consumer(self, mmas: tuple, group: Int32, storage, rings: tuple) -> Consumer:
-        """A warpgroup's operands and registers."""
-        cfg, facts = self.cfg, self.facts
-        s, t = self.views(storage, self.layouts()), self.views(storage, self.transposed())
-        first = cute.make_layout(cfg.groups, stride=WARPGROUP)(group)
-        threads = [mma.get_slice(first) for mma in mmas]
-        of_s, of_dp, of_dv, of_dk, of_dq = threads
-        mma_s, mma_dp, mma_dv, mma_dk, mma_dq = mmas
-
-        def registers(thread, shape: tuple):
-            return cute.make_rmem_tensor(thread.partition_shape_C(shape), Float32)
-
-        copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
-        tidx = cute.arch.thread_idx()[0] - WARPGROUP
-        one = (None, None, None, 0)
-        parts = self.parts_k if facts.in_turn else 1
-        part = facts.head_dim // parts, cfg.tile_n, 1
-        columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
-        scores = cfg.tile_n, self.unit
-
-        def units(x: cute.Tensor, mode: int) -> list:
-            """A ring's units of rows, which are this mode of its tensor."""
-            extents = [cute.size(x, mode=[m]) for m in range(3)]
-            extents[mode] = self.unit
-            return [
-                cute.local_tile(x, tuple(extents), tuple(u * (m == mode) for m in range(3))) for u in range(self.units)
-            ]
-
-        def operand_a(mma, thread, place: cute.Tensor, in_registers: bool):
-            if in_registers:
-                return cute.make_rmem_tensor(thread.partition_shape_A(place.shape[:2]), self.dtype)
-            return mma.make_fragment_A(thread.partition_A(place))[one]
-
-        in_registers = facts.in_registers
-        tVrP, tKrdS = (cute.make_rmem_tensor(x.partition_shape_A(scores), self.dtype) for x in (of_dv, of_dk))
-        return Consumer(
-            group=group,
-            mmas=mmas,
-            tSrK=operand_a(mma_s, of_s, s["sK"], in_registers[0]),
-            tSrQ=tuple(mma_s.make_fragment_B(of_s.partition_B(x)) for x in units(s["sQ"], 0)),
-            tPrV=operand_a(mma_dp, of_dp, s["sV"], in_registers[1]),
-            tPrdO=tuple(mma_dp.make_fragment_B(of_dp.partition_B(x)) for x in units(s["sdO"], 0)),
-            tVrP=tVrP,
-            tVrdO=tuple(mma_dv.make_fragment_B(of_dv.partition_B(x)) for x in units(t["sdO"], 1)),
-            tKrdS=tVrP if cfg.by_units else tKrdS,  # one after the other
-            tKrQ=tuple(mma_dk.make_fragment_B(of_dk.partition_B(x)) for x in units(t["sQ"], 1)),
-            tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
-            tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),
-            acc_S=registers(of_s, scores),
-            acc_dP=registers(of_dp, scores),
-            acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
-            acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
-            acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim // parts)),
-            pipe_q=rings[0],
-            pipe_do=rings[1],
-            copy_dS=copy_dS,
-            sdS=tuple(copy_dS.get_slice(tidx).partition_D(x) for x in units(s["sdS"], 1)),
-            rows=storage.rows.data_ptr().toint(),
-            ring_q=storage.sQ.data_ptr().toint(),
-            ring_do=storage.sdO.data_ptr().toint(),
-            sums=storage.sums.data_ptr().toint(),
-        )
 
     # ------------------------------------------------------------------ steps
 

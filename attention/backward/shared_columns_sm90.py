@@ -47,7 +47,8 @@ from ..forward.mainloop_sm90 import in_steps
 from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32
 from .fragments import ROWS
-from .mainloop_sm90 import Consumer, DqWork, MainloopSm90, Work, first_row
+from .mainloop_sm90 import DqWork, MainloopSm90, Work, first_row
+from .operands_sm90 import Consumer
 from .turns import TURN, end_turn, wait_for_turn
 
 GROUPS = 2

@@ -24,13 +24,20 @@ _CLASSES: dict[str, type] = {}
 
 
 @torch.compiler.assume_constant_result
-def _fields(cls: type) -> tuple[str, ...]:
+def fields_of(cls: type) -> tuple[str, ...]:
     """The class's name, under which it can be found from now on, and those of its fields; () if it is no dataclass."""
     if not dataclasses.is_dataclass(cls):
         return ()
     name = f"{cls.__module__}.{cls.__qualname__}"
     _CLASSES[name] = cls
     return (name, *(field.name for field in dataclasses.fields(cls)))
+
+
+def class_named(name: str, what: str) -> type:
+    """The class of which fields_of gave the name; an error calls it `what`."""
+    if name not in _CLASSES:
+        raise RuntimeError(f"no {what} {name} in this process; trace the model here first")
+    return _CLASSES[name]
 
 
 @torch.compiler.assume_constant_result
@@ -62,7 +69,7 @@ def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
     if isinstance(value, int):  # under torch.compile it may be a symbol, which has no text
         numbers.append(value)
         return f'["int", {len(numbers) - 1}]'
-    fields = _fields(type(value))
+    fields = fields_of(type(value))
     if len(fields) == 0:
         if not isinstance(value, types.FunctionType):
             raise TypeError(
@@ -87,8 +94,6 @@ def read(text: str | None, numbers: list[int], tensors: list[Tensor]) -> MaskMod
             return (numbers if name == "int" else tensors)[rest[0]]
         if name == "function":
             return function_named(rest[0])
-        if name not in _CLASSES:
-            raise RuntimeError(f"no mask_mod class {name} in this process; trace the model here first")
-        return _CLASSES[name](*(value(x) for x in rest))
+        return class_named(name, "mask_mod class")(*(value(x) for x in rest))
 
     return None if text is None else value(json.loads(text))
