@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cute_kernels.traced.memo import MOST, traced
 
-from .masks.mask_text import class_named, fields_of
+from .masks.mask_text import class_named, fields_of, written_plainly
 from .score_mod import INPUTS, WHAT, BoundScore, check_callable, mod_of
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
@@ -49,16 +49,9 @@ def written(score_mod) -> tuple[str, list[int], list[Tensor]]:
 
 def _written(value, names: tuple[str, ...], numbers: list[int], tensors: list[Tensor]) -> str:
     """`names`: which attributes the function names that has this value."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return f'["tensor", {len(tensors) - 1}]'
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):  # it may be a symbol, which has no text
-        numbers.append(value)
-        return f'["int", {len(numbers) - 1}]'
+    text = written_plainly(value, numbers, tensors)
+    if text is not None:
+        return text
     if isinstance(value, float):
         return f'["float", "{_constant(value)}"]'
     if isinstance(value, types.FunctionType):

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch.nn.functional as nnf
 
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
+from attention.backward.choose import pick
+from attention.backward.config import BackwardFacts
+from attention.backward.kernel_sm90 import FlashBackwardSm90
 from attention.masks.mask_mods import SameDocument
 
 from .attention_parts import FP16, FP64, misaligned, packed, qkv, rows_first
@@ -390,7 +394,8 @@ def test_the_gradient_of_q_has_one_order_on_request(path):
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
     narrow = {"block_mask": blocks((64, 64), (300, 500), heads=2)}
-    for call, dim, terms in ((attention, 64, {"window": (150, 20)}), (block_sparse_attention, 128, narrow)):
+    dense = ((attention, 64, {"window": (150, 20)}), (attention, 128, {"causal": True}))
+    for call, dim, terms in (*dense, (block_sparse_attention, 128, narrow)):
         q, k, v = (t.requires_grad_() for t in qkv(300, 500, dim, B=1, H=2, heads=1))
         out = call(q, k, v, **terms, deterministic=True)
         found = []
@@ -412,6 +417,20 @@ def test_the_gradient_of_q_has_the_same_bits_on_every_run(path):
         for _ in range(20):
             again = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
             assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.sm_90
+def test_configurations_that_have_no_order():
+    """Sums that are added from registers, and what the kernel of shared columns would not heed."""
+    facts = pick(BackwardFacts("sm_90a", "sm_90", None, head_dim=192, head_dim_v=192))
+    assert facts.config.direct and not pick(replace(facts, config=None, deterministic=True)).config.direct
+    changes = (
+        {"deterministic": True},
+        *({"config": replace(facts.config, **c)} for c in ({"one_ds": True}, {"sums": 2})),
+    )
+    for change in changes:
+        with pytest.raises(ValueError, match="has no order|are those of scores by units"):
+            FlashBackwardSm90(replace(facts, **change))
 
 
 def test_what_deterministic_may_be():

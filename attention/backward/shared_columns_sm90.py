@@ -88,6 +88,10 @@ class SharedColumnsSm90(MainloopSm90):
             raise ValueError(f"{cfg}: {cfg.dq_parts} parts of dQ do not have whole columns")
         if cfg.ahead and cfg.stages < 2:
             raise ValueError(f"{cfg}: Q of the step ahead needs a stage of its own")
+        if cfg.one_ds or cfg.sums > 1 or cfg.stages_q:
+            raise ValueError(f"{cfg}: buffers of dS and of sums, and stages of Q alone, are those of scores by units")
+        if cfg.direct and self.facts.deterministic:
+            raise ValueError(f"{cfg}: what is added to memory from registers has no order")
 
     # ------------------------------------------------------------------ what the kernel asks
 

@@ -58,7 +58,8 @@ def written(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[Tenso
     return None if mask_mod is None else _written(mask_mod, numbers, tensors), numbers, tensors
 
 
-def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
+def written_plainly(value, numbers: list[int], tensors: list[Tensor]) -> str | None:
+    """The text of a tensor, an integer, a bool or None; of anything else None."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return f'["tensor", {len(tensors) - 1}]'
@@ -69,6 +70,13 @@ def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
     if isinstance(value, int):  # under torch.compile it may be a symbol, which has no text
         numbers.append(value)
         return f'["int", {len(numbers) - 1}]'
+    return None
+
+
+def _written(value, numbers: list[int], tensors: list[Tensor]) -> str:
+    text = written_plainly(value, numbers, tensors)
+    if text is not None:
+        return text
     fields = fields_of(type(value))
     if len(fields) == 0:
         if not isinstance(value, types.FunctionType):
