@@ -42,6 +42,7 @@ def attention(
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqlens_k is not None or block_table is not None:
+        seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
         tensors += (seqlens_k,) if block_table is None else (seqlens_k, block_table)
     if score is not None:
         tensors += score.tensors
@@ -98,6 +99,7 @@ def plan_attention(
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
+    seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
     cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
     check_sinks("attention", sinks, q)
     columns = cache_checks.capacity(k, block_table)

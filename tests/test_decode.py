@@ -52,6 +52,13 @@ def test_calls(where, operands, terms, splits):
         check_split(count, **call, **terms)
 
 
+def test_a_length_without_a_stride(where):
+    call = cache([40], 64, H=2, device=where)
+    length = call["seqlens_k"][0].expand(1)
+    assert length.stride() == (0,)
+    assert torch.equal(attention(**call | {"seqlens_k": length}), attention(**call))
+
+
 def test_lengths_and_pages_that_are_not_there(where):
     call = cache([64, 64], 64, H=2, device=where)
     full = attention(**call)

@@ -1,10 +1,12 @@
-"""After backward: dQ from its sums, scaled and rounded. A CTA does one query tile."""
+"""After backward: dQ from its sums, scaled and rounded. A CTA does one query tile; without sums its dQ is 0."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
+
+from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.problem import one_item
 from .config import ConvertFacts
@@ -26,6 +28,7 @@ class Convert:
     def __call__(
         self,
         dq: cute.Tensor,  # (B * H * tiles, tile_m * D) fp32; packed (H * tiles, ..)
+        turns: cute.Tensor | None,  # (the same, parts) int32; where sums exist of those parts alone whose number is not 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         mdQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         scale: Float32,
@@ -39,12 +42,12 @@ class Convert:
             batch, heads, total, _ = mdQ.shape
             seqlens = DenseRows(total, total)
         tiles = dq.shape[0] // (batch * heads)
-        self.kernel(dq, seqlens, mdQ, scale).launch(
+        self.kernel(dq, turns, seqlens, mdQ, scale).launch(
             grid=(tiles * heads * batch, 1, 1), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, dq: cute.Tensor, seqlens, mdQ: cute.Tensor, scale: Float32):
+    def kernel(self, dq: cute.Tensor, turns: cute.Tensor | None, seqlens, mdQ: cute.Tensor, scale: Float32):
         facts, sums = self.facts, self.sums
         tidx = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
@@ -53,17 +56,21 @@ class Convert:
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.config.tile_m)
         seqlen = seqlens.rows_of(b)
-        acc = self.load(at, tidx)
+        acc = cute.make_rmem_tensor(sums.values, Float32)
+        if const_expr(facts.counted):
+            acc.fill(0.0)
+            if turns[number, tidx // WARPGROUP] > 0:
+                self.load(at, tidx, acc)
+        else:
+            self.load(at, tidx, acc)
         acc.store(acc.load() * scale)
         row, column, tiles_m = fragments_of(facts.path, facts.config, facts.head_dim).begin(tidx)
         gdQ = cute.domain_offset((seqlen.q0, column), mdQ[seqlen.b, h, None, None])
         store_fragment(acc, gdQ, tile * facts.config.tile_m + row, seqlen.rows, tiles_m)
 
-    def load(self, at, tidx) -> cute.Tensor:
+    def load(self, at, tidx, acc: cute.Tensor):
         """This thread's sums of the tile at an address."""
-        sums = self.sums
-        acc, layout = cute.make_rmem_tensor(sums.values, Float32), cute.make_layout(sums.vector)
+        sums, layout = self.sums, cute.make_layout(self.sums.vector)
         for r in range(0, sums.values, sums.vector):
             place = make_ptr(Float32, at + sums.offset(tidx, r) * 4, AddressSpace.gmem, assumed_align=4 * sums.vector)
             cute.autovec_copy(cute.make_tensor(place, layout), cute.make_tensor(acc.iterator + r, layout))
-        return acc

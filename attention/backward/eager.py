@@ -21,7 +21,7 @@ from ..plan import path_of, scalars_of, view_of
 from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
-from .config import PREPARE_WARPS, BackwardFacts
+from .config import PREPARE_WARPS, BackwardFacts, first_stores
 from .row_tiles import tiles_of_a_head
 
 OP = "attention's backward"
@@ -112,20 +112,24 @@ def backward(
     config, device = plan.facts.config, plan.device
     rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
-    order, ranks = (None,), ()
-    if plan.facts.deterministic:
-        order = (torch.zeros((plan.tiles, config.dq_groups), dtype=torch.int32, device=device),)
-        ranks = () if mask is None else (ranks_of(mask),)
+    turns, ranks = None, ()
+    if plan.facts.counted:
+        turns = torch.empty((plan.tiles, config.dq_groups), dtype=torch.int32, device=device)
+    if plan.facts.deterministic and mask is not None:
+        ranks = (ranks_of(mask),)
+    order = (turns,)
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
+    stored = first_stores(plan.facts.path, config)
     blocks = None if mask is None else (*lists_of(mask), *ranks, *reads)
     sink_sums = None
     if sinks is not None:
         sink_sums = torch.empty((plan.tiles, PREPARE_WARPS), dtype=torch.float32, device=device)
     dlse = None if dlse is None else dlse.contiguous()
-    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, sums, sinks, sink_sums)
+    zeroed = None if stored else sums
+    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, zeroed, turns, sinks, sink_sums)
     plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)
-    plan.convert(sums, cu_seqlens[0], dq, plan.scale)
+    plan.convert(sums, turns if stored else None, cu_seqlens[0], dq, plan.scale)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of an item's head follow one another
         sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)

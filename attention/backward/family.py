@@ -16,7 +16,7 @@ from cute_kernels.tile.barriers import (
 from ..forward.family import HALF, short
 from .arguments import backward_args, convert_args, prepare_args
 from .choose import unsupported
-from .config import BackwardFacts, ConvertFacts, PrepareFacts
+from .config import BackwardFacts, ConvertFacts, PrepareFacts, first_stores
 
 OPS = "attention", "block_sparse_attention"
 
@@ -94,7 +94,7 @@ class FlashBackward(Family):
 
 
 class BackwardPrepare(Family):
-    """LSE and delta of each row, and zeros for dQ's sums."""
+    """LSE and delta of each row, and zeros for dQ's sums or for the numbers of turns.py."""
 
     name = "backward prepare"
     ops = OPS
@@ -119,7 +119,8 @@ class BackwardPrepare(Family):
 
     def describe(self, facts: PrepareFacts) -> dict[str, str]:
         switches = (("of LSE, too", facts.lse_gradient), ("packed", facts.packed))
-        switches += ((f"sinks {short(facts.sinks)}", facts.sinks),)
+        switches += ((f"sinks {short(facts.sinks)}", facts.sinks), ("zeros", facts.zeros))
+        switches += ((f"numbers of {facts.parts} parts", facts.parts),)
         more = [text for text, there in switches if there]
         return {
             "configuration": f"rows of {facts.tile_m}",
@@ -161,8 +162,9 @@ class BackwardConvert(Family):
 
 def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = None) -> PrepareFacts:
     """Of the kernel before the one of such facts."""
-    dims = facts.head_dim, facts.head_dim_v
-    return PrepareFacts(facts.arch, facts.dtype, facts.config.tile_m, *dims, lse_gradient, facts.packed, sinks)
+    terms = facts.config.tile_m, facts.head_dim, facts.head_dim_v, lse_gradient, facts.packed, sinks
+    zeros, parts = not first_stores(facts.path, facts.config), facts.config.dq_groups if facts.counted else 0
+    return PrepareFacts(facts.arch, facts.dtype, *terms, zeros, parts)
 
 
 def convert_of(facts: BackwardFacts) -> ConvertFacts:

@@ -31,7 +31,7 @@ from cute_kernels.tile.ptx import read_special_register
 from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
 from .ahead_sm90 import AheadSm90
-from .config import FP32, BackwardFacts
+from .config import BackwardFacts
 from .mainloop_sm90 import DqWork, MainloopSm90, Work
 from .operands_sm90 import Consumer
 from .problem import KvTile, problem_of
@@ -69,7 +69,7 @@ class FlashBackwardSm90:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
-        turns: cute.Tensor | None,  # (B * H * tiles, consumer warpgroups) int32 of zeros; where sums have one order
+        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 of zeros; see turns.py and BackwardFacts.counted
         counter: cute.Tensor,  # (1,) int32, 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
@@ -153,8 +153,9 @@ class FlashBackwardSm90:
                 pipes = pipe_kv, pipe_q, pipe_do
                 self.produce(operands, rows, storage.rows.data_ptr(), pipes, queue, source, scheduler, seqlens)
             elif warp <= cfg.storing_warps:
-                sums = storage.sums.data_ptr().toint()
-                self.store_dq(warp - 1, sums, (dq, turns), queue, source, scheduler, seqlens)
+                if const_expr(cfg.storing_warps > 0):
+                    sums = storage.sums.data_ptr().toint()
+                    self.store_dq(warp - 1, sums, (dq, turns), queue, source, scheduler, seqlens)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
             c = self.mainloop.consumer(mmas, group, storage, (pipe_q, pipe_do))
@@ -220,13 +221,10 @@ class FlashBackwardSm90:
     def dq_work_of(self, tiles, h, part, memory: tuple, scheduler, seqlens, seqlen, tile) -> DqWork:
         """Where a consumer warpgroup's dQ of a head goes. part: of those that have turns; memory: (sums, turns)."""
         cfg, (dq, turns) = self.cfg, memory
-        first = Int64(seqlen.b * scheduler.heads + h) * scheduler.tiles_q
+        first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
         first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-        begin = dq.iterator.toint() + first * (cfg.tile_m * self.facts.head_dim * FP32)
-        turn = None
-        if self.facts.deterministic:
-            turn = turns.iterator.toint() + (first * cfg.dq_groups + part) * TURN
-        return DqWork(tiles, begin, turn)
+        turn = turns.iterator.toint() + part * TURN if self.facts.counted else None
+        return DqWork(tiles, first, dq.iterator.toint(), turn)
 
     @cute.jit
     def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
@@ -272,7 +270,7 @@ class FlashBackwardSm90:
         self, group: Int32, sums: Int32, memory: tuple, queue: TileQueue, source, scheduler, seqlens
     ):  # fmt: skip
         """Add a consumer warpgroup's parts of dQ to memory: a warp's work."""
-        cfg = self.cfg
+        cfg, facts = self.cfg, self.facts
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.sums)
         at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         index = read_special_register("ctaid.x")
@@ -289,7 +287,10 @@ class FlashBackwardSm90:
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
                 to = self.dq_work_of(tiles, h, group, memory, scheduler, seqlens, seqlen, tile)
-                left, at = self.mainloop.store_sums(group, to, sums, left, at)
+                if const_expr(facts.deterministic and cfg.sums == 2):
+                    left, at = self.mainloop.store_sums_in_turn(group, to, sums, left, at)
+                else:
+                    left, at = self.mainloop.store_sums(group, to, sums, left, at)
             index, fields = queue.consume(len(fields), at_queue)
             at_queue.advance()
 

@@ -32,7 +32,7 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL
 from cute_kernels.tile.hopper import WARPGROUP, start_product
-from cute_kernels.tile.ptx import bulk_add, here, read_special_register
+from cute_kernels.tile.ptx import bulk_add, bulk_store, here, load_acquire, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
@@ -43,7 +43,7 @@ from .fragments import ROWS
 from .mask import mask_elements, mask_window
 from .operands_sm90 import Consumer, OperandsSm90
 from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
-from .turns import TURN, end_turn, wait_for_turn
+from .turns import NONE, STORING, THERE, TURN, claim, end_turn, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Work:
     softcap: Float32  # with a score_mod, what scores are multiplied by before it
     score_tensors: tuple | None = None  # what a score_mod reads
     score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
-    dq: Int64 | None = None  # as in DqWork, where consumers add to it
-    turns: Int64 | None = None
+    dq: Int64 | None = None  # address of the sums of the head's first query tile, where consumers add to them
+    turns: Int64 | None = None  # of its number, where sums have an order
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,17 @@ class DqWork:
     """One head's query tiles, and where a consumer warpgroup's parts of dQ go."""
 
     tiles: Any
-    dq: Int64  # address of dQ's sums of the head's first query tile
-    turns: Int64 | None  # address of this warpgroup's number of the head's first query tile (turns.py)
+    first: Int32  # number of the head's first query tile, of those of all heads
+    dq: Int64  # address of the sums of dQ of all heads' first query tile
+    turns: Int64 | None  # address of this warpgroup's number of the same tile, where there is one
+
+    def dq_of(self, number: Int32, size: int) -> Int64:
+        """Address of the sums of the head's tile of a number, of `size` bytes a tile."""
+        return self.dq + Int64(self.first + number) * size
+
+    def turn_of(self, number: Int32, parts: int) -> Int64:
+        """Address of this warpgroup's number of it, of `parts` numbers a tile (turns.py)."""
+        return self.turns + Int64(self.first + number) * (parts * TURN)
 
 
 def first_row(threads: int | None = None) -> Int32:
@@ -427,26 +436,96 @@ class MainloopSm90(OperandsSm90):
 
         left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
         """
+        first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
+        claimed = Int32(NONE)
+        if const_expr(not self.facts.deterministic):
+            if first & (work.tiles.count > 0):
+                claimed = claim(work.turn_of(work.tiles.at(0), groups))
         for i in cutlass.range(work.tiles.count, unroll=1):
             number, buffer = work.tiles.at(i), self.buffer_of_sums(at)
-            cute.arch.barrier(barrier_id=BACKWARD_FULL + meeting(group, buffer), number_of_threads=STORE_THREADS)
-            if cute.arch.lane_idx() == 0:
-                turn = Int64(0)
+            self.wait_for_full(group, buffer)
+            if first:
+                turn = work.turn_of(number, groups)
                 if const_expr(self.facts.deterministic):
-                    turn = work.turns + Int64(number) * (self.cfg.groups * TURN)
-                    wait_for_turn(turn, work.tiles.turn(number))
-                tile = work.dq + Int64(number) * (self.sums.size * FP32)
-                bulk_add(tile + group * self.part_bytes, sums + self.place_of_sums(group, buffer), self.part_bytes)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
-                if const_expr(self.facts.deterministic):
+                    mine = work.tiles.turn(number)
+                    wait_for_turn(turn, mine)
+                    self.store_or_add(group, work, number, sums, buffer, mine == 0)
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
                     end_turn(turn, True)
+                else:
+                    if claimed == STORING:
+                        wait_for_turn(turn, Int32(THERE))
+                    self.store_or_add(group, work, number, sums, buffer, claimed == NONE)
+                    if claimed == NONE:
+                        cute.arch.cp_async_bulk_wait_group(0, read=False)
+                        end_turn(turn, True)
+                    else:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    if i + 1 < work.tiles.count:  # its answer comes while the next sums are waited for
+                        claimed = claim(work.turn_of(work.tiles.at(i + 1), groups))
             cute.arch.sync_warp()
             if left > 0:
                 self.free_sums(group, buffer)
             left -= 1
             at.advance()
         return left, at
+
+    @cute.jit
+    def store_sums_in_turn(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
+        """The same in one order, of two buffers.
+
+        A tile's sums are on their way to memory while the next ones are given: a turn is ended when the next tile's
+        addition has been started, or, where that has to wait for its own turn, before it does.
+        """
+        first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
+        begun = Int32(-1)  # the query tile whose turn is not ended; -1: none
+        for i in cutlass.range(work.tiles.count, unroll=1):
+            number, buffer = work.tiles.at(i), self.buffer_of_sums(at)
+            self.wait_for_full(group, buffer)
+            if first:
+                turn, mine = work.turn_of(number, groups), work.tiles.turn(number)
+                seen = load_acquire(turn)
+                while seen != mine:
+                    if begun >= 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=False)
+                        end_turn(work.turn_of(begun, groups), True)
+                        begun = Int32(-1)
+                    seen = load_acquire(turn)
+                self.store_or_add(group, work, number, sums, buffer, mine == 0)
+                cute.arch.cp_async_bulk_wait_group(1, read=False)
+                if begun >= 0:
+                    end_turn(work.turn_of(begun, groups), True)
+                begun = number
+            cute.arch.sync_warp()
+            if (i > 0) & (left >= 0):  # there are as many to come after the tile before
+                self.free_sums(group, 1 - buffer)
+            left -= 1
+            at.advance()
+        if work.tiles.count > 0:
+            if first:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                end_turn(work.turn_of(begun, groups), True)
+            cute.arch.sync_warp()
+            if left >= 0:
+                self.free_sums(group, 1 - self.buffer_of_sums(at))
+        return left, at
+
+    @cute.jit
+    def store_or_add(
+        self, group: Int32, work: DqWork, number: Int32, sums: Int32, buffer: Int32 | int, store
+    ):  # fmt: skip
+        """Start to store a part of a query tile's dQ, or to add it; by one thread."""
+        to = work.dq_of(number, self.sums.size * FP32) + group * self.part_bytes
+        source = sums + self.place_of_sums(group, buffer)
+        if store:
+            bulk_store(to, source, self.part_bytes)
+        else:
+            bulk_add(to, source, self.part_bytes)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def wait_for_full(self, group: Int32, buffer: Int32 | int):
+        """Until a buffer of sums has been written."""
+        cute.arch.barrier(barrier_id=BACKWARD_FULL + meeting(group, buffer), number_of_threads=STORE_THREADS)
 
     def free_sums(self, group: Int32, buffer: Int32 | int):
         """A buffer of sums may be written."""

@@ -1,4 +1,4 @@
-"""Before backward: each row's LSE and delta, as row_tiles says, and zeros for dQ's sums.
+"""Before backward: each row's LSE and delta, as row_tiles says, and zeros for dQ's sums or for the numbers of turns.py.
 
     delta = sum of dO * O over a row, less the gradient of its LSE     (FlashAttention-2, Dao 2023)
 
@@ -45,7 +45,8 @@ class Prepare:
         mdLSE: cute.Tensor | None,  # as LSE
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         rows: cute.Tensor,  # (B * H * tiles, 2, tile_m) fp32; packed (H * tiles, ..)
-        dq: cute.Tensor,  # (the same, tile_m * D) fp32
+        dq: cute.Tensor | None,  # (the same, tile_m * D) fp32; None: it needs no zeros
+        turns: cute.Tensor | None,  # (the same, parts) int32
         mSinks: cute.Tensor | None,  # (H,)
         sink_sums: cute.Tensor | None,  # (the same, WARPS) fp32
         stream: cuda.CUstream,
@@ -60,7 +61,7 @@ class Prepare:
             batch, heads, total, _ = mO.shape
             seqlens = DenseRows(total, total)
         tiles = rows.shape[0] // (batch * heads)
-        self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq, mSinks, sink_sums).launch(
+        self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq, turns, mSinks, sink_sums).launch(
             grid=(tiles * heads * batch, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -73,7 +74,8 @@ class Prepare:
         mdLSE: cute.Tensor | None,
         seqlens,
         rows: cute.Tensor,
-        dq: cute.Tensor,
+        dq: cute.Tensor | None,
+        turns: cute.Tensor | None,
         mSinks: cute.Tensor | None,
         sink_sums: cute.Tensor | None,
     ):
@@ -86,14 +88,11 @@ class Prepare:
         seqlen = seqlens.rows_of(b)
         if const_expr(mSinks is not None):
             sink, of_sink = mSinks[h].to(Float32) * LOG2E, Float32(0.0)
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        size = const_expr(facts.tile_m * facts.head_dim)
-        at = dq.iterator.toint() + (Int64(number) * size + tidx * 4) * 4
-        for i in range_constexpr(0, size, THREADS * 4):
-            if const_expr(i + THREADS * 4 <= size) or tidx * 4 + i < size:
-                place = make_ptr(Float32, at + i * 4, AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
+        if const_expr(facts.zeros):
+            self.zero_sums(dq, number, tidx)
+        if const_expr(facts.parts > 0):
+            if tidx < facts.parts:
+                turns[number, tidx] = Int32(0)
         for first in range_constexpr(0, facts.tile_m, THREADS // ROW_THREADS):
             mine = first + tidx // ROW_THREADS
             row = tile * facts.tile_m + mine
@@ -123,6 +122,18 @@ class Prepare:
             of_sink = self.sum_of_rows(of_sink)
             if tidx % 32 == 0:
                 sink_sums[number, tidx // 32] = of_sink
+
+    @cute.jit
+    def zero_sums(self, dq: cute.Tensor, number: Int32, tidx: Int32):
+        """Zeros for the sums of a query tile."""
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        size = const_expr(self.facts.tile_m * self.facts.head_dim)
+        at = dq.iterator.toint() + (Int64(number) * size + tidx * 4) * 4
+        for i in range_constexpr(0, size, THREADS * 4):
+            if const_expr(i + THREADS * 4 <= size) or tidx * 4 + i < size:
+                place = make_ptr(Float32, at + i * 4, AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
 
     @cute.jit
     def sum_of_rows(self, x: Float32) -> Float32:

@@ -132,7 +132,8 @@ class SharedColumnsSm90(MainloopSm90):
         return pipeline.PipelineState(1, at.count, Int32(0), at.count % 2)
 
     def work(self, work: Work, dq: DqWork) -> Work:
-        return replace(work, dq=dq.dq, turns=dq.turns)
+        turns = dq.turn_of(0, self.cfg.dq_groups) if self.facts.deterministic else None
+        return replace(work, dq=dq.dq_of(0, self.sums.size * FP32), turns=turns)
 
     def dq_part(self, group: Int32):
         return 0 if self.pair else group

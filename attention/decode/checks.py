@@ -35,10 +35,17 @@ def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
             shape = f"({q.shape[0]},) or ({q.shape[0]}, 2)" if dim == 1 else f"({q.shape[0]}, pages of an item)"
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {shape}, q's batch")
         common.check_device(op, q.device, **{name: tensor})
-        if tensor.shape[-1] > 0 and tensor.stride(-1) != 1:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{op}: {name}, strides {tensor.stride()}, is not contiguous; call .contiguous()")
 
 
 def capacity(k, block_table) -> int:
     """Rows of K and V that an item can have."""
     return k.shape[2] if block_table is None else block_table.shape[1] * k.shape[2]
+
+
+def unit_stride(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor with a stride of 1 in its last dimension where that has one entry: expand() may leave 0 there."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[-1] != 1 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
