@@ -19,6 +19,8 @@ from attention.backward.eager import Terms, plan_backward
 from attention.forward.config import BlockKind
 from attention.masks.mask_mods import window_bounds
 from attention.plan import has_kernel
+from attention.score_mod import bound
+from attention.score_mods import Alibi, alibi_slopes
 from cute_kernels import explain, path
 from cute_kernels.dtypes import NAMES
 from tests.cases import uniform
@@ -32,6 +34,7 @@ from .rows import FASTEST, Candidate, Case
 SUITE = "attention-backward"
 ANY_ORDER = "ours, any order"
 NO_SINKS = "ours, no sinks"
+NO_SCORE = "ours, no score_mod"
 PRODUCTS = {FORWARD: 1.0, BACKWARD: 2.5, STEP: 3.5}  # over forward's two
 
 # (B, S, H, D)
@@ -63,6 +66,7 @@ class TrainingProblem(AttentionProblem):
     lengths: tuple[int, ...] | None = None  # of packed documents
     deterministic: bool = False
     sinks: bool = False
+    alibi: bool = False
 
     @cached_property
     def pairs(self) -> float:
@@ -90,12 +94,13 @@ def operands(p: TrainingProblem, blocks: Tensor | None = None, device: str = "cu
     q, k, v, dout = (partial(make, *shape) for shape in (of_q, of_kv, of_kv, of_q))
     terms = {} if blocks is None else {"blocks": lambda: blocks.to(device), "block_size": p.block}
     sinks = partial(make, p.heads) if p.sinks else None
-    more = {"what": p.what, "sinks": sinks, "lengths": p.lengths, "window": p.window}
+    slopes = partial(alibi_slopes, p.heads, device) if p.alibi else None
+    more = {"what": p.what, "sinks": sinks, "slopes": slopes, "lengths": p.lengths, "window": p.window}
     return Training(q, k, v, dout, causal=p.causal, **more, **terms)
 
 
 def sharing(x: Training, **changes) -> Training:
-    """The same tensors, of another call: of `what`, `sinks`, `causal`, `window` or `lengths`, those given are new."""
+    """The same q, k, v and dout, of another call: without sinks and ALiBi, and with changes of its other terms."""
     same = {"what": x.what, "causal": x.causal, "window": x.window, "lengths": x.lengths}
     return Training(lambda: x.q, lambda: x.k, lambda: x.v, lambda: x.dout, **(same | changes))
 
@@ -125,6 +130,8 @@ def ours_of(
         terms["window"] = x.window
     if x.sinks is not None:
         terms["sinks"] = x.sinks
+    if x.slopes is not None:
+        terms["score_mod"] = Alibi(x.slopes, x.offset)
     if x.lengths is not None:
         terms |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
 
@@ -153,7 +160,8 @@ def plan_of(x: Training, op: Callable, args: tuple, terms: dict):
     (q, k, v, *_), packed = args, x.lengths is not None
     kind = None if x.blocks is None else BlockKind(*x.block_size, None)
     dout = x.dout[0] if packed else x.dout.transpose(1, 2)
-    given = Terms(window_bounds(x.window, x.causal), deterministic=terms["deterministic"])
+    score = None if x.slopes is None else bound(terms["score_mod"], q.device).mod
+    given = Terms(window_bounds(x.window, x.causal), deterministic=terms["deterministic"], score=score)
     of_sinks = None if x.sinks is None else NAMES[x.sinks.dtype]
     return plan_backward(q, k, v, dout, dout, given, kind, False, terms.get("cu_seqlens_q"), of_sinks)
 
@@ -245,6 +253,14 @@ def gpt_oss(what: str, asked: float, sinks: bool = False) -> Case:
     return case(f"gpt-oss, {shown}", problem, x, others, FASTEST, asked)
 
 
+def alibi(what: str, asked: float) -> Case:
+    """Causal, with ALiBi as a score_mod, beside ours without one."""
+    problem = dense_problem(FIRST, True, what=what, alibi=True)
+    x = operands(problem)
+    others = [our_other(NO_SCORE, x, problem.flops)]
+    return case(f"score_mod ALiBi, {named(FIRST, True)}, {what}", problem, x, others, NO_SCORE, asked)
+
+
 def backward_cases(mode: str) -> Iterator[Case]:
     """With "full" every row that a number is asked of; else some, without FlexAttention, whose kernels compile long.
 
@@ -267,6 +283,8 @@ def backward_cases(mode: str) -> Iterator[Case]:
         yield sparse(side, flex=True)
     for what in (FORWARD, BACKWARD):
         yield gpt_oss(what, 0.98, sinks=True)
+    for what, asked in ((FORWARD, 0.92), (BACKWARD, 0.90)):
+        yield alibi(what, asked)
     for shape, causal in product(SHAPES, (False, True)):
         yield backward(shape, causal, flex=shape == FIRST)
     yield documents()

@@ -38,13 +38,15 @@ def sampled_rows(count: int, device: str) -> Tensor:
 
 
 def training_call(
-    parameters: Iterator[Tensor], backward: Callable[[Tensor], object], x: Tensor, after: Callable | None = None
-) -> Call:
+    parameters: Iterator[Tensor], backward: Callable[[Tensor], object], x: Tensor, after: Callable | None = None,
+    graph: bool = False,
+) -> Call:  # fmt: skip
     """A step: backward(leaf) of a leaf that is x, AdamW of the parameters, and after(optimizer). Returns x's gradient.
 
-    Gradients of the parameters are None before it.
+    Gradients of the parameters are None before it. graph: on a GPU the step is replayed as a CUDA graph.
     """
-    optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True)
+    graph = graph and x.is_cuda
+    optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True, capturable=graph)
 
     def call() -> Tensor:
         leaf = x.detach().requires_grad_()
@@ -55,7 +57,27 @@ def training_call(
             after(optimizer)
         return leaf.grad
 
-    return Call(call)
+    return Call(captured(call, optimizer) if graph else call)
+
+
+def captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    """A step as a CUDA graph, captured as in tests/test_training_step.py; each replay returns the same tensor."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # a capture asks for that; kernels are compiled, and AdamW's state is made
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()  # so that gradients lie in the graph's memory
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+
+    def replay(step: Callable = step) -> Tensor:  # which keeps the tensors that are not in the graph's memory
+        graph.replay()
+        return found
+
+    return replay
 
 
 # -- a gated feed-forward --------------------------------------------------------------------------------------
@@ -252,16 +274,19 @@ def check_feed_forward(layer: FeedForward, x: Tensor) -> None:
 
 def changing(
     method: str, asked: float | None = None, *, even: bool = True, size: int = CUBE, tokens: int = CUBE,
-    density: float = EIGHTH, block: tuple[int, int] = (128, 128), device: str = "cuda",
+    density: float = EIGHTH, block: tuple[int, int] = (128, 128), device: str = "cuda", graph: bool = False,
 ) -> Case:  # fmt: skip
     """A layer's forward, backward and AdamW, and a change of its pattern, beside the same of a pattern that stays.
 
-    What kernels know of a pattern is made in the step that uses it first: here in each.
+    What kernels know of a pattern is made in the step that uses it first: here in each. A graph of a step with a change
+    is captured when nothing is known of the pattern, so it makes that in each replay.
 
     Args:
         method: "SET", which grows random blocks, or "RigL", those of the largest dense gradient, computed in this step.
             Since x and dy stay the same, RigL grows what it drops after some steps; its work is the same.
         even: whether block rows hold equally many blocks, before and after.
+        graph: whether both steps are replayed as CUDA graphs. Torch's own generator, which random blocks are drawn by,
+            draws anew in each replay.
     """
     per_row = round(density * size / block[1])
     problem = Problem("layer", size, tokens, size, block, per_row * block[1] / size, products=3)
@@ -288,19 +313,21 @@ def changing(
                 change(layer, gradients.block_norms(layer), optimizer)
                 gradients.clear()
 
-        return training_call(layer.parameters(), backward, x, after if changes else None), layer
+        return training_call(layer.parameters(), backward, x, after if changes else None, graph), layer
 
     def ours():
         call, layer = step(True)
-        for _ in range(2):
-            call()
+        call()
+        (x, dy), rows = shared(), sampled_rows(tokens, device)
+        before = layer.weight.to_dense().detach()
+        peers.compare(call()[rows], truth(dy[rows], before, dtype=torch.float32))
         with torch.no_grad():
-            x, rows = shared()[0], sampled_rows(tokens, device)
             dense = layer.weight.to_dense().t()
             peers.compare(layer(x)[rows], truth(x[rows], dense, dtype=torch.float32))
         return call, None
 
-    name = f"layer {block[0]}x{block[1]}, {density:g}, step with a change by {method}" + ("" if even else ", uneven")
+    name = f"layer {block[0]}x{block[1]}, {density:g}, step with a change by {method}"
+    name += ("" if even else ", uneven") + (", in a CUDA graph" if graph else "")
     others = [Candidate(KEPT, problem.flops, lambda: step(False)[0])]
     return Case("training", name, problem, ours, others, KEPT, asked)
 
@@ -309,7 +336,8 @@ def model_cases(mode: str) -> Iterator[Case]:
     """A step with a change takes at most 1.10 of one without."""
     yield swiglu(4096, 14336, 8192, 0.05, 14.0)
     yield transformer(0.9)
-    yield changing("SET", 1 / 1.10)
+    for graph in (False, True):
+        yield changing("SET", 1 / 1.10, graph=graph)
     if mode == "full":
         yield changing("SET", even=False)
         yield changing("RigL")

@@ -33,21 +33,24 @@ class Training(Attention):
         dout: (B, S, H, D), the output's gradient; a tensor or a function that makes it.
         what: FORWARD, BACKWARD or STEP: what a call computes.
         sinks: (H,), a logit a head that takes part in the softmax and has no value; or a function, or None.
+        slopes: (H,) fp32, of ALiBi, which get no gradient; or a function, or None.
         lengths: of documents that are packed one after another in the S tokens of one item; None: one document.
         terms: Attention's causal, blocks, block_size and window.
     """
 
     def __init__(
-        self, q, k, v, dout, *, what: str = BACKWARD, sinks=None, lengths: tuple[int, ...] | None = None, **terms
-    ) -> None:
+        self, q, k, v, dout, *, what: str = BACKWARD, sinks=None, slopes=None, lengths: tuple[int, ...] | None = None,
+        **terms,
+    ) -> None:  # fmt: skip
         super().__init__(q, k, v, **terms)
-        self._dout, self._sinks, self.what, self.lengths = dout, sinks, what, lengths
+        self._dout, self._sinks, self._slopes, self.what, self.lengths = dout, sinks, slopes, what, lengths
 
     q = cached_property(lambda self: made(self._q).requires_grad_())
     k = cached_property(lambda self: made(self._k).requires_grad_())
     v = cached_property(lambda self: made(self._v).requires_grad_())
     dout = cached_property(lambda self: made(self._dout))
     sinks = cached_property(lambda self: None if self._sinks is None else made(self._sinks).requires_grad_())
+    slopes = cached_property(lambda self: made(self._slopes))
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -68,6 +71,13 @@ class Training(Attention):
         lengths = torch.tensor(self.lengths, device=queries.device)
         document = torch.arange(len(lengths), device=queries.device).repeat_interleave(lengths)
         return seen & (document[queries][:, None] == document)
+
+    def alibi(self, head: int, queries: Tensor) -> Tensor | None:
+        """(len(queries), S_kv): what ALiBi adds to the scores of a head; None without slopes."""
+        if self.slopes is None:
+            return None
+        keys = torch.arange(self.k.shape[1], device=queries.device)
+        return -self.slopes[head] * (keys - (queries[:, None] + self.offset)).abs()
 
     def verified(self, call: Call) -> Call:
         """`call`, once what it returns has agreed with `expected`: all rows of some heads, and each tile by itself."""
@@ -126,7 +136,8 @@ class Training(Attention):
             parts, dsink = [], 0.0
             for some in rows:
                 q = self.q[b, some, head].detach().float().requires_grad_()
-                out, lse = attention_plainly(*(t[None, None] for t in (q, k, v)), self.kept(some))
+                of_one = (t[None, None] for t in (q, k, v))
+                out, lse = attention_plainly(*of_one, self.kept(some), bias=self.alibi(head, some))
                 out, lse = out[0, 0], lse[0, 0]
                 for sink in sinks:
                     out = out * torch.sigmoid(lse - sink)[:, None]

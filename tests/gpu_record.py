@@ -29,8 +29,8 @@ import torch
 from bench.record import RESULTS, card_name, environment, save
 
 from . import sanitize_cases
+from .outcomes import ROOT, first_line, read_outcomes
 
-ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_JOBS = 8  # each holds a CUDA context: some 500 MB of the device
 # The DSL probes for driver functions that may be absent; as API errors those would hide the real ones.
@@ -39,16 +39,21 @@ MOST_FAILURES = 50
 
 
 def tests(arguments: list[str], limit: float, *, show: bool = True) -> dict:
-    """pytest -m gpu in a process of its own, and what its report says; of what is not shown the last lines."""
+    """pytest -m gpu in a process of its own, and what its report says; of what is not shown the last lines.
+
+    pytest writes its report when it ends. Where the limit ends it, the outcomes until then count.
+    """
     with tempfile.TemporaryDirectory(prefix="cute-kernels-tests-") as folder:
-        report = Path(folder, "report.xml")
+        report, outcomes = Path(folder, "report.xml"), Path(folder, "outcomes")
         # After two minutes in one test the stack is printed: a hang then has a name.
         options = ["-q", "-m", "gpu", "-o", "faulthandler_timeout=120", f"--junitxml={report}"]
+        options += ["-p", "tests.outcomes", f"--outcomes={outcomes}"]
         command = [sys.executable, "-m", "pytest", *options, *arguments]
         start = time.perf_counter()
         status, output = run(command, limit, show=show)
         seconds = round(time.perf_counter() - start, 1)
-        found = read_report(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
+        found = read_report(report) if report.exists() else read_outcomes(outcomes)
+    found["failures"] = found["failures"][:MOST_FAILURES]
     more = {} if show else {"output": output.splitlines()[-40:]}
     return {"arguments": arguments, "status": status, "seconds": seconds, **found, **more}
 
@@ -61,10 +66,9 @@ def read_report(path: Path) -> dict:
         kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
         counts[kind] += 1
         if bad:
-            text = (bad[0].get("message") or bad[0].text or "").strip().replace(f"{ROOT}/", "")  # of any machine
             name = f"{case.get('classname', '')}::{case.get('name', '')}"
-            failures.append({"name": name, "message": text.splitlines()[0][:300] if text else ""})
-    return {**counts, "failures": failures[:MOST_FAILURES]}
+            failures.append({"name": name, "message": first_line(bad[0].get("message") or bad[0].text or "")})
+    return {**counts, "failures": failures}
 
 
 def run(command: list[str], limit: float, *, show: bool = False) -> tuple[int | str, str]:
@@ -187,7 +191,9 @@ def fuzz(arguments: list[str], out: Path, limit: float) -> int:
 
 def summary(record: dict) -> str:
     t = record["tests"]
-    lines = [f"gpu_record: {t['passed']} passed, {t['failed']} failed, {t['skipped']} skipped in {t['seconds']} s"]
+    end = ", timed out" if t["status"] == "timed out" else ""
+    counts = f"{t['passed']} passed, {t['failed']} failed, {t['skipped']} skipped"
+    lines = [f"gpu_record: {counts} in {t['seconds']} s{end}"]
     lines += [f"  {failure['name']}: {failure['message']}" for failure in t["failures"]]
     for name, v in record.get("sanitizer", {}).items():
         lines.append(f"  {name}: {'clean' if v['ok'] else v['status']} {v.get('summary', '')}".rstrip())

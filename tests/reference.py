@@ -146,14 +146,16 @@ def band_mask(rows: int, cols: int, left: int | None, right: int | None, device=
     return seen
 
 
-def attention_plainly(q, k, v, seen, *, softcap=None, scale=None, sinks=None) -> tuple[Tensor, Tensor]:
+def attention_plainly(q, k, v, seen, *, softcap=None, scale=None, sinks=None, bias=None) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention from the whole matrix of scores, every step rounded to the operands' dtype.
 
-    Sinks (H,) are one more column, whose value is 0."""
+    Sinks (H,) are one more column, whose value is 0; a bias is added to the scores."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -24,6 +24,7 @@ SMALL = {
     "packed": cases.TrainingProblem("attention", 1, 60, 60, 2, 2, 16, True, lengths=(25, 30, 5)),
     "window, grouped": cases.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, (20, 0)),
     "sinks": cases.TrainingProblem("attention", 1, 70, 70, 16, 2, 16, True, sinks=True),
+    "ALiBi": cases.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, alibi=True),
 }
 
 
@@ -41,7 +42,7 @@ def row(name: str, ratio: float, other: str = "peer") -> Row:
 # -- cases ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode, count, dense", [("quick", 8, 3), ("full", 30, 16)])
+@pytest.mark.parametrize("mode, count, dense", [("quick", 8, 3), ("full", 32, 16)])
 def test_cases_are_what_is_asked(mode, count, dense):
     found = by_name(mode)
     assert len(found) == len(list(cases.backward_cases(mode))) == count
@@ -58,6 +59,8 @@ def test_cases_are_what_is_asked(mode, count, dense):
         assert asked["deterministic"] == 0.88 and asked["packed"] == asked["window 1024"] == 1.05
         assert asked["sinks"] == 0.98 and asked["gpt-oss"] == 1.05 and asked["sm_80 path"] == 0.95
         assert asked["block-sparse 128x128"] == 1.8 and asked["block-sparse 64x64"] == 2.0
+        alibi = [case.asked for name, case in found.items() if name.startswith("score_mod ALiBi, B2 S8192 H16 D128")]
+        assert alibi == [0.92, 0.90]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -81,6 +84,15 @@ def test_calls_of_ours_are_right(name, what):
     call, plan = cases.ours_of(x)
     assert plan is None and len(call()) == (1 if what == peers.FORWARD else len(x.leaves))
     assert all(leaf.grad is None for leaf in x.leaves)
+
+
+@pytest.mark.parametrize("what", cases.PRODUCTS)
+def test_a_call_without_alibi_is_found(what):
+    x = cases.operands(dataclasses.replace(SMALL["ALiBi"], what=what), device="cpu")
+    assert not x.slopes.requires_grad and len(x.leaves) == 3
+    call, _ = cases.ours_of(cases.sharing(x))
+    with pytest.raises(WrongResult):
+        x.verified(call)
 
 
 def test_a_wrong_gradient_is_found():

@@ -47,7 +47,8 @@ def test_rows_and_what_is_asked_of_them():
     assert asked.items() <= {case.name: case.asked for case in full}.items()
     assert asked["SwiGLU 4096 to 14336, 128x128, 0.05, inference, compiled"] == 14
     assert asked["training step of 12 transformer blocks, 128x128, 0.125, compiled"] == 0.9
-    assert asked["layer 128x128, 0.125, step with a change by SET"] == pytest.approx(1 / 1.1)
+    for how in ("", ", in a CUDA graph"):
+        assert asked[f"layer 128x128, 0.125, step with a change by SET{how}"] == pytest.approx(1 / 1.1)
     flops = {case.name: case.problem.flops for case in quick}
     assert flops["layer 128x128, 0.125, forward and backward"] == 3 * 2 * 8192**3 / 8
     step = flops["training step of 12 transformer blocks, 128x128, 0.125, compiled"]
@@ -119,22 +120,25 @@ def test_a_dense_step_that_fails_leaves_ours(monkeypatch, fresh):
     assert row.ours.us and row.ratio is None and all("too large" in peer.error for peer in row.peers)
 
 
-@pytest.mark.parametrize("method", ["SET", "RigL"])
-@pytest.mark.parametrize("even", [True, False])
-def test_only_ours_changes_its_pattern(device, monkeypatch, method, even):
+@pytest.mark.parametrize(
+    ("method", "even", "graph"), [*itertools.product(["SET", "RigL"], [True, False], [False]), ("SET", True, True)]
+)
+def test_only_ours_changes_its_pattern(device, monkeypatch, method, even, graph):
     changed, change = [], models.change_pattern_
     monkeypatch.setattr(
         models, "change_pattern_", lambda layer, *a, **k: changed.append(layer) or change(layer, *a, **k)
     )
-    case = models.changing(method, even=even, size=256, tokens=64, **SMALL | {"device": device})
+    case = models.changing(method, even=even, graph=graph, size=256, tokens=64, **SMALL | {"device": device})
     row = measured(case, **{models.KEPT: 0.9})
     assert row.ratio == pytest.approx(0.9)
-    # Each once in its set-up; ours in two steps there, and in those that are timed.
+    # Each once in its set-up; ours in two steps there, and in those that are timed; or before its capture in three, and
+    # in the capture.
     assert [changed.count(layer) for layer in dict.fromkeys(changed)] == [5, 1]
 
 
-def test_a_step_moves_the_weights_and_the_pattern():
-    case = models.changing("SET", size=256, tokens=64, **SMALL)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_step_moves_the_weights_and_the_pattern(device, graph):
+    case = models.changing("SET", graph=graph, size=256, tokens=64, **SMALL | {"device": device})
     seen = []
     layers, init = [], models.BsrLinear.__init__
     with pytest.MonkeyPatch.context() as patch:

@@ -88,6 +88,51 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys, pretended, broken):
     assert f"{int(not broken)} passed, {int(broken)} failed" in capsys.readouterr().out
 
 
+KILLED = """
+import os, signal, time
+import pytest
+pytestmark = pytest.mark.gpu
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "of two"
+def test_is_skipped(): pytest.skip()
+@pytest.fixture
+def closing():
+    yield
+    raise ValueError("too late")
+def test_fails_afterwards(closing): pass
+@pytest.fixture
+def broken(): raise ValueError("too early")
+def test_fails_before(broken): pass
+def test_is_killed(request):
+    lines, outcomes = [], request.config.getoption("--outcomes")
+    while len(lines) < 6:
+        time.sleep(0.05)
+        lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+    assert len(set(lines)) == len(lines)
+    os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("jobs", ["0", "2"])
+def test_a_run_that_is_killed_keeps_its_outcomes(monkeypatch, tmp_path, pretended, capsys, jobs):
+    """As the limit kills it, with all its processes; one of them writes."""
+    pytest.importorskip("xdist")
+    (tmp_path / "test_killed.py").write_text(KILLED)
+    run = gpu_record.run
+    monkeypatch.setattr(gpu_record, "run", lambda *args, **kw: ("timed out", run(*args, **kw)[1]))
+    options = [str(tmp_path), "-p", "no:cacheprovider", "-o", "markers=gpu: needs a GPU", "--rootdir", str(tmp_path)]
+    assert gpu_record.main(["--limit", "60", "--out", str(tmp_path / "out"), *options, "-n", jobs]) == 1
+    found = json.loads((tmp_path / "out" / "nvidia-h200" / "tests.json").read_text())["tests"]
+    assert found["status"] == "timed out"
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 3, 1)
+    assert {failure["name"].rpartition("::")[2]: failure["message"] for failure in found["failures"]} == {
+        "test_fails": "AssertionError: of two",
+        "test_fails_afterwards": "ValueError: too late",
+        "test_fails_before": "ValueError: too early",
+    }
+    assert "1 passed, 3 failed, 1 skipped in" in (out := capsys.readouterr().out) and "s, timed out" in out
+
+
 def test_a_missing_sanitizer_is_a_failure(monkeypatch):
     monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
     monkeypatch.setattr(gpu_record, "run", lambda *args, **kw: (0, "sm_80 x: right\n"))
