@@ -11,8 +11,11 @@ import torch
 
 import cute_kernels
 from cute_kernels import explain, gemm
+from cute_kernels.arch import arch_named
 from cute_kernels.report import report_of_kernel
 from cute_kernels.runtime import families, keys
+
+from .signatures import insist_on_arguments
 
 EXAMPLES = ("epilogue", "k_tiles", "mask", "family")
 
@@ -40,6 +43,15 @@ def test_it_computes_what_torch_does_and_refuses_what_is_wrong(examples, name, d
     out = capsys.readouterr().out
     assert f"on {device}" in out and out.count("Error: ") >= 2
     assert "not measured" in out if device == "cpu" else " us" in out
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_call_gives_what_the_kernel_is_compiled_from(examples, arch, monkeypatch):
+    show, k_tiles = examples["show"], examples["k_tiles"]
+    monkeypatch.setattr(k_tiles, "device_arch", lambda device: (arch_named(arch), 132, None))
+    monkeypatch.setattr(k_tiles, "function_for", lambda facts: lambda *args: insist_on_arguments(facts, args))
+    a, b = show.normal(300, 130, device="cpu"), show.normal(130, 24, device="cpu", seed=1)
+    k_tiles.compiled(a, b)[0](a, b)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

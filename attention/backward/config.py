@@ -203,6 +203,11 @@ def first_stores(path: str, config: BackwardConfig) -> bool:
     return path == "sm_90" and config.storing_warps > 0
 
 
+def overlaps(arch: str) -> bool:
+    """Whether a launch may begin before the one that it depends on has ended (programmatic dependent launch)."""
+    return arch_named(arch).path == "sm_90"
+
+
 @dataclass(frozen=True)
 class PrepareFacts:
     """Of the kernel before: each row's LSE and delta, and zeros for dQ's sums or for the numbers of turns.py."""

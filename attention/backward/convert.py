@@ -9,7 +9,7 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.problem import one_item
-from .config import ConvertFacts
+from .config import ConvertFacts, overlaps
 from .dq_sums import sums_of
 from .fragments import fragments_of
 from .prepare import place_of
@@ -28,7 +28,8 @@ class Convert:
     def __call__(
         self,
         dq: cute.Tensor,  # (B * H * tiles, tile_m * D) fp32; packed (H * tiles, ..)
-        turns: cute.Tensor | None,  # (the same, parts) int32; where sums exist of those parts alone whose number is not 0
+        turns: cute.Tensor
+        | None,  # (the same, parts) int32; a part has sums where its number is not 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         mdQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         scale: Float32,
@@ -43,12 +44,15 @@ class Convert:
             seqlens = DenseRows(total, total)
         tiles = dq.shape[0] // (batch * heads)
         self.kernel(dq, turns, seqlens, mdQ, scale).launch(
-            grid=(tiles * heads * batch, 1, 1), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream
-        )
+            grid=(tiles * heads * batch, 1, 1), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
+            use_pdl=overlaps(self.facts.arch),
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, dq: cute.Tensor, turns: cute.Tensor | None, seqlens, mdQ: cute.Tensor, scale: Float32):
         facts, sums = self.facts, self.sums
+        if const_expr(overlaps(facts.arch)):
+            cute.arch.griddepcontrol_wait()  # for the sums
         tidx = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
         tile, h, b = place_of(number, mdQ.shape, cute.arch.grid_dim()[0])

@@ -102,7 +102,7 @@ class FlashBackwardSm90:
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
             preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
-            stream=stream,
+            stream=stream, use_pdl=True,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ kernel
@@ -144,6 +144,7 @@ class FlashBackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipe_kv, pipe_q, pipe_do, pipe_queue = self.mainloop.make_pipelines(storage, self.arrivals["queue"])
         queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
+        cute.arch.griddepcontrol_wait()  # for what `prepare` writes
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
             if warp == 0:
@@ -346,6 +347,7 @@ class FlashBackwardSm90:
             index, fields = number, scheduler.fields(number)
             queue.publish(index, fields, at_queue)
             at_queue.advance()
+        cute.arch.griddepcontrol_launch_dependents()
 
     def load_step(self, parts: tuple, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at_q, at):
         """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on.

@@ -21,7 +21,7 @@ from ..forward.mask import LOG2E
 from ..forward.problem import one_item
 from ..forward.softmax import exp2, quad_sum
 from .config import PREPARE_WARPS as WARPS
-from .config import PrepareFacts
+from .config import PrepareFacts, overlaps
 from .row_tiles import DenseRows, PackedRows
 
 THREADS = 32 * WARPS
@@ -80,6 +80,8 @@ class Prepare:
         sink_sums: cute.Tensor | None,
     ):
         facts = self.facts
+        if const_expr(overlaps(facts.arch)):
+            cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
         tile, h, b = place_of(number, mO.shape, cute.arch.grid_dim()[0])
