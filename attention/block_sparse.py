@@ -72,14 +72,19 @@ def with_causal(mask: BlockMask) -> BlockMask:
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:
-    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
+    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,)."""
+    count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m)
+    return by_length(count, mask.n_block_cols, l2_heads)
+
+
+def by_length(count: torch.Tensor, most: int, l2_heads: int) -> torch.Tensor:
+    """An order of tiles, int64 (tiles of all heads,), of their lengths (heads, tiles), which are `most` at most.
 
     Tiles much longer than the mean come first, by length; then those of `l2_heads` heads after those of as many others,
-    so that their keys and values stay in L2, the longest tiles first.
+    so that what they read stays in L2, the longest tiles first.
     """
-    count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m).long()
-    most = mask.n_block_cols
-    section = torch.arange(batch * heads, device=count.device)[:, None] // l2_heads + 1
+    count = count.long()
+    section = torch.arange(len(count), device=count.device)[:, None] // l2_heads + 1
     long = count * count.numel() > count.sum() * LONG
     return (most - count + (most + 1) * section.masked_fill(long, 0)).flatten().sort(stable=True).indices
 

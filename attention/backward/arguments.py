@@ -69,7 +69,7 @@ def backward_args(facts: BackwardFacts) -> tuple:
     arrays = tiles(2, facts.config.tile_m), tiles(facts.config.tile_m * dim)
     blocks = None
     if facts.blocks is not None:
-        lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4) + (4,) * facts.deterministic)
+        lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4, 4 if facts.deterministic else 1))
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (*lists, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
     sums = tuple(tensor_like(facts.score.tensors[slot]) for slot in facts.score_sums) or None

@@ -2,9 +2,10 @@
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.hopper import WARPGROUP
 
@@ -60,21 +61,21 @@ class Convert:
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.config.tile_m)
         seqlen = seqlens.rows_of(b)
-        acc = cute.make_rmem_tensor(sums.values, Float32)
-        if const_expr(facts.counted):
-            acc.fill(0.0)
-            if turns[number, tidx // WARPGROUP] > 0:
-                self.load(at, tidx, acc)
-        else:
-            self.load(at, tidx, acc)
+        acc = self.load(at, tidx)
         acc.store(acc.load() * scale)
+        if const_expr(facts.counted):  # beside the loads of sums, which may be anything where there are none
+            there = turns[number, tidx // WARPGROUP] > 0
+            for v in range_constexpr(sums.values):
+                acc[v] = select_(there, acc[v], Float32(0.0))
         row, column, tiles_m = fragments_of(facts.path, facts.config, facts.head_dim).begin(tidx)
         gdQ = cute.domain_offset((seqlen.q0, column), mdQ[seqlen.b, h, None, None])
         store_fragment(acc, gdQ, tile * facts.config.tile_m + row, seqlen.rows, tiles_m)
 
-    def load(self, at, tidx, acc: cute.Tensor):
+    def load(self, at, tidx) -> cute.Tensor:
         """This thread's sums of the tile at an address."""
-        sums, layout = self.sums, cute.make_layout(self.sums.vector)
+        sums = self.sums
+        acc, layout = cute.make_rmem_tensor(sums.values, Float32), cute.make_layout(sums.vector)
         for r in range(0, sums.values, sums.vector):
             place = make_ptr(Float32, at + sums.offset(tidx, r) * 4, AddressSpace.gmem, assumed_align=4 * sums.vector)
             cute.autovec_copy(cute.make_tensor(place, layout), cute.make_tensor(acc.iterator + r, layout))
+        return acc

@@ -15,13 +15,15 @@ from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
-from ..block_sparse import Derived, with_causal
+from ..block_sparse import Derived, by_length, with_causal
+from ..forward.choose import L2_BYTES
 from ..forward.config import BlockKind, WindowKind
 from ..plan import path_of, scalars_of, view_of
 from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
 from .config import PREPARE_WARPS, BackwardFacts, first_stores
+from .problem import bytes_of_a_row
 from .row_tiles import tiles_of_a_head
 
 OP = "attention's backward"
@@ -112,16 +114,17 @@ def backward(
     config, device = plan.facts.config, plan.device
     rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
     sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
-    turns, ranks = None, ()
+    turns = None
     if plan.facts.counted:
         turns = torch.empty((plan.tiles, config.dq_groups), dtype=torch.int32, device=device)
-    if plan.facts.deterministic and mask is not None:
-        ranks = (ranks_of(mask),)
     order = (turns,)
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
     stored = first_stores(plan.facts.path, config)
-    blocks = None if mask is None else (*lists_of(mask), *ranks, *reads)
+    blocks = None
+    if mask is not None:
+        listed = ranks_of(mask) if plan.facts.deterministic else kv_order(mask, q.shape, k.shape[1], plan.facts)
+        blocks = *lists_of(mask), listed, *reads
     sink_sums = None
     if sinks is not None:
         sink_sums = torch.empty((plan.tiles, PREPARE_WARPS), dtype=torch.float32, device=device)
@@ -204,6 +207,23 @@ def ranks_of(mask) -> Tensor:
         return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
 
     return Derived.of(mask).get("ranks", mask.partial_count, make, tuple)[0]
+
+
+def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
+    """The order in which tiles of K are begun, int32, made once; see problem.OrderedKvScheduler. shape: Q's."""
+    batch, heads, rows, _ = shape
+    per_head, tile_n = heads // heads_kv, facts.config.tile_n
+    l2_heads = max(L2_BYTES // (bytes_of_a_row(facts) * per_head) // max(rows, 1), 1)
+
+    def make() -> tuple[Tensor]:
+        partial, _, full, _ = lists_of(mask)
+        count = (partial + full).expand(batch, heads, -1).unflatten(1, (heads_kv, per_head)).sum(2)
+        tiles = tiles_of_a_head(mask.lengths[1], tile_n)
+        count = count.repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles].flatten(0, 1)
+        return (by_length(count, mask.n_block_rows * per_head, l2_heads).to(torch.int32),)
+
+    key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
+    return Derived.of(mask).get(key, mask.partial_count, make, tuple)[0]
 
 
 def gradient_of(t: Tensor, **options) -> Tensor:

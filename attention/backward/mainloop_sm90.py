@@ -437,35 +437,31 @@ class MainloopSm90(OperandsSm90):
         left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
         """
         first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
-        claimed = Int32(NONE)
-        if const_expr(not self.facts.deterministic):
-            if first & (work.tiles.count > 0):
-                claimed = claim(work.turn_of(work.tiles.at(0), groups))
+        number, claimed = Int32(0), Int32(NONE)
         for i in cutlass.range(work.tiles.count, unroll=1):
-            number, buffer = work.tiles.at(i), self.buffer_of_sums(at)
+            buffer = self.buffer_of_sums(at)
+            if const_expr(not self.facts.deterministic):
+                number = work.tiles.at(i)
+                if first:  # the answer comes while the sums are waited for
+                    claimed = claim(work.turn_of(number, groups))
             self.wait_for_full(group, buffer)
             if first:
-                turn = work.turn_of(number, groups)
                 if const_expr(self.facts.deterministic):
-                    mine = work.tiles.turn(number)
-                    wait_for_turn(turn, mine)
-                    self.store_or_add(group, work, number, sums, buffer, mine == 0)
-                    cute.arch.cp_async_bulk_wait_group(0, read=False)
-                    end_turn(turn, True)
+                    number = work.tiles.at(i)
+                    claimed = work.tiles.turn(number)
+                    wait_for_turn(work.turn_of(number, groups), claimed)
                 else:
                     if claimed == STORING:
-                        wait_for_turn(turn, Int32(THERE))
-                    self.store_or_add(group, work, number, sums, buffer, claimed == NONE)
-                    if claimed == NONE:
-                        cute.arch.cp_async_bulk_wait_group(0, read=False)
-                        end_turn(turn, True)
-                    else:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    if i + 1 < work.tiles.count:  # its answer comes while the next sums are waited for
-                        claimed = claim(work.turn_of(work.tiles.at(i + 1), groups))
+                        wait_for_turn(work.turn_of(number, groups), Int32(THERE))
+                self.store_or_add(group, work, number, sums, buffer, claimed == NONE)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             if left > 0:
                 self.free_sums(group, buffer)
+            if first:
+                if const_expr(self.facts.deterministic) or claimed == NONE:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    end_turn(work.turn_of(number, groups), True)
             left -= 1
             at.advance()
         return left, at

@@ -71,6 +71,18 @@ class PackedKvScheduler(KvScheduler):
 
 
 @dataclass(frozen=True)
+class OrderedKvScheduler(KvScheduler):
+    """The same in the order of a table (eager.kv_order), such as the tiles of most blocks first."""
+
+    order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (h_kv + heads_kv * b)
+
+    def fields(self, index) -> tuple:
+        number = self.order[cutlass.min(index, self.count - 1)]
+        head = number // self.tiles_k
+        return number % self.tiles_k, head % self.heads_kv, head // self.heads_kv
+
+
+@dataclass(frozen=True)
 class Problem:
     """Tensors with a batch, and who says which tile of K is next, how long items are, and which query tiles see it."""
 
@@ -85,17 +97,22 @@ class Problem:
     source: Any  # q_tiles.WindowRows or BlockRows
 
 
+def bytes_of_a_row(facts: BackwardFacts) -> int:
+    """Of Q, dO and the sums of dQ: what all tiles of K of a head read and add to. L2 has room for some heads of it."""
+    return (facts.head_dim + facts.head_dim_v) * facts.element.width + facts.head_dim * FP32
+
+
 def problem_of(
     facts: BackwardFacts,
     tensors: tuple,  # Q, K, V, dO, dK, dV
     arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
     cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
-    blocks: tuple | None,  # BlockRows' lists, ranks where turns are kept, mask tensors; of a block mask
+    blocks: tuple | None,  # BlockRows' lists, ranks where sums have an order, else that of tiles; mask tensors
     left: Int32 | None,  # bounds of the window; not of a block mask
     right: Int32 | None,
 ) -> Problem:
     mQ, mK, *_ = tensors
-    cfg, width = facts.config, facts.head_dim + facts.head_dim_v
+    cfg = facts.config
     if facts.packed:
         (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
         seqlens = PackedRows(*cu_seqlens, rows, cols)
@@ -107,15 +124,15 @@ def problem_of(
     else:
         (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
         seqlens = DenseRows(rows, cols)
-        # As many heads as L2 has room for: their Q and dO are read, and their dQ is added to, by all tiles of K.
-        bytes_a_row = (width * facts.element.width + facts.head_dim * FP32) * (heads // heads_kv)
+        bytes_a_row = bytes_of_a_row(facts) * (heads // heads_kv)
         fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
-        if facts.deterministic:  # of all heads, so that few tiles of one head wait for one another
-            fit = heads_kv * batch
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
     if facts.blocks is not None:
-        lists, (ranks, *mask_tensors) = blocks[:4], blocks[4:] if facts.deterministic else (None, *blocks[4:])
+        lists, (order, *mask_tensors) = blocks[:4], blocks[4:]
+        ranks = order if facts.deterministic else None
+        if not facts.deterministic:
+            scheduler = OrderedKvScheduler(*tiles, heads, heads_kv, batch, fit, order=order)
         sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
     else:
