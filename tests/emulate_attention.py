@@ -5,6 +5,8 @@ import math
 import torch
 
 import attention.eager as eager
+import attention.gradients  # noqa: F401 (what it imports of plan must not be what `install` puts there)
+import attention.operands  # noqa: F401
 import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse

@@ -1,6 +1,6 @@
 """Whether a change leaves the machine code as it was: a hash of every kernel that the catalogues list.
 
-    python -m tests.machine_code --write          record the hashes, in tests/machine_code.txt
+    python -m tests.machine_code --write          record the hashes, in tests/machine_code.txt; with --only, of those
     python -m tests.machine_code --add            record those of new kernels alone, and forget kernels that are gone
     python -m tests.machine_code [--only TEXT]    compile again, and list kernels whose code is none of those recorded
 
@@ -54,7 +54,7 @@ def main() -> int:
     named = {name: facts for name, facts in catalogue().items() if args.only in name}
     version = f"{COMPILER} {importlib.metadata.version(COMPILER)}"
     recorded = {}
-    if not args.write:
+    if not args.write or args.only:
         first, *lines = RECORD.read_text().splitlines()
         if first != version:
             print(f"{RECORD.name} was recorded with {first}, and this is {version}", file=sys.stderr)

@@ -29,8 +29,7 @@ class Convert:
     def __call__(
         self,
         dq: cute.Tensor,  # (B * H * tiles, tile_m * D) fp32; packed (H * tiles, ..)
-        turns: cute.Tensor
-        | None,  # (the same, parts) int32; a part has sums where its number is not 0
+        turns: cute.Tensor | None,  # (the same, parts) int32; a part has sums where its number is not 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         mdQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         scale: Float32,

@@ -98,8 +98,18 @@ class Problem:
 
 
 def bytes_of_a_row(facts: BackwardFacts) -> int:
-    """Of Q, dO and the sums of dQ: what all tiles of K of a head read and add to. L2 has room for some heads of it."""
+    """Of Q, dO and the sums of dQ: what all tiles of K of a head read and add to."""
     return (facts.head_dim + facts.head_dim_v) * facts.element.width + facts.head_dim * FP32
+
+
+def heads_in_l2(facts: BackwardFacts, rows, heads, heads_kv, batch=1):
+    """How many heads of K L2 has room for, of so many rows; of packed sequences, of the mean number.
+
+    That many heads are also some 256 tiles of K, twice as many as there are SMs, so that the longest ones of the last
+    heads do not end last.
+    """
+    bytes_a_row = bytes_of_a_row(facts) * (heads // heads_kv)
+    return cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
 
 
 def problem_of(
@@ -115,17 +125,15 @@ def problem_of(
     cfg = facts.config
     if facts.packed:
         (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
-        seqlens = PackedRows(*cu_seqlens, rows, cols)
-        tiles_k = tiles_of_a_head(cols, cfg.tile_n, cu_seqlens[0].shape[0] - 1)
-        tiles = tiles_k, arrays.shape[0] // heads
-        l2_heads = heads_kv if facts.deterministic else 1
-        scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, l2_heads, seqlens=seqlens, tile_n=cfg.tile_n)
+        seqlens, sequences = PackedRows(*cu_seqlens, rows, cols), cu_seqlens[0].shape[0] - 1
+        tiles = tiles_of_a_head(cols, cfg.tile_n, sequences), arrays.shape[0] // heads
+        fit = heads_in_l2(facts, rows // cutlass.max(sequences, 1), heads, heads_kv)
+        scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, fit, seqlens=seqlens, tile_n=cfg.tile_n)
         tensors = [one_item(t, (1, 0, 2)) for t in tensors]
     else:
         (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
         seqlens = DenseRows(rows, cols)
-        bytes_a_row = bytes_of_a_row(facts) * (heads // heads_kv)
-        fit = cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
+        fit = heads_in_l2(facts, rows, heads, heads_kv, batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
     if facts.blocks is not None:
