@@ -29,6 +29,7 @@ README_ROWS = {  # row -> how the README calls it
     "block-sparse 64x64, 0.125": "the same, 64×64",
     "decoding B8, 16k keys, 32/8 heads D128": "1 query, B8, 16384 keys, 32/8 heads D128",
 }
+SUITES = "gemm", "block-sparse", "attention", "training", "attention-backward"
 LARGE_COPY = "copy bandwidth"  # its time is that of other bytes
 SECTIONS = {  # table -> (suite, pattern that a row's name begins with)
     "dense": ("gemm", r"gemm (?!.*sm_80)"),
@@ -42,6 +43,9 @@ SECTIONS = {  # table -> (suite, pattern that a row's name begins with)
     "small attention": ("attention", r"small"),
     "block-sparse attention": ("attention", r"block-sparse"),
     "decoding": ("attention", r"decoding"),
+    "training": ("training", r""),
+    "attention's gradients": ("attention-backward", r"backward|sm_80 path"),
+    "other gradients": ("attention-backward", r"(?!backward|sm_80 path)"),
 }
 
 
@@ -84,7 +88,7 @@ def readme() -> list[str]:
 
 def measured() -> list[str]:
     found = []
-    for suite in ("gemm", "block-sparse", "attention"):
+    for suite in SUITES:
         file = load(suite)
         env, top, rounds = file["environment"], file["ceilings"], file["rows"][0]["timings"][0]["rounds"]
         versions = f"driver {env['driver']}, torch {env['torch']}, DSL {env['nvidia-cutlass-dsl']}"
@@ -96,15 +100,15 @@ def measured() -> list[str]:
 
 def missed() -> list[str]:
     found = []
-    for suite in ("gemm", "block-sparse", "attention"):
+    for suite in SUITES:
         file = load(suite)
         under = [r for r in file["rows"] if (r["asked"] or 0) > r["ratio"]]
-        found += [[r["name"], f"{r['ratio']:.3f}", f"{r['asked']:g}"] for r in under]
+        found += [[suite, r["name"], f"{r['ratio']:.3f}", f"{r['asked']:.3g}"] for r in under]
         for check in file.get("checks", ()):
             if not check["ok"]:
                 bound = "at most " if check["at_most"] else ""
-                found.append([check["name"], f"{check['value']:.3f}", f"{bound}{check['asked']:g}"])
-    return table(["case", "measured", "asked"], found)
+                found.append([suite, check["name"], f"{check['value']:.3f}", f"{bound}{check['asked']:g}"])
+    return table(["suite", "case", "measured", "asked"], found)
 
 
 def written(text: str) -> str:
