@@ -52,12 +52,14 @@ class AheadSm90(MainloopSm90):
             raise ValueError(f"{facts.config}: scores are computed ahead by {terms}")
 
     @cute.jit
-    def begin(self, c: Consumer, storage, work: Work, at_q, at):
+    def begin(self, c: Consumer, storage, work: Work, at_q, at, at_kv):
         """The first tile of all, but for what is left to the next step; of no tile, what nobody uses.
 
-        K and V have been loaded.
+        K has been loaded; V, too, but where it is waited for here (BackwardFacts.v_apart).
         """
         views = self.views(storage, self.layouts())
+        if const_expr(self.facts.v_apart and self.facts.in_registers[1]):
+            c.pipe_v.consumer_wait(at_kv)
         for there, mma, place, fragment in (
             (self.facts.in_registers[0], c.mmas[0], views["sK"], c.tSrK),
             (self.facts.in_registers[1], c.mmas[1], views["sV"], c.tPrV),
@@ -71,6 +73,8 @@ class AheadSm90(MainloopSm90):
             if const_expr(self.facts.packed):
                 self.zero_rows_past_the_end(c, work, work.tiles.at(0), at_q, at)
         self.start_s(c, at_q.index)
+        if const_expr(self.facts.v_apart and not self.facts.in_registers[1]):
+            c.pipe_v.consumer_wait(at_kv)
         for unit in range_constexpr(self.units):
             if const_expr(unit > 0):
                 self.start_s(c, at_q.index, unit)
@@ -131,8 +135,10 @@ class AheadSm90(MainloopSm90):
         return next_q, following
 
     @cute.jit
-    def finish(self, c: Consumer, at_q, at, begun: Int32, steps: Int32):
-        """What is left of the last of `steps` tiles; returns when all products are done."""
+    def finish(self, c: Consumer, at_q, at, at_kv, begun: Int32, steps: Int32):
+        """What is left of the last of `steps` tiles, in which V has no part; returns when all products are done."""
+        if const_expr(self.facts.v_apart):
+            c.pipe_v.consumer_release(at_kv)
         self.share_last_unit(c, at_q, at, 0, None, steps > 0)
         self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(0)

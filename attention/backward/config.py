@@ -153,6 +153,11 @@ class BackwardFacts:
         return 1 if self.in_turn or self.config.one_ds else 2
 
     @property
+    def v_apart(self) -> bool:
+        """sm_90: whether V is waited for after K, and given back before it. Rows that are zeroed need both at once."""
+        return self.config.by_units and not self.packed
+
+    @property
     def warps(self) -> Warps:
         """sm_80: how warps share the products."""
         return warps_of(self.config, self.head_dim, self.head_dim_v)
@@ -180,7 +185,7 @@ class BackwardFacts:
         if not hopper:
             return elements * self.element.width + cfg.tile_m * 2 * cfg.ring_q * FP32
         sums = cfg.tile_m * self.head_dim * cfg.sums
-        barriers = 16 * (1 + cfg.ring_q + self.stages_do) + QUEUE_BYTES
+        barriers = 16 * (2 + cfg.ring_q + self.stages_do) + QUEUE_BYTES
         first = -(-barriers // 128) * 128 + (cfg.tile_m * 2 * cfg.ring_q + sums) * FP32
         return elements * self.element.width + -(-first // ALIGN) * ALIGN
 
@@ -194,7 +199,7 @@ class BackwardFacts:
         elements = cfg.tile_n * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_n * rows
         elements += rows * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
         sums = 0 if cfg.direct else rows * self.head_dim // cfg.dq_parts
-        first = 16 * (1 + cfg.stages + self.stages_do) + QUEUE_BYTES + 2 * cfg.stages * rows * FP32
+        first = 16 * (2 + cfg.stages + self.stages_do) + QUEUE_BYTES + 2 * cfg.stages * rows * FP32
         return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
 
 

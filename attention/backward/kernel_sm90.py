@@ -4,7 +4,7 @@
     warpgroups 1..   consumers; each owns 64 rows of K and V (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
-    K and V    1 thread + bytes of TMA   1 thread for each consumer warp; one stage
+    K, V       1 thread + bytes of TMA   1 thread for each consumer warp; one stage each
     Q, dO      see mainloop_sm90
     queue      the producer warp         all threads of consumers and warps that store; tile_queue.SLOTS stages
 
@@ -142,7 +142,7 @@ class FlashBackwardSm90:
                 cpasync.prefetch_descriptor(tma)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        pipe_kv, pipe_q, pipe_do, pipe_queue = self.mainloop.make_pipelines(storage, self.arrivals["queue"])
+        pipe_k, pipe_v, pipe_q, pipe_do, pipe_queue = self.mainloop.make_pipelines(storage, self.arrivals["queue"])
         queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
         cute.arch.griddepcontrol_wait()  # for what `prepare` writes
         if warp < 4:
@@ -151,7 +151,7 @@ class FlashBackwardSm90:
                 views = self.mainloop.views(storage, self.mainloop.layouts())
                 operands = (tma_q, views["sQ"], mQ), (tma_do, views["sdO"], mdO)
                 operands += (tma_k, views["sK"], mK), (tma_v, views["sV"], mV)
-                pipes = pipe_kv, pipe_q, pipe_do
+                pipes = pipe_k, pipe_v, pipe_q, pipe_do
                 self.produce(operands, rows, storage.rows.data_ptr(), pipes, queue, source, scheduler, seqlens)
             elif warp <= cfg.storing_warps:
                 if const_expr(cfg.storing_warps > 0):
@@ -159,7 +159,7 @@ class FlashBackwardSm90:
                     self.store_dq(warp - 1, sums, (dq, turns), queue, source, scheduler, seqlens)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[cfg.groups][1])
-            c = self.mainloop.consumer(mmas, group, storage, (pipe_q, pipe_do))
+            c = self.mainloop.consumer(mmas, group, storage, (pipe_v, pipe_q, pipe_do))
             at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ring_q)
             at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -172,19 +172,24 @@ class FlashBackwardSm90:
                 if const_expr(not cfg.by_units):
                     c.acc_dK.fill(0.0)
                     c.acc_dV.fill(0.0)
-                pipe_kv.consumer_wait(at_kv)
+                pipe_k.consumer_wait(at_kv)
+                if const_expr(not self.facts.v_apart):
+                    pipe_v.consumer_wait(at_kv)
                 if const_expr(self.facts.packed):
                     self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - tile.n * cfg.tile_n, 0))
                 terms = scale_log2, softcap, *score
                 if const_expr(cfg.by_units):
-                    at_q, at = self.steps_by_units(c, storage, terms, source, scheduler, seqlen, tile, at_q, at)
+                    rings = at_q, at, at_kv
+                    at_q, at = self.steps_by_units(c, storage, terms, source, scheduler, seqlen, tile, rings)
                 else:
                     for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                         work = self.work_of(g, terms, source, scheduler, seqlen, tile)
                         part = self.mainloop.dq_part(group)
                         to = self.dq_work_of(work.tiles, work.h, part, (dq, turns), scheduler, seqlens, seqlen, tile)
                         at = self.mainloop.steps(c, self.mainloop.work(work, to), at)
-                pipe_kv.consumer_release(at_kv)
+                pipe_k.consumer_release(at_kv)
+                if const_expr(not self.facts.v_apart):
+                    pipe_v.consumer_release(at_kv)
                 at_kv.advance()
                 if const_expr(not cfg.storing_warps):
                     self.mainloop.drain(c)  # others wait for its turns, and the CTA for its sums to be read
@@ -194,20 +199,24 @@ class FlashBackwardSm90:
 
     @cute.jit
     def steps_by_units(
-        self, c: Consumer, storage, terms: tuple, source, scheduler, seqlen, tile, at_q, at
+        self, c: Consumer, storage, terms: tuple, source, scheduler, seqlen, tile, rings: tuple
     ):  # fmt: skip
-        """All query tiles that see a tile of K and V; returns the states of Q's and dO's rings after them."""
+        """All query tiles that see a tile of K and V; returns the states of Q's and dO's rings after them.
+
+        rings: those before, and the state of K's and V's.
+        """
+        at_q, at, at_kv = rings
         begin = Int32(0)  # the first head that sees the tile
         if const_expr(self.facts.blocks is not None):
             begin = self.first_head(source, scheduler, seqlen, tile)
         begun = at.count
-        self.mainloop.begin(c, storage, self.work_of(begin, terms, source, scheduler, seqlen, tile), at_q, at)
+        self.mainloop.begin(c, storage, self.work_of(begin, terms, source, scheduler, seqlen, tile), *rings)
         for g in cutlass.range(begin, scheduler.qhead_per_kvhead, unroll=1):
             work = self.work_of(g, terms, source, scheduler, seqlen, tile)
             for i in cutlass.range(Int32(g == begin), work.tiles.count, unroll=1):
                 at_q, at = self.mainloop.step(c, work, i, at_q, at, begun)
         steps = self.steps(source, scheduler, seqlen, tile)
-        self.mainloop.finish(c, at_q, at, begun, steps)
+        self.mainloop.finish(c, at_q, at, at_kv, begun, steps)
         if steps > 0:
             at_q.advance()
             at.advance()
@@ -305,7 +314,7 @@ class FlashBackwardSm90:
         """
         cfg, facts = self.cfg, self.facts
         q, do, k, v = operands
-        pipe_kv, _, _ = pipes
+        pipe_k, pipe_v, _, _ = pipes
         at_kv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.ring_q)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, facts.stages_do)
@@ -321,9 +330,9 @@ class FlashBackwardSm90:
             k_part = self.partition(*k, (cfg.tile_n, facts.head_dim), seqlen.k0)
             v_part = self.partition(*v, (cfg.tile_n, facts.head_dim_v), seqlen.k0)
             place = tile.n, 0, tile.h_kv, seqlen.b
-            pipe_kv.producer_acquire(at_kv)
-            self.load(k_part, place, pipe_kv, at_kv, at_kv.index)
-            self.load(v_part, place, pipe_kv, at_kv, at_kv.index)
+            for pipe, part in ((pipe_v, v_part), (pipe_k, k_part)):  # V is free first
+                pipe.producer_acquire(at_kv)
+                self.load(part, place, pipe, at_kv, at_kv.index)
             at_kv.advance()
             last = (tile.h_kv + 1) * scheduler.qhead_per_kvhead - 1
             count = self.mainloop.step_count(source.for_tile(tile.n, last, tile.b, seqlen).count)
@@ -354,7 +363,7 @@ class FlashBackwardSm90:
 
         parts: of Q and dO.
         """
-        (q, do), (_, pipe_q, pipe_do) = parts, pipes
+        (q, do), (_, _, pipe_q, pipe_do) = parts, pipes
         pieces = list(enumerate(self.mainloop.coordinates(numbers)))
         pipe_q.producer_acquire(at_q)
         for j, m in pieces:

@@ -45,6 +45,7 @@ class Consumer:
     acc_dK: cute.Tensor  # (MMA, 1, MMA_N)
     acc_dV: cute.Tensor
     acc_dQ: cute.Tensor
+    pipe_v: pipeline.PipelineAsync
     pipe_q: pipeline.PipelineAsync
     pipe_do: pipeline.PipelineAsync
     copy_dS: cute.TiledCopy
@@ -123,7 +124,8 @@ class OperandsSm90:
 
         @cute.struct
         class SharedStorage:
-            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.ring_q]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
@@ -184,10 +186,11 @@ class OperandsSm90:
         )
 
     def make_pipelines(self, storage, arrivals: Arrivals) -> tuple:
-        """(K and V, Q and rows, dO, queue); returns after every barrier is visible. `arrivals` are the queue's."""
+        """(K, V, Q and rows, dO, queue); returns after every barrier is visible. `arrivals` are the queue's."""
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
-        kv = self.make_ring(storage.barriers_kv, 1, cfg.tile_n * sum(dims) * width)
+        k = self.make_ring(storage.barriers_k, 1, cfg.tile_n * dims[0] * width)
+        v = self.make_ring(storage.barriers_v, 1, cfg.tile_n * dims[1] * width)
         q = self.make_ring(storage.barriers_q, cfg.ring_q, cfg.step_rows * (dims[0] * width + 2 * FP32))
         do = self.make_ring(storage.barriers_do, self.facts.stages_do, cfg.step_rows * dims[1] * width)
         queue = pipeline.PipelineAsync.create(
@@ -199,7 +202,7 @@ class OperandsSm90:
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return kv, q, do, queue
+        return k, v, q, do, queue
 
     def consumer(self, mmas: tuple, group: Int32, storage, rings: tuple) -> Consumer:
         """A warpgroup's operands and registers."""
@@ -254,8 +257,9 @@ class OperandsSm90:
             acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
             acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
             acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim // parts)),
-            pipe_q=rings[0],
-            pipe_do=rings[1],
+            pipe_v=rings[0],
+            pipe_q=rings[1],
+            pipe_do=rings[2],
             copy_dS=copy_dS,
             sdS=tuple(copy_dS.get_slice(tidx).partition_D(x) for x in units(s["sdS"], 1)),
             rows=storage.rows.data_ptr().toint(),

@@ -187,7 +187,8 @@ class SharedColumnsSm90(MainloopSm90):
 
         @cute.struct
         class SharedStorage:
-            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * self.facts.stages_do]
             barriers_queue: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
@@ -264,8 +265,9 @@ class SharedColumnsSm90(MainloopSm90):
             acc_dK=registers(of_dk, (cfg.tile_n, facts.head_dim)),
             acc_dV=registers(of_dv, (cfg.tile_n, facts.head_dim_v)),
             acc_dQ=registers(of_dq, (cfg.tile_m, facts.head_dim)),
-            pipe_q=rings[0],
-            pipe_do=rings[1],
+            pipe_v=rings[0],
+            pipe_q=rings[1],
+            pipe_do=rings[2],
             copy_dS=copy_dS,
             sP=thread.partition_D(s["sP"]),
             sdS=(thread.partition_D(s["sdS"]),),
