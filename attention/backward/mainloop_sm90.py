@@ -434,37 +434,48 @@ class MainloopSm90(OperandsSm90):
     def store_sums(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
         """Add a consumer warpgroup's parts of dQ of a head's query tiles, by a warp; returns (left, at).
 
+        A tile's number is asked for while its sums are waited for, and that of the tile before is moved on after that.
+
         left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
         """
         first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
-        number, claimed = Int32(0), Int32(NONE)
-        for i in cutlass.range(work.tiles.count, unroll=1):
+        number, found, count = Int32(0), Int32(NONE), work.tiles.count
+        if count > 0:
+            number = work.tiles.at(0)
+            if first:
+                found = self.ask(work, number)
+        for i in cutlass.range(count, unroll=1):
             buffer = self.buffer_of_sums(at)
-            if const_expr(not self.facts.deterministic):
-                number = work.tiles.at(i)
-                if first:  # the answer comes while the sums are waited for
-                    claimed = claim(work.turn_of(number, groups))
             self.wait_for_full(group, buffer)
             if first:
                 if const_expr(self.facts.deterministic):
-                    number = work.tiles.at(i)
-                    claimed = work.tiles.turn(number)
-                    wait_for_turn(work.turn_of(number, groups), claimed)
-                else:
-                    if claimed == STORING:
-                        wait_for_turn(work.turn_of(number, groups), Int32(THERE))
-                self.store_or_add(group, work, number, sums, buffer, claimed == NONE)
+                    wait_for_turn(work.turn_of(number, groups), found)
+                elif found == STORING:
+                    wait_for_turn(work.turn_of(number, groups), Int32(THERE))
+                self.store_or_add(group, work, number, sums, buffer, found == NONE)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             if left > 0:
                 self.free_sums(group, buffer)
+            following, found_next = number, found
+            if i + 1 < count:
+                following = work.tiles.at(i + 1)
+                if first:
+                    found_next = self.ask(work, following)
             if first:
-                if const_expr(self.facts.deterministic) or claimed == NONE:
+                if const_expr(self.facts.deterministic) or found == NONE:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     end_turn(work.turn_of(number, groups), True)
+            number, found = following, found_next
             left -= 1
             at.advance()
         return left, at
+
+    def ask(self, work: DqWork, number: Int32) -> Int32:
+        """What a query tile's number says, in one order what it is to say. Who finds NONE has to store."""
+        if self.facts.deterministic:
+            return work.tiles.turn(number)
+        return claim(work.turn_of(number, self.cfg.groups))
 
     @cute.jit
     def store_sums_in_turn(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):

@@ -9,7 +9,7 @@ from cutlass import Int32
 
 from ..forward.choose import L2_BYTES
 from ..forward.problem import one_item
-from .config import FP32, BackwardFacts
+from .config import FP32, BackwardFacts, first_stores
 from .q_tiles import BlockRows, WindowRows
 from .row_tiles import DenseRows, PackedRows, tiles_of_a_head
 
@@ -144,7 +144,8 @@ def problem_of(
         sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
     else:
-        around = not (facts.window.left or facts.window.right or facts.deterministic)
+        around = not (facts.window.left or facts.deterministic)
+        around = around and (not facts.window.right or first_stores(facts.path, cfg))
         descending = facts.deterministic and facts.window.right
         source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around, descending)
     return Problem(*tensors, scheduler, seqlens, source)

@@ -1,11 +1,12 @@
 """Which query tiles a tile of K and V is seen by: the iterator that backward's mainloops ask.
 
 The transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* where some of its elements are
-masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions. Without a mask each
-tile of K begins with another query tile and goes around: those that run at once would add to the same sums of dQ at the
-same time. Where sums have one order (turns.py) and there is a right bound, tiles come in descending order: all tiles of
-K then begin with the same query tile, and one step after another. In ascending order tile n begins with a query tile
-that tile n - 1 has as its third.
+masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions. Without a left bound
+each tile of K begins with another query tile and goes around. Those that run at once would else add to the same sums of
+dQ at the same time; with a right bound, and where who comes first stores (turns.py), one of them would be the first at nearly all
+of its query tiles, and the others would wait for it. Where sums have one order and there is a right bound, tiles come in descending order: all
+tiles of K then begin with the same query tile, and one step after another. In ascending order tile n begins with a
+query tile that tile n - 1 has as its third.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |
@@ -38,10 +39,7 @@ class QTiles:
     tile_n: cutlass.Constexpr[int]
 
     def at(self, i) -> Int32:
-        if self.begin is None:
-            return self.first + self.place(i)
-        i = i + self.begin
-        return self.first + i - self.count * Int32(i >= self.count)
+        return self.first + self.place(i)
 
     def turn(self, number) -> Int32:
         """How many tiles of K before this one a query tile sees (turns.py)."""
@@ -51,6 +49,9 @@ class QTiles:
 
     def place(self, i) -> Int32:
         """Of the i-th tile, in ascending order."""
+        if self.begin is not None:
+            i = i + self.begin
+            return i - self.count * Int32(i >= self.count)
         return self.count - 1 - i if self.descending else i
 
     def is_partial(self, i):
@@ -67,7 +68,7 @@ class WindowRows:
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
-    around: cutlass.Constexpr[bool] = False  # whether tiles of K begin with different query tiles; not of a window
+    around: cutlass.Constexpr[bool] = False  # whether tiles of K begin with different ones of their query tiles
     descending: cutlass.Constexpr[bool] = False
 
     def for_tile(self, n, h, b, seqlen) -> QTiles:
