@@ -15,6 +15,8 @@ import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, score_mods, score_text, torch_op
 from attention.decode import choose as decode
 from cute_kernels import explain
+from cute_kernels.report import report_of_kernel
+from cute_kernels.runtime.families import family_named
 
 from .attention_parts import BF16, FP16, FP64, cache, packed, pieces
 from .emulator.emulate import COMPILER
@@ -542,3 +544,12 @@ class TestReadyMade:
         bias = normal(2, 1, 5, 7, dtype=torch.float32)
         want = nnf.scaled_dot_product_attention(q, k, v, bias.double().expand(2, 4, 5, 7), enable_gqa=True)
         torch.testing.assert_close(attention(q, k, v, score_mod=score_mods.Bias(bias)), want)
+
+
+def test_positions_are_not_converted_for_each_score():
+    """A conversion takes as long as an exponential: there is one for sixteen scores, or a few more."""
+    name = "flash forward"
+    found = [f for f in family_named(name).catalogue("sm_90") if f.path == "sm_90" and f.score and f.window.right]
+    facts = next(f for f in found if f.head_dim == 128 and any(n.op == "abs" for n in f.score.program.nodes))
+    opcodes = report_of_kernel(facts).opcodes
+    assert sum(count for name, count in opcodes.items() if name.startswith("I2F")) < 40

@@ -1,12 +1,15 @@
 """Which query tiles a tile of K and V is seen by: the iterator that backward's mainloops ask.
 
 The transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* where some of its elements are
-masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions. Without a left bound
-each tile of K begins with another query tile and goes around. Those that run at once would else add to the same sums of
-dQ at the same time; with a right bound, and where who comes first stores (turns.py), one of them would be the first at nearly all
-of its query tiles, and the others would wait for it. Where sums have one order and there is a right bound, tiles come in descending order: all
-tiles of K then begin with the same query tile, and one step after another. In ascending order tile n begins with a
-query tile that tile n - 1 has as its third.
+masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions.
+
+Without a left bound each tile of K begins with another of its query tiles and goes around. Those that run at once would
+else add to the same sums of dQ at the same time. With a right bound, and where who comes first stores (turns.py), one
+of them would be the first at nearly all of its query tiles, and the others would wait for it.
+
+Where sums have one order and there is a right bound, tiles come in descending order: all tiles of K then begin with the
+same query tile, and one step after another. In ascending order tile n begins with a query tile that tile n - 1 has as
+its third.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |

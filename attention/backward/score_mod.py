@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import add_to_memory, add_unless_zero
-from cute_kernels.traced.lower import lower, place_of, ranges_of, values_of
+from cute_kernels.traced.lower import Place, lower, place_of, ranges_of, values_of
 
 from ..forward.softmax import exp2
 from ..score_mod import KV_INPUT, Q_INPUT
@@ -23,11 +23,12 @@ from .config import BackwardFacts
 def inputs_at(facts: BackwardFacts, work, score: Float32, flat: int, tiles_m: int, col: Int32, row: Int32) -> list:
     """What score_mod is given for element `flat` of an accumulator ((2, 2), tiles_m, ..) of transposed scores, whose
     first is that of column `col` and query row `row`."""
-    kv, q = col + (flat // 4 % tiles_m * 16 + flat // 2 % 2 * 8), row + (flat // (4 * tiles_m) * 8 + flat % 2)
+    kv = Place(col, flat // 4 % tiles_m * 16 + flat // 2 % 2 * 8)
+    q = Place(row, flat // (4 * tiles_m) * 8 + flat % 2)
     if facts.score.indexes(KV_INPUT):
-        kv = cutlass.min(kv, work.seqlen.cols - 1)  # nothing past their ends is read
+        kv = cutlass.min(kv.base + kv.offset, work.seqlen.cols - 1)  # nothing past their ends is read
     if facts.score.indexes(Q_INPUT):
-        q = cutlass.min(q, work.seqlen.rows - 1)
+        q = cutlass.min(q.base + q.offset, work.seqlen.rows - 1)
     return [score * work.softcap, work.b, work.h, q, kv]
 
 

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import integer_after
-from cute_kernels.traced.lower import lower
+from cute_kernels.traced.lower import Place, lower
 
 from ..score_mod import KV_INPUT, Q_INPUT, ScoreMod
 
@@ -48,9 +48,9 @@ def change_scores(
             if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
                 # There are no registers for the loads of all scores at once, nor for their positions.
                 mine = integer_after(mine, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
-            column = mine + const_expr(c // 2 * 8 + c % 2)
+            column = Place(mine, const_expr(c // 2 * 8 + c % 2))
             if const_expr(mod.indexes(KV_INPUT) and not inside):
-                column = cutlass.min(column, seqlen.cols - 1)
+                column = cutlass.min(column.base + column.offset, seqlen.cols - 1)
             scores[r, c] = lower(mod.program, [scores[r, c] * scale, tile.b, h, q, column], tensors)
 
 

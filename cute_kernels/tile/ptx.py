@@ -87,6 +87,13 @@ def value_after(value: Float32, other: Float32, *, loc=None, ip=None) -> Float32
     return Float32(_asm(T.f32(), operands, SELECT, "=f,f,f", side_effects=False, loc=loc, ip=ip))
 
 
+@dsl_user_op
+def integer_to_float(x: Int32, *, loc=None, ip=None) -> Float32:
+    """`x` as fp32, rounded. LLVM makes float(x) + constant a conversion of x + constant; of this it cannot."""
+    value = Int32(x).ir_value(loc=loc, ip=ip)
+    return Float32(_asm(T.f32(), [value], "cvt.rn.f32.s32 $0, $1;", "=f,r", side_effects=False, loc=loc, ip=ip))
+
+
 SELECT_INTEGER = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.b32 $0, 0, $1, p; }"
 
 

@@ -8,12 +8,14 @@ for sigmoid, silu, gelu and its slopes, whose errors activations.py states.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cutlass_dsl import select_
 
+from ..tile.ptx import integer_to_float
 from . import activations
 from .program import BOUNDS, FLOAT, INTEGER, POSITION, Load, Program
 
@@ -24,6 +26,25 @@ TYPES = {
 UNSIGNED = {"int32": Uint32, "int64": Uint64}
 
 
+@dataclass(frozen=True)
+class Place:
+    """An int32 value `base + offset`, or its absolute value, of which the offset is known when a kernel is compiled.
+
+    A conversion to float32 takes as long as an exponential. Of elements that lie side by side bases are the same, and
+    so is the conversion; the offset is a float32 addition, which rounds as the conversion does up to 2 ** 24.
+    """
+
+    base: Int32
+    offset: int
+    absolute: bool = False
+
+    def to_float(self) -> Float32:
+        value = integer_to_float(self.base)
+        if self.offset:
+            value = value + Float32(self.offset)
+        return cute.math.absf(value) if self.absolute else value
+
+
 def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
     """The result for these scalars, of the program's dtypes. Nothing outside of `tensors` is read, as long as direct
     indices lie inside them."""
@@ -31,13 +52,17 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
 
 
 def values_of(program: Program, inputs: Sequence, tensors: Sequence = ()) -> list:
-    """All values, the inputs first; what is not used costs nothing."""
-    values, ranges = list(inputs), ranges_of(program)
-    for node in program.nodes:
+    """All values, the inputs first, some of them Places; what is not used costs nothing."""
+    values = [x.base + x.offset if isinstance(x, Place) else x for x in inputs]
+    places = {number: x for number, x in enumerate(inputs) if isinstance(x, Place)}
+    ranges = ranges_of(program)
+    for number, node in enumerate(program.nodes, len(inputs)):
         if node.op == "const":
             value = TYPES[node.dtype](node.args[0])
         elif node.op == "load":
             value = _load(Load(*node.args), values, ranges, tensors, node.dtype)
+        elif node.op == "cast" and node.dtype == "float32" and node.args[0] in places:
+            value = places[node.args[0]].to_float()
         elif node.op == "cast":
             value = values[node.args[0]].to(TYPES[node.dtype])
         elif node.op in ("remainder", "floordiv", "truncdiv", "fmod") and node.dtype in INTEGER:
@@ -46,6 +71,8 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = ()) -> lis
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         kind = TYPES[node.dtype]
         values.append(value if type(value) is kind else kind(value))  # a choice is of no type of the DSL
+        if place := _place_of_node(program, node, ranges[number], values, places):
+            places[number] = place
     return values
 
 
@@ -55,6 +82,26 @@ def _select(condition, x, y):
 
 
 # ---------------------------------------------------------------------- integers
+
+
+def _place_of_node(program: Program, node, span: tuple | None, values: list, places: dict) -> Place | None:
+    """The Place that is a sum, a difference or an absolute value of Places and others, and cannot wrap."""
+    if node.op == "abs" and node.args[0] in places:
+        return replace(places[node.args[0]], absolute=True)
+    if node.op not in ("add", "sub") or node.dtype != "int32" or span == BOUNDS["int32"]:
+        return None
+    if not any(i in places for i in node.args) or any(i in places and places[i].absolute for i in node.args):
+        return None
+    terms = []
+    for i in node.args:
+        at = i - len(program.inputs)
+        if at >= 0 and program.nodes[at].op == "const":
+            terms.append(Place(Int32(0), program.nodes[at].args[0]))
+        else:
+            terms.append(places.get(i) or Place(values[i], 0))
+    x, y = terms
+    join = OPERATIONS[node.op]
+    return Place(join(x.base, y.base), join(x.offset, y.offset))
 
 
 def ranges_of(program: Program) -> list[tuple[int, int] | None]:
