@@ -547,7 +547,7 @@ class TestReadyMade:
 
 
 def test_positions_are_not_converted_for_each_score():
-    """A conversion takes as long as an exponential: there is one for sixteen scores, or a few more."""
+    """There is one conversion for sixteen scores, or a few more (traced.lower.Place)."""
     name = "flash forward"
     found = [f for f in family_named(name).catalogue("sm_90") if f.path == "sm_90" and f.score and f.window.right]
     facts = next(f for f in found if f.head_dim == 128 and any(n.op == "abs" for n in f.score.program.nodes))

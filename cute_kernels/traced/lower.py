@@ -30,8 +30,8 @@ UNSIGNED = {"int32": Uint32, "int64": Uint64}
 class Place:
     """An int32 value `base + offset`, or its absolute value, of which the offset is known when a kernel is compiled.
 
-    A conversion to float32 takes as long as an exponential. Of elements that lie side by side bases are the same, and
-    so is the conversion; the offset is a float32 addition, which rounds as the conversion does up to 2 ** 24.
+    Elements that lie side by side have the same base, and so one conversion to float32. What is left for each of them
+    is a float32 addition of the offset, which rounds as the conversion does up to 2 ** 24.
     """
 
     base: Int32
