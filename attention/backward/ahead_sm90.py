@@ -117,11 +117,11 @@ class AheadSm90(MainloopSm90):
         self.free_ds(c)
         self.move_dq(c, at)
         if const_expr(not self.late_dk):
-            self.give_sums(c, self.buffer_of_sums(at))
+            self.give_sums(c, self.dq_store.buffer_of(at))
             c.pipe_do.consumer_wait(following)
         self.start_dp(c, following.index, 0)
         if const_expr(self.late_dk):
-            self.give_sums(c, self.buffer_of_sums(at))
+            self.give_sums(c, self.dq_store.buffer_of(at))
         warpgroup.wait_group(1)
         c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
@@ -144,7 +144,7 @@ class AheadSm90(MainloopSm90):
         warpgroup.wait_group(0)
         if steps > 0:
             self.move_dq(c, at)
-            self.give_sums(c, self.buffer_of_sums(at))
+            self.give_sums(c, self.dq_store.buffer_of(at))
             c.pipe_q.consumer_release(at_q)
         for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
             for v in range_constexpr(cute.size(acc)):
@@ -241,7 +241,7 @@ class AheadSm90(MainloopSm90):
 
     def move_dq(self, c: Consumer, at):
         """dQ of the tile of this state to shared memory; dP's registers are free then."""
-        buffer = self.buffer_of_sums(at)
+        buffer = self.dq_store.buffer_of(at)
         self.wait_for_sums(c, buffer)
         self.write_dq(self.dq_in_dp(c), 0, buffer)
 

@@ -32,7 +32,8 @@ from ..forward.mainloop_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
 from .ahead_sm90 import AheadSm90
 from .config import BackwardFacts
-from .mainloop_sm90 import DqWork, MainloopSm90, Work
+from .dq_store import DqWork
+from .mainloop_sm90 import MainloopSm90, Work
 from .operands_sm90 import Consumer
 from .problem import KvTile, problem_of
 from .shared_columns_sm90 import SharedColumnsSm90
@@ -50,6 +51,7 @@ class FlashBackwardSm90:
         self.facts, self.cfg = facts, facts.config
         cfg = facts.config
         self.mainloop = (SharedColumnsSm90 if cfg.query_tiles else AheadSm90 if cfg.ahead else MainloopSm90)(facts)
+        self.dq_store = self.mainloop.dq_store
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
         queue = Arrivals(1, 4 * cfg.groups, threads=32, others=cfg.storing_warps)
@@ -291,16 +293,16 @@ class FlashBackwardSm90:
             left = self.steps(source, scheduler, seqlen, tile)
             for j in range_constexpr(cfg.sums):
                 if left > 0:
-                    self.mainloop.free_sums(group, (at.index + j) % cfg.sums)
+                    self.dq_store.free(group, (at.index + j) % cfg.sums)
                 left -= 1
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
                 tiles = source.for_tile(tile.n, h, tile.b, seqlen)
                 to = self.dq_work_of(tiles, h, group, memory, scheduler, seqlens, seqlen, tile)
                 if const_expr(facts.deterministic and cfg.sums == 2):
-                    left, at = self.mainloop.store_sums_in_turn(group, to, sums, left, at)
+                    left, at = self.dq_store.store_in_turn(group, to, sums, left, at)
                 else:
-                    left, at = self.mainloop.store_sums(group, to, sums, left, at)
+                    left, at = self.dq_store.store(group, to, sums, left, at)
             index, fields = queue.consume(len(fields), at_queue)
             at_queue.advance()
 

@@ -32,18 +32,18 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL
 from cute_kernels.tile.hopper import WARPGROUP, start_product
-from cute_kernels.tile.ptx import bulk_add, bulk_store, here, load_acquire, read_special_register
+from cute_kernels.tile.ptx import here, read_special_register
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
 from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
+from .dq_store import STORE_THREADS, DqStore, DqWork, meeting
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
 from .operands_sm90 import Consumer, OperandsSm90
 from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
-from .turns import NONE, STORING, THERE, TURN, claim, end_turn, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,6 @@ class Work:
     turns: Int64 | None = None  # of its number, where sums have an order
 
 
-@dataclass(frozen=True)
-class DqWork:
-    """One head's query tiles, and where a consumer warpgroup's parts of dQ go."""
-
-    tiles: Any
-    first: Int32  # number of the head's first query tile, of those of all heads
-    dq: Int64  # address of the sums of dQ of all heads' first query tile
-    turns: Int64 | None  # address of this warpgroup's number of the same tile, where there is one
-
-    def dq_of(self, number: Int32, size: int) -> Int64:
-        """Address of the sums of the head's tile of a number, of `size` bytes a tile."""
-        return self.dq + Int64(self.first + number) * size
-
-    def turn_of(self, number: Int32, parts: int) -> Int64:
-        """Address of this warpgroup's number of it, of `parts` numbers a tile (turns.py)."""
-        return self.turns + Int64(self.first + number) * (parts * TURN)
-
-
 def first_row(threads: int | None = None) -> Int32:
     """The first of this thread's two rows of the tile of K; read anew, so that no register holds it.
 
@@ -92,19 +74,12 @@ def first_row(threads: int | None = None) -> Int32:
     return thread // WARP * 16 + thread % WARP // 4
 
 
-STORE_THREADS = WARPGROUP + WARP  # a consumer warpgroup and the warp that stores its part of dQ
-
-
-def meeting(group: Int32, buffer: Int32 | int) -> Int32:
-    """Number of their barrier of a buffer of sums, from the first one on."""
-    return group + 2 * buffer
-
-
 class MainloopSm90(OperandsSm90):
     """Steps over the query tiles of one tile of K and V."""
 
     def __init__(self, facts: BackwardFacts):
         super().__init__(facts)
+        self.dq_store = DqStore(facts)
         self.check_config()
 
     def check_config(self):
@@ -219,7 +194,7 @@ class MainloopSm90(OperandsSm90):
         warpgroup.wait_group(2)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
-        sums = self.buffer_of_sums(at)
+        sums = self.dq_store.buffer_of(at)
         self.wait_for_sums(c, sums)
         self.write_dq(c, 0, sums)
         self.give_sums(c, sums)
@@ -245,7 +220,7 @@ class MainloopSm90(OperandsSm90):
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
         c.pipe_q.consumer_release(at)
-        sums = self.buffer_of_sums(at)
+        sums = self.dq_store.buffer_of(at)
         self.wait_for_sums(c, sums)
         for part in range_constexpr(self.parts_k):
             self.start_dq(c, buffer, part)
@@ -396,10 +371,6 @@ class MainloopSm90(OperandsSm90):
             values[column], values[column + 1] = pair[0], pair[1]
         return values
 
-    def buffer_of_sums(self, at) -> Int32 | int:
-        """Of the step whose state is `at`."""
-        return at.index if self.cfg.sums > 1 else 0
-
     def wait_for_sums(self, c: Consumer, buffer: Int32 | int):
         """Until this warpgroup's part of a buffer of sums has been read."""
         cute.arch.barrier(barrier_id=BACKWARD_FREE + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
@@ -407,7 +378,7 @@ class MainloopSm90(OperandsSm90):
     def write_dq(self, c: Consumer, part: int, buffer: Int32 | int):
         """acc_dQ, `part` of the warpgroup's columns, to a buffer of sums."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        begin = c.sums + self.place_of_sums(c.group, buffer)
+        begin = c.sums + self.dq_store.place_of(c.group, buffer)
         layout, count = cute.make_layout(self.sums.vector), cute.size(c.acc_dQ)
         for r in range(0, count, self.sums.vector):
             at = begin + self.sums.offset(tidx, part * count + r) * FP32
@@ -418,125 +389,6 @@ class MainloopSm90(OperandsSm90):
         """To the warp that stores them."""
         self.publish()
         cute.arch.barrier_arrive(barrier_id=BACKWARD_FULL + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
-
-    def place_of_sums(self, group: Int32, buffer: Int32 | int) -> Int32:
-        """Bytes from the first buffer's begin on."""
-        return group * self.part_bytes + buffer * (self.sums.size * FP32)
-
-    @property
-    def part_bytes(self) -> int:
-        """Of a warpgroup's sums."""
-        return self.sums.values * WARPGROUP * FP32
-
-    # ------------------------------------------------------------------ dQ's store
-
-    @cute.jit
-    def store_sums(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
-        """Add a consumer warpgroup's parts of dQ of a head's query tiles, by a warp; returns (left, at).
-
-        A tile's number is asked for while its sums are waited for, and that of the tile before is moved on after that.
-
-        left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
-        """
-        first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
-        number, found, count = Int32(0), Int32(NONE), work.tiles.count
-        if count > 0:
-            number = work.tiles.at(0)
-            if first:
-                found = self.ask(work, number)
-        for i in cutlass.range(count, unroll=1):
-            buffer = self.buffer_of_sums(at)
-            self.wait_for_full(group, buffer)
-            if first:
-                if const_expr(self.facts.deterministic):
-                    wait_for_turn(work.turn_of(number, groups), found)
-                elif found == STORING:
-                    wait_for_turn(work.turn_of(number, groups), Int32(THERE))
-                self.store_or_add(group, work, number, sums, buffer, found == NONE)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            if left > 0:
-                self.free_sums(group, buffer)
-            following, found_next = number, found
-            if i + 1 < count:
-                following = work.tiles.at(i + 1)
-                if first:
-                    found_next = self.ask(work, following)
-            if first:
-                if const_expr(self.facts.deterministic) or found == NONE:
-                    cute.arch.cp_async_bulk_wait_group(0, read=False)
-                    end_turn(work.turn_of(number, groups), True)
-            number, found = following, found_next
-            left -= 1
-            at.advance()
-        return left, at
-
-    def ask(self, work: DqWork, number: Int32) -> Int32:
-        """What a query tile's number says, in one order what it is to say. Who finds NONE has to store."""
-        if self.facts.deterministic:
-            return work.tiles.turn(number)
-        return claim(work.turn_of(number, self.cfg.groups))
-
-    @cute.jit
-    def store_sums_in_turn(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
-        """The same in one order, of two buffers.
-
-        A tile's sums are on their way to memory while the next ones are given: a turn is ended when the next tile's
-        addition has been started, or, where that has to wait for its own turn, before it does.
-        """
-        first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
-        begun = Int32(-1)  # the query tile whose turn is not ended; -1: none
-        for i in cutlass.range(work.tiles.count, unroll=1):
-            number, buffer = work.tiles.at(i), self.buffer_of_sums(at)
-            self.wait_for_full(group, buffer)
-            if first:
-                turn, mine = work.turn_of(number, groups), work.tiles.turn(number)
-                seen = load_acquire(turn)
-                while seen != mine:
-                    if begun >= 0:
-                        cute.arch.cp_async_bulk_wait_group(0, read=False)
-                        end_turn(work.turn_of(begun, groups), True)
-                        begun = Int32(-1)
-                    seen = load_acquire(turn)
-                self.store_or_add(group, work, number, sums, buffer, mine == 0)
-                cute.arch.cp_async_bulk_wait_group(1, read=False)
-                if begun >= 0:
-                    end_turn(work.turn_of(begun, groups), True)
-                begun = number
-            cute.arch.sync_warp()
-            if (i > 0) & (left >= 0):  # there are as many to come after the tile before
-                self.free_sums(group, 1 - buffer)
-            left -= 1
-            at.advance()
-        if work.tiles.count > 0:
-            if first:
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-                end_turn(work.turn_of(begun, groups), True)
-            cute.arch.sync_warp()
-            if left >= 0:
-                self.free_sums(group, 1 - self.buffer_of_sums(at))
-        return left, at
-
-    @cute.jit
-    def store_or_add(
-        self, group: Int32, work: DqWork, number: Int32, sums: Int32, buffer: Int32 | int, store
-    ):  # fmt: skip
-        """Start to store a part of a query tile's dQ, or to add it; by one thread."""
-        to = work.dq_of(number, self.sums.size * FP32) + group * self.part_bytes
-        source = sums + self.place_of_sums(group, buffer)
-        if store:
-            bulk_store(to, source, self.part_bytes)
-        else:
-            bulk_add(to, source, self.part_bytes)
-        cute.arch.cp_async_bulk_commit_group()
-
-    def wait_for_full(self, group: Int32, buffer: Int32 | int):
-        """Until a buffer of sums has been written."""
-        cute.arch.barrier(barrier_id=BACKWARD_FULL + meeting(group, buffer), number_of_threads=STORE_THREADS)
-
-    def free_sums(self, group: Int32, buffer: Int32 | int):
-        """A buffer of sums may be written."""
-        cute.arch.barrier_arrive(barrier_id=BACKWARD_FREE + meeting(group, buffer), number_of_threads=STORE_THREADS)
 
     # ------------------------------------------------------------------ rows past the end, rounding
 

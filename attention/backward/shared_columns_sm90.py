@@ -46,8 +46,9 @@ from cute_kernels.tile.ptx import add_vector_to_memory, bulk_add, zero_here
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32
+from .dq_store import DqWork
 from .fragments import ROWS
-from .mainloop_sm90 import DqWork, MainloopSm90, Work, first_row
+from .mainloop_sm90 import MainloopSm90, Work, first_row
 from .operands_sm90 import Consumer
 from .turns import TURN, end_turn, wait_for_turn
 
