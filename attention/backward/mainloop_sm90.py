@@ -346,8 +346,11 @@ class MainloopSm90(OperandsSm90):
         self, c: Consumer, work: Work, part: cute.Tensor, lse: list, first: int, number: Int32
     ) -> list:
         """Eight scores from `first` on to P in place. Returns what is kept for dS (BackwardFacts.keeps_scores)."""
-        facts, kept, place = self.facts, [], self.place_of_scores(c, work, number)
+        facts, kept = self.facts, []
+        place = self.place_of_scores(c, work, number)
         for v in range(8):
+            if facts.score_sums:  # which need the registers
+                place = self.place_of_scores(c, work, number)
             inputs = inputs_at(facts, work, part[v], first + v, 1, *place)
             p = p_of(facts, work, part[v], lse[v // 4][v % 2], inputs)
             kept.append(part[v] if facts.keeps_scores else times_slope(facts, work, p, p, inputs))
