@@ -16,7 +16,7 @@ from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
 from ..block_sparse import Derived, by_length, with_causal
-from ..forward.choose import L2_BYTES
+from ..forward.choose import heads_in_l2
 from ..forward.config import BlockKind, WindowKind
 from ..plan import path_of, scalars_of, view_of
 from ..score_mod import BoundScore, ScoreMod
@@ -213,7 +213,7 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
     """The order in which tiles of K are begun, int32, made once; see problem.OrderedKvScheduler. shape: Q's."""
     batch, heads, rows, _ = shape
     per_head, tile_n = heads // heads_kv, facts.config.tile_n
-    l2_heads = max(L2_BYTES // (bytes_of_a_row(facts) * per_head) // max(rows, 1), 1)
+    l2_heads = heads_in_l2(rows, bytes_of_a_row(facts) * per_head)
 
     def make() -> tuple[Tensor]:
         partial, _, full, _ = lists_of(mask)
