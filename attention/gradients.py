@@ -13,7 +13,7 @@ from cute_kernels.runtime.device import forced_path, in_forwards_path
 from . import eager, reference
 from .backward.eager import Terms, backward
 from .masks.mask_mods import window_bounds
-from .plan import has_kernel
+from .plan import gradient_of, has_kernel
 
 
 class Attention(torch.autograd.Function):
@@ -91,7 +91,7 @@ def gradients_of(
     score_mod: a BoundScore. sums: of tensors that it captures, by their slots: their gradients are added to these.
     """
     if dout is None and dlse is None:
-        return tuple(None if t is None else torch.zeros_like(t) for t in (q, k, v, sinks))
+        return tuple(None if t is None else gradient_of(t).zero_() for t in (q, k, v, sinks))
     if dout is None:
         dout = torch.zeros_like(out)
     if not has_kernel(q):
@@ -114,6 +114,8 @@ def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, windo
     terms = {"bounds": window_bounds(window, causal), "softcap": softcap, "scale": scale} | more
     tensors = q, k, v, out, lse, dout, dlse
     if cu_q is not None:
-        return reference.gradients_packed(*tensors, cu_q, cu_k, **terms)
-    block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
-    return reference.gradients(*tensors, **terms, block_mask=block_mask)
+        found = reference.gradients_packed(*tensors, cu_q, cu_k, **terms)
+    else:
+        block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
+        found = reference.gradients(*tensors, **terms, block_mask=block_mask)
+    return *(gradient_of(t).copy_(g) for t, g in zip((q, k, v), found[:3], strict=True)), found[3]

@@ -54,6 +54,16 @@ def checked_plan(op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, 
     return plan
 
 
+def gradient_of(t: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Memory for the gradient of t: of its strides, or contiguous where those leave gaps.
+
+    All that computes gradients, and what tells torch.compile of them, asks here for their strides.
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense.default(t):
+        return torch.empty_like(t, device=device)
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device if device is None else device)
+
+
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Whether a call with this tensor takes a kernel."""
     return plans_kernel(tensor.device)

@@ -20,6 +20,7 @@ from . import eager, gradients, score_text
 from .checks import NO_CACHE, check_gradient_dims
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
+from .plan import gradient_of
 
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
@@ -87,7 +88,7 @@ def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms, *
 
 
 def _fake_backward(dout, dlse, q, k, v, *others):
-    return _four(q, tuple(None if t is None else torch.empty_like(t) for t in (q, k, v, others[-1])))
+    return _four(q, tuple(None if t is None else gradient_of(t) for t in (q, k, v, others[-1])))
 
 
 def _four(q, found: tuple) -> tuple[Tensor, ...]:

@@ -149,11 +149,11 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
             rows.append(case.failed(error))
         print(f"{rows[-1].line()} [{time.perf_counter() - start:.1f} s]", file=sys.stderr, flush=True)
         case = None
+        if not args.only:  # what was measured stays, whatever ends this
+            record.write(suite, rows, best, host, args.out, args.mode)
         torch.cuda.empty_cache()
         bar.advance(task)
     table.show(rows, best, host)
-    if not args.only:  # and once more with what comes beside the rows, which may take long, or break
-        record.write(suite, rows, best, host, args.out, args.mode)
     more = SUITES[suite].findings(rows, host, args.only)
     if not args.only:
         print("written:", record.write(suite, rows, best, host, args.out, args.mode, **more))

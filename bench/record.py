@@ -8,6 +8,7 @@ bench/results/<card>/gates.json      the verdicts of all gates; tune.json what t
 """
 
 import datetime
+import functools
 import json
 import os
 import subprocess
@@ -38,14 +39,21 @@ def query(fields: str) -> dict[str, str]:
 
 def environment() -> dict:
     """Card, driver, clocks as they stand now, software versions, and a fingerprint of the kernels' sources."""
-    found = {"card": torch.cuda.get_device_name(), "driver": query("driver_version").get("driver_version", "")}
-    found |= {"clocks": query(CLOCKS), "torch": torch.__version__, "cuda": torch.version.cuda}
+    card, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
+    return {"card": card, "clocks": query(CLOCKS), **what_runs(), "commit": commit(), "date": date}
+
+
+@functools.cache
+def what_runs() -> dict:
+    """Of `environment`, what a process does not change: driver, versions, and the fingerprint."""
+    found = {"driver": query("driver_version").get("driver_version", "")}
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not found"
-    return found | {"sources": source_fingerprint(), "commit": commit(), "date": datetime.date.today().isoformat()}
+    return found | {"sources": source_fingerprint()}
 
 
 def commit() -> str:

@@ -53,6 +53,13 @@ def rows_first(t):
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def of_one_projection(*tensors):
+    """(B, H, S, D) parts of one (B, S, 3, H, D) tensor, as one projection for all of them gives it: with gaps."""
+    B, H, S, D = tensors[0].shape
+    whole = torch.cat([t.transpose(1, 2).reshape(B, S, 1, H, D) for t in tensors], 2)
+    return tuple(whole[:, :, i].transpose(1, 2) for i in range(len(tensors)))
+
+
 def misaligned(t):
     return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attention import BlockMask, attention, block_sparse_attention, mask_mods, patterns, torch_op
 from attention.masks import mask_text
 
-from .attention_parts import BF16, cache, packed, qkv, rows_first
+from .attention_parts import BF16, cache, of_one_projection, packed, qkv, rows_first
 from .mask_parts import (  # noqa: F401 (fixtures are used by name)
     FIRST,
     SECOND,
@@ -110,6 +110,29 @@ def test_opcheck_block_sparse():
     for form in ("flex", "bool", "bsr"):
         mask, form = torch_op.crossing(held(form))
         torch.library.opcheck(OPS.block_sparse_attention.default, (*operands(), *mask), {"form": form})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", ["contiguous", "rows first", "of one projection"])
+def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
+    """Which are those of the operand, or contiguous where it has gaps."""
+    q, k, v = qkv(heads=4, device=device)
+    if form == "rows first":
+        q, k, v = map(rows_first, (q, k, v))
+    elif form == "of one projection":
+        q, k, v = of_one_projection(q, k, v)
+    mask = crossing(masks()[1].to(device))
+    dense = False, None, None, None, None, None, None, False, None
+    for name, parts, terms in (
+        ("attention", (), dense),
+        ("block_sparse_attention", mask, (*mask, False, None, None, "lists", False, None)),
+    ):
+        out, lse = getattr(OPS, name)(q, k, v, *parts, return_lse=True)
+        call, backward = (torch.randn_like(out), None, q, k, v, out, lse, *terms), getattr(OPS, f"{name}_backward")
+        torch.library.opcheck(backward.default, call, test_utils=("test_schema", "test_faketensor"))
+        for gradient, t in zip(backward(*call), (q, k, v)):
+            expected = torch.empty(t.shape) if form == "of one projection" else t
+            assert gradient.stride() == expected.stride()
 
 
 def test_ops_can_be_called_by_name():

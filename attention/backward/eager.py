@@ -18,7 +18,7 @@ from cute_kernels.runtime.workspace import zeros
 from ..block_sparse import Derived, by_length, with_causal
 from ..forward.choose import heads_in_l2
 from ..forward.config import BlockKind, WindowKind
-from ..plan import path_of, scalars_of, view_of
+from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
@@ -224,13 +224,3 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
 
     key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
     return Derived.of(mask).get(key, mask.partial_count, make, tuple)[0]
-
-
-def gradient_of(t: Tensor, **options) -> Tensor:
-    """Memory for a gradient: of the strides of t, or contiguous where those leave gaps."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default(t)
-    return (
-        torch.empty_like(t, **options)
-        if dense
-        else torch.empty(t.shape, dtype=t.dtype, **{"device": t.device, **options})
-    )

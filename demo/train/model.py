@@ -56,6 +56,19 @@ def feed_forward(shape: Shape) -> nn.Module:
     return nn.Sequential(up, BsrLinear(shape.hidden, shape.dim, **more))
 
 
+def rotations(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (length, width / 2) of rotary positions (Su et al. 2021)."""
+    rates = 1e4 ** -(torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(length, device=device)[:, None] * rates
+    return angles.cos(), angles.sin()
+
+
+def rotated(t: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Queries or keys (..., S, D) that know their positions; feature i is paired with i + D / 2."""
+    a, b = t.chunk(2, -1)
+    return torch.cat([a * cosines - b * sines, b * cosines + a * sines], -1).to(t.dtype)
+
+
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); x (B, S, dim)."""
 
@@ -68,16 +81,17 @@ class Layer(nn.Module):
         with torch.random.fork_rng(devices=[]):  # so that all else starts alike, whatever the feed-forward layers are
             self.feed_forward = feed_forward(shape)
 
-    def attend(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+    def attend(self, x: Tensor, positions: tuple, mask: BlockMask | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, S, D)
+        q, k = rotated(q, *positions), rotated(k, *positions)
         if mask is None:
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             found = block_sparse_attention(q, k, v, mask)
         return self.out(found.transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
-        x = x + self.attend(self.norms[0](x), mask)
+    def forward(self, x: Tensor, positions: tuple[Tensor, Tensor], mask: BlockMask | None = None) -> Tensor:
+        x = x + self.attend(self.norms[0](x), positions, mask)
         return x + self.feed_forward(self.norms[1](x))
 
 
@@ -88,9 +102,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.bytes = nn.Embedding(BYTES, shape.dim)
-        self.places = nn.Embedding(shape.context, shape.dim)
-        for table in (self.bytes, self.places):
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.bytes.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, BYTES, bias=False)
@@ -107,9 +119,10 @@ class Decoder(nn.Module):
         return self.masks[key]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, mask = self.bytes(tokens) + self.places.weight[: tokens.shape[1]], self.mask(tokens.shape[1], tokens.device)
+        x, length, device = self.bytes(tokens), tokens.shape[1], tokens.device
+        positions, mask = rotations(length, self.shape.dim // self.shape.heads, device), self.mask(length, device)
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, positions, mask)
         return self.head(self.norm(x))
 
     def loss(self, windows: Tensor) -> Tensor:
