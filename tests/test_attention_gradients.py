@@ -1,5 +1,6 @@
 """Gradients of attention: the reference's by gradcheck, the kernels' on the emulator and on a GPU, against fp64."""
 
+import collections
 import contextlib
 import shutil
 from dataclasses import replace
@@ -10,13 +11,17 @@ import torch.nn.functional as nnf
 
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
+from attention.backward import problem, q_tiles
 from attention.backward.choose import pick
 from attention.backward.config import BackwardFacts
 from attention.backward.kernel_sm90 import FlashBackwardSm90
+from attention.forward.config import WindowKind
+from attention.forward.seqlen import SeqlenInfo
 from attention.masks.mask_mods import SameDocument
 
 from .attention_parts import FP16, FP64, misaligned, packed, qkv, rows_first
-from .emulator.emulate import COMPILER
+from .emulate_blocks import number
+from .emulator.emulate import COMPILER, emulated
 from .emulator.ops import on_emulator
 from .reference import assert_as_good_as_torch, normal, poisoned_empty, seed
 
@@ -407,10 +412,61 @@ def test_the_gradient_of_q_has_one_order_on_request(path):
         torch.testing.assert_close(found[0].float(), exact.float(), rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    "path", [pytest.param("sm_80", marks=pytest.mark.sm_80), pytest.param("sm_90", marks=pytest.mark.sm_90)]
+)
+def test_one_order_where_most_heads_go_up(path, monkeypatch):
+    """As with more heads than L2 has room for: here it has for one."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    monkeypatch.setattr(problem, "L2_BYTES", 1)
+    emulated.cache_clear()
+    for sq, sk, dim, terms in (
+        (200, 420, 64, {"causal": True}),
+        (600, 450, 128, {"causal": True}),
+        (500, 500, 128, {"window": (200, 70)}),
+    ):
+        q, k, v = (t.requires_grad_() for t in qkv(sq, sk, dim, B=1, H=6, heads=3))
+        out = attention(q, k, v, **terms, deterministic=True)
+        dout, found = normal(*out.shape), []
+        for chance in (1, 77):
+            with on_emulator("sm_90", sms=3, path=path, seed=chance), poisoned_empty():
+                found.append(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+        assert all(map(torch.equal, *found))
+        seen = band(sq, sk, terms.get("window"), terms.get("causal", False))
+        check(found[0], *(t.detach() for t in (q, k, v)), seen[None, None], dout, None)
+    emulated.cache_clear()
+
+
+@pytest.mark.parametrize("right", [0, 70, -40])
+@pytest.mark.parametrize(("rows", "cols"), [(600, 600), (200, 700), (700, 200), (330, 345)])
+def test_turns_are_taken_in_the_order_in_which_tiles_are_begun(rows, cols, right, monkeypatch):
+    """So a tile waits only for tiles that were begun before. Each sees its query tiles once."""
+    for module in (problem, q_tiles):
+        monkeypatch.setattr(module, "select_", lambda condition, a, b: a if condition else b)
+    window, tile_m, tile_n, heads, batch = WindowKind(right=True), 64, 128, 2, 2
+    scheduler = problem.KvScheduler(-(-cols // tile_n), -(-rows // tile_m), 2 * heads, heads, batch, 3, True)
+    assert number(scheduler.last_heads) == 3
+    source = q_tiles.WindowRows(window, tile_m, tile_n, None, right, last_heads=(3 * 2, 2 * heads))
+    taken, seen = collections.Counter(), band(rows, cols, (None, right))
+    for index in range(scheduler.count):
+        tile = [number(x) for x in scheduler.fields(index)]
+        for h in (2 * tile[1], 2 * tile[1] + 1):
+            tiles = source.for_tile(tile[0], h, tile[2], SeqlenInfo(tile[2], rows, cols))
+            for i in range(number(tiles.count)):
+                m = number(tiles.at(i))
+                assert number(tiles.turn(m)) == taken[tile[2], h, m]
+                taken[tile[2], h, m] += 1
+    for m in range(-(-rows // tile_m)):
+        columns = seen[m * tile_m : (m + 1) * tile_m].any(0)
+        expected = sum(bool(part.any()) for part in columns.split(tile_n))
+        assert all(taken[b, h, m] == expected for b in range(batch) for h in range(2 * heads))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", [pytest.param(p, marks=getattr(pytest.mark, p)) for p in ("sm_80", "sm_90")])
 def test_the_gradient_of_q_has_the_same_bits_on_every_run(path):
-    q, k, v = (t.requires_grad_() for t in qkv(4096, 4096, 128, B=2, H=8, heads=4, device="cuda"))
+    q, k, v = (t.requires_grad_() for t in qkv(4096, 4096, 128, B=2, H=16, heads=8, device="cuda"))
     with cute_kernels.path(path):
         out = attention(q, k, v, causal=True, deterministic=True)
         first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)

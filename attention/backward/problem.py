@@ -1,11 +1,12 @@
 """What backward's kernels compute: dense or packed sequences, with a window or a block mask, on both paths."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cutlass_dsl import select_
 
 from ..forward.choose import L2_BYTES
 from ..forward.problem import one_item
@@ -27,7 +28,8 @@ class KvTile:
 class KvScheduler:
     """All tiles of `l2_heads` heads, then those of the next ones; among them the first tiles of each head first.
 
-    With a causal mask the first tiles are the longest: they are seen by all rows.
+    With a causal mask the first tiles are the longest: they are seen by all rows. `from_last`: of all but the last
+    heads the last tiles come first (q_tiles).
     """
 
     tiles_k: Int32
@@ -36,6 +38,7 @@ class KvScheduler:
     heads_kv: Int32
     batch: Int32
     l2_heads: Int32
+    from_last: cutlass.Constexpr[bool] = False
 
     @property
     def qhead_per_kvhead(self) -> Int32:
@@ -44,6 +47,11 @@ class KvScheduler:
     @property
     def count(self) -> Int32:
         return self.tiles_k * self.heads_kv * self.batch
+
+    @property
+    def last_heads(self) -> Int32:
+        """The first of the heads of K whose tiles come last."""
+        return (self.heads_kv * self.batch - 1) // self.l2_heads * self.l2_heads
 
     def decode(self, index) -> KvTile:
         return KvTile(*self.fields(index))
@@ -54,6 +62,8 @@ class KvScheduler:
         here = cutlass.max(cutlass.min(self.l2_heads, self.heads_kv * self.batch - begin), 1)
         rest = index - begin * self.tiles_k
         n, head = rest // here, begin + rest % here
+        if self.from_last:
+            n = select_(begin >= self.last_heads, n, self.tiles_k - 1 - n)
         return n, head % self.heads_kv, head // self.heads_kv
 
 
@@ -146,6 +156,9 @@ def problem_of(
     else:
         around = not (facts.window.left or facts.deterministic)
         around = around and (not facts.window.right or first_stores(facts.path, cfg))
-        descending = facts.deterministic and facts.window.right
-        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around, descending)
+        down, last_heads = facts.deterministic and facts.window.right, None
+        if down and not facts.window.left:
+            scheduler = replace(scheduler, from_last=True)
+            down, last_heads = False, (scheduler.last_heads * (heads // heads_kv), 0 if facts.packed else heads)
+        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around, down, last_heads)
     return Problem(*tensors, scheduler, seqlens, source)

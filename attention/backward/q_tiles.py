@@ -7,9 +7,12 @@ Without a left bound each tile of K begins with another of its query tiles and g
 else add to the same sums of dQ at the same time. With a right bound, and where who comes first stores (turns.py), one
 of them would be the first at nearly all of its query tiles, and the others would wait for it.
 
-Where sums have one order and there is a right bound, tiles come in descending order: all tiles of K then begin with the
-same query tile, and one step after another. In ascending order tile n begins with a query tile that tile n - 1 has as
-its third.
+Where sums have one order (turns.py) and there is a right bound, there are two ways in which no tile of K waits long.
+*Up*: the tiles of K of a head are begun from the last one on, add in that order, and go up from the diagonal. Tile n
+then comes to each query tile right after tile n + 1, and all can begin at once; but the longest tiles come last. *Down*:
+they are begun and add from the first one on, and go down from the last query tile, with which all begin, one after the
+other. With a window they begin with other ones, and do not wait for each other: all heads go down. Without a left bound
+the last heads go down, since what is begun last should be short, and all others up.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import zero_of
 
@@ -36,8 +40,11 @@ class QTiles:
     full_end: Int32  # up to before this one
     n: Int32  # the tile of K
     reach: Int32 | None  # the first row's leftmost column; None without a left bound
+    reach_right: Int32 | None  # its rightmost one, where some heads go up
+    rows: Int32
+    cols: Int32
     begin: Int32 | None  # which of them comes first, before others around; None: the first one
-    descending: cutlass.Constexpr[bool]
+    down: Int32 | None  # whether they come in descending order; None: they do not
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
@@ -45,17 +52,22 @@ class QTiles:
         return self.first + self.place(i)
 
     def turn(self, number) -> Int32:
-        """How many tiles of K before this one a query tile sees (turns.py)."""
-        if self.reach is None:
-            return self.n
-        return self.n - cutlass.max(number * self.tile_m + self.reach, 0) // self.tile_n
+        """How many tiles of K add to a query tile before this one (turns.py)."""
+        before = self.n
+        if self.reach is not None:
+            before = self.n - cutlass.max(number * self.tile_m + self.reach, 0) // self.tile_n
+        if self.reach_right is None:
+            return before
+        last_row = cutlass.min((number + 1) * self.tile_m, self.rows) - 1
+        last = cutlass.min(last_row + self.reach_right, self.cols - 1) // self.tile_n  # tile of K that the tile sees
+        return select_(self.down == 1, before, last - self.n)
 
     def place(self, i) -> Int32:
         """Of the i-th tile, in ascending order."""
         if self.begin is not None:
             i = i + self.begin
             return i - self.count * Int32(i >= self.count)
-        return self.count - 1 - i if self.descending else i
+        return i if self.down is None else select_(self.down == 1, self.count - 1 - i, i)
 
     def is_partial(self, i):
         i = self.place(i)
@@ -72,10 +84,14 @@ class WindowRows:
     left: Int32
     right: Int32
     around: cutlass.Constexpr[bool] = False  # whether tiles of K begin with different ones of their query tiles
-    descending: cutlass.Constexpr[bool] = False
+    down: cutlass.Constexpr[bool] = False  # whether all heads go down
+    # Where only the last heads do: the first of them, and how many heads of Q an item has; of packed sequences, which
+    # are one item, 0.
+    last_heads: tuple[Int32, Int32 | int] | None = None
 
     def for_tile(self, n, h, b, seqlen) -> QTiles:
-        """The tiles that see tile n of K and V; neither head nor item matters but for the item's lengths."""
+        """The tiles that see tile n of K and V. The head matters for their order alone, the item for its lengths, too.
+        """
         first = n * self.tile_n
         after = cutlass.min(first + self.tile_n, seqlen.cols)
         begin, end = Int32(0), seqlen.rows
@@ -95,8 +111,12 @@ class WindowRows:
         full_end = full_end * Int32(first + self.tile_n <= seqlen.cols)
         reach = seqlen.offset - self.left if self.window.left else None
         around = n * (self.tile_n // self.tile_m) % cutlass.max(count, 1) if self.around else None
-        order = around, self.descending
-        return QTiles(count, tile_begin, full, full_end, n, reach, *order, self.tile_m, self.tile_n)
+        reach_right, down = None, Int32(1) if self.down else None
+        if self.last_heads is not None:
+            first_head, heads = self.last_heads
+            reach_right, down = seqlen.offset + self.right, Int32(b * heads + h >= first_head)
+        bounds = reach, reach_right, seqlen.rows, seqlen.cols
+        return QTiles(count, tile_begin, full, full_end, n, *bounds, around, down, self.tile_m, self.tile_n)
 
     def bounds(self, column, seqlen) -> tuple:
         """(begin, end) of the rows that see a column; none see one past the end."""

@@ -1,9 +1,9 @@
 """Who adds to the sums of dQ, and when: for each query tile, and each part of it that is added by itself, a number in
 memory says what has been done.
 
-In one order the number tells whose turn it is. A CTA's turn at a query tile is how many tiles of K before its own are
-seen by it. CTAs of lower tiles are begun first, so whoever waits waits for one that runs. A number is moved on when the
-sums are in memory.
+In one order the number tells whose turn it is. A CTA's turn at a query tile is how many tiles of K add to it before its
+own. Those were begun before, so whoever waits waits for one that runs. A number is moved on when the sums are in
+memory.
 
 In any order it tells whether there are sums at all: NONE, STORING, THERE. Who finds NONE stores its part in the place
 of adding it, so that memory need not hold zeros before, and whoever finds STORING waits. It waits for a CTA that waits
