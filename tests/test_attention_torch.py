@@ -123,11 +123,11 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
         q, k, v = of_one_projection(q, k, v)
     mask = crossing(masks()[1].to(device))
     dense = False, None, None, None, None, None, None, False, None
-    for name, parts, terms in (
+    for name, lists, terms in (
         ("attention", (), dense),
         ("block_sparse_attention", mask, (*mask, False, None, None, "lists", False, None)),
     ):
-        out, lse = getattr(OPS, name)(q, k, v, *parts, return_lse=True)
+        out, lse = getattr(OPS, name)(q, k, v, *lists, return_lse=True)
         call, backward = (torch.randn_like(out), None, q, k, v, out, lse, *terms), getattr(OPS, f"{name}_backward")
         torch.library.opcheck(backward.default, call, test_utils=("test_schema", "test_faketensor"))
         for gradient, t in zip(backward(*call), (q, k, v)):

@@ -9,10 +9,10 @@ of them would be the first at nearly all of its query tiles, and the others woul
 
 Where sums have one order (turns.py) and there is a right bound, there are two ways in which no tile of K waits long.
 *Up*: the tiles of K of a head are begun from the last one on, add in that order, and go up from the diagonal. Tile n
-then comes to each query tile right after tile n + 1, and all can begin at once; but the longest tiles come last. *Down*:
-they are begun and add from the first one on, and go down from the last query tile, with which all begin, one after the
-other. With a window they begin with other ones, and do not wait for each other: all heads go down. Without a left bound
-the last heads go down, since what is begun last should be short, and all others up.
+then comes to each query tile right after tile n + 1, and all can begin at once; but the longest tiles come last.
+*Down*: they are begun and add from the first one on, and go down from the last query tile, with which all begin, one
+after the other. With a window they begin with other ones, and do not wait for each other: all heads go down. Without a
+left bound the last heads go down, since what is begun last should be short, and all others up.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |

@@ -40,7 +40,7 @@ class Plan:
         return {DENSE: self.shape, SPARSE: sparse, WIDE: wide, ATTENTION: near}
 
 
-GPU = Plan(Shape(1024, 4096, 8, 16, 1024, 128), 0.25, batch=16, steps=600, rate=6e-4, evaluations=20, windows=128)
+GPU = Plan(Shape(1024, 4096, 8, 16, 1024, 128), 0.25, batch=16, steps=300, rate=6e-4, evaluations=20, windows=128)
 CPU = Plan(Shape(64, 256, 2, 4, 64, 16), 0.25, batch=16, steps=400, rate=3e-3, evaluations=10, windows=256)
 
 
