@@ -90,7 +90,7 @@ class WindowRows:
     last_heads: tuple[Int32, Int32 | int] | None = None
 
     def for_tile(self, n, h, b, seqlen) -> QTiles:
-        """The tiles that see tile n of K and V. The head matters for their order alone, the item for its lengths, too."""
+        """The tiles that see tile n of K and V. Their order depends on the head, their number on the item's lengths."""
         first = n * self.tile_n
         after = cutlass.min(first + self.tile_n, seqlen.cols)
         begin, end = Int32(0), seqlen.rows
