@@ -93,7 +93,7 @@ def train_bytes(args: argparse.Namespace, argv: Sequence[str], console: Console)
             def tell(step: int, loss: float, task=task) -> None:
                 bar.update(task, completed=step, found=f"held-out loss {loss:.3f}")
 
-            found.append(runs.train(name, plan, *texts, tell, compiled=gpu))
+            found.append(runs.train(name, plan, *texts, tell))
     shape = plan.shape
     console.print(report.runs_table(
         found, f"{shape.layers} layers of {shape.dim}, context {shape.context}, {plan.batch} windows a step, "

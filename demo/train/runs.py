@@ -16,6 +16,7 @@ from .model import Decoder, Shape
 SEED = 0
 WARMUP = 0.1  # of the steps
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+WARM_UPS = 2
 DENSE, SPARSE, WIDE, ATTENTION = "dense", "block-sparse", "block-sparse, wider", "block-sparse attention"
 
 
@@ -104,11 +105,12 @@ def precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def optimizer_of(model: Decoder, plan: Plan, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; norms and biases do not decay."""
+def optimizer_of(model: Decoder, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; norms and biases do not decay. Its rate is a tensor, which a CUDA graph reads in each replay."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
     options = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)]
-    return torch.optim.AdamW(options, lr=plan.rate, betas=BETAS, fused=device.type == "cuda")
+    gpu = device.type == "cuda"
+    return torch.optim.AdamW(options, lr=torch.zeros((), device=device), betas=BETAS, fused=gpu, capturable=gpu)
 
 
 def evaluated(model: Decoder, text: Tensor, plan: Plan) -> float:
@@ -120,37 +122,86 @@ def evaluated(model: Decoder, text: Tensor, plan: Plan) -> float:
     return torch.stack(losses).mean().item()
 
 
-def train(
-    name: str, plan: Plan, train_text: Tensor, held_out: Tensor, tell: Callable[[int, float], None], compiled: bool
-) -> Run:
+class Step:
+    """One optimizer step of a model as a function of nothing: it reads what the tensors `starts` and `rate` hold.
+
+    On a GPU it is a CUDA graph, since a model of this size computes faster than Python launches. Its layers are
+    compiled by torch, and share one graph of operations.
+    """
+
+    def __init__(self, model: Decoder, plan: Plan, text: Tensor) -> None:
+        self.model, self.length, self.text = model, plan.shape.context + 1, text
+        self.starts = torch.zeros(plan.batch, dtype=torch.int64, device=text.device)
+        self.optimizer = optimizer_of(model, text.device)
+        self.rate = self.optimizer.param_groups[0]["lr"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+        if text.device.type == "cuda":
+            torch.compiler.reset()  # graphs of an earlier model count as failures to reuse one
+            for layer in model.layers:
+                layer.compile(fullgraph=True)
+            self.run = self.captured()
+        else:
+            self.warm_up()
+            self.run = self.eager
+        for state in self.optimizer.state.values():
+            for moment in state.values():
+                moment.zero_()
+
+    def warm_up(self) -> None:
+        """Compile kernels and make Adam's state, at a rate of 0, which changes no weight."""
+        for _ in range(WARM_UPS):
+            self.eager()
+
+    def eager(self) -> Tensor:
+        """The loss before the step, ()."""
+        with precision(self.text.device):
+            loss = self.model.loss(windows_at(self.text, self.starts, self.length))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def captured(self) -> Callable[[], Tensor]:
+        stream = torch.cuda.Stream()  # as a capture asks for
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.warm_up()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.eager()
+
+        def run() -> Tensor:
+            graph.replay()
+            return loss.clone()
+
+        return run
+
+    def __call__(self, starts: Tensor, rate: float) -> Tensor:
+        self.starts.copy_(starts)
+        self.rate.fill_(rate)
+        return self.run()
+
+
+def train(name: str, plan: Plan, train_text: Tensor, held_out: Tensor, tell: Callable[[int, float], None]) -> Run:
     """Train one model on the device that the texts are on: a GPU in bf16 under autocast, or a CPU in fp32.
 
     Args:
         name: DENSE, SPARSE, WIDE or ATTENTION.
         train_text, held_out: (bytes,) uint8.
         tell: called with the number of steps and the last held-out loss, after each step.
-        compiled: whether torch compiles the layers. They share one graph.
     """
     device, shape = train_text.device, plan.shapes()[name]
     gpu = device.type == "cuda"
     torch.manual_seed(SEED)
     model = Decoder(shape).to(device)
-    optimizer = optimizer_of(model, plan, device)
     order = torch.Generator().manual_seed(SEED)
     starts = torch.randint(len(train_text) - shape.context, (plan.steps, plan.batch), generator=order).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     run = Run(name, shape.hidden, 1.0 if shape.density is None else shape.density, parameters, model.flops())
     clock, times, losses = Clock(device), [], []
-    if compiled:
-        torch.compiler.reset()  # graphs of an earlier model count as failures to reuse one
-        for layer in model.layers:
-            layer.compile(fullgraph=True)
-
-    def backward(step: int) -> Tensor:
-        with precision(device):
-            loss = model.loss(windows_at(train_text, starts[step], shape.context + 1))
-        loss.backward()
-        return loss.detach()
 
     def note(step: int) -> None:
         times.extend(clock.read())
@@ -163,18 +214,12 @@ def train(
     if gpu:
         gc.collect()  # a compiled model before this one holds itself
         torch.cuda.reset_peak_memory_stats()
-    backward(0)  # kernels are compiled now, before any step is timed
-    optimizer.zero_grad(set_to_none=True)
+    one = Step(model, plan, train_text)
     note(0)
     every = max(1, plan.steps // plan.evaluations)
     for step in range(plan.steps):
         clock.mark()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, plan.steps, plan.rate)
-        losses.append(backward(step))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        losses.append(one(starts[step], learning_rate(step, plan.steps, plan.rate)))
         clock.mark()
         if (step + 1) % every == 0 or step + 1 == plan.steps:
             note(step + 1)
