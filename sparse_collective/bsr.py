@@ -16,6 +16,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,8 +34,37 @@ from .transposed.family import index_of
 __all__ = ["BsrMatrix", "random_bsr"]
 
 INT32_MAX = 2**31 - 1
+MOST_FORMS = 16  # of values for one pattern, that are remembered
 
-_LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns, with what BsrMatrix.recall takes over
+_LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns -> Learnt
+
+
+@dataclass(eq=False)
+class Learnt:
+    """What is known of the pattern of two index tensors, for matrices that live for one call."""
+
+    col_indices: weakref.ref
+    blocksize: tuple[int, int]
+    even: bool
+    stats: PatternStats
+    plans: Derived | None
+    forms: dict[tuple, dict] = field(default_factory=dict)  # what met_before is asked for -> a matrix's attributes
+
+
+def met_before(crow_indices: Tensor, col_indices: Tensor, values: Tensor, form: tuple) -> BsrMatrix | None:
+    """The matrix of these, without its checks, if one of the same indices and form has passed them; see recall.
+
+    form: the shape, dtype and device of values, and all else that the matrix was made of, hashable.
+    """
+    learnt = _LEARNT.get(crow_indices)
+    if learnt is None or learnt.col_indices() is not col_indices or not values.is_contiguous():
+        return None
+    attributes = learnt.forms.get(form)
+    if attributes is None:
+        return None
+    matrix = object.__new__(BsrMatrix)
+    matrix._set_quickly(crow_indices=crow_indices, col_indices=col_indices, stored=values, **attributes)
+    return matrix
 
 
 class BsrMatrix(Conversions, LikeTensor):
@@ -276,21 +306,23 @@ class BsrMatrix(Conversions, LikeTensor):
         self._remember()
 
     def _remember(self) -> None:
-        known = weakref.ref(self.col_indices), self.blocksize, self.even, self.stats, self.plans
-        _LEARNT[self.crow_indices] = known
+        col = weakref.ref(self.col_indices)
+        _LEARNT[self.crow_indices] = Learnt(col, self.blocksize, self.even, self.stats, self.plans)
 
-    def recall(self) -> None:
+    def recall(self, form: tuple | None = None) -> None:
         """For a matrix that lives for one call: take over what check_indices found out about the same index tensors.
 
-        Otherwise nothing is known of the pattern, and no plan is kept.
+        Otherwise nothing is known of the pattern, and no plan is kept. With a form, met_before knows this matrix.
         """
-        nothing = False, NOT_KNOWN, None
-        col, blocksize, *learnt = _LEARNT.get(self.crow_indices) or (lambda: None, None, *nothing)
-        if col() is not self.col_indices or blocksize != self.blocksize:
-            learnt = nothing
-        even, stats, plans = learnt
+        learnt = _LEARNT.get(self.crow_indices)
+        if learnt and (learnt.col_indices() is not self.col_indices or learnt.blocksize != self.blocksize):
+            learnt = None
+        even, stats, plans = (learnt.even, learnt.stats, learnt.plans) if learnt else (False, NOT_KNOWN, None)
         self._set(even=even, plans=plans)
         self._set_stats(stats)
+        if learnt and form is not None and len(learnt.forms) < MOST_FORMS:
+            tensors = "crow_indices", "col_indices", "stored", "__weakref__"
+            learnt.forms[form] = {name: getattr(self, name) for name in self.__slots__ if name not in tensors}
 
     def row_of_block(self) -> Tensor:
         """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.

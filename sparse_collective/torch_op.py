@@ -8,7 +8,7 @@ from cute_kernels.gradients import of_columns, saved_of, through_epilogue
 from cute_kernels.runtime import library
 from cute_kernels.torch_op import epilogue_gradient, function_named, named_function, result_to_save, wants_z
 
-from .bsr import BsrMatrix
+from .bsr import BsrMatrix, met_before
 from .eager import GATED, call
 from .gradients import bias_gradient, operand_gradient, values_gradient
 
@@ -27,8 +27,8 @@ def _run(op, *inputs, out, out_dtype, epilogue, with_z=False, **terms):
     *matrix, b = inputs
     if with_z:
         return call(op, _matrix(*matrix), b, out=None, epilogue=function_named(epilogue), **terms, with_z=True)
-    if out is None:
-        out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype or b.dtype)
+    if out is None and out_dtype is not None:
+        out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype)
     return call(op, _matrix(*matrix), b, out=out, epilogue=function_named(epilogue), **terms)
 
 
@@ -100,9 +100,12 @@ _gradient_op("bsr_operand_gradient", operand_gradient, 7)
 
 def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
     """A matrix for one call. What was learnt of these very index tensors, and their plans, it takes over."""
-    rows = (crow_indices.shape[-1] - 1) * values.shape[-2]
-    W = BsrMatrix(crow_indices, col_indices, values, (*_items(crow_indices, values), rows, columns), check=check)
-    W.recall()
+    form = values.shape, values.dtype, values.device, columns, check
+    W = met_before(crow_indices, col_indices, values, form)
+    if W is None:
+        rows = (crow_indices.shape[-1] - 1) * values.shape[-2]
+        W = BsrMatrix(crow_indices, col_indices, values, (*_items(crow_indices, values), rows, columns), check=check)
+        W.recall(form)
     return W.t() if transposed else W
 
 

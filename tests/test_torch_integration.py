@@ -413,3 +413,30 @@ def test_export(strict, epilogue):
     program = torch.export.export(Layer(epilogue), (a, b), strict=strict)
     assert torch.equal(program.module()(a, b), gemm(a, b, epilogue=epilogue))
     assert "cute_kernels.gemm" in str(program.graph)
+
+
+@pytest.mark.parametrize("form", ["one pattern", "a batch of values", "patterns"])
+def test_a_matrix_of_one_call_is_checked_once(form):
+    """The second one is the same in all that a plan depends on. One of other tensors is made anew."""
+    W = random_bsr((128, 192), (32, 64), 0.5, dtype=BF16)
+    if form == "a batch of values":
+        W = BsrMatrix(W.crow_indices, W.col_indices, torch.stack([W.values, 2 * W.values]), (2, 128, 192))
+    elif form == "patterns":
+        W = BsrMatrix.stack([W, random_bsr((128, 192), (32, 64), 0.3, dtype=BF16)])
+    W.check_indices()
+    crow, col, values, columns, check = W.crow_indices, W.col_indices, W.values, 192, False
+    made = sparse_torch_op._matrix
+    first, second = (made(False, crow, col, values, columns, check) for _ in range(2))
+    names = [name for name in BsrMatrix.__slots__ if name != "__weakref__"]
+    assert first is not second
+    for name in names:
+        a, b = getattr(first, name), getattr(second, name)
+        assert a is b or a == b
+    assert second.values is values and second.shape == W.shape and second.stats == W.stats and second.plans is W.plans
+    assert second.t().shape == (*W.shape[:-2], 192, 128)
+    assert made(True, crow, col, values, columns, check).shape == second.t().shape
+    other = made(False, crow, col, values.float(), columns, check)
+    assert other.dtype is FP32 and other.shape == W.shape
+    assert made(False, crow, col.clone(), values, columns, check).plans is None
+    with pytest.raises(ValueError, match="contiguous"):
+        made(False, crow, col, values.mT.contiguous().mT, columns, check)
