@@ -418,11 +418,11 @@ def test_export(strict, epilogue):
 @pytest.mark.parametrize("form", ["one pattern", "a batch of values", "patterns"])
 def test_a_matrix_of_one_call_is_checked_once(form):
     """The second one is the same in all that a plan depends on. One of other tensors is made anew."""
-    W = random_bsr((128, 192), (32, 64), 0.5, dtype=BF16)
+    W = random_bsr((128, 192), (32, 64), density=0.5, dtype=BF16)
     if form == "a batch of values":
         W = BsrMatrix(W.crow_indices, W.col_indices, torch.stack([W.values, 2 * W.values]), (2, 128, 192))
     elif form == "patterns":
-        W = BsrMatrix.stack([W, random_bsr((128, 192), (32, 64), 0.3, dtype=BF16)])
+        W = BsrMatrix.stack([W, random_bsr((128, 192), (32, 64), density=0.3, dtype=BF16)])
     W.check_indices()
     crow, col, values, columns, check = W.crow_indices, W.col_indices, W.values, 192, False
     made = sparse_torch_op._matrix
