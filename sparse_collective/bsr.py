@@ -197,7 +197,7 @@ class BsrMatrix(Conversions, LikeTensor):
         matrix = cls(crow, col, values, shape, check=check)
         matrix._set(checked=checked, even=even)
         matrix._set_stats(stats)
-        if even or stats != NOT_KNOWN:
+        if even or stats != NOT_KNOWN or (checked and not torch.compiler.is_compiling()):
             matrix._remember()
         return matrix
 

@@ -424,7 +424,7 @@ def test_a_matrix_of_one_call_is_checked_once(form):
     elif form == "patterns":
         W = BsrMatrix.stack([W, random_bsr((128, 192), (32, 64), density=0.3, dtype=BF16)])
     W.check_indices()
-    crow, col, values, columns, check = W.crow_indices, W.col_indices, W.values, 192, False
+    crow, col, values, columns, check = W.crow_indices, W.col_indices, W.stored, 192, False
     made = sparse_torch_op._matrix
     first, second = (made(False, crow, col, values, columns, check) for _ in range(2))
     names = [name for name in BsrMatrix.__slots__ if name != "__weakref__"]
@@ -432,7 +432,7 @@ def test_a_matrix_of_one_call_is_checked_once(form):
     for name in names:
         a, b = getattr(first, name), getattr(second, name)
         assert a is b or a == b
-    assert second.values is values and second.shape == W.shape and second.stats == W.stats and second.plans is W.plans
+    assert second.stored is values and second.shape == W.shape and second.stats == W.stats and second.plans is W.plans
     assert second.t().shape == (*W.shape[:-2], 192, 128)
     assert made(True, crow, col, values, columns, check).shape == second.t().shape
     other = made(False, crow, col, values.float(), columns, check)
