@@ -105,12 +105,11 @@ def precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def optimizer_of(model: Decoder, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; norms and biases do not decay. Its rate is a tensor, which a CUDA graph reads in each replay."""
+def optimizer_of(model: Decoder, rate: Tensor) -> torch.optim.Optimizer:
+    """AdamW at the rate that a tensor () holds, as a CUDA graph can read it; norms and biases do not decay."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
     options = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)]
-    gpu = device.type == "cuda"
-    return torch.optim.AdamW(options, lr=torch.zeros((), device=device), betas=BETAS, fused=gpu, capturable=gpu)
+    return torch.optim.AdamW(options, lr=rate, betas=BETAS, fused=rate.is_cuda, capturable=rate.is_cuda)
 
 
 def evaluated(model: Decoder, text: Tensor, plan: Plan) -> float:
@@ -132,10 +131,8 @@ class Step:
     def __init__(self, model: Decoder, plan: Plan, text: Tensor) -> None:
         self.model, self.length, self.text = model, plan.shape.context + 1, text
         self.starts = torch.zeros(plan.batch, dtype=torch.int64, device=text.device)
-        self.optimizer = optimizer_of(model, text.device)
-        self.rate = self.optimizer.param_groups[0]["lr"]
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
+        self.rate = torch.zeros((), device=text.device)
+        self.optimizer = optimizer_of(model, self.rate)
         if text.device.type == "cuda":
             torch.compiler.reset()  # graphs of an earlier model count as failures to reuse one
             for layer in model.layers:
