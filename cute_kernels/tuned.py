@@ -3,7 +3,8 @@
 A table is a JSON file of one card. Two are looked into: the user's, `tuned/<card>.json` in the cache's folder
 (what `python -m bench tune` writes), then the one that ships in this package's folder `tuned`. An entry counts only
 while the kernels it was measured with are those of this process: each table carries a fingerprint of the sources
-for each path.
+for each path. An entry also has a hash of its kernel's machine code: where sources changed and the code did not,
+`python -m bench tune --renew` writes the fingerprint anew.
 
     CUTE_KERNELS_TUNED=0     look into neither
 
@@ -40,14 +41,16 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("cute_kernels.tuned")
 ENABLED_VARIABLE = "CUTE_KERNELS_TUNED"
 SHIPPED = Path(__file__).with_suffix("")  # the folder of the package's own tables
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
 class TunedPick:
     """One entry of a table: `config`, with panels of `group` cluster tiles on at most `ctas` CTAs, takes `us`.
 
-    `heuristic_us` is what the heuristics' own pick took, timed in turns with it. Both in microseconds.
+    `heuristic_us` is what the heuristics' own pick took, timed in turns with it. Both in microseconds. `measured` is the
+    problem of the class that was timed, as `python -m bench tune --problem` takes it, and `code` a hash of the kernel's
+    instructions for it (runtime.inspect.code_hash).
     """
 
     problem: str  # problem_class()
@@ -59,6 +62,8 @@ class TunedPick:
     us: float
     heuristic_us: float
     date: str  # ISO 8601, of the measurement
+    measured: str
+    code: str
 
 
 @dataclass

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_kernels.eager as ops
+from bench.tune import renew
 from bench.tune.problems import parse
 from cute_kernels import explain, gemm, tuned
 from cute_kernels.arch import ARCHS, PATHS
@@ -41,6 +42,9 @@ def folders(tmp_path, monkeypatch):
     tuned.forget()
 
 
+SHIPPED = tuned.SHIPPED
+
+
 @pytest.fixture
 def file():
     """The user's table."""
@@ -55,6 +59,7 @@ def pick(of=None, path="sm_90", config=CONFIG, **changes):
     of = of or problem()
     text = tuned.problem_class(of, path)
     fields = {"group": 4, "ctas": 132, "us": 198.3, "heuristic_us": 205.1, "date": "2025-11-30"}
+    fields |= {"measured": "gemm 4096x4096x4096 NN bf16", "code": "0" * 16}
     return tuned.TunedPick(text, path, "bsr" if of.block else "dense", config, **(fields | changes))
 
 
@@ -191,7 +196,7 @@ def test_what_is_stale_or_refused_is_ignored_with_a_note_and_the_next_one_serves
     [
         ("", "{"),
         ("", "[]"),
-        ('"format": 2', '"format": 1'),
+        ('"format": 3', '"format": 2'),
         ('"tile_m": 128', '"tile_m": -128'),
         ('"tile_m": 128', '"tile_m": "128"'),
         ('"tile_m"', '"tile_q"'),
@@ -207,6 +212,33 @@ def test_damaged_tables_cost_a_warning_and_no_call(file, caplog, old, new):
     with caplog.at_level(logging.WARNING, "cute_kernels.tuned"):
         assert found() is None and found() is None
     assert len(caplog.records) == 1 and "damaged" in caplog.text
+
+
+def test_shipped_tables_are_of_these_sources():
+    for table in SHIPPED.glob("*.json"):
+        for key, found in tuned.read(table).fingerprints.items():
+            told = f"{table.name} is not used: python -m bench tune --renew"
+            assert found == tuned.kernel_fingerprint(*key.split(" ", 1)), told
+
+
+@pytest.mark.parametrize("code", ["0" * 16, "1" * 16])
+def test_a_stale_entry_of_the_same_machine_code_is_renewed_and_others_go(file, monkeypatch, code):
+    keep(file, pick())
+    make_stale(file)
+    monkeypatch.setattr(renew, "code_of", lambda entry: code)
+    left, dropped = renew.renew(file)
+    tuned.forget()
+    if code == pick().code:
+        assert (left, dropped) == (1, []) and found() == pick()
+    else:
+        assert (left, dropped) == (0, ["sm_90: gemm 4096x4096x4096 NN bf16"]) and found() is None
+
+
+@pytest.mark.slow
+@pytest.mark.sm_90
+def test_the_shipped_entries_are_of_the_machine_code_that_was_measured():
+    for table in SHIPPED.glob("*.json"):
+        assert [entry.measured for entry in tuned.read(table).entries.values() if not renew.same(entry)] == []
 
 
 def test_threads_share_one_reading(file, monkeypatch):

@@ -27,5 +27,6 @@ def check(quick: bool = False, folder: Path = tuned.SHIPPED) -> Gate:
         stale += [f"{file.name} ({path})" for path in old]
         entries += len(table.entries)
     if stale:
-        raise Skip(f"{', '.join(stale)}: measured on other sources, and so not used; python -m bench tune --standard")
+        do = "python -m bench tune --renew, or where machine code differs --standard --keep package"
+        raise Skip(f"{', '.join(stale)}: measured on other sources, and so not used; {do}")
     return Gate(NAME, PASSED, f"{entries} entries of {len(files)} cards, measured on these kernels")

@@ -11,17 +11,18 @@ from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.parallel import attempt, report_of, worker_pool
 
 
-def compile_candidate(facts: GemmFacts) -> tuple[bytes, tuple[str, ...]]:
-    """The object file of a kernel and the problems in its machine code, from one compilation."""
+def compile_candidate(facts: GemmFacts) -> tuple[bytes, str, tuple[str, ...]]:
+    """The object file of a kernel, a hash of its machine code and the problems in it, from one compilation."""
     found = []
 
     def build() -> Built:
         built = compile_kernel(facts, keep_cubin=True)
-        found.append(report_of(facts, cubin_of(built.compiled), int(built.metadata["smem"])))
+        cubin = cubin_of(built.compiled)
+        found.append((inspect.code_hash(cubin), report_of(facts, cubin, int(built.metadata["smem"])).problems))
         return built
 
     data, _ = build_object(build, name_of(facts))
-    return data, found[0].problems
+    return data, *found[0]
 
 
 def name_of(facts: GemmFacts) -> str:
@@ -29,11 +30,15 @@ def name_of(facts: GemmFacts) -> str:
 
 
 class Builder:
-    """Compiles in `jobs` processes, which live until `close`. Keeps functions, and `reasons` against other kernels."""
+    """Compiles in `jobs` processes, which live until `close`.
+
+    Keeps functions, hashes of their machine code, and `reasons` against other kernels.
+    """
 
     def __init__(self, jobs: int):
         inspect.find_nvdisasm()  # without it nothing could be judged
         self.compiled = 0
+        self.codes: dict[GemmFacts, str] = {}
         self.reasons: dict[GemmFacts, str] = {}
         self._functions: dict[GemmFacts, Callable] = {}
         self._jobs, self._pool = jobs, None
@@ -47,16 +52,17 @@ class Builder:
         futures = {self._pool.submit(attempt, compile_candidate, facts): facts for facts in missing}
         for future in as_completed(futures):
             self.compiled += 1
-            facts, data = futures[future], b""
+            facts, data, code = futures[future], b"", ""
             try:
                 outcome = future.result()
-                data, problems = outcome.value or (b"", [outcome.error])
+                data, code, problems = outcome.value or (b"", "", [outcome.error])
             except BrokenProcessPool:  # by this kernel or by one beside it: none of them is tried again
                 self._pool, problems = None, ["the compiling process died"]
             if problems:
                 self.reasons[facts] = "; ".join(problems)
             else:
                 self._functions[facts] = load_bytes(data, name_of(facts))
+                self.codes[facts] = code
         return {facts: self._functions[facts] for facts in wanted if facts in self._functions}
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from ..table import grid, make_console
 from . import problems
 from .build import Builder
 from .problems import STANDARD, TuneProblem
+from .renew import renew_all
 from .search import Result, evolve
 from .space import Candidate, Space
 
@@ -54,6 +55,8 @@ def add_command(subparsers) -> None:
     text = "where winners go: the user's cache folder, this package's own tables, nowhere"
     parser.add_argument("--keep", choices=("user", "package", "none"), default="user", help=text)
     parser.add_argument("--out", type=Path, default=record.RESULTS, help="folder of the results")
+    text = "search nothing; keep what this package's tables hold of kernels whose machine code is as measured (no GPU)"
+    parser.add_argument("--renew", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -73,6 +76,8 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 0, or 1 without a GPU or where a problem could not be tuned, 2 without a problem."""
+    if args.renew:
+        return renew_all()
     wanted = list(dict.fromkeys([*args.problem, *(problems.parse(text) for text in STANDARD if args.standard)]))
     if not wanted:
         print("tune: name a problem with --problem, or --standard", file=sys.stderr)
@@ -148,10 +153,12 @@ def tune_one(args: argparse.Namespace, problem: TuneProblem, builder: Builder, b
     text, today, kept = tuned.problem_class(planned, space.path), datetime.date.today().isoformat(), us / base <= GAIN
     us, base = round(us, 2), round(base, 2)
     if args.keep != "none":  # a problem without a gain loses its older entry
-        kernel = best.facts.family, best.facts.config, best.group, best.ctas
-        pick = tuned.TunedPick(text, space.path, *kernel, us, base, today)
+        kernel, picks = (best.facts.family, best.facts.config, best.group, best.ctas), []
+        if kept:
+            code = builder.codes[best.facts]
+            picks = [tuned.TunedPick(text, space.path, *kernel, us, base, today, problem.text, code)]
         file = tuned.user_file(card) if args.keep == "user" else tuned.shipped_file(card)
-        tuned.keep(file, card, space.path, [pick] if kept else [], [text])
+        tuned.keep(file, card, space.path, picks, [text])
     row = {"problem": problem.text, "problem_class": text, "path": space.path}
     row |= {"heuristic": str(fitness.incumbent), "heuristic_us": base, "tuned": str(best), "tuned_us": us}
     row |= {"ratio": round(us / base, 4), "kept": kept, "slow": us / base < SLOW, "tried": result.scored}

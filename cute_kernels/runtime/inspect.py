@@ -8,6 +8,7 @@ configuration to it. Registers and stack stand in the ELF file's `.nv.info`; the
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import re
 import shutil
@@ -183,6 +184,12 @@ def sections(elf: bytes) -> Iterator[Section]:
         nobits = kind == 8
         data = b"" if nobits else elf[offset : offset + size]
         yield Section(elf[start : elf.index(b"\0", start)].decode(), size, data)
+
+
+def code_hash(elf: bytes) -> str:
+    """A hash of a cubin's instructions alone, its .text sections: a kernel that is renamed keeps it."""
+    code = [section.data for section in sections(elf) if section.name.startswith(".text.")]
+    return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
 def _info_values(info: bytes) -> Iterator[tuple[int, int]]:
