@@ -77,9 +77,14 @@ def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode
     return save(folder, where["card"], suite, data | more | {"rows": [row.as_dict() for row in rows]})
 
 
+def file_of(folder: Path, card: str, name: str) -> Path:
+    """<folder>/<card>/<name>.json"""
+    return Path(folder, card_name(card), f"{name}.json")
+
+
 def save(folder: Path, card: str, name: str, data: dict) -> Path:
     """Write <folder>/<card>/<name>.json, in place of an earlier one."""
-    path = Path(folder, card_name(card), f"{name}.json")
+    path = file_of(folder, card, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
     return path

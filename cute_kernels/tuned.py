@@ -48,9 +48,9 @@ FORMAT = 3
 class TunedPick:
     """One entry of a table: `config`, with panels of `group` cluster tiles on at most `ctas` CTAs, takes `us`.
 
-    `heuristic_us` is what the heuristics' own pick took, timed in turns with it. Both in microseconds. `measured` is the
-    problem of the class that was timed, as `python -m bench tune --problem` takes it, and `code` a hash of the kernel's
-    instructions for it (runtime.inspect.code_hash).
+    `heuristic_us` is what the heuristics' own pick took, timed in turns with it. Both in microseconds. `measured` is
+    the problem of the class that was timed, as `python -m bench tune --problem` takes it, and `code` a hash of the
+    kernel's instructions for it (runtime.inspect.code_hash).
     """
 
     problem: str  # problem_class()

@@ -4,6 +4,7 @@ A gate is a function without arguments that returns a `Gate`. It may raise `Skip
 asked here. Any other exception is a failure: a gate that could not look has not seen that all is well.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,6 +18,7 @@ from .. import record
 from ..rows import reason
 from ..table import grid, make_console
 
+NAMES = ("resources", "tables", "correctness", "determinism", "stability", "speed", "counters", "sanitizer")
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 STYLES = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
 MOST_DETAILS = 40  # lines of one gate on the page and in the file; what comes first says most
@@ -113,9 +115,32 @@ def page(gates: list[Gate], console: Console | None = None) -> None:
 def write(gates: list[Gate], folder: Path, mode: str) -> Path:
     """Write <folder>/<card>/gates.json: the environment, whether anything failed, and every gate.
 
-    `mode` is "quick" or "full". Only a machine with a GPU has a card, and so a place for this file.
+    Gates that were not asked now keep what the file says of them, if it is of the same mode, sources and versions: all
+    of them can be asked in several calls. `mode` is "quick" or "full". Only a machine with a GPU has a card, and so a
+    place for this file.
     """
     environment = record.environment()
+    path = record.file_of(folder, environment["card"], "gates")
+    asked = {gate.name: gate for gate in gates}
+    found = {gate.name: gate for gate in earlier(path, mode, environment)} | asked
+    gates = [found[name] for name in sorted(found, key=order)]
     data = {"mode": mode, "environment": environment, "ok": exit_status(gates) == 0, "conclusion": conclusion(gates)}
     data["gates"] = [asdict(replace(gate, details=shown(gate))) for gate in gates]
     return record.save(folder, environment["card"], "gates", data)
+
+
+def order(name: str) -> int:
+    """A gate's place on the page; those of no place come last."""
+    return NAMES.index(name) if name in NAMES else len(NAMES)
+
+
+def earlier(path: Path, mode: str, environment: Mapping) -> list[Gate]:
+    """The gates of a file of the same mode, sources and versions; none where there is no such file."""
+    try:
+        data = json.loads(path.read_text())
+        before = data["environment"]
+        if data["mode"] == mode and all(before.get(name) == environment.get(name) for name in record.what_runs()):
+            return [Gate(**fields) for fields in data["gates"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return []
