@@ -29,11 +29,11 @@ def breaks():
 
 
 def test_a_gate_that_breaks_has_failed(tmp_path, monkeypatch):
-    told = []
+    told, kept = [], []
     checks = {"good": lambda: Gate("good", PASSED, "fine"), "skipped": skips, "broken": breaks}
-    good, skipped, broken = found = gate.run(checks, told.append)
+    good, skipped, broken = found = gate.run(checks, told.append, lambda gates: kept.append(len(gates)))
     assert [each.verdict for each in found] == [PASSED, SKIPPED, FAILED]
-    assert skipped.summary == "no such tool"
+    assert skipped.summary == "no such tool" and kept == [1, 2, 3]
     assert "ValueError: a line and another" in broken.summary and broken.details == ["a line", "and another"]
     assert [line.split()[1] for line in told] == ["good", "good", "skipped", "skipped", "broken", "broken"]
     assert [line.split()[2] for line in told] == ["...", PASSED, "...", SKIPPED, "...", FAILED], "before, and after"

@@ -76,15 +76,21 @@ def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if gpu:
         compile_first(args.only)
-    gates = ask(checks(args.only, args.quick))
-    if gpu:
-        print("written:", gate.write(gates, args.out, "quick" if args.quick else "full"))
+    written = []
+
+    def keep(gates: list[gate.Gate]) -> None:
+        if gpu:
+            written[:] = [gate.write(gates, args.out, "quick" if args.quick else "full")]
+
+    gates = ask(checks(args.only, args.quick), keep)
+    for path in written:
+        print("written:", path)
     return gate.exit_status(gates)
 
 
-def ask(checks: dict[str, Callable[[], gate.Gate]]) -> list[gate.Gate]:
-    """Run the gates and print their page."""
-    gates = gate.run(checks, tell)
+def ask(checks: dict[str, Callable[[], gate.Gate]], keep: Callable[[list], None] = lambda gates: None) -> list:
+    """Run the gates and print their page; `keep` as in gate.run."""
+    gates = gate.run(checks, tell, keep)
     gate.page(gates)
     return gates
 

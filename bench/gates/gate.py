@@ -57,8 +57,13 @@ def need_gpu() -> None:
         raise Skip("no CUDA GPU")
 
 
-def run(checks: Mapping[str, Callable[[], Gate]], tell: Callable[[str], None] = lambda line: None) -> list[Gate]:
-    """Ask every gate in order. `tell` gets a line before and after each, for whoever is waiting."""
+def run(
+    checks: Mapping[str, Callable[[], Gate]],
+    tell: Callable[[str], None] = lambda line: None,
+    keep: Callable[[list[Gate]], None] = lambda gates: None,
+) -> list[Gate]:
+    """Ask every gate in order. `tell` gets a line before and after each, for whoever is waiting, and `keep` all gates
+    so far after each: a later one may be cut by a time limit."""
     gates = []
     for name, check in checks.items():
         tell(f"gate {name} ...")
@@ -71,6 +76,7 @@ def run(checks: Mapping[str, Callable[[], Gate]], tell: Callable[[str], None] = 
             gate = Gate(name, FAILED, f"the gate itself broke: {reason(error)}", str(error).splitlines())
         gates.append(gate := replace(gate, seconds=round(time.perf_counter() - start, 2)))
         tell(f"gate {name} {gate.verdict} in {gate.seconds} s: {gate.summary}")  # the page comes at the very end
+        keep(gates)
     return gates
 
 
