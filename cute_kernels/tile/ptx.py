@@ -242,7 +242,7 @@ def release_add(at: Int64, value: int, bulk: bool, *, loc=None, ip=None) -> None
 
 # -- products -------------------------------------------------------------------------------------------------
 
-WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
+WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 @dsl_user_op
