@@ -13,7 +13,12 @@ ON_CPU = (*OPERANDS, torch.float32, torch.float64)  # what products of CPU tenso
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """What a sum of products of this dtype is kept in: float32, of float64 itself."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype in FLOAT8 else torch.promote_types(dtype, torch.float32)
+
+
+def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a product of operands of this dtype is rounded to, unless it is told."""
+    return torch.bfloat16 if dtype in FLOAT8 else dtype
 
 
 def cutlass_dtype(name: str):

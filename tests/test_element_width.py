@@ -227,7 +227,6 @@ def tables_of(family, mask, config, shape, block) -> tuple:
 def emulator(monkeypatch):
     if shutil.which(emulate.COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
-    monkeypatch.setitem(emulate.KINDS, torch.float8_e4m3fn, 10)  # DLPack's number
     with emulate.emulator(sms=2):
         yield emulate.emulated
 

@@ -139,11 +139,11 @@ class StoreSm90:
                     rD[v] = acc[at + first + v]
                     if const_expr(self.anchored and not self.by_bias and not self.by_place):
                         rD[v] = rD[v] * one
-                left = col0 + one.to(Int32) - 1 if const_expr(self.by_place) else col0
+                column = col0 + one.to(Int32) - 1 if const_expr(self.by_place) else col0
                 if const_expr(self.split == 1):
-                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, left))
+                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, column))
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
-                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, left + e * self.epi_n))
+                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, column + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
                 parts = []  # of D's chunk and z's
                 if const_expr(self.tma):
