@@ -139,7 +139,10 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         step = VECTOR_BYTES // a.element_size()  # for TMA, at any N
         views = (lambda t: t.new_zeros(rows, step), lambda t: t.new_zeros(N, step).t(), *views[2:])
     elif a.dtype in FLOAT8:
-        views = (*(_along_k(name, t, view, plan) for name, t, view in zip("ab", (a, b), views, strict=False)), *views[2:])
+        views = (
+            *(_along_k(name, t, view, plan) for name, t, view in zip("ab", (a, b), views, strict=False)),
+            *views[2:],
+        )
     if any(view is not None for view in views):
         plan.views = views
     va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
@@ -197,8 +200,7 @@ def _along_k(name: str, t, view, plan: Plan):
     if (layout.contiguous, layout.align) == ("row" if name == "a" else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
         return view
     plan.notes.append(
-        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, in rows and at addresses of a multiple of 16 "
-        "bytes"
+        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
     )
 
     def copied(t):

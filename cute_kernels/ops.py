@@ -28,11 +28,13 @@ def gemm(
     scale_b: Tensor | None = None,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """epilogue(activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)), accumulated and applied in fp32.
+    """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
+
+    S multiplies by the scales of float8 operands; of others it is nothing.
 
     Args:
-        a: (..., M, K) bfloat16 or float16, or float8_e4m3fn or float8_e5m2 on GPUs that multiply them (sm_89, sm_90), of
-            any strides; on the CPU also float32 or float64.
+        a: (..., M, K) bfloat16 or float16, of any strides; on sm_89 and sm_90 also float8_e4m3fn or float8_e5m2; on the
+            CPU all of them, and float32 or float64.
         b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
         bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype,
             but no float8.
@@ -44,9 +46,9 @@ def gemm(
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
             tensor of the same shape, and captures numbers.
-        scale_a, scale_b: float32, of float8 operands alone: what their values are multiplied by, as torch._scaled_mm has
-            it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for each row of a, and
-            (..., 1, N) or (N,), one for each column of b. See cute_kernels.quantize.
+        scale_a, scale_b: float32, of float8 operands alone: what their values are multiplied by, as torch._scaled_mm
+            has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for each row of a,
+            and (..., 1, N) or (N,), one for each column of b. See cute_kernels.quantize.
         fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
             mantissas. By default sums of at most 128 products are added up in fp32.
 
@@ -55,13 +57,15 @@ def gemm(
 
     CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
-    run a plain torch reference in fp32, of float64 in float64. Of float8, an operand that is not contiguous along K, or
-    whose rows or address are no multiples of 16 bytes, is copied first, and so are both where K is none. Results are the same bits on every run.
+    run a plain torch reference in fp32, of float64 in float64. Results are the same bits on every run.
+
+    A float8 operand that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied
+    first, and so are both where K is no multiple of 16.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: `out` is given or operands are float8, and an argument requires a gradient; or the GPU is older than
-            sm_80.
+        RuntimeError: an argument requires a gradient, and `out` is given or operands are float8; or the GPU is older
+            than sm_80.
     """
     run = eager.gemm
     if torch.compiler.is_compiling():

@@ -37,7 +37,9 @@ def gemm(a, b, terms, out, out_dtype):
     acc = torch.matmul(a.to(wide), b.to(wide))
     for scale, dim in ((terms.scale_a, -1), (terms.scale_b, -2)):
         if scale is not None:  # (M,) and (N,) are short for (M, 1) and (1, N)
-            acc = acc * (scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(dim) if scale.dim() == 1 else scale)
+            if scale.numel() == 1:
+                scale = scale.reshape(())
+            acc = acc * (scale.unsqueeze(dim) if scale.dim() == 1 else scale)
     return finish(acc, terms, out, out_dtype)
 
 

@@ -35,7 +35,9 @@ def test_rows_and_what_is_asked_of_them():
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     for case in full:
         assert case.against in [peer.name for peer in case.peers]
-    big = {case.name: case.problem for case in quick}["gemm 8192x8192x8192 NT, e4m3fn, scales per row, fast accumulation"]
+    big = {case.name: case.problem for case in quick}[
+        "gemm 8192x8192x8192 NT, e4m3fn, scales per row, fast accumulation"
+    ]
     assert big.flops == 2 * 8192**3 and big.bytes == 4 * 8192**2
 
 

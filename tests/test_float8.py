@@ -97,7 +97,7 @@ def test_quantize(dtype, per, shape):
     assert values.dtype == dtype and values.shape == x.shape and scale.dtype == FP32 and scale.shape == shape
     axes = {"tensor": (0, 1, 2), "row": -1, "column": -2}[per]
     top = torch.finfo(dtype).max
-    assert torch.equal(values.float().abs().amax(axes), torch.full_like(scale, top).flatten().view_as(values.float().abs().amax(axes)))
+    assert (values.float().abs().amax(axes) == top).all()
     again, half = values.float() * scale, torch.finfo(dtype).eps / 2
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the least subnormal
     assert ((again - x.to(BF16).float()).abs() <= half * x.abs() * 1.01 + smallest * scale).all()
@@ -183,6 +183,7 @@ def test_a_function_of_one_s_own(place, fast):
 
 def test_batches(place):
     """Scales of each item's rows and columns, where items are folded into rows and where they are not."""
+
     def draw(*shape):
         return numbers(*shape, device=place)
 
@@ -199,7 +200,9 @@ def test_batches(place):
         ((3, 40, 64), (3, 72, 64), (1,), (1, 1, 1)),
     ):
         check(draw(*a), draw(*b).mT, device=place, scale_a=factor(*scale_a), scale_b=factor(*scale_b))
-    check(draw(3, 40, 64), draw(72, 64).t(), device=place, scale_a=factor(3, 40, 1), bias=torch.randn(40, 1, device=place))
+    check(
+        draw(3, 40, 64), draw(72, 64).t(), device=place, scale_a=factor(3, 40, 1), bias=torch.randn(40, 1, device=place)
+    )
 
 
 def test_scales_of_any_strides(place):
@@ -228,7 +231,10 @@ def test_operands_that_are_not_contiguous_along_k_are_copied(device):
     """And explain names the copy; others are read where they are."""
     a, b = numbers(64, 96, device=device), numbers(72, 96, device=device)
     layouts = {"k": lambda t: t, "m": lambda t: t.t().contiguous().t(), "wide": lambda t: torch.cat([t, t], 1)[:, :96]}
-    layouts |= {"offset": lambda t: torch.cat([t[:, :1], t], 1)[:, 1:], "spread": lambda t: t.repeat_interleave(2, 1)[:, ::2]}
+    layouts |= {
+        "offset": lambda t: torch.cat([t[:, :1], t], 1)[:, 1:],
+        "spread": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    }
     copied = {"k": 0, "m": 1, "wide": 0, "offset": 1, "spread": 1}
     for first, second in itertools.product(layouts, layouts):
         x, y = layouts[first](a), layouts[second](b).t()
@@ -260,7 +266,11 @@ def test_hopper_s_other_path_says_what_would_work():
 
 def test_known_plans_are_not_confused(device):
     """Calls that differ in one thing, each of them after all others."""
-    a, b, e = numbers(64, 64, device=device), numbers(64, 64, device=device).t(), numbers(64, 64, dtype=E5M2, device=device)
+    a, b, e = (
+        numbers(64, 64, device=device),
+        numbers(64, 64, device=device).t(),
+        numbers(64, 64, dtype=E5M2, device=device),
+    )
     calls = [(a, b, fast, kind) for fast in (False, True) for kind in SCALES] + [(e, e.t(), False, "rows")]
     for x, y, fast, kind in calls * 2:
         check(x, y, fast=fast, device=device, **scales(kind, 64, 64, device))
@@ -296,7 +306,9 @@ def refused(error, words, a=None, b=None, **terms):
 def test_refusals(place, error, words, a, b, terms):
     x, y = numbers(32, 48, device=place), numbers(24, 48, device=place).t()
     if place != "cpu":
-        terms = {k: t.to(place) if isinstance(t, torch.Tensor) and t.device.type == "cpu" else t for k, t in terms.items()}
+        terms = {
+            k: t.to(place) if isinstance(t, torch.Tensor) and t.device.type == "cpu" else t for k, t in terms.items()
+        }
     with pytest.raises(error, match=words):
         gemm(x if a is None else a(x), y if b is None else b(y), **terms)
 
@@ -380,13 +392,18 @@ def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
 
 def test_kernels_that_promote_hold_two_kinds_of_sums():
     """So their tiles are smaller, and both consumer warpgroups share one."""
-    of = {fast: {f.config for _, f in KERNELS if f.path == "sm_90" and f.fast_accumulation == fast} for fast in (False, True)}
+    of = {
+        fast: {f.config for _, f in KERNELS if f.path == "sm_90" and f.fast_accumulation == fast}
+        for fast in (False, True)
+    }
     assert of[False] < of[True]
     for cfg in of[False]:
         assert cfg.consumer_groups == 1 and cfg.tile_m * cfg.tile_n <= 128 * 256
     for cfg in of[True] - of[False]:
         assert cfg.consumer_groups == 2
-        facts = catalogue.dense(ARCHS["sm_90"], "sm_90", cfg, dtype="float8_e4m3fn", aligns=(16, 16, 8), majors=("k", "k", "n"))
+        facts = catalogue.dense(
+            ARCHS["sm_90"], "sm_90", cfg, dtype="float8_e4m3fn", aligns=(16, 16, 8), majors=("k", "k", "n")
+        )
         assert "promoted" in DENSE.unsupported(facts)
 
 
@@ -421,7 +438,9 @@ def test_promoted_sums_on_the_emulator(facts):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", [*configurations("sm_90", True)[::4], *configurations("sm_89", False), *configurations("sm_89", True)[2:]])
+@pytest.mark.parametrize(
+    "facts", [*configurations("sm_90", True)[::4], *configurations("sm_89", False), *configurations("sm_89", True)[2:]]
+)
 def test_other_kernels_on_the_emulator(facts):
     on_the_emulator(facts)
 
@@ -433,7 +452,9 @@ def test_other_kernels_on_the_emulator(facts):
 def test_calls_on_the_emulator(arch, dtype):
     """With copies, every kind of scale, a bias and a function."""
     with on_emulator(arch, sms=4):
-        for (M, N, K), kind in zip(((70, 90, 130), (64, 72, 96), (33, 136, 49)), ("rows", "tensors", "columns of b"), strict=True):
+        for (M, N, K), kind in zip(
+            ((70, 90, 130), (64, 72, 96), (33, 136, 49)), ("rows", "tensors", "columns of b"), strict=True
+        ):
             a, b = numbers(M, K, dtype=dtype), numbers(N, K, dtype=dtype).t()
             terms = {"bias": torch.randn(N), "activation": "gelu", "out": poisoned(M, N)}
             check(a, b, **scales(kind, M, N), **terms)

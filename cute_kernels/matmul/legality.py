@@ -59,7 +59,10 @@ def _float8(facts: GemmFacts) -> str:
         return ""
     if facts.family not in ("dense", "bsr"):
         return "sums promoted to fp32: dense and block-sparse kernels have them; others have fast_accumulation alone"
-    threads, most = (128 if facts.path == "sm_90" else 32) * cfg.warps_m * cfg.warps_n, PROMOTED_ACCUMULATORS[facts.path]
+    threads, most = (
+        (128 if facts.path == "sm_90" else 32) * cfg.warps_m * cfg.warps_n,
+        PROMOTED_ACCUMULATORS[facts.path],
+    )
     if cfg.tile_m * cfg.tile_n > most * threads:
         return f"{cfg.tile_m * cfg.tile_n // threads} accumulators a thread; {most} leave registers for promoted sums"
     if facts.path == "sm_80":
@@ -67,7 +70,9 @@ def _float8(facts: GemmFacts) -> str:
     if cfg.consumer_groups > 1:
         return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
-        return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
+        return (
+            f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
+        )
     return ""
 
 
@@ -203,8 +208,8 @@ def _tile_sm90(facts: GemmFacts) -> str:
     spec = facts.epilogue
     if accumulators > 128 and (spec.residual or spec.function or spec.scales_each or not facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, scales of rows "
-            "or columns, or a store element by element"
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, scales of "
+            "rows or columns, or a store element by element"
         )
     return ""
 

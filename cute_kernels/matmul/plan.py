@@ -5,6 +5,7 @@ from typing import Any
 
 from ..runtime.call_plan import CallPlan
 
+
 @dataclass
 class Plan(CallPlan):
     """What a call of a product runs."""

@@ -76,7 +76,8 @@ class PromotedMainloopSm90(MainloopSm90):
         for m in range_constexpr(cute.size(acc, mode=[1])):
             for n in range_constexpr(cute.size(acc, mode=[2])):
                 a, b = tCrA[None, m, None, stage], tCrB[None, n, None, stage]  # (MMA, MMA_K)
-                start_product(tiled_mma, part, lambda k, a=a, b=b: (of_step(a, first + k), of_step(b, first + k)), steps, True)
+                fragments = [(of_step(a, first + k), of_step(b, first + k)) for k in range(steps)]
+                start_product(tiled_mma, part, fragments.__getitem__, steps, True)
                 warpgroup.wait_group(0)
                 sums = acc[None, m, n]
                 sums.store(sums.load() + part[None, 0, 0].load())

@@ -51,7 +51,8 @@ class StoreSm90:
         # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart: of
         # the bias, where there is one, for that is fewer products; but with fewer registers (`anchor_bias` False) that
         # spilled.
-        # Where rows or columns have scales, too, their loads must not begin at once: what is loaded depends on the factor.
+        # Where rows or columns have scales, too, their loads must not begin at once either: where they are depends on
+        # the factor.
         self.anchored = not facts.epilogue.is_light
         self.by_place = self.anchored and facts.epilogue.scales_each
         self.piece = PIECE // (1 + self.by_place)

@@ -89,7 +89,9 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
         return None
     check_tensor(f"{op}: {name}", scale)
     if operand.dtype not in FLOAT8:
-        raise TypeError(f"{op}: {name} of {operand.dtype} operands; {FLOAT8_TEXT} have scales (others: alpha, epilogue)")
+        raise TypeError(
+            f"{op}: {name} of {operand.dtype} operands; {FLOAT8_TEXT} have scales (others: alpha, epilogue)"
+        )
     if scale.dtype != torch.float32:
         raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32 (cast with .float())")
     if scale.numel() == 1:
@@ -101,8 +103,8 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
         return kind
     short = f"({extent},) or " if operand.dim() == 2 else ""
     raise ValueError(
-        f"{op}: {name} has shape {tuple(scale.shape)}; it must have one element, or be {short}{whole}, one for each {kind} "
-        f"of {name[-1]} {tuple(operand.shape)}"
+        f"{op}: {name} has shape {tuple(scale.shape)}; it must have one element, or be {short}{whole}, one for each "
+        f"{kind} of {name[-1]} {tuple(operand.shape)}"
     )
 
 
