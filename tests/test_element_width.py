@@ -1,8 +1,8 @@
 """Operands of 1 and of 4 bytes an element take the way of a product, from facts alone.
 
-Of the ops gemm alone has some of them (test_float8.py). What is checked here is that nothing on the way takes an element
-for 16 bits: layouts, copies, K-tiles, configurations, costs; and that kernels of fp8 compile, on both paths, and are
-right on the emulator.
+Of the ops gemm alone has some of them (test_float8.py). What is checked here is that nothing on the way takes an
+element for 16 bits: layouts, copies, K-tiles, configurations, costs; and that kernels of fp8 compile, on both paths,
+and are right on the emulator.
 """
 
 import shutil
