@@ -206,7 +206,8 @@ def _along_k(name: str, t, view, plan: Plan):
     def copied(t):
         bits = (t if view is None else view(t)).view(torch.uint8)
         bits = bits if name == "a" else bits.mT  # (..., rows, K)
-        padded = bits.new_zeros(*bits.shape[:-1], K + -K % VECTOR_BYTES)
+        padding = -K % VECTOR_BYTES
+        padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
         padded[..., :K] = bits
         return (padded if name == "a" else padded.mT).view(t.dtype)
 
