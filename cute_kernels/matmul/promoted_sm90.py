@@ -18,6 +18,7 @@ from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..tile.hopper import start_product
+from ..tile.ptx import read_after_wait
 from .mainloop_sm90 import MainloopSm90
 
 STEPS = 4  # MMA steps of 32 of K whose sum is promoted
@@ -79,5 +80,6 @@ class PromotedMainloopSm90(MainloopSm90):
                 fragments = [(of_step(a, first + k), of_step(b, first + k)) for k in range(steps)]
                 start_product(tiled_mma, part, fragments.__getitem__, steps, True)
                 warpgroup.wait_group(0)
+                read_after_wait(part)
                 sums = acc[None, m, n]
                 sums.store(sums.load() + part[None, 0, 0].load())
