@@ -20,7 +20,8 @@ def check_operands(op: str, *, kernel: bool = True, also: tuple = (), **tensors)
     """
     (first_name, first), *rest = tensors.items()
     if first.dtype not in (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also):
-        known = " and ".join(map(str, OPERANDS)) if not also else ", ".join(map(str, (*OPERANDS, *also)))
+        known = " and ".join(map(str, OPERANDS))
+        known += f", on sm_89 and sm_90 {' and '.join(map(str, also))}" if also else ""
         on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
         raise TypeError(f"{op}: {first_name} is {first.dtype}; the kernels multiply {known} (cast with .to()){on_cpu}")
     for name, tensor in rest:
