@@ -21,9 +21,11 @@ def check_operands(op: str, *, kernel: bool = True, also: tuple = (), **tensors)
     (first_name, first), *rest = tensors.items()
     if first.dtype not in (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also):
         known = " and ".join(map(str, OPERANDS))
-        known += f", on sm_89 and sm_90 {' and '.join(map(str, also))}" if also else ""
+        more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
         on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
-        raise TypeError(f"{op}: {first_name} is {first.dtype}; the kernels multiply {known} (cast with .to()){on_cpu}")
+        raise TypeError(
+            f"{op}: {first_name} is {first.dtype}; the kernels multiply {known} (cast with .to()){more}{on_cpu}"
+        )
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
             raise TypeError(f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; cast one of them")
