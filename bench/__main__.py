@@ -8,6 +8,7 @@
     attention-backward  gradients of attention beside the same peers', through torch's autograd
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
+    float8          dense products of 8-bit floats beside torch._scaled_mm, and their errors
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     variants        configurations of attention's backward beside each other
@@ -33,12 +34,14 @@ from . import (
     cases,
     cases_attention,
     cases_attention_backward,
+    cases_float8,
     cases_generation,
     cases_training,
     ceilings,
     compare,
     findings_attention,
     findings_attention_backward,
+    findings_float8,
     findings_training,
     record,
     table,
@@ -179,6 +182,7 @@ SUITES = {
     cases_attention_backward.SUITE: Suite(
         cases_attention_backward.backward_cases, dict, findings_attention_backward.measure
     ),
+    cases_float8.SUITE: Suite(cases_float8.float8_cases, cases_float8.host_calls, findings_float8.measure),
     cases_generation.SUITE: Suite(cases_generation.generation_cases, dict),
 }
 # What runs with no command. Attention's run alone: their first peer to be imported changes CuTe DSL for the process.

@@ -1,7 +1,7 @@
 """Result files: where and what was measured, the ceilings of that run, and the rows.
 
-bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-backward, generation, training: what
-                                     `python -m bench` measured
+bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-backward, float8, generation, training:
+                                     what `python -m bench` measured
 bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
 bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
 bench/results/<card>/gates.json      the verdicts of all gates; tune.json what the tuner found

@@ -39,8 +39,8 @@ class Problem:
     @property
     def bytes(self) -> float:
         """The least that passes through device memory: stored elements of every A, all of B and D, once."""
-        each = self.items * self.M * self.K * self.density + self.K * self.N + self.M * self.N
-        return 2.0 * self.products * each
+        read = self.items * self.M * self.K * self.density + self.K * self.N
+        return self.products * ((1.0 if self.dtype.startswith("float8") else 2.0) * read + 2.0 * self.M * self.N)
 
 
 @dataclass

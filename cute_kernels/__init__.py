@@ -4,6 +4,7 @@ gemm(a, b, ...)       the product a torch user calls
 explain(op, ...)      which kernel a call takes, and why; with arch="sm_90" on a machine without a GPU
 inspect(op, ...)      what that kernel costs: registers, spills, shared memory, instructions
 path("sm_80")         a context that forces a family of kernels
+quantize(x, ...)      8-bit floats and their scales, for gemm
 functions             elementwise functions for epilogues of one's own
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
 """
@@ -12,9 +13,10 @@ from . import functions
 from .eager import plan_gemm
 from .explain import explain, explains, inspect
 from .ops import gemm
+from .quantize import quantize
 from .runtime.device import path
 
-__all__ = ["explain", "functions", "gemm", "inspect", "load_bundle", "path"]
+__all__ = ["explain", "functions", "gemm", "inspect", "load_bundle", "path", "quantize"]
 __version__ = "0.1.0"
 
 explains(gemm, plan_gemm)

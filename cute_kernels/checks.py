@@ -2,7 +2,7 @@
 
 import torch
 
-from .dtypes import NAMES, ON_CPU, OPERANDS
+from .dtypes import FLOAT8, NAMES, ON_CPU, OPERANDS
 from .runtime.device import plans_kernel
 
 
@@ -13,14 +13,18 @@ def check_tensor(name: str, value) -> None:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
 
-def check_operands(op: str, *, kernel: bool = True, **tensors) -> None:
-    """All of one floating type and on one device, CUDA or CPU: a 16-bit type or, on the CPU without a kernel, any."""
+def check_operands(op: str, *, kernel: bool = True, also: tuple = (), **tensors) -> None:
+    """All of one floating type and on one device, CUDA or CPU: a 16-bit type or, on the CPU without a kernel, any.
+
+    also: other types that the op takes.
+    """
     (first_name, first), *rest = tensors.items()
-    if first.dtype not in (OPERANDS if kernel or first.device.type != "cpu" else ON_CPU):
-        also = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
+    if first.dtype not in (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also):
+        known = " and ".join(map(str, OPERANDS))
+        more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
+        on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
         raise TypeError(
-            f"{op}: {first_name} is {first.dtype}; the kernels multiply torch.bfloat16 and torch.float16 (cast "
-            f"with .to()){also}"
+            f"{op}: {first_name} is {first.dtype}; the kernels multiply {known} (cast with .to()){more}{on_cpu}"
         )
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
@@ -50,8 +54,15 @@ def watched(*values) -> bool:
     return False
 
 
+def scaled(a, scale_a, scale_b, fast_accumulation) -> bool:
+    """Whether a call has what only products of 8-bit floats have: no gradient is computed of those."""
+    given = scale_a is not None or scale_b is not None or fast_accumulation is not False
+    return given or getattr(a, "dtype", None) in FLOAT8
+
+
 def check_no_grad(op: str, *tensors) -> None:
-    """Of attention, sddmm and calls with out=: dropping a gradient silently would be worse than saying so."""
+    """Of attention, sddmm, products of 8-bit floats and calls with out=: dropping a gradient silently would be worse
+    than saying so."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"{op} does not compute gradients, and an argument requires one; call it under torch.no_grad() or detach()"

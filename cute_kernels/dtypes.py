@@ -3,15 +3,22 @@
 import torch
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-TORCH = {name: dtype for dtype, name in NAMES.items()}
 NAMES_OF_INDEX = {torch.int32: "int32", torch.int64: "int64"}
 OPERANDS = (torch.bfloat16, torch.float16)
+FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}  # operands, of gemm alone
+NAMES_OF_OPERANDS = NAMES | FLOAT8
+TORCH = {name: dtype for dtype, name in NAMES_OF_OPERANDS.items()}
 ON_CPU = (*OPERANDS, torch.float32, torch.float64)  # what products of CPU tensors multiply
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """What a sum of products of this dtype is kept in: float32, of float64 itself."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype in FLOAT8 else torch.promote_types(dtype, torch.float32)
+
+
+def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a product of operands of this dtype is rounded to, unless it is told."""
+    return torch.bfloat16 if dtype in FLOAT8 else dtype
 
 
 def cutlass_dtype(name: str):
@@ -20,6 +27,7 @@ def cutlass_dtype(name: str):
 
     return {
         "float8_e4m3fn": cutlass.Float8E4M3FN,
+        "float8_e5m2": cutlass.Float8E5M2,
         "bfloat16": cutlass.BFloat16,
         "float16": cutlass.Float16,
         "float32": cutlass.Float32,

@@ -10,19 +10,23 @@ from functools import partial
 import torch
 
 from . import checks, reference
-from .dtypes import NAMES
+from .dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
 from .matmul.choose import choose
 from .matmul.plan import Plan, bias_view, stage, viewed
 from .matmul.problem import Extents, Problem
-from .matmul.terms import Terms, bias_kind, epilogue_program
+from .matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
+from .tile.element import VECTOR_BYTES
 
 _PLANS = PlanCache()
 
 
-def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False):
+def gemm(
+    a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False, scale_a=None, scale_b=None,
+    fast_accumulation=False,
+):  # fmt: skip
     """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
@@ -31,26 +35,38 @@ def gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue
         tensors += (bias,)
     if residual is not None:
         tensors += (residual,)
+    if scale_a is not None:
+        tensors += (scale_a,)
+    if scale_b is not None:
+        tensors += (scale_b,)
     try:
         terms = (
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
-            out is None, bias is None, residual is None, with_z,
+            out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
+            type(fast_accumulation),
         )  # fmt: skip
     except AttributeError:
         terms = None  # whatever it is, the plan's checks will name it
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        given = Terms(bias, activation, residual, alpha, beta, epilogue, with_z)
+        given = Terms(
+            bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation
+        )
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if plan.function is None:
-        return without_kernel(plan, a, b, Terms(bias, activation, residual, alpha, beta, epilogue, with_z), out)
+        given = Terms(bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b)
+        return without_kernel(plan, a, b, given, out)
     if out is None:
         out = plan.new_out()
     d = result = plan.new_out() if plan.staged else out
     z = kept = plan.new_out() if with_z else None
     if plan.views:
         a, b, d, bias, residual, z = viewed((*plan.views, plan.views[2]), a, b, d, bias, residual, z)
-    plan.function(a, b, d, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
+    if plan.scales:
+        scales = viewed(plan.scales, scale_a, scale_b)
+        plan.function(a, b, d, *scales, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
+    else:
+        plan.function(a, b, d, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
     if with_z:
         return out, kept
     return out.copy_(result) if plan.staged else out
@@ -76,7 +92,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     checks.check_tensor("gemm: b", b)
     if a.dim() < 2 or b.dim() < 2:
         raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both need at least 2 (use unsqueeze)")
-    checks.check_operands("gemm", kernel=plans_kernel(a.device), a=a, b=b)
+    checks.check_operands("gemm", kernel=plans_kernel(a.device), also=tuple(FLOAT8), a=a, b=b)
     (M, K), N = a.shape[-2:], b.shape[-1]
     if b.shape[-2] != K:
         raise ValueError(f"gemm: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[-2]} rows")
@@ -84,13 +100,17 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
-    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, a.dtype)
+    check_fast_accumulation("gemm", terms.fast_accumulation, a.dtype)
+    scales = scale_kind("gemm", "scale_a", terms.scale_a, a), scale_kind("gemm", "scale_b", terms.scale_b, b)
+    wide = default_out_dtype(a.dtype)
+    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide)
     shape = (*batch, M, N)
     checks.check_result("gemm", "out", out, shape, out_dtype)
     checks.check_result("gemm", "residual", terms.residual, shape, out_dtype)
-    kind = bias_kind("gemm", terms.bias, M, N, a.dtype)
-    checks.check_device("gemm", a.device, out=out, bias=terms.bias, residual=terms.residual)
-    spec = terms.spec("gemm", kind)
+    kind = bias_kind("gemm", terms.bias, M, N, wide)
+    others = {"bias": terms.bias, "residual": terms.residual, "scale_a": terms.scale_a, "scale_b": terms.scale_b}
+    checks.check_device("gemm", a.device, out=out, **others)
+    spec = terms.spec("gemm", kind, scales)
     plan = Plan("gemm", shape, out_dtype, a.device)
     if math.prod(shape) == 0:
         plan.empty = True
@@ -116,7 +136,13 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
     if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
         plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
         rows = (d if views[2] is None else views[2](d)).shape[-2]
-        views = (lambda t: t.new_zeros(rows, 8), lambda t: t.new_zeros(N, 8).t(), *views[2:])  # for TMA, at any N
+        step = VECTOR_BYTES // a.element_size()  # for TMA, at any N
+        views = (lambda t: t.new_zeros(rows, step), lambda t: t.new_zeros(N, step).t(), *views[2:])
+    elif a.dtype in FLOAT8:
+        views = (
+            *(_along_k(name, t, view, plan) for name, t, view in zip("ab", (a, b), views, strict=False)),
+            *views[2:],
+        )
     if any(view is not None for view in views):
         plan.views = views
     va, vb, vd = (t if view is None else view(t) for t, view in zip((a, b, d), views, strict=False))
@@ -126,14 +152,17 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         vr = residual if views[4] is None else views[4](residual)
         spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
     L = vd.shape[0] if vd.dim() == 3 else 1
+    if spec.scales_operands:
+        plan.scales = tuple(_scale_view(t, batch, L) for t in (terms.scale_a, terms.scale_b))
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
-        NAMES[a.dtype],
+        NAMES_OF_OPERANDS[a.dtype],
         NAMES[plan.out_dtype],
         layouts,
         majors,
         (va.dim(), vb.dim(), vd.dim()),
         spec,
+        fast_accumulation=terms.fast_accumulation,
     )
     arch, sms, card = device_arch(a.get_device())
     plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
@@ -159,3 +188,44 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
 
 def _as_matrix(t):
     return flatten_batch(t, 2)[0]
+
+
+def _along_k(name: str, t, view, plan: Plan):
+    """`view` of an operand of 8-bit floats, followed by a copy where tensor cores could not read what it gives.
+
+    They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
+    """
+    K = t.shape[-1 if name == "a" else -2]
+    layout = layout_of_tensor(t if view is None else view(t))
+    if (layout.contiguous, layout.align) == ("row" if name == "a" else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
+        return view
+    plan.notes.append(
+        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
+    )
+
+    def copied(t):
+        bits = (t if view is None else view(t)).view(torch.uint8)
+        bits = bits if name == "a" else bits.mT  # (..., rows, K)
+        padding = -K % VECTOR_BYTES
+        padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
+        padded[..., :K] = bits
+        return (padded if name == "a" else padded.mT).view(t.dtype)
+
+    return copied
+
+
+def _scale_view(scale, batch, L: int):
+    """How the kernel views a scale: (1, 1), or (L, extent); None as it is, or where there is none."""
+    if scale is None or scale.shape == (1, 1):
+        return None
+    if scale.numel() == 1:
+        return lambda t: t.view(1, 1)
+    if L == 1 and scale.is_contiguous():
+        return lambda t: t.view(1, -1)
+
+    def viewed(t):
+        t = t.flatten(-2) if t.dim() > 1 else t  # (..., extent)
+        t = t.reshape(1, -1) if L == 1 else t.expand(*batch, t.shape[-1]).reshape(L, -1)
+        return t if t.stride(-1) == 1 else t.contiguous()
+
+    return viewed

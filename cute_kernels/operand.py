@@ -12,7 +12,7 @@ class Layout(NamedTuple):
     `contiguous` is the mode of stride 1: "row" (a row's elements are neighbours), "col", or "any" for neither.
     `align`: the base address and all other strides are multiples of that many elements, 1 to 8. `vector`: the
     contiguous extent is as well. TMA loads need align == 8, and TMA stores vector == 8; cp.async copies `vector`
-    elements at a time. (Of 4-byte elements 4 in place of 8.)
+    elements at a time. (Of 4-byte elements 4 in place of 8, of single bytes 16.)
     """
 
     contiguous: str

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import eager
-from .checks import watched
+from .checks import scaled, watched
 
 
 def gemm(
@@ -24,21 +24,33 @@ def gemm(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     epilogue: Callable[[Tensor], Tensor] | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor:
-    """epilogue(activation(alpha * a @ b + bias + beta * residual)), accumulated and applied in fp32.
+    """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
+
+    S multiplies by the scales of float8 operands; of others it is nothing.
 
     Args:
-        a: (..., M, K) bfloat16 or float16, of any strides; on the CPU also float32 or float64.
+        a: (..., M, K) bfloat16 or float16, of any strides; on sm_89 and sm_90 also float8_e4m3fn or float8_e5m2; on the
+            CPU all of them, and float32 or float64.
         b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
-        bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype.
+        bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype,
+            but no float8.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
         alpha, beta: Python floats.
         out: where to write the result, of any strides; it may be `residual`, but not `a` or `b`.
-        out_dtype: bfloat16, float16 or float32; by default a's dtype.
+        out_dtype: bfloat16, float16 or float32; by default a's dtype, of float8 bfloat16.
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
             tensor of the same shape, and captures numbers.
+        scale_a, scale_b: float32, of float8 operands alone: what their values are multiplied by, as torch._scaled_mm
+            has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for each row of a,
+            and (..., 1, N) or (N,), one for each column of b. See cute_kernels.quantize.
+        fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
+            mantissas. By default sums of at most 128 products are added up in fp32.
 
     Returns:
         (..., M, N), `out` if it was given.
@@ -47,15 +59,20 @@ def gemm(
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
     run a plain torch reference in fp32, of float64 in float64. Results are the same bits on every run.
 
+    A float8 operand that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied
+    first, and so are both where K is no multiple of 16.
+
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: `out` is given and an argument requires a gradient, or the GPU is older than sm_80.
+        RuntimeError: an argument requires a gradient, and `out` is given or operands are float8; or the GPU is older
+            than sm_80.
     """
     run = eager.gemm
     if torch.compiler.is_compiling():
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
-    elif out is None and watched(a, b, bias, residual):
+    elif out is None and watched(a, b, bias, residual) and not scaled(a, scale_a, scale_b, fast_accumulation):
         from .gradients import Gemm
 
         return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue)
-    return run(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
+    terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
+    return run(a, b, *terms, scale_a=scale_a, scale_b=scale_b, fast_accumulation=fast_accumulation)

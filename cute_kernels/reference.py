@@ -34,7 +34,13 @@ def gemm(a, b, terms, out, out_dtype):
     """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
     of which the epilogue is a Program."""
     wide = accumulator(a.dtype)
-    return finish(torch.matmul(a.to(wide), b.to(wide)), terms, out, out_dtype)
+    acc = torch.matmul(a.to(wide), b.to(wide))
+    for scale, dim in ((terms.scale_a, -1), (terms.scale_b, -2)):
+        if scale is not None:  # (M,) and (N,) are short for (M, 1) and (1, N)
+            if scale.numel() == 1:
+                scale = scale.reshape(())
+            acc = acc * (scale.unsqueeze(dim) if scale.dim() == 1 else scale)
+    return finish(acc, terms, out, out_dtype)
 
 
 def gate(z, activation):

@@ -10,7 +10,8 @@ import types
 import torch
 
 from . import eager
-from .checks import watched
+from .checks import check_no_grad, scaled, watched
+from .dtypes import default_out_dtype
 from .epilogue_gradient import eager as epilogue_gradients
 from .gradients import gemm_backward, saved_of
 from .matmul.terms import epilogue_program
@@ -118,7 +119,7 @@ def _fake(a, b, *, out_dtype, **terms):
     torch._check(a.dim() >= 2 and b.dim() >= 2, lambda: "gemm: a and b need at least 2 dimensions")
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: {a.shape[-1]} columns meet {b.shape[-2]} rows")
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or default_out_dtype(a.dtype))
 
 
 TERMS = (
@@ -198,9 +199,20 @@ def wants_z(activation, epilogue, *tensors) -> bool:
     return saved_of(activation, epilogue) == "z" and watched(*tensors)
 
 
-def traced_gemm(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue):
+SCALED_TERMS = f"Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}"
+library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS, _run, _fake)
+
+
+def traced_gemm(
+    a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
+    fast_accumulation=False,
+):  # fmt: skip
     """gemm inside a torch.compile trace."""
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named_function(epilogue)
+    if scaled(a, scale_a, scale_b, fast_accumulation):
+        check_no_grad("gemm of float8", a, b, bias, residual, scale_a, scale_b)
+        terms = scale_a, scale_b, fast_accumulation, *terms
+        return library.call("cute_kernels::scaled_gemm", (a, b), out, terms)
     if out is None and wants_z(activation, epilogue, a, b, bias, residual):
         return torch.ops.cute_kernels.gemm_and_z(a, b, *terms)[0]
     return library.call("cute_kernels::gemm", (a, b), out, terms)

@@ -48,9 +48,11 @@ class Emulated:
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if self.facts.block is None:
-            a, b, d = operands
+            a, b, d, *scales = operands
             self.insist("a", a, 0)
             acc = a.float() @ b.float()
+            if scales:
+                acc = self.scaled(acc, *scales)
         elif sampled:
             groups, columns, runs, starts, a, b, d = operands
             self.insist("a", a, 0)
@@ -92,6 +94,19 @@ class Emulated:
             self.insist("z", z, 2)
             z.copy_(reference.linear_terms(acc, bias, residual, scale, beta))
         d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
+
+    def scaled(self, acc, scale_a, scale_b):
+        """Times the scales (1, 1) or (L, extent) of rows and of columns."""
+        (M, N), spec = acc.shape[-2:], self.facts.epilogue
+        assert spec.scales_operands
+        for scale, kind, extent, dim in ((scale_a, spec.scale_m, M, -1), (scale_b, spec.scale_n, N, -2)):
+            assert (scale is not None) == (kind is not None)
+            if scale is not None:
+                assert scale.shape == ((1, 1) if kind == "tensor" else (len(acc) if acc.dim() == 3 else 1, extent))
+                assert scale.stride(1) == 1 or scale.shape[1] == 1
+                scale = scale.unsqueeze(dim)  # (1 or L, M, 1) or (1 or L, 1, N)
+                acc = acc * (scale if acc.dim() == 3 else scale[0])
+        return acc
 
     def insist(self, name, tensor, operand, *, major=None, align=None):
         """What a compiled function checks of an argument before it launches."""

@@ -77,6 +77,19 @@ def changed(path: str) -> None:
         near(theirs.values.grad.cpu(), ours.values.grad.double())
 
 
+def of_float8(path: str) -> None:
+    """8-bit floats with scales of rows and columns, b being copied, and sums of both kinds."""
+    (a, scale_a), (b, scale_b) = (cute_kernels.quantize(torch.randn(n, 272), per="row") for n in (136, 200))
+    terms = {"scale_a": scale_a, "scale_b": scale_b.t(), "bias": torch.randn(200), "activation": "gelu"}
+    there = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in terms.items()}
+    for fast in (False, True):
+        out = poisoned(136, 200).to(DEVICE)
+        with cute_kernels.path(path):
+            given = a.to(DEVICE), b.t().contiguous().to(DEVICE)
+            cute_kernels.gemm(*given, out=out, fast_accumulation=fast, **there)
+        near(out.cpu(), cute_kernels.gemm(a, b.t(), out_dtype=torch.float32, **terms).double())
+
+
 def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
@@ -128,6 +141,7 @@ CASES = {  # a maker's arguments, or a function of the path
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
+    "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
     "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }

@@ -4,10 +4,10 @@ import functools
 
 import torch
 
-from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX, cutlass_dtype
+from cute_kernels.dtypes import NAMES_OF_INDEX, NAMES_OF_OPERANDS, cutlass_dtype
 from cute_kernels.runtime.families import family_of
 
-DTYPES = {cutlass_dtype(name): dtype for dtype, name in (NAMES | NAMES_OF_INDEX).items()}
+DTYPES = {cutlass_dtype(name): dtype for dtype, name in (NAMES_OF_OPERANDS | NAMES_OF_INDEX).items()}
 DTYPES[cutlass_dtype("bool")] = torch.uint8
 
 

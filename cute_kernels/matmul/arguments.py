@@ -34,6 +34,12 @@ def epilogue_args(facts: GemmFacts) -> tuple:
     return bias, residual, z, Float32(1.0), Float32(1.0)
 
 
+def scale_args(facts: GemmFacts) -> tuple:
+    """Fakes of (scale_a, scale_b), each (1 or L, 1 or its extent) fp32; None of one that the epilogue lacks."""
+    spec = facts.epilogue
+    return tuple(fake_tensor("float32", 2, 1, 1) if kind else None for kind in (spec.scale_m, spec.scale_n))
+
+
 def launch_args(facts: GemmFacts) -> tuple:
     """Fakes of (group, max_ctas, stream), None as in GemmFacts.counts."""
     from cutlass import Int32
@@ -42,6 +48,7 @@ def launch_args(facts: GemmFacts) -> tuple:
 
 
 def dense_args(facts: GemmFacts) -> tuple:
-    """Fakes of all arguments of dense.DenseGemm."""
+    """Fakes of all arguments of dense.DenseGemm, or of dense.ScaledGemm where operands have scales."""
     operands = (matrix(facts, i) for i in range(3))
-    return *operands, *epilogue_args(facts), *launch_args(facts)
+    scales = scale_args(facts) if facts.epilogue.scales_operands else ()
+    return *operands, *scales, *epilogue_args(facts), *launch_args(facts)

@@ -15,7 +15,7 @@ from .candidates import split_sm90
 from .config import EpilogueSpec, GemmFacts
 from .terms import epilogue_program
 
-SHORT = {"float8_e4m3fn": "e4m3", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def squared_relu(x):
@@ -132,6 +132,41 @@ def shared(spec: ArchSpec) -> list[GemmFacts]:
     return [dense(spec, spec.path, config, **change) for config in high for change in changes]
 
 
+def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Of 8-bit floats: each configuration with sums of both kinds, plain and with scales and the heaviest epilogue."""
+    spec = arch_named(arch)
+    if quick or not spec.float8:
+        return []
+    element, each = element_of("float8_e4m3fn"), {"scale_m": "row", "scale_n": "column"}
+    configs = family.candidates(spec.path, None, spec, element)
+    usual = {"majors": ("k", "k", "n"), "aligns": (element.vector, element.vector, 8), "dtype": "float8_e4m3fn"}
+    fp32 = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
+    direct = {"aligns": (element.vector, element.vector, 1)}
+    changes = [
+        {"dtype": "float8_e5m2"},
+        {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor")},
+        {"epilogue": EpilogueSpec(**each)},
+        {"epilogue": EpilogueSpec(scale_m="row")},
+        {"epilogue": EpilogueSpec(scale_n="column")},
+        {"epilogue": replace(LIGHT, **each)},
+        {"epilogue": replace(full(), **each)},
+        {"out_dtype": "float16", "epilogue": replace(ROW, **each)},
+        {**fp32, "epilogue": replace(full(), **each)},
+        {**fp32, "epilogue": EpilogueSpec(**each), "majors": ("k", "k", "m")},
+        {**direct, "epilogue": replace(COL, **each)},
+        {"ranks": (3, 3, 3), "epilogue": EpilogueSpec(**each)},
+    ]
+    found = []
+    for fast in (False, True):
+        terms = usual | {"fast_accumulation": fast}
+        for config in configs:
+            found += [dense(spec, spec.path, config, **terms)]
+            found += [dense(spec, spec.path, config, **terms, epilogue=replace(COL, **each))]
+        for change in changes:
+            found += buildable(family, (dense(spec, spec.path, c, **terms | change) for c in configs))[:1]
+    return buildable(family, found)
+
+
 def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
     """None, a bias, and a bias with each activation."""
     with_bias = EpilogueSpec(bias=bias, bias_dtype=dtype)
@@ -179,12 +214,14 @@ def operands_text(facts: GemmFacts) -> str:
         text += f" {facts.block.index_dtype}"
     if facts.block and facts.block.batch:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
+    text += " fast" if facts.fast_accumulation else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 
 
 def epilogue_text(spec: EpilogueSpec) -> str:
     """The terms in their order; "" for none."""
-    terms = ["alpha"] if spec.scale else []
+    terms = [f"{name}({each})" for name, each in (("s_a", spec.scale_m), ("s_b", spec.scale_n)) if each]
+    terms += ["alpha"] if spec.scale else []
     terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias else []
     terms += [f"residual({spec.residual})"] if spec.residual else []
     terms += ["z"] if spec.stores_z else []

@@ -103,4 +103,5 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         transposed=problem.transposed,
         block=problem.block,
         epilogue=problem.epilogue,
+        fast_accumulation=problem.fast_accumulation,
     )

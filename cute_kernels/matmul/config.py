@@ -99,7 +99,9 @@ class BlockFacts:
 class EpilogueSpec:
     """Which terms an epilogue has. The order they apply in is fixed:
 
-    x = alpha * acc                 scale
+    x = acc * s_m * s_n             scale_m: "tensor" (one value) or "row" (one for each row of A), scale_n: "tensor" or
+                                    "column" (of B)
+    x = alpha * x                   scale
     x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col";
                                     with `bias_items` each item of a batch of A has its own
     x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
@@ -118,11 +120,24 @@ class EpilogueSpec:
     function: Program | None = None
     stores_z: bool = False
     gated: bool = False
+    scale_m: str | None = None
+    scale_n: str | None = None
 
     @property
     def is_light(self) -> bool:
-        """Whether it takes next to no registers: nothing to load and at most a ReLU."""
-        return self == EpilogueSpec(scale=self.scale, activation="relu" if self.activation == "relu" else None)
+        """Whether it takes few registers: nothing to load but scales of the operands, and at most a ReLU."""
+        relu = "relu" if self.activation == "relu" else None
+        return self == EpilogueSpec(self.scale, activation=relu, scale_m=self.scale_m, scale_n=self.scale_n)
+
+    @property
+    def scales_each(self) -> bool:
+        """Whether each row or each column has a scale of its own."""
+        return self.scale_m == "row" or self.scale_n == "column"
+
+    @property
+    def scales_operands(self) -> bool:
+        """Whether a or b has a scale."""
+        return self.scale_m is not None or self.scale_n is not None
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,7 @@ class GemmFacts:
     most 16 bytes; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch
     tensors a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and
     output. `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
+    `fast_accumulation` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
     """
 
     arch: str  # the compiler's target
@@ -148,6 +164,7 @@ class GemmFacts:
     block: BlockFacts | None = None
     ordered: bool = False
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
+    fast_accumulation: bool = False
 
     @property
     def family(self) -> str:
@@ -183,6 +200,11 @@ class GemmFacts:
     def element(self) -> Element:
         """Of the operands."""
         return element_of(self.dtype)
+
+    @property
+    def promotes(self) -> bool:
+        """Whether short sums of the tensor cores are added up in fp32 (promoted_sm90, mainloop_sm80)."""
+        return self.element.width == 1 and not self.fast_accumulation
 
     @property
     def out_bytes(self) -> int:

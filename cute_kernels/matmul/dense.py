@@ -9,11 +9,15 @@ from .config import GemmFacts
 from .epilogue import EpilogueArgs
 from .kernel_sm80 import GemmSm80
 from .kernel_sm90 import GemmSm90
+from .mainloop_sm90 import MainloopSm90
+from .promoted_sm90 import PromotedMainloopSm90
 
 
 def kernel_for(facts: GemmFacts):
     """The kernel of the facts' path, made for the facts."""
-    return GemmSm90(facts) if facts.path == "sm_90" else GemmSm80(facts)
+    if facts.path != "sm_90":
+        return GemmSm80(facts)
+    return GemmSm90(facts, PromotedMainloopSm90 if facts.promotes else MainloopSm90)
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:
@@ -51,12 +55,26 @@ class DenseGemm:
         max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
+        self.launch(a, b, d, EpilogueArgs(bias, residual, z, alpha, beta), group, max_ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        args: EpilogueArgs,  # of torch's tensors
+        group: Int32,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
         cfg = self.facts.config
         (M, K, La), (sM, sK, sL) = batched(a)
         mA = view(a, (M, K, La), (sM, sK, sL))
         (K, N, Lb), (sK, sN, sL) = batched(b)
         mB = view(b, (N, K, 1, Lb), (sN, sK, 0, sL))
         mD = self.output(d)
+        bias, residual, z = args.bias, args.residual, args.z
         if const_expr(residual is not None):
             residual = self.output(residual)
         if const_expr(z is not None):
@@ -64,7 +82,8 @@ class DenseGemm:
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         source = self.source(cute.ceil_div(K, cfg.tile_k), La)
-        args = EpilogueArgs(bias, residual, z, alpha, beta)
+        scales = self.scale_of(args.scale_m), self.scale_of(args.scale_n)
+        args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, *scales)
         self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
 
     def source(self, k_tiles: Int32, a_batch: Int32):
@@ -74,3 +93,33 @@ class DenseGemm:
     def output(self, d: cute.Tensor) -> cute.Tensor:
         (M, N, L), (sM, sN, sL) = batched(d)
         return view(d, (M, N, 1, L), (sM, sN, 0, sL))
+
+    def scale_of(self, scale: cute.Tensor | None) -> cute.Tensor | None:
+        """(extent, L) of a scale (L, extent)."""
+        if scale is None:
+            return None
+        return view(scale, (scale.shape[1], scale.shape[0]), (scale.stride[1], scale.stride[0]))
+
+
+class ScaledGemm(DenseGemm):
+    """DenseGemm of operands with scales, which multiply the sums before anything else."""
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        scale_a: cute.Tensor | None,  # (1 or L, 1 or M) fp32
+        scale_b: cute.Tensor | None,  # (1 or L, 1 or N) fp32
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        z: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        args = EpilogueArgs(bias, residual, z, alpha, beta, scale_a, scale_b)
+        self.launch(a, b, d, args, group, max_ctas, stream)

@@ -1,4 +1,5 @@
-"""What happens to an accumulator before it is stored: D = f(activation(alpha * A B + bias + beta * residual)).
+"""What happens to an accumulator before it is stored: D = f(activation(alpha * S(A B) + bias + beta * residual)),
+where S multiplies by the scales of A and B.
 
 The epilogue has a static half, `EpilogueSpec` (config.py: which terms there are, part of a kernel's facts), and a
 dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
@@ -19,18 +20,48 @@ from ..traced.lower import lower
 @dataclass(frozen=True)
 class EpilogueArgs:
     """Tensors and scalars of the terms: bias (bias extent, outer_m) or (bias extent, outer_m, items of A), residual
-    (M, N, outer_m, L) like mD, and z, which is written."""
+    (M, N, outer_m, L) like mD, z, which is written, and the scales of A (M, L) and B (N, L), or (1, L) where one value
+    scales all."""
 
     bias: cute.Tensor | None
     residual: cute.Tensor | None
     z: cute.Tensor | None
     alpha: Float32
     beta: Float32
+    scale_m: cute.Tensor | None = None
+    scale_n: cute.Tensor | None = None
 
 
 def coordinates(tCcD: cute.Tensor, first: int, count: int, origin: tuple) -> list[tuple]:
     """(m, n) of `count` accumulators from flat index `first`, the fragment's tile lying at `origin`."""
     return [(origin[0] + c[0], origin[1] + c[1]) for c in (tCcD[first + v] for v in range(count))]
+
+
+@cute.jit
+def scaled(
+    spec: cutlass.Constexpr,
+    args: EpilogueArgs,
+    rD: cute.Tensor,  # (2 * 2 * J,) fp32 fragment
+    cD: list,  # (2 * 2 * J,) coordinates (m, n)
+    extent: tuple,  # (M, N)
+    outer: tuple,  # (outer_m, l, ...)
+):
+    """The values of a chunk times the scales of the operands."""
+    x = rD.load()
+    for mode, kind, scale in ((0, spec.scale_m, args.scale_m), (1, spec.scale_n, args.scale_n)):
+        if const_expr(kind == "tensor"):
+            x = x * scale[0, outer[1]]
+        elif const_expr(kind is not None):
+            rScale = cute.make_rmem_tensor(rD.shape, Float32)
+            for v in range_constexpr(cute.size(rD)):
+                # As of a bias: one value per r, or one per (c, j).
+                first = const_expr(v & ~2 if mode else v & 2)
+                if const_expr(v == first):
+                    rScale[v] = scale[cutlass.min(cD[v][mode], extent[mode] - 1), outer[1]]
+                else:
+                    rScale[v] = rScale[first]
+            x = x * rScale.load()
+    return x
 
 
 @cute.jit
@@ -47,6 +78,8 @@ def apply(
     """Run the epilogue on one chunk of accumulators, in registers."""
     size = const_expr(cute.size(rD))
     x = rD.load()
+    if const_expr(spec.scales_operands):
+        x = scaled(spec, args, rD, cD, extent, outer)
     if const_expr(spec.scale):
         x = x * args.alpha
     if const_expr(spec.bias is not None):

@@ -105,9 +105,9 @@ class Dense(ProductFamily):
         return (dense_sm90 if path == "sm_90" else dense_sm80)(spec, element)
 
     def entry(self, facts: GemmFacts):
-        from .dense import DenseGemm
+        from .dense import DenseGemm, ScaledGemm
 
-        return DenseGemm(facts)
+        return (ScaledGemm if facts.epilogue.scales_operands else DenseGemm)(facts)
 
     def arguments(self, facts: GemmFacts) -> tuple:
         return dense_args(facts)
@@ -120,7 +120,10 @@ class Dense(ProductFamily):
                     yield catalogue.dense(spec, spec.path, config, **terms)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return catalogue.dense_kernels(self, arch, quick)
+        return catalogue.dense_kernels(self, arch, quick) + catalogue.float8_kernels(self, arch, quick)
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        return super().sources(path) + (("cute_kernels.matmul.promoted_sm90",) if path == "sm_90" else ())
 
 
 DENSE = register(Dense())

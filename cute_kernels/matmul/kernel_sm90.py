@@ -115,7 +115,8 @@ class GemmSm90:
 
     # ------------------------------------------------------------------ atoms
 
-    def make_mma(self, warps_m: int, warps_n: int):
+    def make_mma(self, warps_m: int, warps_n: int, columns: int):
+        """Of so many warpgroups; each has products of so many columns."""
         major = {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
         major["n"] = major["m"]
         return sm90_utils.make_trivial_tiled_mma(
@@ -125,7 +126,7 @@ class GemmSm90:
             major[self.facts.majors[1]],
             Float32,
             (warps_m, warps_n, 1),
-            tiler_mn=(64, self.group_n),
+            tiler_mn=(64, columns),
         )
 
     def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
@@ -152,7 +153,8 @@ class GemmSm90:
         check_sharing(source, cfg.cluster_m, cfg.cluster_n)
         sA_layout, sB_layout, sD_layout = self.layouts()
         self.make_storage(sA_layout, sB_layout, sD_layout)
-        tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n)
+        tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n, min(self.group_n, self.mainloop.columns))
+        tiled_mma_group = self.make_mma(1, 1, self.group_n)
         tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
         tma_b, tB = self.make_load(mB, self.boxes_of_b(), self.box_n, cfg.cluster_m > 1, cfg.cluster_m)
         tma_d, tD = self.store.make_tma(mD, sD_layout)
@@ -170,7 +172,7 @@ class GemmSm90:
         clusters = cutlass.min(scheduler.count, max_ctas // self.cluster)
         extent = (mD.shape[0], mD.shape[1])
         self.kernel(
-            tma_a, tA, tma_b, tB, tma_d, tD, tma_z, tZ, tiled_mma, self.make_mma(1, 1), source, args, scheduler, extent
+            tma_a, tA, tma_b, tB, tma_d, tD, tma_z, tZ, tiled_mma, tiled_mma_group, source, args, scheduler, extent
         ).launch(
             grid=(clusters * self.cluster, 1, 1),
             block=(self.threads, 1, 1),

@@ -11,13 +11,19 @@ from .config import BARRIER_BYTES, GemmFacts
 # and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+# Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
+PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 
 
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
     cfg, block = facts.config, facts.block
-    if facts.dtype not in OPERANDS:
-        return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}"
+    if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family == "dense"):
+        also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by dense kernels"
+        return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
+    if reason := _float8(facts):
+        return reason
     mma_k = facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
         return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {max(MMA_M, mma_k)}"
@@ -31,6 +37,41 @@ def general(facts: GemmFacts) -> str:
         return (
             f"{cfg.tile_n * cfg.cluster_n} columns of a tile or cluster multiply one item of W, but runs are "
             f"{block.run} long: the columns must divide it"
+        )
+    return ""
+
+
+def _float8(facts: GemmFacts) -> str:
+    """What operands of 8-bit floats, and their sums, ask."""
+    cfg, scaled = facts.config, facts.epilogue.scales_operands
+    if facts.element.width != 1:
+        if facts.fast_accumulation or scaled:
+            return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
+        return ""
+    if facts.spec.float8 != facts.path:
+        return (
+            f"operands of {facts.dtype}: {facts.spec.name} has no such products on the path {facts.path}: sm_90 has "
+            "them in WGMMA (the path sm_90), sm_89 in mma.sync (the path sm_80); cast to torch.bfloat16 instead"
+        )
+    if scaled and facts.family != "dense":
+        return "scales of the operands: dense kernels have them"
+    if not facts.promotes:
+        return ""
+    if facts.family not in ("dense", "bsr"):
+        return "sums promoted to fp32: dense and block-sparse kernels have them; others have fast_accumulation alone"
+    threads, most = (
+        (128 if facts.path == "sm_90" else 32) * cfg.warps_m * cfg.warps_n,
+        PROMOTED_ACCUMULATORS[facts.path],
+    )
+    if cfg.tile_m * cfg.tile_n > most * threads:
+        return f"{cfg.tile_m * cfg.tile_n // threads} accumulators a thread; {most} leave registers for promoted sums"
+    if facts.path == "sm_80":
+        return ""
+    if cfg.consumer_groups > 1:
+        return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"
+    if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
+        return (
+            f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
         )
     return ""
 
@@ -164,10 +205,11 @@ def _tile_sm90(facts: GemmFacts) -> str:
     accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
     if accumulators > 192:
         return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
-    if accumulators > 128 and (facts.epilogue.residual or facts.epilogue.function or not facts.tma_store):
+    spec = facts.epilogue
+    if accumulators > 128 and (spec.residual or spec.function or spec.scales_each or not facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
-            "element by element"
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, scales of "
+            "rows or columns, or a store element by element"
         )
     return ""
 

@@ -13,10 +13,15 @@ nothing out of range, and all copies are turned into zero fills, which read noth
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from ..tile.ampere import CHUNK, TileSteps
 from ..tile.ptx import opaque
+
+
+def of_mma(fragments: cute.Tensor, i: int) -> cute.Tensor:
+    """(bytes of a thread, 1) of the i-th of (bytes of a thread, MMAs)."""
+    return cute.append_ones(fragments[None, i], up_to_rank=2)
 
 
 class MainloopSm80(TileSteps):
@@ -25,7 +30,7 @@ class MainloopSm80(TileSteps):
     def __init__(self, facts, dtype, a, b):  # OperandTiles
         super().__init__(dtype)
         self.stages = facts.config.stages
-        self.element = facts.element
+        self.element, self.promotes = facts.element, facts.promotes
         self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
         self.period = len(self.k_blocks)
         # The two register buffers alternate with the MMA steps, so a loop's body must hold an even number of them.
@@ -227,9 +232,20 @@ class MainloopSm80(TileSteps):
                     cute.arch.cp_async_wait_group(self.stages - 2)
                     cute.arch.sync_threads()
                     self.read_step(0, lanes, read, rA[other], rB[other])
-                self.multiply(acc, rA[buffer], rB[buffer])
+                (self.add_product if const_expr(self.promotes) else self.multiply)(acc, rA[buffer], rB[buffer])
                 step = const_expr(step + 1)
         return tile, left, read, write
+
+    @cute.jit
+    def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
+        """One MMA step whose products are added in fp32: tensor cores round sums of 8-bit floats to fewer bits."""
+        part = cute.make_rmem_tensor((4, 1, 1), Float32)
+        for m in range_constexpr(self.mmas_m):
+            for n in range_constexpr(self.mmas_n):
+                part.fill(0.0)
+                self.multiply(part, of_mma(rA, m), of_mma(rB, n))
+                for v in range_constexpr(4):
+                    acc[v, m, n] = acc[v, m, n] + part[v]
 
     def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):
         self.read(self.a, k, lanes[0], stage, rA)

@@ -26,6 +26,7 @@ ORDER_THREADS = 256  # one consumer group waits, the other arrives
 class MainloopSm90:
     """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`)."""
 
+    columns = 256  # of one product of a warpgroup, at most
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
     # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's

@@ -12,6 +12,7 @@ class Plan(CallPlan):
 
     group: int | None = 1
     max_ctas: int | None = 1
+    scales: tuple = ()  # of a call with scales: views of scale_a and scale_b
     staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
     uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
@@ -26,6 +27,10 @@ class Plan(CallPlan):
         f = self.facts
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
+        if f.element.width == 1:
+            products = 128 if f.warp_specialised else 32
+            promoted = f"promoted to fp32 after every {products} of K"
+            lines.append(f"sums: {promoted if f.promotes else 'of the tensor cores, which keep fewer bits than fp32'}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
             lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")

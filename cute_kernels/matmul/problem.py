@@ -50,6 +50,7 @@ class Problem:
     transposed: bool = False
     density: float = 1.0  # of a sparse operand, as its statistics
     stats: PatternStats = NOT_KNOWN
+    fast_accumulation: bool = False  # see GemmFacts
 
     @property
     def element(self) -> Element:

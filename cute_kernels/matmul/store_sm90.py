@@ -51,8 +51,12 @@ class StoreSm90:
         # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart: of
         # the bias, where there is one, for that is fewer products; but with fewer registers (`anchor_bias` False) that
         # spilled.
+        # Where rows or columns have scales, too, their loads must not begin at once either: where they are depends on
+        # the factor.
         self.anchored = not facts.epilogue.is_light
-        self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None
+        self.by_place = self.anchored and facts.epilogue.scales_each
+        self.piece = PIECE // (1 + self.by_place)
+        self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None and not self.by_place
         self.chunks = group_n // self.epi_n  # of a slab
         self.boxes = cfg.boxes_b
         self.per_box = cfg.tile_n // self.boxes // self.epi_n  # chunks
@@ -110,7 +114,7 @@ class StoreSm90:
             shape = cute.shape(copy_r2s.get_slice(tidx).partition_S(sD))[:3]
             stores = [(tma, *self.partition(tma, sD, g)) for tma, g in outs]
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
-        piece = const_expr(min(values, PIECE) if self.anchored else values)
+        piece = const_expr(min(values, self.piece) if self.anchored else values)
         rD = cute.make_rmem_tensor(piece, Float32)
         share = const_expr(self.slabs * self.chunks // self.split // (1 + self.gated))
         for i in range_constexpr(share):
@@ -134,12 +138,13 @@ class StoreSm90:
                 one = load_volatile(anchor) if const_expr(self.anchored) else None
                 for v in range_constexpr(piece):
                     rD[v] = acc[at + first + v]
-                    if const_expr(self.anchored and not self.by_bias):
+                    if const_expr(self.anchored and not self.by_bias and not self.by_place):
                         rD[v] = rD[v] * one
+                column = col0 + one.to(Int32) - 1 if const_expr(self.by_place) else col0
                 if const_expr(self.split == 1):
-                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
+                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, column))
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
-                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
+                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, column + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
                 parts = []  # of D's chunk and z's
                 if const_expr(self.tma):

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from ..checks import check_scalar, check_tensor
-from ..dtypes import NAMES
+from ..dtypes import FLOAT8, NAMES
 from ..functions import ACTIVATIONS
 from ..traced.memo import traced
 from ..traced.program import FLOAT, Program
 from .config import EpilogueSpec
+
+FLOAT8_TEXT = " and ".join(map(str, FLOAT8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,13 @@ class Terms:
     epilogue: Callable | None = None
     with_z: bool = False  # whether what enters the activation is a second result
     gated: bool = False  # see EpilogueSpec
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    fast_accumulation: bool = False
 
-    def spec(self, op: str, kind: str | None) -> EpilogueSpec:
-        """The static half of the epilogue, with a bias of this kind (see bias_kind); checks what has no shape."""
+    def spec(self, op: str, kind: str | None, scales: tuple = (None, None)) -> EpilogueSpec:
+        """The static half of the epilogue, with a bias and scales of these kinds (see bias_kind and scale_kind); checks
+        what has no shape."""
         for name in ("alpha", "beta"):
             check_scalar(op, name, getattr(self, name))
         check_activation(op, self.activation)
@@ -40,6 +46,8 @@ class Terms:
             function=None if self.epilogue is None else epilogue_program(op, self.epilogue),
             stores_z=self.with_z,
             gated=self.gated,
+            scale_m=scales[0],
+            scale_n=scales[1],
         )
 
 
@@ -69,6 +77,43 @@ def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | 
         f"{op}: bias has shape {shape}; the result's last two extents are ({rows}, {cols}), so it must be "
         f"({cols},) for one value a column or ({rows}, 1) for one value a row"
     )
+
+
+def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
+    """Of scale_a "tensor" or "row", of scale_b "tensor" or "column"; None without one.
+
+    One value scales all of the operand. Else it has one for each row of a (..., M, K), (..., M, 1), or for each column
+    of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,).
+    """
+    if scale is None:
+        return None
+    check_tensor(f"{op}: {name}", scale)
+    if operand.dtype not in FLOAT8:
+        raise TypeError(
+            f"{op}: {name} of {operand.dtype} operands; {FLOAT8_TEXT} have scales (others: alpha, epilogue)"
+        )
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32 (cast with .float())")
+    if scale.numel() == 1:
+        return "tensor"
+    of_a = name == "scale_a"
+    kind, extent = ("row", operand.shape[-2]) if of_a else ("column", operand.shape[-1])
+    whole = (*operand.shape[:-1], 1) if of_a else (*operand.shape[:-2], 1, extent)
+    if tuple(scale.shape) == whole or operand.dim() == 2 and tuple(scale.shape) == (extent,):
+        return kind
+    short = f"({extent},) or " if operand.dim() == 2 else ""
+    raise ValueError(
+        f"{op}: {name} has shape {tuple(scale.shape)}; it must have one element, or be {short}{whole}, one for each "
+        f"{kind} of {name[-1]} {tuple(operand.shape)}"
+    )
+
+
+def check_fast_accumulation(op: str, value, dtype: torch.dtype) -> None:
+    """TypeError for one that is no bool; ValueError where operands have no such sums."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: fast_accumulation must be a bool, got {type(value).__name__}")
+    if value and dtype not in FLOAT8:
+        raise ValueError(f"{op}: fast_accumulation of {dtype} operands; {FLOAT8_TEXT} have it, others add up in fp32")
 
 
 def epilogue_program(op: str, function) -> Program:

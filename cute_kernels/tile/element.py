@@ -7,7 +7,7 @@ that legality admits.
 
 from dataclasses import dataclass
 
-BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 VECTOR_BYTES = 16  # the widest cp.async, a line that ldmatrix reads, a row of a core matrix (8 rows), TMA's granule
 MMA_K_BYTES = 32  # along K, of one step of mma.sync or WGMMA: two core matrices
 SWIZZLES = (128, 64, 32)  # bytes of a swizzled row of shared memory, the widest first

@@ -242,7 +242,28 @@ def release_add(at: Int64, value: int, bulk: bool, *, loc=None, ip=None) -> None
 
 # -- products -------------------------------------------------------------------------------------------------
 
-WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
+
+@dsl_user_op
+def _kept_in_place(values: list, *, loc=None, ip=None) -> list:
+    """The values, which no arithmetic with them is moved before."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
+    result = llvm.StructType.get_literal([T.f32()] * len(operands))
+    constraints = ",".join(["=f"] * len(operands) + [str(i) for i in range(len(operands))])
+    out = _asm(result, operands, "", constraints, side_effects=True, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(len(operands))]
+
+
+def read_after_wait(acc: cute.Tensor) -> None:
+    """Accumulators are read after the wait for their WGMMAs that comes before this.
+
+    The compiler knows of no order between a wait and arithmetic in registers. Without this it was seen to add a
+    fragment before, where that was written in an iteration of a loop and added in the next.
+    """
+    for v, value in enumerate(_kept_in_place([acc[v] for v in range(cute.size(acc))])):
+        acc[v] = value
+
+
+WGMMA_TYPE = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 @dsl_user_op

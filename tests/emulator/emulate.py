@@ -123,6 +123,7 @@ def _delete(managed) -> None:
 
 
 KINDS = {torch.bfloat16: 4, torch.float16: 2, torch.float32: 2, torch.float64: 2, torch.bool: 6, torch.uint8: 1}
+KINDS |= {torch.float8_e4m3fn: 10, torch.float8_e5m2: 12}
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 

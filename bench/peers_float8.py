@@ -1,0 +1,84 @@
+"""Products of 8-bit floats: their operands, what they must be in fp64, and torch._scaled_mm."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cute_kernels import quantize
+from tests.reference import truth
+
+from .peers import SAMPLE, Call, Operands, made, peer
+
+SCALED_MM = "torch._scaled_mm"
+
+
+class Scaled(Operands):
+    """(A scale_a) @ (B scale_b) into bfloat16, of quantised numbers that are made once, when first asked for.
+
+    Args:
+        a, b: (M, K) and (N, K) wide numbers, or functions that make them; the product is with b's transpose.
+        per: "tensor" or "row": how many scales there are, of b's rows as well.
+    """
+
+    def __init__(self, a, b, per: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+        super().__init__(lambda: self.quantised[0], lambda: self.quantised[2].t())
+        self.wide, self.per, self.dtype = (a, b), per, dtype
+
+    @cached_property
+    def quantised(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(a, its scale, b, its scale)."""
+        a, b = (quantize(made(x), self.dtype, self.per) for x in self.wide)
+        return *a, *b
+
+    @property
+    def scale_a(self) -> Tensor:
+        """(1,) or (M, 1)."""
+        return self.quantised[1]
+
+    @cached_property
+    def scale_b(self) -> Tensor:
+        """(1,) or (1, N), contiguous."""
+        scale = self.quantised[3]
+        return scale if self.per == "tensor" else scale.t().contiguous()
+
+    def out(self) -> Tensor:
+        return self.b.new_empty(self.a.shape[0], self.b.shape[1], dtype=torch.bfloat16)
+
+    @cached_property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """(rows, reference): some rows of the output, and what they must be, in fp64."""
+        rows = (
+            torch.linspace(0, len(self.a) - 1, min(len(self.a), SAMPLE), dtype=torch.float64).long().to(self.b.device)
+        )
+        scale = self.scale_a if self.per == "tensor" else self.scale_a[rows]
+        return rows, truth(self.a[rows].double() * scale.double(), self.b.double() * self.scale_b.double())
+
+    def with_error(self, call: Call) -> Call:
+        """`call`, whose note says how far its result is from fp64: in Frobenius norm, and at most over the largest."""
+        return replace(call, note=f"error {shown(errors(call()[self.sample[0]], self.sample[1]))}")
+
+
+def errors(out: Tensor, exact: Tensor) -> tuple[float, float]:
+    """(norm of the difference over the norm, its maximum over the largest element)."""
+    off = out.double() - exact
+    return (off.norm() / exact.norm()).item(), (off.abs().max() / exact.abs().max()).item()
+
+
+def shown(found: tuple[float, float]) -> str:
+    return f"{found[0]:.2e} (at most {found[1]:.2e})"
+
+
+def scaled_mm_call(x: Scaled, fast: bool, out: Tensor) -> Callable[[], Tensor]:
+    """torch._scaled_mm into `out`."""
+    a, b, scale_a, scale_b = x.a, x.b, x.scale_a, x.scale_b
+    scale_a, scale_b = (s.view(()) if s.numel() == 1 else s for s in (scale_a, scale_b))
+    return lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+@peer(SCALED_MM)
+def scaled_mm(x: Scaled, fast: bool = False) -> Call:
+    """torch._scaled_mm of the same operands, scales and kind of sums."""
+    return x.with_error(Call(scaled_mm_call(x, fast, x.out())))

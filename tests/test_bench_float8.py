@@ -1,0 +1,74 @@
+"""The float8 suite's rows, small and on the CPU: what they compute, what they are held against, what is asked."""
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import cases_float8, findings_float8, peers_float8
+from bench.peers import WrongResult
+from bench.rows import OURS
+
+
+def scaled_mm(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum, out):
+    """In torch's place, with what it insists on."""
+    assert a.stride(1) == b.stride(0) == 1 and scale_a.dtype == scale_b.dtype == torch.float32
+    assert (scale_a.dim(), scale_b.dim()) in ((0, 0), (2, 2)) and isinstance(use_fast_accum, bool)
+    assert scale_b.is_contiguous() and out.dtype == out_dtype
+    return out.copy_((a.float() * scale_a) @ (b.float() * scale_b))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    for module in (cases_float8, findings_float8):
+        monkeypatch.setattr(module, "randn", lambda *shape: torch.randn(*shape, dtype=torch.bfloat16))
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+
+
+def measured(case):
+    case.timer = lambda calls, *, warm_s, rounds: {name: [1.0 + (name == OURS)] * rounds for name in calls}
+    return case.measure(3)
+
+
+def test_rows_and_what_is_asked_of_them():
+    quick, full = (list(cases_float8.float8_cases(mode)) for mode in ("quick", "full"))
+    assert len(quick) == 8 and all(case.asked == 1.0 for case in quick)
+    assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
+    for case in full:
+        assert case.against in [peer.name for peer in case.peers]
+    big = {case.name: case.problem for case in quick}[
+        "gemm 8192x8192x8192 NT, e4m3fn, scales per row, fast accumulation"
+    ]
+    assert big.flops == 2 * 8192**3 and big.bytes == 4 * 8192**2
+
+
+@pytest.mark.parametrize("per", ["tensor", "row"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_row(emulated, per, fast):
+    row = measured(cases_float8.float8(136, 80, 96, per, fast, 1.0))
+    assert row.ratio == 0.5 and row.plan.startswith("sm_90 ")
+    assert row.ours.note.startswith("error 1.") and row.rival.note == row.ours.note
+    assert findings_float8.measure([row], {}, "gemm") == {}
+
+
+def test_a_wrong_result_is_no_row(monkeypatch):
+    monkeypatch.setattr(cases_float8, "gemm", lambda a, b, out, **_: out.fill_(1.0))
+    with pytest.raises(WrongResult):
+        cases_float8.float8(136, 80, 96, "tensor", False).ours()
+
+
+def test_errors_of_sums(monkeypatch, capsys):
+    """Those of fp32 are next to none; what torch cannot do says so."""
+    monkeypatch.setattr(findings_float8, "ROWS", 16)
+    found = findings_float8.measure([], {}, "errors")["errors"]
+    assert len(found) == 6 and all(len(line) == 4 for line in found.values())
+    assert all(float(text.split()[0]) < 1e-5 for line in found.values() for text in line.values())
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: 1 / 0)
+    assert "ZeroDivisionError" in str(findings_float8.errors_of_sums())
+    assert "errors of fp32 results" in capsys.readouterr().out
+
+
+def test_host_calls_and_the_command():
+    calls = cases_float8.host_calls()
+    assert len(calls) == 4 and all(call().shape == (64, 64) for call in calls.values())
+    assert command.parser().parse_args(["float8"]).suites == ("float8",)
+    assert peers_float8.SCALED_MM in command.SUITES["float8"].cases("quick").__next__().against
