@@ -207,6 +207,13 @@ class GemmFacts:
         return self.element.width == 1 and not self.fast_accumulation
 
     @property
+    def a_in_registers(self) -> bool:
+        """Whether a warpgroup reads its 64 rows of A once a K-tile (promoted_sm90)."""
+        cfg = self.config
+        whole = cfg.tile_k == 128 and cfg.tile_m == 64 * cfg.warps_m and cfg.tile_n % (128 * cfg.warps_n) == 0
+        return self.promotes and self.path == "sm_90" and self.block is None and whole
+
+    @property
     def out_bytes(self) -> int:
         return BYTES[self.out_dtype]
 

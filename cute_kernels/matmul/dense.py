@@ -1,5 +1,7 @@
 """A dense product as a kernel sees it: torch's tensors re-viewed, the trivial source, and a kernel of either path."""
 
+from functools import partial
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -17,7 +19,10 @@ def kernel_for(facts: GemmFacts):
     """The kernel of the facts' path, made for the facts."""
     if facts.path != "sm_90":
         return GemmSm80(facts)
-    return GemmSm90(facts, PromotedMainloopSm90 if facts.promotes else MainloopSm90)
+    if not facts.promotes:
+        return GemmSm90(facts, MainloopSm90)
+    rows = facts.config.tile_m if facts.a_in_registers else 0
+    return GemmSm90(facts, partial(PromotedMainloopSm90, rows_in_registers=rows))
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:

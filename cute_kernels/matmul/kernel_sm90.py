@@ -29,7 +29,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from ..dtypes import cutlass_dtype
@@ -115,8 +115,9 @@ class GemmSm90:
 
     # ------------------------------------------------------------------ atoms
 
-    def make_mma(self, warps_m: int, warps_n: int, columns: int):
+    def make_mma(self, warps_m: int, warps_n: int, columns: int, a_in_registers: bool = False):
         """Of so many warpgroups; each has products of so many columns."""
+        sources = warpgroup.OperandSource
         major = {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
         major["n"] = major["m"]
         return sm90_utils.make_trivial_tiled_mma(
@@ -127,6 +128,7 @@ class GemmSm90:
             Float32,
             (warps_m, warps_n, 1),
             tiler_mn=(64, columns),
+            a_source=sources.RMEM if a_in_registers else sources.SMEM,
         )
 
     def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
@@ -153,7 +155,8 @@ class GemmSm90:
         check_sharing(source, cfg.cluster_m, cfg.cluster_n)
         sA_layout, sB_layout, sD_layout = self.layouts()
         self.make_storage(sA_layout, sB_layout, sD_layout)
-        tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n, min(self.group_n, self.mainloop.columns))
+        columns = min(self.group_n, self.mainloop.columns)
+        tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n, columns, self.mainloop.a_in_registers)
         tiled_mma_group = self.make_mma(1, 1, self.group_n)
         tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
         tma_b, tB = self.make_load(mB, self.boxes_of_b(), self.box_n, cfg.cluster_m > 1, cfg.cluster_m)
@@ -258,7 +261,7 @@ class GemmSm90:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
             groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
             thr_mma = tiled_mma.get_slice(groups(warpgroup % self.warpgroups))
-            tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))  # (MMA, MMA_M, MMA_K, PIPE)
+            tCrA = self.mainloop.operand_a(tiled_mma, thr_mma, sA, (tidx - WARPGROUP) % (WARPGROUP * self.warpgroups))
             tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))  # (MMA, MMA_N, MMA_K, PIPE)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
             thr_mma_group = tiled_mma_group.get_slice(tidx % WARPGROUP)

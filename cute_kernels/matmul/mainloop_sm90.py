@@ -27,6 +27,7 @@ class MainloopSm90:
     """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`)."""
 
     columns = 256  # of one product of a warpgroup, at most
+    a_in_registers = False
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
     # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's
@@ -38,6 +39,10 @@ class MainloopSm90:
         self.consumer_groups = consumer_groups
         self.multicast_a = multicast_a
         self.multicast_b = multicast_b
+
+    def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: cutlass.Int32):
+        """What `mma` takes as A: fragments (MMA, MMA_M, MMA_K, PIPE). `thread`: among those that share a tile."""
+        return tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
 
     @cute.jit
     def load(
