@@ -208,10 +208,12 @@ class GemmFacts:
 
     @property
     def a_in_registers(self) -> bool:
-        """Whether a warpgroup reads its 64 rows of A once a K-tile (promoted_sm90)."""
+        """Whether a warpgroup reads its part of A once a K-tile, by ldmatrix (promoted_sm90): a slab of 64 rows, and
+        columns that are those of two products or more, side by side."""
         cfg = self.config
-        whole = cfg.tile_k == 128 and cfg.tile_m == 64 * cfg.warps_m and cfg.tile_n % (128 * cfg.warps_n) == 0
-        return self.promotes and self.path == "sm_90" and self.block is None and whole
+        line = cfg.tile_k * self.element.width == 128  # bytes of a K-tile
+        one_slab = cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1
+        return self.promotes and self.path == "sm_90" and self.block is None and line and one_slab and cfg.tile_n % 128 == 0
 
     @property
     def out_bytes(self) -> int:

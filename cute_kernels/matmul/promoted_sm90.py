@@ -61,8 +61,7 @@ class PromotedMainloopSm90(MainloopSm90):
         # A lane names a row of 16 bytes: of four 8x8 matrices rows 0 to 7 and 8 to 15, then the same 16 of K later.
         # A line of 128 bytes is swizzled: its chunks of 16 bytes lie at their number xor the row's.
         lane = thread % 32
-        slab = thread // WARPGROUP % (self.stage_bytes // (64 * LINE))
-        row = slab * 64 + thread % WARPGROUP // 32 * WARP_ROWS + lane % WARP_ROWS
+        row = thread // WARPGROUP * 64 + thread % WARPGROUP // 32 * WARP_ROWS + lane % WARP_ROWS
         chunk = (lane // WARP_ROWS) ^ (row % 8)
         return sA.iterator.toint() + row * LINE + chunk * CHUNK
 
