@@ -51,12 +51,24 @@ def scales(kind: str, M: int, N: int, device="cpu") -> dict:
     return found
 
 
-def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
-    """a @ b of the dequantised operands."""
+def dequantised(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
+    """a and b times their scales."""
     a, b = a.to(dtype), b.to(dtype)
     if scale_a is not None:
         a = a * (scale_a.unsqueeze(-1) if scale_a.dim() == 1 and scale_a.numel() > 1 else scale_a).to(dtype)
-    return torch.matmul(a, b if scale_b is None else b * scale_b.to(dtype))
+    return a, b if scale_b is None else b * scale_b.to(dtype)
+
+
+def wide(*operands, dtype=torch.float64, **factors):
+    """a @ b of the dequantised operands."""
+    return torch.matmul(*dequantised(*operands, **factors, dtype=dtype))
+
+
+def most(*operands, **factors):
+    """The largest magnitude of the products whose sum each element is."""
+    a, b = (x.abs() for x in dequantised(*operands, **factors, dtype=torch.float32))
+    rows = [(a[..., m, :, None] * b).amax(-2) for m in range(a.shape[-2] if a.shape[-1] else 0)]
+    return torch.stack(rows, -2) if rows else 0.0
 
 
 def check(a, b, *, fast=False, out=None, device="cpu", bias=None, activation=None, residual=None, **terms):
@@ -76,11 +88,16 @@ def check(a, b, *, fast=False, out=None, device="cpu", bias=None, activation=Non
     if device == "cpu":
         assert_as_good_as_torch(ours, exact, result(FP32).to(ours.dtype), k=a.shape[-1])
         return ours
-    # Tensor cores keep at least 13 bits of the largest of what they add at once. A sum of 128 products is made of four
-    # such steps, a fast one of as many as there are; the derivatives of activations are below 1.2.
-    magnitudes = wide(a.float().abs(), b.float().abs(), **given) * abs(terms.get("alpha", 1.0))
-    steps = a.shape[-1] / 32 if fast else 4
-    allowed = 1.2 * (steps + 1) * 2.0**-13 * magnitudes + torch.finfo(ours.dtype).eps * exact.abs() + 1e-6
+    # Tensor cores keep at least 13 bits of the largest of what they add at once, which are 32 products and a sum; of
+    # each of these they may drop as much. A sum is made of as many steps as there are 32 of K, one that is not promoted
+    # with all sums before. The derivatives of activations are below 1.2.
+    alpha, lost, steps = abs(terms.get("alpha", 1.0)), 1.2 * 2.0**-13, a.shape[-1] / 32 + 1
+    magnitudes, largest = alpha * wide(a.float().abs(), b.float().abs(), **given), alpha * most(a, b, **given)
+    allowed = lost * (steps * 33 * largest + (steps if fast else 5) * magnitudes)
+    allowed = allowed + torch.finfo(ours.dtype).eps * exact.abs() + 1e-6
+    if activation is None and residual is None and bias is None:  # and by far not all of it everywhere
+        off = (ours.double() - exact).norm() / (exact.norm() + 1e-30)
+        assert off < 1e-3 + torch.finfo(ours.dtype).eps, off
     wrong = ~((ours.double() - exact).abs() <= allowed)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements, {wrong.nonzero()[:4].tolist()}"
     return ours
@@ -178,7 +195,7 @@ def test_epilogues(place, fast, out_dtype, activation):
 def test_a_function_of_one_s_own(place, fast):
     a, b, factors = numbers(64, 96, device=place), numbers(72, 96, device=place).t(), scales("rows", 64, 72, place)
     out = gemm(a, b, epilogue=lambda x: torch.tanh(x) * 2.0, out_dtype=FP32, fast_accumulation=fast, **factors)
-    assert (out - 2.0 * torch.tanh(wide(a, b, **factors))).abs().max() < (2e-2 if fast else 1e-2)
+    assert (out - 2.0 * torch.tanh(wide(a, b, **factors))).abs().max() < 4e-2
 
 
 def test_batches(place):
@@ -489,7 +506,7 @@ def test_promoted_sums_are_the_accurate_ones():
     for fast in (False, True):
         out = gemm(a, b.t(), out_dtype=FP32, fast_accumulation=fast).double()
         errors.append(((out - exact).norm() / exact.norm()).item())
-    assert errors[0] < 3e-4 and errors[0] < errors[1] / 3, errors
+    assert errors[0] < 1e-3 and errors[0] < errors[1] / 3, errors  # torch's own: 6e-4
 
 
 @pytest.mark.gpu

@@ -213,7 +213,14 @@ class GemmFacts:
         cfg = self.config
         line = cfg.tile_k * self.element.width == 128  # bytes of a K-tile
         one_slab = cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1
-        return self.promotes and self.path == "sm_90" and self.block is None and line and one_slab and cfg.tile_n % 128 == 0
+        return (
+            self.promotes
+            and self.path == "sm_90"
+            and self.block is None
+            and line
+            and one_slab
+            and cfg.tile_n % 128 == 0
+        )
 
     @property
     def out_bytes(self) -> int:
