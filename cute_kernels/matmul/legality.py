@@ -55,6 +55,8 @@ def _float8(facts: GemmFacts) -> str:
         )
     if scaled and facts.family != "dense":
         return "scales of the operands: dense kernels have them"
+    if facts.epilogue.scales_blocks and (reason := _block_scales(facts)):
+        return reason
     if not facts.promotes:
         return ""
     if facts.family not in ("dense", "bsr"):
@@ -73,6 +75,22 @@ def _float8(facts: GemmFacts) -> str:
         return (
             f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
         )
+    return ""
+
+
+def _block_scales(facts: GemmFacts) -> str:
+    """What scales that differ along K ask."""
+    cfg = facts.config
+    if not facts.promotes:
+        return "fast accumulation with scales of blocks: sums of every 128 of K are multiplied by scales of their own"
+    if facts.path == "sm_80":
+        if cfg.tile_n // cfg.warps_n > 128 or cfg.tile_k > 128:
+            return f"tile {cfg}: a warp's part of a K-tile would meet two blocks of 128 columns or of 128 of K"
+        return ""
+    if cfg.tile_k % 128:
+        return f"a K-tile of {cfg.tile_k}: scales of blocks take multiples of 128"
+    if 128 % min(128, cfg.tile_n // cfg.warps_n):
+        return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: a product would meet two blocks of 128 columns of B"
     return ""
 
 
