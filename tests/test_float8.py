@@ -59,14 +59,14 @@ def dequantised(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
     return a, b if scale_b is None else b * scale_b.to(dtype)
 
 
-def wide(*operands, dtype=torch.float64, **factors):
+def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
     """a @ b of the dequantised operands."""
-    return torch.matmul(*dequantised(*operands, **factors, dtype=dtype))
+    return torch.matmul(*dequantised(a, b, scale_a, scale_b, dtype))
 
 
-def most(*operands, **factors):
+def most(a, b, scale_a=None, scale_b=None):
     """The largest magnitude of the products whose sum each element is."""
-    a, b = (x.abs() for x in dequantised(*operands, **factors, dtype=torch.float32))
+    a, b = (x.abs() for x in dequantised(a, b, scale_a, scale_b, torch.float32))
     rows = [(a[..., m, :, None] * b).amax(-2) for m in range(a.shape[-2] if a.shape[-1] else 0)]
     return torch.stack(rows, -2) if rows else 0.0
 
