@@ -35,9 +35,14 @@ def epilogue_args(facts: GemmFacts) -> tuple:
 
 
 def scale_args(facts: GemmFacts) -> tuple:
-    """Fakes of (scale_a, scale_b), each (1 or L, 1 or its extent) fp32; None of one that the epilogue lacks."""
-    spec = facts.epilogue
-    return tuple(fake_tensor("float32", 2, 1, 1) if kind else None for kind in (spec.scale_m, spec.scale_n))
+    """Fakes of (scale_a, scale_b), each (1 or L, 1 or its extent) fp32; None of one that the epilogue lacks.
+
+    Those of blocks are (L, M, K / 128) and (L, N / 128, K / 128), of any strides.
+    """
+    made = {None: lambda: None}
+    made |= dict.fromkeys(("1x128", "128x128"), lambda: fake_tensor("float32", 3, None, 1))
+    kinds = facts.epilogue.scale_m, facts.epilogue.scale_n
+    return tuple(made.get(kind, lambda: fake_tensor("float32", 2, 1, 1))() for kind in kinds)
 
 
 def launch_args(facts: GemmFacts) -> tuple:

@@ -100,7 +100,8 @@ class EpilogueSpec:
     """Which terms an epilogue has. The order they apply in is fixed:
 
     x = acc * s_m * s_n             scale_m: "tensor" (one value) or "row" (one for each row of A), scale_n: "tensor" or
-                                    "column" (of B)
+                                    "column" (of B). "1x128" of A and "128x128" of B, a value for each block of so many
+                                    rows and columns, multiply the sums of 128 of K instead, in the mainloop
     x = alpha * x                   scale
     x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col";
                                     with `bias_items` each item of a batch of A has its own
@@ -133,6 +134,11 @@ class EpilogueSpec:
     def scales_each(self) -> bool:
         """Whether each row or each column has a scale of its own."""
         return self.scale_m == "row" or self.scale_n == "column"
+
+    @property
+    def scales_blocks(self) -> bool:
+        """Whether A or B has scales that differ along K."""
+        return self.scale_m == "1x128" or self.scale_n == "128x128"
 
     @property
     def scales_operands(self) -> bool:

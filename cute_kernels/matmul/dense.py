@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..k_tiles import DenseSource
+from .block_scaled_sm90 import BlockScaledMainloopSm90
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
 from .kernel_sm80 import GemmSm80
@@ -17,6 +18,8 @@ def kernel_for(facts: GemmFacts):
     """The kernel of the facts' path, made for the facts."""
     if facts.path != "sm_90":
         return GemmSm80(facts)
+    if facts.epilogue.scales_blocks:
+        return GemmSm90(facts, BlockScaledMainloopSm90)
     return GemmSm90(facts, PromotedMainloopSm90 if facts.promotes else MainloopSm90)
 
 
@@ -95,9 +98,11 @@ class DenseGemm:
         return view(d, (M, N, 1, L), (sM, sN, 0, sL))
 
     def scale_of(self, scale: cute.Tensor | None) -> cute.Tensor | None:
-        """(extent, L) of a scale (L, extent)."""
+        """(extent, L) of a scale (L, extent); of one for each block, (M or N / 128, K / 128, L) of its torch batch."""
         if scale is None:
             return None
+        if len(scale.shape) == 3:
+            return view(scale, (*scale.shape[1:], scale.shape[0]), (*scale.stride[1:], scale.stride[0]))
         return view(scale, (scale.shape[1], scale.shape[0]), (scale.stride[1], scale.stride[0]))
 
 
@@ -110,8 +115,8 @@ class ScaledGemm(DenseGemm):
         a: cute.Tensor,
         b: cute.Tensor,
         d: cute.Tensor,
-        scale_a: cute.Tensor | None,  # (1 or L, 1 or M) fp32
-        scale_b: cute.Tensor | None,  # (1 or L, 1 or N) fp32
+        scale_a: cute.Tensor | None,  # (1 or L, 1 or M) fp32; of blocks (L, M, K / 128)
+        scale_b: cute.Tensor | None,  # (1 or L, 1 or N) fp32; of blocks (L, N / 128, K / 128)
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         z: cute.Tensor | None,

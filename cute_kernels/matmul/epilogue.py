@@ -21,7 +21,7 @@ from ..traced.lower import lower
 class EpilogueArgs:
     """Tensors and scalars of the terms: bias (bias extent, outer_m) or (bias extent, outer_m, items of A), residual
     (M, N, outer_m, L) like mD, z, which is written, and the scales of A (M, L) and B (N, L), or (1, L) where one value
-    scales all."""
+    scales all. Those of blocks, (M, K / 128, L) and (N / 128, K / 128, L), are the mainloop's."""
 
     bias: cute.Tensor | None
     residual: cute.Tensor | None
@@ -51,7 +51,7 @@ def scaled(
     for mode, kind, scale in ((0, spec.scale_m, args.scale_m), (1, spec.scale_n, args.scale_n)):
         if const_expr(kind == "tensor"):
             x = x * scale[0, outer[1]]
-        elif const_expr(kind is not None):
+        elif const_expr(kind in ("row", "column")):
             rScale = cute.make_rmem_tensor(rD.shape, Float32)
             for v in range_constexpr(cute.size(rD)):
                 # As of a bias: one value per r, or one per (c, j).

@@ -37,6 +37,7 @@ from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
 from ..tile.barriers import Arrivals
 from ..tile.hopper import ALIGN, WARPGROUP, smem_layout
+from .block_scaled_sm90 import block_scales
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
 from .mainloop_sm90 import MainloopSm90
@@ -285,8 +286,12 @@ class GemmSm90:
                 if const_expr(cfg.consumer_groups > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
+                terms = ()
+                if const_expr(self.facts.epilogue.scales_blocks):
+                    out = k_tiles.out(n * cfg.cluster_n + rank_n)
+                    terms = (block_scales(args, thr_mma, (cfg.tile_m, cfg.tile_n), out, (k_tiles.l, l)),)
                 read, release = self.mainloop.mma(
-                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group
+                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *terms
                 )
                 if const_expr(cfg.consumer_groups > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)

@@ -55,6 +55,8 @@ def _float8(facts: GemmFacts) -> str:
         )
     if scaled and facts.family != "dense":
         return "scales of the operands: dense kernels have them"
+    if facts.epilogue.scales_blocks and (reason := _block_scales(facts)):
+        return reason
     if not facts.promotes:
         return ""
     if facts.family not in ("dense", "bsr"):
@@ -73,6 +75,20 @@ def _float8(facts: GemmFacts) -> str:
         return (
             f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
         )
+    return ""
+
+
+def _block_scales(facts: GemmFacts) -> str:
+    """What scales that differ along K ask."""
+    cfg = facts.config
+    if not facts.promotes:
+        return "fast accumulation with scales of blocks: sums of every 128 of K are multiplied by scales of their own"
+    if facts.path != "sm_90":
+        return "scales of blocks: the sm_90 kernel multiplies by them; on sm_89, dequantise to torch.bfloat16"
+    if cfg.tile_k % 128:
+        return f"a K-tile of {cfg.tile_k}: scales of blocks take multiples of 128"
+    if 128 % min(128, cfg.tile_n // cfg.warps_n):
+        return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: a product would meet two blocks of 128 columns of B"
     return ""
 
 

@@ -72,6 +72,7 @@ class PromotedMainloopSm90(MainloopSm90):
         stage: cutlass.Int32,
         first: cutlass.Constexpr,  # MMA step
         steps: cutlass.Constexpr,
+        factors=None,  # what `promote` multiplies the product by
     ):
         """acc += the product of some MMA steps of one stage, which `part` holds in between."""
         for m in range_constexpr(cute.size(acc, mode=[1])):
@@ -81,5 +82,16 @@ class PromotedMainloopSm90(MainloopSm90):
                 start_product(tiled_mma, part, fragments.__getitem__, steps, True)
                 warpgroup.wait_group(0)
                 read_after_wait(part)
-                sums = acc[None, m, n]
-                sums.store(sums.load() + part[None, 0, 0].load())
+                self.promote(acc[None, m, n], part[None, 0, 0], m, n, factors)
+
+    @cute.jit
+    def promote(
+        self,
+        sums: cute.Tensor,  # (MMA,) of slab m and part n
+        part: cute.Tensor,  # (MMA,)
+        m: cutlass.Constexpr,
+        n: cutlass.Constexpr,
+        factors,
+    ):
+        """sums += part"""
+        sums.store(sums.load() + part.load())
