@@ -100,8 +100,8 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
-    check_fast_accumulation("gemm", terms.fast_accumulation, a.dtype)
     scales = scale_kind("gemm", "scale_a", terms.scale_a, a), scale_kind("gemm", "scale_b", terms.scale_b, b)
+    check_fast_accumulation("gemm", terms.fast_accumulation, a.dtype, scales)
     wide = default_out_dtype(a.dtype)
     out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide)
     shape = (*batch, M, N)
@@ -135,6 +135,9 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
     )
     if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
         plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
+        if spec.scales_blocks:  # there are none
+            kept = (None if kind in ("1x128", "128x128") else kind for kind in (spec.scale_m, spec.scale_n))
+            spec = replace(spec, **dict(zip(("scale_m", "scale_n"), kept, strict=True)))
         rows = (d if views[2] is None else views[2](d)).shape[-2]
         step = VECTOR_BYTES // a.element_size()  # for TMA, at any N
         views = (lambda t: t.new_zeros(rows, step), lambda t: t.new_zeros(N, step).t(), *views[2:])
@@ -153,7 +156,8 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
     L = vd.shape[0] if vd.dim() == 3 else 1
     if spec.scales_operands:
-        plan.scales = tuple(_scale_view(t, batch, L) for t in (terms.scale_a, terms.scale_b))
+        kinds = zip((terms.scale_a, terms.scale_b), (spec.scale_m, spec.scale_n), strict=True)
+        plan.scales = tuple(_scale_view(t, kind, batch, L) for t, kind in kinds)
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
         NAMES_OF_OPERANDS[a.dtype],
@@ -214,9 +218,16 @@ def _along_k(name: str, t, view, plan: Plan):
     return copied
 
 
-def _scale_view(scale, batch, L: int):
-    """How the kernel views a scale: (1, 1), or (L, extent); None as it is, or where there is none."""
-    if scale is None or scale.shape == (1, 1):
+def _scale_view(scale, kind: str | None, batch, L: int):
+    """How the kernel views a scale: (1, 1), (L, extent), or of blocks (L, M or N / 128, K / 128); None as it is, or
+    where there is none."""
+    if scale is None:
+        return None
+    if kind is None:
+        return lambda t: None
+    if kind in ("1x128", "128x128"):
+        return partial(_blocks_view, kind, batch, L)
+    if scale.shape == (1, 1):
         return None
     if scale.numel() == 1:
         return lambda t: t.view(1, 1)
@@ -229,3 +240,12 @@ def _scale_view(scale, batch, L: int):
         return t if t.stride(-1) == 1 else t.contiguous()
 
     return viewed
+
+
+def _blocks_view(kind: str, batch, L: int, t):
+    """(L, M, K / 128) of scales (..., M, K / 128), or (L, N / 128, K / 128) of (..., K / 128, N / 128), of any strides;
+    copied only where batch dimensions have no single stride."""
+    t = t if kind == "1x128" else t.mT
+    if L == 1:
+        return t.unsqueeze(0) if t.dim() == 2 else t.reshape(1, -1, t.shape[-1])
+    return flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]

@@ -46,11 +46,13 @@ def gemm(
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
             tensor of the same shape, and captures numbers.
-        scale_a, scale_b: float32, of float8 operands alone: what their values are multiplied by, as torch._scaled_mm
-            has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for each row of a,
-            and (..., 1, N) or (N,), one for each column of b. See cute_kernels.quantize.
+        scale_a, scale_b: float32, of any strides, of float8 operands alone: what their values are multiplied by, as
+            torch._scaled_mm has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for
+            each row of a, and (..., 1, N) or (N,), one for each column of b; or, on sm_90 and the CPU,
+            (..., M, K / 128), one for each row and 128 columns of a, and (..., K / 128, N / 128), one for each 128x128
+            of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize.
         fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
-            mantissas. By default sums of at most 128 products are added up in fp32.
+            mantissas. By default sums of at most 128 products are added up in fp32. Not with scales of blocks.
 
     Returns:
         (..., M, N), `out` if it was given.

@@ -7,6 +7,7 @@ from . import functions
 from .dtypes import accumulator
 from .traced.evaluate import evaluate
 
+BLOCK = 128  # rows or columns that have one scale, where blocks have
 GATE = 64  # features of a gate, and of what it multiplies, in turn
 
 
@@ -34,13 +35,27 @@ def gemm(a, b, terms, out, out_dtype):
     """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
     of which the epilogue is a Program."""
     wide = accumulator(a.dtype)
-    acc = torch.matmul(a.to(wide), b.to(wide))
-    for scale, dim in ((terms.scale_a, -1), (terms.scale_b, -2)):
-        if scale is not None:  # (M,) and (N,) are short for (M, 1) and (1, N)
+    scale_a, scale_b = terms.scale_a, terms.scale_b
+    a_blocks = scale_a is not None and scale_a.dim() > 1 and scale_a.shape[-1] != 1
+    b_blocks = scale_b is not None and scale_b.numel() != 1 and scale_b.dim() > 1
+    b_blocks = b_blocks and (scale_b.shape[-2] != 1 or scale_b.shape[-1] != b.shape[-1])
+    x = a.to(wide) * of_elements(scale_a, a) if a_blocks else a.to(wide)
+    y = b.to(wide) * of_elements(scale_b, b) if b_blocks else b.to(wide)
+    acc = torch.matmul(x, y)
+    for scale, blocks, dim in ((scale_a, a_blocks, -1), (scale_b, b_blocks, -2)):
+        if scale is not None and not blocks:  # (M,) and (N,) are short for (M, 1) and (1, N)
             if scale.numel() == 1:
                 scale = scale.reshape(())
             acc = acc * (scale.unsqueeze(dim) if scale.dim() == 1 else scale)
     return finish(acc, terms, out, out_dtype)
+
+
+def of_elements(scale, x):
+    """A scale for each element of x, of those of x's blocks of 128 rows or columns."""
+    for dim in (-2, -1):
+        if scale.shape[dim] not in (1, x.shape[dim]):
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, x.shape[dim])
+    return scale
 
 
 def gate(z, activation):

@@ -50,7 +50,7 @@ class Emulated:
         if self.facts.block is None:
             a, b, d, *scales = operands
             self.insist("a", a, 0)
-            acc = a.float() @ b.float()
+            acc = self.with_blocks(a, scales, 0) @ self.with_blocks(b, scales, 1)
             if scales:
                 acc = self.scaled(acc, *scales)
         elif sampled:
@@ -101,12 +101,23 @@ class Emulated:
         assert spec.scales_operands
         for scale, kind, extent, dim in ((scale_a, spec.scale_m, M, -1), (scale_b, spec.scale_n, N, -2)):
             assert (scale is not None) == (kind is not None)
-            if scale is not None:
+            if scale is not None and kind not in ("1x128", "128x128"):
                 assert scale.shape == ((1, 1) if kind == "tensor" else (len(acc) if acc.dim() == 3 else 1, extent))
                 assert scale.stride(1) == 1 or scale.shape[1] == 1
                 scale = scale.unsqueeze(dim)  # (1 or L, M, 1) or (1 or L, 1, N)
                 acc = acc * (scale if acc.dim() == 3 else scale[0])
         return acc
+
+    def with_blocks(self, operand, scales, which):
+        """a (0) or b (1) in fp32, times the scales (L, M or N / 128, K / 128) of its blocks, if it has any."""
+        kind = (self.facts.epilogue.scale_m, self.facts.epilogue.scale_n)[which]
+        if kind not in ("1x128", "128x128"):
+            return operand.float()
+        scale = scales[which].repeat_interleave(128, 2)  # (L, M or N / 128, K)
+        if which:
+            scale = scale.repeat_interleave(128, 1).mT  # (L, K, N)
+        scale = scale[:, : operand.shape[-2], : operand.shape[-1]]
+        return operand.float() * (scale if operand.dim() == 3 or len(scale) > 1 else scale[0])
 
     def insist(self, name, tensor, operand, *, major=None, align=None):
         """What a compiled function checks of an argument before it launches."""

@@ -4,25 +4,30 @@ It promotes sums as promoted_sm90 does, and multiplies each by its scales as it 
 more: FFMA takes the place of FADD. A thread's accumulators of a product of 64 rows by at most 128 columns lie in two
 rows and in one block of B's columns, so they have two factors.
 
-    consumer groups    scales of K-tile 0 -> for each K-tile i:
+    consumer groups    load the scales of K-tile 0 -> for each K-tile i:
                            load the scales of K-tile i + 1 -> wait full[s] -> products and sums of K-tile i
 
-So the latency of scales, which come from global memory through L1, is hidden behind a K-tile's products.
+So the latency of scales, which come from global memory through L1, is hidden behind a K-tile's products. The loads come
+before the wait, and their addresses are running sums, since nothing multiplies for this warpgroup until they are out.
+Two sets of registers take turns: the compiler was seen to copy one to the other, and so to wait for the loads, before
+the products.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
 
 from .promoted_sm90 import STEPS, PromotedMainloopSm90
 
-BLOCK = 128  # of K, and of B's columns, that have one scale
+BLOCK_SHIFT = 7  # 128 of K, and of B's columns, have one scale
 
 
 def block_scales(args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> tuple:
     """What BlockScaledMainloopSm90.mma needs of a work tile: scales of A and B, and which of them are this thread's.
 
-    args: EpilogueArgs; tile: (tile_m, tile_n); out: (rest_m, rest_n, ...) of D; batch: items of A and B.
+    args: EpilogueArgs; thr_mma: the thread's slice of the warpgroups' tiled MMA; tile: (tile_m, tile_n); out: (rest_m, rest_n, ...) of D; batch: items of A and B.
     """
     # (MMA, MMA_M, MMA_N): (row, column) of each accumulator inside of the tile
     cC = thr_mma.partition_C(cute.make_identity_tensor(tile))
@@ -33,12 +38,12 @@ def block_scales(args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> tuple:
         rows = [cutlass.min(out[0] * tile[0] + row, scale_a.shape[0] - 1) for row in firsts]
     if scale_b is not None:
         firsts = [out[1] * tile[1] + cC[0, 0, n][1] for n in range(parts)]
-        blocks = [cutlass.min(column >> 7, scale_b.shape[0] - 1) for column in firsts]
+        blocks = [cutlass.min(column >> BLOCK_SHIFT, scale_b.shape[0] - 1) for column in firsts]
     return (scale_a, scale_b), (rows, blocks), batch
 
 
 class BlockScaledMainloopSm90(PromotedMainloopSm90):
-    """Steps of one work tile; loads are those of the plain mainloop."""
+    """Steps of one work tile, whose K-tiles follow each other along K; loads are those of the plain mainloop."""
 
     @cute.jit
     def mma(
@@ -55,42 +60,78 @@ class BlockScaledMainloopSm90(PromotedMainloopSm90):
         scales: tuple,  # block_scales
     ):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
-        steps = const_expr(self.k_blocks[0])  # of a K-tile: one block of K, or two
-        blocks = const_expr(steps // STEPS)
-        # Of K-tile i: (blocks, rows of A) and (blocks, blocks of B's columns); those of K-tile i + 1 are on their way.
-        now = [[self.empty(at) for at in scales[1]] for _ in range(blocks)]
-        self.load_scales(k_tiles, Int32(0), scales, now)
+        blocks = const_expr(self.k_blocks[0] // STEPS)  # of K, in a K-tile
+        # Of the thread, by turns: scales of A, (blocks, rows), and of B, (blocks, blocks of columns)
+        turns = [[self.fragment(Float32, places, blocks) for places in scales[1]] for _ in range(2)]
+        at = [self.fragment(Int64, places) for places in scales[1]]  # addresses
+        k = k_tiles.at(Int32(0)).b[0] * blocks
+        left = k_tiles.count
+        self.start(scales, k, at)
+        self.load_scales(scales, k, at, turns[0])
         acc.fill(0.0)
         part = cute.make_rmem_tensor((acc.shape[0], 1, 1), Float32)  # (MMA, 1, 1)
-        for i in cutlass.range(k_tiles.count, unroll=1):
-            then = [[self.empty(at) for at in scales[1]] for _ in range(blocks)]
-            self.load_scales(k_tiles, i + 1, scales, then)
-            pipeline.consumer_wait(read)
-            for block in range_constexpr(blocks):
-                self.add_product(tiled_mma, acc, part, tCrA, tCrB, read.index, block * STEPS, STEPS, now[block])
-            pipeline.consumer_release(release)
-            read.advance()
-            release.advance()
-            for block in range_constexpr(blocks):
-                for mine, next_one in zip(now[block], then[block], strict=True):
-                    if const_expr(mine is not None):
-                        mine.store(next_one.load())
+        operands = (tiled_mma, acc, part, tCrA, tCrB)
+        for _ in cutlass.range(k_tiles.count // 2, unroll=1):
+            for turn in range_constexpr(2):
+                left = left - 1
+                step = blocks if left > 0 else 0  # past the last K-tile those of the last, for nobody to use
+                k = k + step
+                self.advance(scales, step, at)
+                self.load_scales(scales, k, at, turns[1 - turn])
+                read, release = self.add_k_tile(operands, turns[turn], pipeline, read, release)
+        if k_tiles.count % 2 > 0:
+            read, release = self.add_k_tile(operands, turns[0], pipeline, read, release)
         return read, release
 
-    def empty(self, places: list):
-        """A fragment for the scales at these places; None for none."""
-        return cute.make_rmem_tensor(len(places), Float32) if places else None
+    @cute.jit
+    def add_k_tile(self, operands: tuple, factors: list, pipeline, read, release):
+        """Wait for a K-tile, add its products, and release it."""
+        tiled_mma, acc, part, tCrA, tCrB = operands
+        pipeline.consumer_wait(read)
+        for block in range_constexpr(self.k_blocks[0] // STEPS):
+            of_block = [None if f is None else f[block, None] for f in factors]
+            self.add_product(tiled_mma, acc, part, tCrA, tCrB, read.index, block * STEPS, STEPS, of_block)
+        pipeline.consumer_release(release)
+        read.advance()
+        release.advance()
+        return read, release
+
+    def fragment(self, dtype, places: list, *blocks: int):
+        """Of something for each place; None where there are none."""
+        return cute.make_rmem_tensor((*blocks, len(places)), dtype) if places else None
 
     @cute.jit
-    def load_scales(self, k_tiles, i: Int32, scales: tuple, into: list):
-        """Of K-tile i; past the last one, those of the last, for nobody to use."""
-        rest_k = k_tiles.at(cutlass.max(cutlass.min(i, k_tiles.count - 1), 0)).b[0]
-        for block in range_constexpr(len(into)):
-            for scale, places, item, fragment in zip(scales[0], scales[1], scales[2], into[block], strict=True):
-                if const_expr(scale is not None):
-                    k = cutlass.min(rest_k * len(into) + block, scale.shape[1] - 1)
+    def start(self, scales: tuple, k: Int32, at: list):
+        """Addresses of the scales of block k of K; where there is no such block, of the last one."""
+        for scale, places, item, fragment in zip(*scales, at, strict=True):
+            if const_expr(scale is not None):
+                first = cutlass.min(k, scale.shape[1] - 1)
+                last = Int64(cutlass.min(item, scale.shape[2] - 1)) * scale.stride[2]
+                for v in range_constexpr(len(places)):
+                    offset = Int64(places[v]) * scale.stride[0] + Int64(first) * scale.stride[1] + last
+                    fragment[v] = scale.iterator.toint() + offset * 4
+
+    @cute.jit
+    def advance(self, scales: tuple, step: Int32, at: list):
+        """So many blocks of K further."""
+        for scale, places, fragment in zip(*scales[:2], at, strict=True):
+            if const_expr(scale is not None):
+                for v in range_constexpr(len(places)):
+                    fragment[v] = fragment[v] + Int64(step) * (scale.stride[1] * 4)
+
+    @cute.jit
+    def load_scales(self, scales: tuple, k: Int32, at: list, into: list):
+        """Of a K-tile whose first block of K is k. A second one may lie past K, where there are zeros: the first's."""
+        for scale, places, addresses, fragment in zip(*scales[:2], at, into, strict=True):
+            if const_expr(scale is not None):
+                for block in range_constexpr(fragment.shape[0]):
                     for v in range_constexpr(len(places)):
-                        fragment[v] = scale[places[v], k, cutlass.min(item, scale.shape[2] - 1)]
+                        address = addresses[v]
+                        if const_expr(block > 0):
+                            further = cutlass.max(cutlass.min(scale.shape[1] - 1 - k, block), 0)
+                            address = address + Int64(further) * (scale.stride[1] * 4)
+                        pointer = make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
+                        fragment[block, v] = cute.make_tensor(pointer, 1)[0]
 
     @cute.jit
     def promote(

@@ -138,6 +138,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if quick or not spec.float8:
         return []
     element, each = element_of("float8_e4m3fn"), {"scale_m": "row", "scale_n": "column"}
+    blocks = EpilogueSpec(scale_m="1x128", scale_n="128x128")
     configs = family.candidates(spec.path, None, spec, element)
     usual = {"majors": ("k", "k", "n"), "aligns": (element.vector, element.vector, 8), "dtype": "float8_e4m3fn"}
     fp32 = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
@@ -155,6 +156,12 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {**fp32, "epilogue": EpilogueSpec(**each), "majors": ("k", "k", "m")},
         {**direct, "epilogue": replace(COL, **each)},
         {"ranks": (3, 3, 3), "epilogue": EpilogueSpec(**each)},
+        {"epilogue": EpilogueSpec(scale_m="1x128", scale_n="column")},
+        {"epilogue": EpilogueSpec(scale_m="row", scale_n="128x128")},
+        {"epilogue": EpilogueSpec(scale_n="128x128")},
+        {"dtype": "float8_e5m2", "epilogue": replace(COL, scale_m="1x128", scale_n="128x128")},
+        {**fp32, "epilogue": blocks, "ranks": (3, 3, 3)},
+        {**direct, "epilogue": blocks},
     ]
     found = []
     for fast in (False, True):
@@ -162,6 +169,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         for config in configs:
             found += [dense(spec, spec.path, config, **terms)]
             found += [dense(spec, spec.path, config, **terms, epilogue=replace(COL, **each))]
+            found += [dense(spec, spec.path, config, **terms, epilogue=blocks)]
         for change in changes:
             found += buildable(family, (dense(spec, spec.path, c, **terms | change) for c in configs))[:1]
     return buildable(family, found)

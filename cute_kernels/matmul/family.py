@@ -123,7 +123,8 @@ class Dense(ProductFamily):
         return catalogue.dense_kernels(self, arch, quick) + catalogue.float8_kernels(self, arch, quick)
 
     def sources(self, path: str) -> tuple[str, ...]:
-        return super().sources(path) + (("cute_kernels.matmul.promoted_sm90",) if path == "sm_90" else ())
+        own = ("cute_kernels.matmul.promoted_sm90", "cute_kernels.matmul.block_scaled_sm90")
+        return super().sources(path) + (own if path == "sm_90" else ())
 
 
 DENSE = register(Dense())

@@ -289,7 +289,8 @@ class GemmSm90:
                 terms = ()
                 if const_expr(self.facts.epilogue.scales_blocks):
                     out = k_tiles.out(n * cfg.cluster_n + rank_n)
-                    terms = (block_scales(args, thr_mma, (cfg.tile_m, cfg.tile_n), out, (k_tiles.l, l)),)
+                    thread = tiled_mma.get_slice(tidx - WARPGROUP)  # thr_mma is its warpgroup's first
+                    terms = (block_scales(args, thread, (cfg.tile_m, cfg.tile_n), out, (k_tiles.l, l)),)
                 read, release = self.mainloop.mma(
                     k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *terms
                 )

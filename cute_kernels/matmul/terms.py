@@ -8,6 +8,7 @@ import torch
 from ..checks import check_scalar, check_tensor
 from ..dtypes import FLOAT8, NAMES
 from ..functions import ACTIVATIONS
+from ..reference import BLOCK
 from ..traced.memo import traced
 from ..traced.program import FLOAT, Program
 from .config import EpilogueSpec
@@ -80,10 +81,12 @@ def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | 
 
 
 def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
-    """Of scale_a "tensor" or "row", of scale_b "tensor" or "column"; None without one.
+    """Of scale_a "tensor", "row" or "1x128", of scale_b "tensor", "column" or "128x128"; None without one.
 
     One value scales all of the operand. Else it has one for each row of a (..., M, K), (..., M, 1), or for each column
-    of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,).
+    of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,). Or it has one for each row
+    and 128 columns of a, (..., M, K / 128), or for each 128x128 of b, (..., K / 128, N / 128), both rounded up. Where
+    that is the same shape, K is at most 128, and it means the same.
     """
     if scale is None:
         return None
@@ -101,19 +104,37 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
     whole = (*operand.shape[:-1], 1) if of_a else (*operand.shape[:-2], 1, extent)
     if tuple(scale.shape) == whole or operand.dim() == 2 and tuple(scale.shape) == (extent,):
         return kind
+    shape, of_k = tuple(scale.shape), -(-operand.shape[-1 if of_a else -2] // BLOCK)
+    blocks = (*operand.shape[:-1], of_k) if of_a else (*operand.shape[:-2], of_k, -(-extent // BLOCK))
+    name_of_blocks = "1x128" if of_a else "128x128"
+    if shape == blocks:
+        return name_of_blocks
+    other = (*operand.shape[:-2], -(-extent // BLOCK), of_k) if of_a else (*operand.shape[:-2], of_k, extent)
+    hint = ""
+    if shape == other:
+        hint = (
+            f". One for each {'128x128' if of_a else '128x1'} of {name[-1]} is not supported: a has scales of 1x128, "
+            "and b of 128x128; where it is the other way round, multiply the transposes, "
+            "gemm(b.mT, a.mT, scale_a=scale_b.mT, scale_b=scale_a.mT).mT"
+        )
     short = f"({extent},) or " if operand.dim() == 2 else ""
     raise ValueError(
-        f"{op}: {name} has shape {tuple(scale.shape)}; it must have one element, or be {short}{whole}, one for each "
-        f"{kind} of {name[-1]} {tuple(operand.shape)}"
+        f"{op}: {name} has shape {shape}; it must have one element, or be {short}{whole}, one for each {kind} of "
+        f"{name[-1]} {tuple(operand.shape)}, or {blocks}, one for each {name_of_blocks} of it{hint}"
     )
 
 
-def check_fast_accumulation(op: str, value, dtype: torch.dtype) -> None:
-    """TypeError for one that is no bool; ValueError where operands have no such sums."""
+def check_fast_accumulation(op: str, value, dtype: torch.dtype, scales: tuple) -> None:
+    """TypeError for one that is no bool; ValueError where operands, or scales of these kinds, have no such sums."""
     if not isinstance(value, bool):
         raise TypeError(f"{op}: fast_accumulation must be a bool, got {type(value).__name__}")
     if value and dtype not in FLOAT8:
         raise ValueError(f"{op}: fast_accumulation of {dtype} operands; {FLOAT8_TEXT} have it, others add up in fp32")
+    if value and ("1x128" in scales or "128x128" in scales):
+        raise ValueError(
+            f"{op}: fast_accumulation with scales of blocks: each sum of 128 products is multiplied by its own scales, "
+            "so none stays in the tensor cores; leave fast_accumulation out"
+        )
 
 
 def epilogue_program(op: str, function) -> Program:
