@@ -219,14 +219,16 @@ def _along_k(name: str, t, view, plan: Plan):
 
 
 def _scale_view(scale, kind: str | None, batch, L: int):
-    """How the kernel views a scale: (1, 1), (L, extent), or of blocks (L, M or N / 128, K / 128); None as it is, or
-    where there is none."""
+    """How the kernel views a scale: (1 or L, 1), (L, extent), or of blocks (L, M or N / 128, K / 128); None as it is,
+    or where there is none."""
     if scale is None:
         return None
     if kind is None:
         return lambda t: None
     if kind in ("1x128", "128x128"):
         return partial(_blocks_view, kind, batch, L)
+    if scale.numel() == 1 and L > 1:  # the kernel reads that of the item
+        return lambda t: t.view(1, 1).expand(L, 1)
     if scale.shape == (1, 1):
         return None
     if scale.numel() == 1:

@@ -96,13 +96,13 @@ class Emulated:
         d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
 
     def scaled(self, acc, scale_a, scale_b):
-        """Times the scales (1, 1) or (L, extent) of rows and of columns."""
+        """Times the scales (1 or L, 1 or extent) of rows and of columns."""
         (M, N), spec = acc.shape[-2:], self.facts.epilogue
         assert spec.scales_operands
         for scale, kind, extent, dim in ((scale_a, spec.scale_m, M, -1), (scale_b, spec.scale_n, N, -2)):
             assert (scale is not None) == (kind is not None)
             if scale is not None and kind not in ("1x128", "128x128"):
-                assert scale.shape == ((1, 1) if kind == "tensor" else (len(acc) if acc.dim() == 3 else 1, extent))
+                assert scale.shape == (len(acc) if acc.dim() == 3 else 1, 1 if kind == "tensor" else extent)
                 assert scale.stride(1) == 1 or scale.shape[1] == 1
                 scale = scale.unsqueeze(dim)  # (1 or L, M, 1) or (1 or L, 1, N)
                 acc = acc * (scale if acc.dim() == 3 else scale[0])
