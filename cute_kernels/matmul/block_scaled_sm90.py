@@ -24,15 +24,19 @@ from .promoted_sm90 import STEPS, PromotedMainloopSm90
 BLOCK_SHIFT = 7  # 128 of K, and of B's columns, have one scale
 
 
-def block_scales(args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> tuple:
+def block_scales(spec, args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> tuple:
     """What BlockScaledMainloopSm90.mma needs of a work tile: scales of A and B, and which of them are this thread's.
 
-    args: EpilogueArgs; thr_mma: the thread's slice of the warpgroups' tiled MMA; tile: (tile_m, tile_n); out: (rest_m, rest_n, ...) of D; batch: items of A and B.
+    spec: EpilogueSpec; args: EpilogueArgs; thr_mma: the thread's slice of the warpgroups' tiled MMA;
+    tile: (tile_m, tile_n); out: (rest_m, rest_n, ...) of D; batch: items of A and B. An operand whose scales are not of
+    blocks has none here.
     """
     # (MMA, MMA_M, MMA_N): (row, column) of each accumulator inside of the tile
     cC = thr_mma.partition_C(cute.make_identity_tensor(tile))
     slabs, parts = cute.size(cC, mode=[1]), cute.size(cC, mode=[2])
-    scale_a, scale_b, rows, blocks = args.scale_m, args.scale_n, [], []
+    scale_a = args.scale_m if spec.scale_m == "1x128" else None
+    scale_b = args.scale_n if spec.scale_n == "128x128" else None
+    rows, blocks = [], []
     if scale_a is not None:  # values 0 and 2 lie in the thread's two rows; clamped, since others are not stored
         firsts = [cC[2 * r, m, 0][0] for m in range(slabs) for r in range(2)]
         rows = [cutlass.min(out[0] * tile[0] + row, scale_a.shape[0] - 1) for row in firsts]
@@ -151,6 +155,7 @@ class BlockScaledMainloopSm90(PromotedMainloopSm90):
                 factor = of_a[2 * m + r]
             else:
                 factor = of_a[2 * m + r] * of_b[n]
-            for v in range_constexpr(cute.size(part)):
-                if const_expr(v // 2 % 2 == r):
+            for j in range_constexpr(cute.size(part) // 4):  # of 8 columns, of which a thread has two
+                for c in range_constexpr(2):
+                    v = const_expr(4 * j + 2 * r + c)
                     sums[v] = sums[v] + part[v] * factor

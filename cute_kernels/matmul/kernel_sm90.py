@@ -287,10 +287,11 @@ class GemmSm90:
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
                 terms = ()
-                if const_expr(self.facts.epilogue.scales_blocks):
+                spec = self.facts.epilogue
+                if const_expr(spec.scales_blocks):
                     out = k_tiles.out(n * cfg.cluster_n + rank_n)
                     thread = tiled_mma.get_slice(tidx - WARPGROUP)  # thr_mma is its warpgroup's first
-                    terms = (block_scales(args, thread, (cfg.tile_m, cfg.tile_n), out, (k_tiles.l, l)),)
+                    terms = (block_scales(spec, args, thread, (cfg.tile_m, cfg.tile_n), out, (k_tiles.l, l)),)
                 read, release = self.mainloop.mma(
                     k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *terms
                 )
