@@ -1,4 +1,4 @@
-"""Dense products of 8-bit floats beside torch._scaled_mm: scales of both kinds, sums of both kinds.
+"""Dense products of 8-bit floats beside torch._scaled_mm: scales of each kind, sums of both kinds.
 
 Both are given the same quantised operands, b contiguous along K, and write bfloat16. A row's notes say how far each
 result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
@@ -13,7 +13,7 @@ from cute_kernels import explain, gemm
 from . import peers_float8 as peers
 from .cases import randn
 from .peers import Call
-from .peers_float8 import SCALED_MM, Scaled
+from .peers_float8 import BLOCKS, SCALED_MM, Scaled
 from .rows import Case, Problem
 
 SUITE = "float8"
@@ -43,18 +43,21 @@ def float8_cases(mode: str) -> Iterator[Case]:
         for per in ("tensor", "row"):
             for fast in (False, True):
                 yield float8(size, size, size, per, fast, 1.0)
+        yield float8(size, size, size, BLOCKS, False, 1.08)
     if mode == "full":
         for M in (128, 2048, 8192):
             for N, K in ((4096, 4096), (14336, 4096), (4096, 14336)):
-                yield float8(M, N, K, "row", False)
+                for per in ("row", BLOCKS):
+                    yield float8(M, N, K, per, False)
         yield float8(8192, 8192, 8192, "tensor", False, dtype=torch.float8_e5m2)
 
 
 def host_calls() -> dict[str, Callable]:
-    """Of which the host's cost is measured: on a preallocated output, 64 x 64 operands."""
+    """Of which the host's cost is measured: on a preallocated output, 64 x 64 operands, of scales of blocks 64 x 512."""
     found = {}
-    for per in ("tensor", "row"):
-        x = Scaled(randn(64, 64), randn(64, 64), per)
+    for per in ("tensor", "row", BLOCKS):
+        K = 512 if per == BLOCKS else 64  # torch takes scales of blocks for a K of whole groups of four
+        x = Scaled(randn(64, K), randn(64, K), per)
         terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "out": x.out()}
         found[f"gemm, scales per {per}"] = lambda x=x, terms=terms: gemm(x.a, x.b, **terms)
         found[f"{SCALED_MM}, scales per {per}"] = peers.scaled_mm_call(x, False, x.out())

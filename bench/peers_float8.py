@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from cute_kernels import quantize
+from cute_kernels.reference import of_elements
 from tests.reference import truth
 
 from .peers import SAMPLE, Call, Operands, made, peer
 
 SCALED_MM = "torch._scaled_mm"
+BLOCKS = "1x128 and 128x128"  # of a, and of b
 
 
 class Scaled(Operands):
@@ -20,7 +22,7 @@ class Scaled(Operands):
 
     Args:
         a, b: (M, K) and (N, K) wide numbers, or functions that make them; the product is with b's transpose.
-        per: "tensor" or "row": how many scales there are, of b's rows as well.
+        per: "tensor", "row" or BLOCKS: how many scales there are, of b's rows as well.
     """
 
     def __init__(self, a, b, per: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
@@ -30,18 +32,22 @@ class Scaled(Operands):
     @cached_property
     def quantised(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(a, its scale, b, its scale)."""
-        a, b = (quantize(made(x), self.dtype, self.per) for x in self.wide)
+        kinds = self.per.split(" and ") if self.per == BLOCKS else (self.per, self.per)
+        a, b = (quantize(made(x), self.dtype, per) for x, per in zip(self.wide, kinds, strict=True))
         return *a, *b
 
-    @property
+    @cached_property
     def scale_a(self) -> Tensor:
-        """(1,) or (M, 1)."""
-        return self.quantised[1]
+        """(1,) or (M, 1); of blocks (M, K / 128), contiguous along M, as torch wants them."""
+        scale = self.quantised[1]
+        return scale.t().contiguous().t() if self.per == BLOCKS else scale
 
     @cached_property
     def scale_b(self) -> Tensor:
-        """(1,) or (1, N), contiguous."""
+        """(1,) or (1, N), contiguous; of blocks (K / 128, N / 128), contiguous along K."""
         scale = self.quantised[3]
+        if self.per == BLOCKS:
+            return scale.t()
         return scale if self.per == "tensor" else scale.t().contiguous()
 
     def out(self) -> Tensor:
@@ -53,8 +59,11 @@ class Scaled(Operands):
         rows = (
             torch.linspace(0, len(self.a) - 1, min(len(self.a), SAMPLE), dtype=torch.float64).long().to(self.b.device)
         )
-        scale = self.scale_a if self.per == "tensor" else self.scale_a[rows]
-        return rows, truth(self.a[rows].double() * scale.double(), self.b.double() * self.scale_b.double())
+        a, scale_a, scale_b = self.a[rows], self.scale_a, self.scale_b
+        scale_a = scale_a if self.per == "tensor" else scale_a[rows]
+        if self.per == BLOCKS:
+            scale_a, scale_b = of_elements(scale_a, a), of_elements(scale_b, self.b)
+        return rows, truth(a.double() * scale_a.double(), self.b.double() * scale_b.double())
 
     def with_error(self, call: Call) -> Call:
         """`call`, whose note says how far its result is from fp64: in Frobenius norm, and at most over the largest."""

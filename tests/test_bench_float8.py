@@ -13,7 +13,13 @@ def scaled_mm(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum, out):
     """In torch's place, with what it insists on."""
     assert a.stride(1) == b.stride(0) == 1 and scale_a.dtype == scale_b.dtype == torch.float32
     assert (scale_a.dim(), scale_b.dim()) in ((0, 0), (2, 2)) and isinstance(use_fast_accum, bool)
-    assert scale_b.is_contiguous() and out.dtype == out_dtype
+    assert out.dtype == out_dtype
+    if scale_a.dim() == 2 and scale_a.shape[1] > 1:
+        assert scale_a.shape == (a.shape[0], a.shape[1] // 128) and scale_a.stride(0) == 1 and not use_fast_accum
+        assert scale_b.shape == (b.shape[0] // 128, -(-b.shape[1] // 128)) and scale_b.stride(0) == 1
+        scale_a, scale_b = (s.repeat_interleave(128, 1) for s in (scale_a, scale_b.repeat_interleave(128, 0)))
+        return out.copy_((a.float() * scale_a) @ (b.float() * scale_b[:, : b.shape[1]]))
+    assert scale_b.is_contiguous()
     return out.copy_((a.float() * scale_a) @ (b.float() * scale_b))
 
 
@@ -31,7 +37,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(cases_float8.float8_cases(mode)) for mode in ("quick", "full"))
-    assert len(quick) == 8 and all(case.asked == 1.0 for case in quick)
+    assert len(quick) == 10 and all(case.asked == (1.08 if "128x128" in case.name else 1.0) for case in quick)
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     for case in full:
         assert case.against in [peer.name for peer in case.peers]
@@ -48,6 +54,12 @@ def test_a_row(emulated, per, fast):
     assert row.ratio == 0.5 and row.plan.startswith("sm_90 ")
     assert row.ours.note.startswith("error 1.") and row.rival.note == row.ours.note
     assert findings_float8.measure([row], {}, "gemm") == {}
+
+
+def test_a_row_with_scales_of_blocks(emulated):
+    row = measured(cases_float8.float8(136, 256, 512, peers_float8.BLOCKS, False, 1.08))
+    assert row.ratio == 0.5 and row.plan.startswith("sm_90 ")
+    assert row.ours.note.startswith("error 1.") and row.rival.note.startswith("error 1.")
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):
@@ -69,6 +81,6 @@ def test_errors_of_sums(monkeypatch, capsys):
 
 def test_host_calls_and_the_command():
     calls = cases_float8.host_calls()
-    assert len(calls) == 4 and all(call().shape == (64, 64) for call in calls.values())
+    assert len(calls) == 6 and all(call().shape == (64, 64) for call in calls.values())
     assert command.parser().parse_args(["float8"]).suites == ("float8",)
     assert peers_float8.SCALED_MM in command.SUITES["float8"].cases("quick").__next__().against
