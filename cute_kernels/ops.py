@@ -48,7 +48,7 @@ def gemm(
             tensor of the same shape, and captures numbers.
         scale_a, scale_b: float32, of any strides, of float8 operands alone: what their values are multiplied by, as
             torch._scaled_mm has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for
-            each row of a, and (..., 1, N) or (N,), one for each column of b; or, on sm_90 and the CPU,
+            each row of a, and (..., 1, N) or (N,), one for each column of b; or
             (..., M, K / 128), one for each row and 128 columns of a, and (..., K / 128, N / 128), one for each 128x128
             of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize.
         fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their

@@ -17,7 +17,7 @@ from cute_kernels.tile.element import element_of
 from .emulator import emulate
 from .emulator.ops import on_emulator
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
-from .test_float8 import BF16, DTYPES, E4M3, FP32, needs_compiler, numbers, refused
+from .test_float8 import BF16, DTYPES, FP32, ON_ARCHS, needs_compiler, numbers, refused
 
 SIZES = [(256, 256, 256), (129, 264, 400), (33, 71, 149), (1, 384, 512), (300, 1, 640), (40, 200, 128), (5, 7, 16)]
 KINDS = list(itertools.product(("1x128", "row", "tensor", None), ("128x128", "column", "tensor", None)))
@@ -225,12 +225,14 @@ def test_a_block_s_nan_is_its_own_rows(place):
     assert out[5].isnan().all() and out.isnan().sum() == 200
 
 
-def test_explain_says_that_sums_are_scaled():
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_explain_says_that_sums_are_scaled(arch):
     a, b = numbers(4096, 4096), numbers(4096, 4096).t()
-    plan = explain(gemm, a, b, arch="sm_90", **scales(("1x128", "128x128"), 4096, 4096, 4096))
-    assert "promoted to fp32 after every 128 of K, and multiplied by its scales" in str(plan)
+    plan = explain(gemm, a, b, arch=arch, **scales(("1x128", "128x128"), 4096, 4096, 4096))
+    of_k, tile = (128, (128, 256, 128)) if arch == "sm_90" else (32, (128, 128, 64))
+    assert f"promoted to fp32 after every {of_k} of K, and multiplied by their scales" in str(plan)
     assert (plan.facts.epilogue.scale_m, plan.facts.epilogue.scale_n) == ("1x128", "128x128")
-    assert (plan.facts.config.tile_m, plan.facts.config.tile_n, plan.facts.config.tile_k) == (128, 256, 128)
+    assert (plan.facts.config.tile_m, plan.facts.config.tile_n, plan.facts.config.tile_k) == tile
 
 
 def test_known_plans_are_not_confused(device):
@@ -264,9 +266,9 @@ def test_refusals(place, error, words, a, b, terms):
         gemm(x if a is None else a(x), y if b is None else b(y), **terms)
 
 
-@pytest.mark.parametrize(("arch", "words"), [("sm_89", "the sm_90 kernel multiplies"), ("sm_80", "no such products")])
-def test_architectures_without_such_kernels_say_so(arch, words):
-    with pytest.raises(ValueError, match=f"{words}.*torch.bfloat16"):
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_architectures_without_such_products_say_what_would_work(arch):
+    with pytest.raises(ValueError, match=f"{arch} has no such products.*torch.bfloat16"):
         explain(gemm, numbers(32, 300), numbers(200, 300).t(), arch=arch, **PAIR)
 
 
@@ -300,19 +302,27 @@ def test_compiled(place):
 
 # -- kernels --------------------------------------------------------------------------------------------------------
 
-KERNELS = [f for f in catalogue.float8_kernels(DENSE, "sm_90", False) if f.epilogue.scales_blocks]
+KERNELS = [(n, f) for n in ("sm_89", "sm_90") for f in catalogue.float8_kernels(DENSE, n, False)]
+KERNELS = [(name, facts) for name, facts in KERNELS if facts.epilogue.scales_blocks]
 USUAL = {"dtype": "float8_e4m3fn", "aligns": (16, 16, 8), "majors": ("k", "k", "n")}
 BOTH = EpilogueSpec(scale_m="1x128", scale_n="128x128")
 
 
 @pytest.mark.slow
-@pytest.mark.sm_90
-@pytest.mark.parametrize("facts", [pytest.param(f, id=DENSE.title(f)) for f in KERNELS])
+@pytest.mark.parametrize(
+    "facts",
+    [pytest.param(facts, id=f"{n}: {DENSE.title(facts)}", marks=getattr(pytest.mark, n)) for n, facts in KERNELS],
+)
 def test_sums_are_scaled_as_they_are_added(facts, outcome_of):
-    """By FFMAs, one for each accumulator and 128 of K, twice in the loop and once after it."""
+    """By FFMAs: on sm_90 one for each accumulator and 128 of K, twice in the loop and once after it; on sm_89 one for
+    each accumulator and MMA step, of which a K-tile has two."""
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error and outcome.value.problems == ()
     cfg, opcodes = facts.config, outcome.value.resources.opcodes
+    if facts.path == "sm_80":
+        accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 32)
+        assert opcodes["FFMA"] >= 2 * accumulators and opcodes["QMMA"] >= accumulators // 2
+        return
     accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
     assert opcodes["FFMA"] >= 3 * accumulators * cfg.tile_k // 128 and opcodes["QGMMA"] >= 12
 
@@ -330,16 +340,16 @@ def test_configurations_that_cut_blocks_are_refused():
         assert words in DENSE.unsupported(facts)
 
 
-def configurations() -> list:
-    spec = ARCHS["sm_90"]
-    configs = DENSE.candidates("sm_90", None, spec, element_of("float8_e4m3fn"))
-    made = [catalogue.dense(spec, "sm_90", config, **USUAL, epilogue=BOTH) for config in configs]
-    return [pytest.param(facts, id=facts.config.short) for facts in made if not DENSE.unsupported(facts)]
+def configurations(arch: str) -> list:
+    spec = ARCHS[arch]
+    configs = DENSE.candidates(spec.path, None, spec, element_of("float8_e4m3fn"))
+    made = [catalogue.dense(spec, spec.path, config, **USUAL, epilogue=BOTH) for config in configs]
+    return [pytest.param(facts, id=f"{arch}: {facts.config.short}") for facts in made if not DENSE.unsupported(facts)]
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", configurations())
+@pytest.mark.parametrize("facts", [*configurations("sm_90"), *configurations("sm_89")])
 @pytest.mark.parametrize("K", [400, 1040, 128])
 def test_each_configuration_on_the_emulator(facts, K):
     """Even and odd numbers of K-tiles, and of blocks in K-tiles of two; tiles with tails."""
@@ -356,10 +366,10 @@ def test_each_configuration_on_the_emulator(facts, K):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.sm_90
+@ON_ARCHS
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_calls_on_the_emulator(kind):
-    with on_emulator("sm_90", sms=4):
+def test_calls_on_the_emulator(arch, kind):
+    with on_emulator(arch, sms=4):
         for M, N, K in ((70, 90, 330), (1, 264, 700), (33, 136, 149)):
             a, b = numbers(M, K), numbers(N, K).t()
             terms = {"bias": torch.randn(N), "activation": "gelu"} | scales(kind, M, N, K)
@@ -378,7 +388,6 @@ def test_calls_on_the_emulator(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.sm_90
 @DTYPES
 @pytest.mark.parametrize(
     "size",
@@ -398,7 +407,6 @@ def test_large_products(dtype, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.sm_90
 def test_scales_change_in_a_graph():
     a, b = numbers(256, 384, device="cuda"), numbers(512, 384, device="cuda").t()
     given, out = scales(("1x128", "128x128"), 256, 512, 384, "cuda"), poisoned(256, 512, device="cuda")

@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, const_expr
 from ..dtypes import cutlass_dtype
 from ..scheduler import TileScheduler
 from ..tile.ampere import ALIGN, WARP, OperandTile
+from .block_scaled_sm80 import block_scaling
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
 from .mainloop_sm80 import MainloopSm80
@@ -90,7 +91,11 @@ class GemmSm80:
         # (MMA, MMA_M, MMA_N)
         acc = cute.make_rmem_tensor((4, main.mmas_m, main.mmas_n), Float32)
         acc.fill(0.0)
-        main.mma(k_tiles, mA, mB[None, None, None, l], k_tiles.out(n)[1], acc, smem, index_warp)
+        scaling = None
+        if const_expr(self.facts.epilogue.scales_blocks):
+            origin = (k_tiles.out(n)[0] * cfg.tile_m, k_tiles.out(n)[1] * cfg.tile_n)
+            scaling = block_scaling(self.facts, args, main.mmas_m, origin, index_warp, (k_tiles.l, l))
+        main.mma(k_tiles, mA, mB[None, None, None, l], k_tiles.out(n)[1], acc, smem, index_warp, scaling)
 
         # The last copies, zero fills, and other warps' reads must be done before the ring becomes store buffers.
         cute.arch.cp_async_wait_group(0)

@@ -83,8 +83,10 @@ def _block_scales(facts: GemmFacts) -> str:
     cfg = facts.config
     if not facts.promotes:
         return "fast accumulation with scales of blocks: sums of every 128 of K are multiplied by scales of their own"
-    if facts.path != "sm_90":
-        return "scales of blocks: the sm_90 kernel multiplies by them; on sm_89, dequantise to torch.bfloat16"
+    if facts.path == "sm_80":
+        if cfg.tile_n // cfg.warps_n > 128 or cfg.tile_k > 128:
+            return f"tile {cfg}: a warp's part of a K-tile would meet two blocks of 128 columns or of 128 of K"
+        return ""
     if cfg.tile_k % 128:
         return f"a K-tile of {cfg.tile_k}: scales of blocks take multiples of 128"
     if 128 % min(128, cfg.tile_n // cfg.warps_n):

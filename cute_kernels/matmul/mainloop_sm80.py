@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from ..tile.ampere import CHUNK, TileSteps
 from ..tile.ptx import opaque
+from .block_scaled_sm80 import load_scales, multiply_scales
 
 
 def of_mma(fragments: cute.Tensor, i: int) -> cute.Tensor:
@@ -165,6 +166,7 @@ class MainloopSm80(TileSteps):
         acc: cute.Tensor,  # (MMA, MMA_M, MMA_N), zeros
         ring: Int32,  # PIPE stages of A and B
         index_warp: tuple,  # (warp_m, warp_n)
+        scaling=None,  # BlockScaling, where there are scales of blocks
     ):
         """Accumulate every K-tile into acc."""
         count = k_tiles.count
@@ -175,6 +177,9 @@ class MainloopSm80(TileSteps):
             rA = [cute.make_rmem_tensor((self.element.vector, self.mmas_m), self.dtype) for _ in range(2)]
             rB = [cute.make_rmem_tensor((self.element.vector // 2, self.mmas_n), self.dtype) for _ in range(2)]
             tile = k_tiles.at(Int32(0))
+            if const_expr(scaling is not None):
+                load_scales(scaling, tile, self.a.tile_k)
+                multiply_scales(scaling)
             threads = (self.thread_part(self.a, mA, tile.a[0]), self.thread_part(self.b, mB, n))
             for s in range_constexpr(self.stages - 1):
                 self.load(tile, count - s, s, mA, mB, threads, ring + s * self.stage_bytes)
@@ -187,11 +192,13 @@ class MainloopSm80(TileSteps):
             for _ in cutlass.range(count // (self.period * self.unroll), unroll=1):
                 for u in range_constexpr(self.unroll):
                     tile, left, read, write = self.run_period(
-                        u, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB
+                        u, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB, scaling
                     )
             if const_expr(self.unroll > 1):
                 if count // self.period % self.unroll > 0:
-                    self.run_period(0, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB)
+                    self.run_period(
+                        0, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB, scaling
+                    )
 
     @cute.jit
     def run_period(
@@ -210,6 +217,7 @@ class MainloopSm80(TileSteps):
         lanes: tuple,
         rA: list,
         rB: list,
+        scaling,
     ):
         """Multiply one period of K-tiles, and load as many ahead."""
         step = const_expr(u * sum(self.k_blocks))
@@ -222,6 +230,9 @@ class MainloopSm80(TileSteps):
                 if const_expr(k == 0):
                     self.load(tile, left, j + self.stages - 1, mA, mB, threads, write)
                     left = left - 1
+                    if const_expr(scaling is not None):  # of the K-tile after this one
+                        following = k_tiles.count - left - (self.stages - 1)
+                        load_scales(scaling, k_tiles.at(cutlass.min(following, k_tiles.count - 1)), self.a.tile_k)
                     # The mask says that the number is not negative, which makes a source's divisions cheap.
                     tile = k_tiles.at((k_tiles.count - cutlass.max(left, 1)) & 0x7FFFFFFF)
                 if const_expr(k + 1 == blocks):
@@ -232,20 +243,29 @@ class MainloopSm80(TileSteps):
                     cute.arch.cp_async_wait_group(self.stages - 2)
                     cute.arch.sync_threads()
                     self.read_step(0, lanes, read, rA[other], rB[other])
-                (self.add_product if const_expr(self.promotes) else self.multiply)(acc, rA[buffer], rB[buffer])
+                if const_expr(self.promotes):
+                    self.add_product(acc, rA[buffer], rB[buffer], None if scaling is None else scaling.factors)
+                else:
+                    self.multiply(acc, rA[buffer], rB[buffer])
+                if const_expr(scaling is not None and k + 1 == blocks):
+                    multiply_scales(scaling)
                 step = const_expr(step + 1)
         return tile, left, read, write
 
     @cute.jit
-    def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step whose products are added in fp32: tensor cores round sums of 8-bit floats to fewer bits."""
+    def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, factors):
+        """One MMA step whose products are added in fp32: tensor cores round sums of 8-bit floats to fewer bits.
+
+        factors: (2, MMA_M), of the thread's rows, what products are multiplied by; or None.
+        """
         part = cute.make_rmem_tensor((4, 1, 1), Float32)
         for m in range_constexpr(self.mmas_m):
             for n in range_constexpr(self.mmas_n):
                 part.fill(0.0)
                 self.multiply(part, of_mma(rA, m), of_mma(rB, n))
                 for v in range_constexpr(4):
-                    acc[v, m, n] = acc[v, m, n] + part[v]
+                    product = part[v] if const_expr(factors is None) else part[v] * factors[v // 2, m]
+                    acc[v, m, n] = acc[v, m, n] + product
 
     def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):
         self.read(self.a, k, lanes[0], stage, rA)

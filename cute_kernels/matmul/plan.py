@@ -30,7 +30,7 @@ class Plan(CallPlan):
         if f.element.width == 1:
             products = 128 if f.warp_specialised else 32
             promoted = f"promoted to fp32 after every {products} of K"
-            promoted += ", and multiplied by its scales" if f.epilogue.scales_blocks else ""
+            promoted += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
             lines.append(f"sums: {promoted if f.promotes else 'of the tensor cores, which keep fewer bits than fp32'}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
