@@ -53,7 +53,7 @@ def float8_cases(mode: str) -> Iterator[Case]:
 
 
 def host_calls() -> dict[str, Callable]:
-    """Of which the host's cost is measured: on a preallocated output, 64 x 64 operands, of scales of blocks 64 x 512."""
+    """Of which the host's cost is measured: on a preallocated output, 64x64 operands, of scales of blocks 64x512."""
     found = {}
     for per in ("tensor", "row", BLOCKS):
         K = 512 if per == BLOCKS else 64  # torch takes scales of blocks for a K of whole groups of four

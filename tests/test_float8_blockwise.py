@@ -391,13 +391,24 @@ def test_calls_on_the_emulator(arch, kind):
 @DTYPES
 @pytest.mark.parametrize(
     "size",
-    [(256, 256, 256), (1024, 1536, 4096), (129, 257, 1000), (4, 8192, 4096), (1, 129, 16), (77, 7168, 2048), (2049, 5, 7)],
+    [
+        (256, 256, 256),
+        (1024, 1536, 4096),
+        (129, 257, 1000),
+        (4, 8192, 4096),
+        (1, 129, 16),
+        (77, 7168, 2048),
+        (2049, 5, 7),
+    ],
     ids=str,
 )
 def test_large_products(dtype, size):
     M, N, K = size
     x = torch.randn(M, K, device="cuda") * torch.randn(M, 1, device="cuda").exp()
-    (a, scale_a), (b, scale_b) = quantize(x, dtype, "1x128"), quantize(torch.randn(N, K, device="cuda"), dtype, "128x128")
+    (a, scale_a), (b, scale_b) = (
+        quantize(x, dtype, "1x128"),
+        quantize(torch.randn(N, K, device="cuda"), dtype, "128x128"),
+    )
     terms = {"scale_b": scale_b.t(), "bias": torch.randn(N, device="cuda"), "activation": "gelu"}
     outs = []
     for given in (scale_a, scale_a.t().contiguous().t()):

@@ -286,14 +286,9 @@ class GemmSm90:
                 if const_expr(cfg.consumer_groups > 1):
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
-                terms = ()
-                spec = self.facts.epilogue
-                if const_expr(spec.scales_blocks):
-                    out = k_tiles.out(n * cfg.cluster_n + rank_n)
-                    thread = tiled_mma.get_slice(tidx - WARPGROUP)  # thr_mma is its warpgroup's first
-                    terms = (block_scales(spec, args, thread, (cfg.tile_m, cfg.tile_n), out, (k_tiles.l, l)),)
+                scales = self.block_scales(args, tiled_mma, k_tiles, n * cfg.cluster_n + rank_n, l)
                 read, release = self.mainloop.mma(
-                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *terms
+                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *scales
                 )
                 if const_expr(cfg.consumer_groups > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
@@ -372,6 +367,14 @@ class GemmSm90:
         """The source's bounds for a work tile; past the last tile, those of the last, for nobody to use."""
         m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
         return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
+
+    def block_scales(self, args: EpilogueArgs, tiled_mma: cute.TiledMma, k_tiles, n: Int32, l: Int32) -> tuple:
+        """What the mainloop takes of a work tile besides its operands: () but for scales of blocks."""
+        cfg, spec = self.cfg, self.facts.epilogue
+        if not spec.scales_blocks:
+            return ()
+        thread = tiled_mma.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)  # one consumer group, after the producer
+        return (block_scales(spec, args, thread, (cfg.tile_m, cfg.tile_n), k_tiles.out(n), (k_tiles.l, l)),)
 
     def places(self, k_tiles, n: Int32, warpgroup: Int32) -> tuple:
         """Which tile of D a work tile is; where it has boxes, which one each of this warpgroup's is."""
