@@ -22,8 +22,8 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
             scale_b: of an (N, K) weight that is multiplied as values.mT with scale.mT.
 
     Returns:
-        values: of x's shape, in dtype, each rounded to nearest from x / scale; contiguous along the mode that x is. With
-            scales of blocks the other modes' strides may be those of whole blocks.
+        values: of x's shape, in dtype, each rounded to nearest from x / scale; contiguous along the mode that x is.
+            With scales of blocks the other modes' strides may be those of whole blocks.
         scale: float32, (1,), (..., rows, 1) or (..., 1, columns); of blocks (..., rows, columns / 128) or
             (..., rows / 128, columns / 128), extents rounded up. 1 where all numbers are 0.
 

@@ -91,7 +91,7 @@ def of_float8(path: str) -> None:
 
 
 def of_float8_blocks(path: str) -> None:
-    """8-bit floats with scales of blocks: row tiles, columns and K with tails, scales contiguous along M and along K."""
+    """8-bit floats with scales of blocks: row tiles, columns and K with tails, scales contiguous along M and K."""
     a, scale_a = cute_kernels.quantize(torch.randn(136, 400), per="1x128")
     b, scale_b = cute_kernels.quantize(torch.randn(200, 400), per="128x128")
     expected = cute_kernels.gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.float32)
