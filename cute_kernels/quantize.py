@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .checks import check_tensor
 from .dtypes import FLOAT8
-from .reference import BLOCK, of_elements
+from .reference import BLOCK
 
 AXES = {"tensor": None, "row": -1, "column": -2}  # what the largest magnitude is taken over, besides "tensor"
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
@@ -23,6 +23,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
 
     Returns:
         values: of x's shape, in dtype, each rounded to nearest from x / scale; contiguous along the mode that x is.
+            With scales of blocks the other modes' strides may be those of whole blocks.
         scale: float32, (1,), (..., rows, 1) or (..., 1, columns); of blocks (..., rows, columns / 128) or
             (..., rows / 128, columns / 128), extents rounded up. 1 where all numbers are 0.
 
@@ -45,14 +46,11 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         wide = x.to(torch.float32)
         if x.numel() == 0:
             return torch.empty_like(x, dtype=dtype), wide.new_ones(shape_of_scale(x.shape, per))
-        largest = largest_of_blocks(wide, *BLOCKS[per]) if per in BLOCKS else largest_along(wide, AXES[per])
-        # Division by the largest finite number; one that leaves no normal scale is as good as zeros.
-        top = torch.finfo(dtype).max
-        scale = largest / top
-        scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
-        each = of_elements(scale, x) if per in BLOCKS else scale
-        values = (wide / each).clamp(-top, top)  # a quotient may round to above the range, of which e4m3fn makes NaN
-        return values.to(dtype), scale
+        if per in BLOCKS:
+            return rounded_by_blocks(wide, *BLOCKS[per], dtype)
+        axis = AXES[per]
+        largest = wide.abs().amax().reshape(1) if axis is None else wide.abs().amax(axis, keepdim=True)
+        return rounded(wide, largest, dtype)
 
 
 def shape_of_scale(shape, per: str) -> tuple:
@@ -65,14 +63,26 @@ def shape_of_scale(shape, per: str) -> tuple:
     return *batch, -(-rows // BLOCKS[per][0]), -(-columns // BLOCKS[per][1])
 
 
-def largest_along(x: Tensor, axis: int | None) -> Tensor:
-    """The largest magnitude along an axis, which stays, or of all."""
-    return x.abs().amax().reshape(1) if axis is None else x.abs().amax(axis, keepdim=True)
+def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x / scale in dtype, scale), with the scales that make the end of its range of these magnitudes."""
+    top = torch.finfo(dtype).max
+    # Division by the largest finite number; one that leaves no normal scale is as good as zeros.
+    scale = largest / top
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
+    values = (x / scale).clamp(-top, top)  # a quotient may round to above the range, of which e4m3fn makes NaN
+    return values.to(dtype), scale
 
 
-def largest_of_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """(..., R / rows, C / columns) of x (..., R, C), rounded up: the largest magnitude of each block."""
-    padding = -x.shape[-1] % columns, -x.shape[-2] % rows
-    x = torch.nn.functional.pad(x.abs(), (0, padding[0], 0, padding[1])) if any(padding) else x.abs()
-    x = x.unflatten(-1, (-1, columns)).amax(-1)  # (..., R, C / columns)
-    return x.unflatten(-2, (-1, rows)).amax(-2) if rows > 1 else x
+def rounded_by_blocks(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`rounded` of x (..., R, C), with a scale for each block, (..., R / rows, C / columns), rounded up."""
+    R, C = x.shape[-2:]
+    padding = (0, -C % columns, 0, -R % rows)
+    if any(padding):
+        if x.stride(-1) != 1 and x.stride(-2) == 1:  # padding would turn it
+            values, scale = rounded_by_blocks(x.mT, columns, rows, dtype)
+            return values.mT, scale.mT
+        x = torch.nn.functional.pad(x, padding)
+    blocks = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # (..., R / rows, rows, C / columns, columns)
+    values, scale = rounded(blocks, blocks.abs().amax((-3, -1), keepdim=True), dtype)
+    # Rounded to dtype while whole: with the padding cut off before, torch 2.13 compiled wrong numbers for the CPU.
+    return values.flatten(-2).flatten(-3, -2)[..., :R, :C], scale[..., 0, :, 0]

@@ -90,6 +90,19 @@ def of_float8(path: str) -> None:
         near(out.cpu(), cute_kernels.gemm(a, b.t(), out_dtype=torch.float32, **terms).double())
 
 
+def of_float8_blocks(path: str) -> None:
+    """8-bit floats with scales of blocks: row tiles, columns and K with tails, scales contiguous along M and K."""
+    a, scale_a = cute_kernels.quantize(torch.randn(136, 400), per="1x128")
+    b, scale_b = cute_kernels.quantize(torch.randn(200, 400), per="128x128")
+    expected = cute_kernels.gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.float32)
+    for given in (scale_a, scale_a.t().contiguous().t()):
+        out = poisoned(136, 200).to(DEVICE)
+        scales = {"scale_a": given.to(DEVICE), "scale_b": scale_b.to(DEVICE).t()}
+        with cute_kernels.path(path):
+            cute_kernels.gemm(a.to(DEVICE), b.to(DEVICE).t(), out=out, **scales)
+        near(out.cpu(), expected.double())
+
+
 def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
@@ -142,6 +155,7 @@ CASES = {  # a maker's arguments, or a function of the path
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
     "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
+    "dense of 8-bit floats, scales of blocks": of_float8_blocks,
     "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }

@@ -120,14 +120,18 @@ def test_quantize_zeros_and_nothing(per, shape):
 
 def test_quantize_keeps_the_order_of_memory():
     for per in ("1x128", "128x128"):
-        assert quantize(torch.randn(200, 136).t(), per=per)[0].stride() == (1, 136)
+        assert quantize(torch.randn(256, 128).t(), per=per)[0].stride() == (1, 128)
+        assert quantize(torch.randn(200, 136).t(), per=per)[0].stride(0) == 1
+        assert quantize(torch.randn(200, 136), per=per)[0].stride(1) == 1
 
 
 @pytest.mark.parametrize("per", ["1x128", "128x128"])
 @pytest.mark.parametrize("shape", [(64, 256), (130, 300)], ids=str)
-def test_quantize_compiled(per, shape):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
+def test_quantize_compiled(per, shape, backend):
+    torch._dynamo.reset()
     x = torch.randn(shape)
-    compiled = torch.compile(lambda x: quantize(x, per=per), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: quantize(x, per=per), fullgraph=True, backend=backend)
     for ours, eager in zip(compiled(x), quantize(x, per=per), strict=True):
         assert torch.equal(ours.float(), eager.float())
 
