@@ -93,6 +93,7 @@ class BlockFacts:
     run: int = 0
     operand: str = "a"  # or "d"
     permuted: bool = False  # a transposed view: stored blocks are (bk, bm), in an order that a table tells
+    scaled: bool = False  # of 8-bit floats: each stored block has a scale, which multiplies its promoted sums
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ from .epilogue import EpilogueArgs
 from .kernel_sm80 import GemmSm80
 from .kernel_sm90 import GemmSm90
 from .mainloop_sm90 import MainloopSm90
-from .promoted_sm90 import PromotedMainloopSm90
+from .promoted_sm90 import PromotedMainloopSm90, ScaledMainloopSm90
 
 
 def kernel_for(facts: GemmFacts):
     """The kernel of the facts' path, made for the facts."""
     if facts.path != "sm_90":
         return GemmSm80(facts)
-    return GemmSm90(facts, PromotedMainloopSm90 if facts.promotes else MainloopSm90)
+    if not facts.promotes:
+        return GemmSm90(facts, MainloopSm90)
+    return GemmSm90(facts, ScaledMainloopSm90 if facts.block and facts.block.scaled else PromotedMainloopSm90)
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:

@@ -28,8 +28,10 @@ class Plan(CallPlan):
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
         if f.element.width == 1:
-            products = 128 if f.warp_specialised else 32
+            products = 32 * min(4, max(f.k_blocks)) if f.warp_specialised else 32
             promoted = f"promoted to fp32 after every {products} of K"
+            if f.block and f.block.scaled:
+                promoted += ", times the scale of their block"
             lines.append(f"sums: {promoted if f.promotes else 'of the tensor cores, which keep fewer bits than fp32'}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""

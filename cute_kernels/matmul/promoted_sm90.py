@@ -33,6 +33,7 @@ class PromotedMainloopSm90(MainloopSm90):
     """Steps of one work tile; loads are those of the plain mainloop."""
 
     columns = 128
+    scaled = False  # whether a K-tile's sums are multiplied by the scale of its block
 
     @cute.jit
     def mma(
@@ -50,12 +51,19 @@ class PromotedMainloopSm90(MainloopSm90):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         acc.fill(0.0)
         part = cute.make_rmem_tensor((acc.shape[0], 1, 1), Float32)  # (MMA, 1, 1)
-        for _ in cutlass.range(k_tiles.count // len(self.k_blocks), unroll=1):
-            for j in range_constexpr(len(self.k_blocks)):
+        period = const_expr(len(self.k_blocks))  # K-tiles of one block
+        scales = cute.make_rmem_tensor(2, Float32) if const_expr(self.scaled) else None  # of this period and the next
+        if const_expr(self.scaled):
+            scales[1] = k_tiles.scale(0)
+        for i in cutlass.range(k_tiles.count // period, unroll=1):
+            if const_expr(self.scaled):
+                scales[0] = scales[1]
+                scales[1] = k_tiles.scale((i + 1) * period)
+            for j in range_constexpr(period):
                 pipeline.consumer_wait(read)
                 for first in range_constexpr(0, self.k_blocks[j], STEPS):
                     steps = const_expr(min(STEPS, self.k_blocks[j] - first))
-                    self.add_product(tiled_mma, acc, part, tCrA, tCrB, read.index, first, steps)
+                    self.add_product(tiled_mma, acc, part, tCrA, tCrB, read.index, first, steps, scales)
                 pipeline.consumer_release(release)
                 read.advance()
                 release.advance()
@@ -72,6 +80,7 @@ class PromotedMainloopSm90(MainloopSm90):
         stage: cutlass.Int32,
         first: cutlass.Constexpr,  # MMA step
         steps: cutlass.Constexpr,
+        scales: cute.Tensor | None,  # the first of them is the product's
     ):
         """acc += the product of some MMA steps of one stage, which `part` holds in between."""
         for m in range_constexpr(cute.size(acc, mode=[1])):
@@ -81,5 +90,16 @@ class PromotedMainloopSm90(MainloopSm90):
                 start_product(tiled_mma, part, fragments.__getitem__, steps, True)
                 warpgroup.wait_group(0)
                 read_after_wait(part)
-                sums = acc[None, m, n]
-                sums.store(sums.load() + part[None, 0, 0].load())
+                sums, product = acc[None, m, n], part[None, 0, 0].load()
+                if const_expr(self.scaled):
+                    product = product * scales[0]
+                sums.store(sums.load() + product)
+
+
+class ScaledMainloopSm90(PromotedMainloopSm90):
+    """The same of blocks that have a scale each: a multiply-add in the place of an addition.
+
+    A scale is loaded a K-tile before it is used, by all threads of a warpgroup from one address.
+    """
+
+    scaled = True
