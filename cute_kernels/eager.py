@@ -12,7 +12,7 @@ import torch
 from . import checks, reference
 from .dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
 from .matmul.choose import choose
-from .matmul.plan import Plan, bias_view, stage, viewed
+from .matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
 from .matmul.problem import Extents, Problem
 from .matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
@@ -140,7 +140,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         views = (lambda t: t.new_zeros(rows, step), lambda t: t.new_zeros(N, step).t(), *views[2:])
     elif a.dtype in FLOAT8:
         views = (
-            *(_along_k(name, t, view, plan) for name, t, view in zip("ab", (a, b), views, strict=False)),
+            *(along_k(name, t, view, plan, name == "a") for name, t, view in zip("ab", (a, b), views, strict=False)),
             *views[2:],
         )
     if any(view is not None for view in views):
@@ -153,7 +153,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
     L = vd.shape[0] if vd.dim() == 3 else 1
     if spec.scales_operands:
-        plan.scales = tuple(_scale_view(t, batch, L) for t in (terms.scale_a, terms.scale_b))
+        plan.scales = tuple(scale_view(t, batch, L) for t in (terms.scale_a, terms.scale_b))
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
         NAMES_OF_OPERANDS[a.dtype],
@@ -188,44 +188,3 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
 
 def _as_matrix(t):
     return flatten_batch(t, 2)[0]
-
-
-def _along_k(name: str, t, view, plan: Plan):
-    """`view` of an operand of 8-bit floats, followed by a copy where tensor cores could not read what it gives.
-
-    They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
-    """
-    K = t.shape[-1 if name == "a" else -2]
-    layout = layout_of_tensor(t if view is None else view(t))
-    if (layout.contiguous, layout.align) == ("row" if name == "a" else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
-        return view
-    plan.notes.append(
-        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
-    )
-
-    def copied(t):
-        bits = (t if view is None else view(t)).view(torch.uint8)
-        bits = bits if name == "a" else bits.mT  # (..., rows, K)
-        padding = -K % VECTOR_BYTES
-        padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
-        padded[..., :K] = bits
-        return (padded if name == "a" else padded.mT).view(t.dtype)
-
-    return copied
-
-
-def _scale_view(scale, batch, L: int):
-    """How the kernel views a scale: (1, 1), or (L, extent); None as it is, or where there is none."""
-    if scale is None or scale.shape == (1, 1):
-        return None
-    if scale.numel() == 1:
-        return lambda t: t.view(1, 1)
-    if L == 1 and scale.is_contiguous():
-        return lambda t: t.view(1, -1)
-
-    def viewed(t):
-        t = t.flatten(-2) if t.dim() > 1 else t  # (..., extent)
-        t = t.reshape(1, -1) if L == 1 else t.expand(*batch, t.shape[-1]).reshape(L, -1)
-        return t if t.stride(-1) == 1 else t.contiguous()
-
-    return viewed

@@ -151,7 +151,9 @@ class ScaledBsrGemm(BsrGemm):
             of_blocks = scales
         elif const_expr(scales is not None):
             scale_m = view(scales, (1, items), (0, 0))
-        if const_expr(scale_b is not None):
+        if const_expr(self.facts.epilogue.scale_n == "tensor"):
+            scale_b = view(scale_b, (1, items), (0, 0))
+        elif const_expr(scale_b is not None):
             scale_b = view(scale_b, (scale_b.shape[1], scale_b.shape[0]), (scale_b.stride[1], scale_b.stride[0]))
         args = EpilogueArgs(bias, residual, z, alpha, beta, scale_m, scale_b)
         self.launch(

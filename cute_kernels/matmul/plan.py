@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ..operand import layout_of_tensor
 from ..runtime.call_plan import CallPlan
+from ..tile.element import VECTOR_BYTES
 
 
 @dataclass
@@ -57,3 +61,45 @@ def stage(plan: Plan, out, needed: bool) -> None:
 def bias_view(bias):
     """A bias as the kernel takes it: one mode of stride 1. A strided one is copied, a few kilobytes."""
     return None if bias.dim() == 1 and bias.stride(0) == 1 else lambda t: t.flatten().contiguous()
+
+
+def along_k(name: str, t, view, plan: Plan, rows: bool):
+    """`view` of an operand of 8-bit floats, followed by a copy where tensor cores could not read what it gives.
+
+    They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
+    rows: whether t is (..., rows, K), and not (..., K, columns).
+    """
+    K = t.shape[-1 if rows else -2]
+    layout = layout_of_tensor(t if view is None else view(t))
+    if (layout.contiguous, layout.align) == ("row" if rows else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
+        return view
+    plan.notes.append(
+        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
+    )
+
+    def copied(t):
+        bits = (t if view is None else view(t)).view(torch.uint8)
+        bits = bits if rows else bits.mT  # (..., rows, K)
+        padding = -K % VECTOR_BYTES
+        padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
+        padded[..., :K] = bits
+        return (padded if rows else padded.mT).view(t.dtype)
+
+    return copied
+
+
+def scale_view(scale, batch, L: int):
+    """How the kernel views a scale: (L, 1), all of them one element, or (L, extent); None as it is, or without one."""
+    if scale is None or scale.shape == (1, 1) and L == 1:
+        return None
+    if scale.numel() == 1:
+        return lambda t: t.view(1, 1).expand(L, 1)
+    if L == 1 and scale.is_contiguous():
+        return lambda t: t.view(1, -1)
+
+    def viewed(t):
+        t = t.flatten(-2) if t.dim() > 1 else t  # (..., extent)
+        t = t.reshape(1, -1) if L == 1 else t.expand(*batch, t.shape[-1]).reshape(L, -1)
+        return t if t.stride(-1) == 1 else t.contiguous()
+
+    return viewed

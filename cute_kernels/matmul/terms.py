@@ -80,9 +80,9 @@ def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | 
 
 
 def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
-    """Of scale_a "tensor" or "row", of scale_b "tensor" or "column"; None without one.
+    """Of scale_a and scale_x "tensor" or "row", of scale_b "tensor" or "column"; None without one.
 
-    One value scales all of the operand. Else it has one for each row of a (..., M, K), (..., M, 1), or for each column
+    One value scales all of the operand. Else it has one for each row of a or x (..., M, K), (..., M, 1), or each column
     of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,).
     """
     if scale is None:
@@ -96,9 +96,9 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
         raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32 (cast with .float())")
     if scale.numel() == 1:
         return "tensor"
-    of_a = name == "scale_a"
-    kind, extent = ("row", operand.shape[-2]) if of_a else ("column", operand.shape[-1])
-    whole = (*operand.shape[:-1], 1) if of_a else (*operand.shape[:-2], 1, extent)
+    of_rows = name != "scale_b"
+    kind, extent = ("row", operand.shape[-2]) if of_rows else ("column", operand.shape[-1])
+    whole = (*operand.shape[:-1], 1) if of_rows else (*operand.shape[:-2], 1, extent)
     if tuple(scale.shape) == whole or operand.dim() == 2 and tuple(scale.shape) == (extent,):
         return kind
     short = f"({extent},) or " if operand.dim() == 2 else ""
