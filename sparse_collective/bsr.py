@@ -91,8 +91,8 @@ class BsrMatrix(Conversions, LikeTensor):
             with a pattern for each item (L, M / bm + 1), the numbers counting the blocks of all items.
         col_indices: (nnz,) of the same dtype; each block's column, strictly increasing inside a block-row.
         values: (nnz, bm, bk) bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or, on the CPU, float64; bm and bk
-            are multiples of 16. Of a batch with one pattern (L, nnz, bm, bk). At any address: on a GPU each product copies values that do not
-            begin at a multiple of 16 bytes, which values.clone() spares.
+            are multiples of 16. Of a batch with one pattern (L, nnz, bm, bk). At any address: on a GPU each product
+            copies values that do not begin at a multiple of 16 bytes, which values.clone() spares.
         shape: (M, K), with M % bm == 0 and K % bk == 0; or (L, M, K).
         check: whether operations call `check_indices` before they first read this matrix. With False, indices
             out of range make a kernel read memory that is not the matrix's.

@@ -23,14 +23,14 @@ def general(facts: GemmFacts) -> str:
     if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family in WITH_FLOAT8):
         also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by those of dense and BSR products"
         return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
-    if reason := _float8(facts):
-        return reason
     mma_k = facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
         if mma_k == MMA_M:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
+    if reason := _float8(facts):
+        return reason
     if reason := majors(facts):
         return reason
     if any(n < 1 for n in vars(cfg).values()):
