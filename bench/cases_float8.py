@@ -1,8 +1,8 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales and sums of both kinds; block-sparse ones
 with a scale for each stored block beside our own dense product, and beside the same of bfloat16.
 
-The dense ones are given the same quantised operands, b contiguous along K, and write bfloat16. A row's notes say how far
-each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
+A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
+say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
 """
 
 from collections.abc import Callable, Iterator
