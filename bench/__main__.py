@@ -8,7 +8,7 @@
     attention-backward  gradients of attention beside the same peers', through torch's autograd
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
-    float8          dense products of 8-bit floats beside torch._scaled_mm, and their errors
+    float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     variants        configurations of attention's backward beside each other

@@ -1,7 +1,8 @@
-"""Dense products of 8-bit floats beside torch._scaled_mm: scales of each kind, sums of both kinds.
+"""Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
+block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16.
 
-Both are given the same quantised operands, b contiguous along K, and write bfloat16. A row's notes say how far each
-result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
+A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
+say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,14 +10,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from cute_kernels import explain, gemm
+from sparse_collective import bsr_linear
 
 from . import peers_float8 as peers
-from .cases import randn
-from .peers import Call
-from .peers_float8 import BLOCKS, SCALED_MM, Scaled
-from .rows import Case, Problem
+from .cases import CUBE, of_rows, product, randn
+from .peers import Call, Operands
+from .peers_float8 import BLOCKS, SCALED_MM, Scaled, ScaledSparse
+from .rows import Candidate, Case, Problem
 
 SUITE = "float8"
+DENSE, WIDE = "our dense float8", "our bfloat16"
 
 
 def float8(
@@ -37,6 +40,31 @@ def float8(
     return Case(SUITE, row, problem, ours, [peers.scaled_mm(x, problem.flops, fast=fast)], SCALED_MM, asked)
 
 
+def sparse(block: tuple[int, int], density: float, against: str, asked: float | None = None, size: int = CUBE) -> Case:
+    """bsr_linear(x, W, scale_x=) of equally many random blocks in each row, with a scale each, and of `size` tokens.
+
+    against: DENSE, our gemm of the whole cube, by useful rates; or WIDE, our bsr_linear of the same in bfloat16.
+    """
+    per_row = max(1, round(density * size / block[1]))
+    kept = per_row * block[1] / size
+    epilogue = "scales per block and token"
+    problem = Problem("bsr_linear", size, size, size, block, kept, dtype="float8_e4m3fn", epilogue=epilogue)
+    x = ScaledSparse(lambda: of_rows(size, size, block, per_row), lambda: randn(size, size))
+
+    def ours() -> tuple:
+        W, tokens, scale = x.quantised
+        terms = {"scale_x": scale, "out": x.out().t()}
+        call = Call(lambda: bsr_linear(tokens, W, **terms).t())
+        return x.verified(x.with_error(call)), explain(bsr_linear, tokens, W, **terms)
+
+    peer = {
+        DENSE: Candidate(DENSE, 2.0 * size**3, lambda: float8(size, size, size, "row", False).ours()[0]),
+        WIDE: Candidate(WIDE, problem.flops, lambda: product(Operands(x.a, x.b, transposed=True), bsr_linear)[0]),
+    }[against]
+    row = f"bsr_linear {block[0]}x{block[1]}, {kept:.3g}, e4m3fn, {epilogue}, over {against}"
+    return Case(SUITE, row, problem, ours, [peer], against, asked)
+
+
 def float8_cases(mode: str) -> Iterator[Case]:
     """Rows with a number asked of them; "full" has layers of a model as well."""
     for size in (4096, 8192):
@@ -44,12 +72,17 @@ def float8_cases(mode: str) -> Iterator[Case]:
             for fast in (False, True):
                 yield float8(size, size, size, per, fast, 1.0)
         yield float8(size, size, size, BLOCKS, False, 1.08)
+    for block, rate, speed in (((128, 128), 0.80, 1.6), ((64, 64), 0.55, 1.4)):
+        yield sparse(block, 1 / 8, DENSE, rate)
+        yield sparse(block, 1 / 8, WIDE, speed)
     if mode == "full":
         for M in (128, 2048, 8192):
             for N, K in ((4096, 4096), (14336, 4096), (4096, 14336)):
                 for per in ("row", BLOCKS):
                     yield float8(M, N, K, per, False)
         yield float8(8192, 8192, 8192, "tensor", False, dtype=torch.float8_e5m2)
+        for block in ((128, 64), (256, 128), (64, 128), (32, 32)):
+            yield sparse(block, 1 / 8, WIDE)
 
 
 def host_calls() -> dict[str, Callable]:

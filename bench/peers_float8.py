@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels import quantize
 from cute_kernels.reference import of_elements
+from sparse_collective import BsrMatrix
 from tests.reference import truth
 
 from .peers import SAMPLE, Call, Operands, made, peer
@@ -68,6 +69,32 @@ class Scaled(Operands):
     def with_error(self, call: Call) -> Call:
         """`call`, whose note says how far its result is from fp64: in Frobenius norm, and at most over the largest."""
         return replace(call, note=f"error {shown(errors(call()[self.sample[0]], self.sample[1]))}")
+
+
+class ScaledSparse(Operands):
+    """A @ B into bfloat16 as a linear layer with the block-sparse A stores it, of operands that are quantised once.
+
+    Args:
+        a: (M, K) BsrMatrix of wide numbers, which get a scale for each stored block; or a function that makes it.
+        x: (N, K) wide numbers, which get a scale for each row; B is their transpose. Or a function that makes them.
+    """
+
+    def __init__(self, a, x) -> None:
+        super().__init__(a, lambda: made(x).t(), transposed=True)
+
+    @cached_property
+    def quantised(self) -> tuple[BsrMatrix, Tensor, Tensor]:
+        """(A, the transpose of B, its scales (N, 1))."""
+        return self.a.quantize(per="block"), *quantize(self.b.t(), per="row")
+
+    @cached_property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """(rows, reference): some rows of the output, and what they must be, in fp64."""
+        a, x, scale = self.quantised
+        rows = torch.linspace(0, a.shape[0] - 1, min(a.shape[0], SAMPLE), dtype=torch.float64).long().to(x.device)
+        return rows, truth(a.to_dense()[rows].double(), (x.double() * scale.double()).t())
+
+    with_error = Scaled.with_error
 
 
 def errors(out: Tensor, exact: Tensor) -> tuple[float, float]:

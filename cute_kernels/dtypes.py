@@ -5,7 +5,7 @@ import torch
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 NAMES_OF_INDEX = {torch.int32: "int32", torch.int64: "int64"}
 OPERANDS = (torch.bfloat16, torch.float16)
-FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}  # operands, of gemm alone
+FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}  # operands, of gemm and BSR products
 NAMES_OF_OPERANDS = NAMES | FLOAT8
 TORCH = {name: dtype for dtype, name in NAMES_OF_OPERANDS.items()}
 ON_CPU = (*OPERANDS, torch.float32, torch.float64)  # what products of CPU tensors multiply

@@ -12,7 +12,7 @@ import torch
 from . import checks, reference
 from .dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
 from .matmul.choose import choose
-from .matmul.plan import Plan, bias_view, stage, viewed
+from .matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
 from .matmul.problem import Extents, Problem
 from .matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
@@ -143,7 +143,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         views = (lambda t: t.new_zeros(rows, step), lambda t: t.new_zeros(N, step).t(), *views[2:])
     elif a.dtype in FLOAT8:
         views = (
-            *(_along_k(name, t, view, plan) for name, t, view in zip("ab", (a, b), views, strict=False)),
+            *(along_k(name, t, view, plan, name == "a") for name, t, view in zip("ab", (a, b), views, strict=False)),
             *views[2:],
         )
     if any(view is not None for view in views):
@@ -157,7 +157,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
     L = vd.shape[0] if vd.dim() == 3 else 1
     if spec.scales_operands:
         kinds = zip((terms.scale_a, terms.scale_b), (spec.scale_m, spec.scale_n), strict=True)
-        plan.scales = tuple(_scale_view(t, kind, batch, L) for t, kind in kinds)
+        plan.scales = tuple(scale_view(t, batch, L, kind) for t, kind in kinds)
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
         NAMES_OF_OPERANDS[a.dtype],
@@ -192,62 +192,3 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
 
 def _as_matrix(t):
     return flatten_batch(t, 2)[0]
-
-
-def _along_k(name: str, t, view, plan: Plan):
-    """`view` of an operand of 8-bit floats, followed by a copy where tensor cores could not read what it gives.
-
-    They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
-    """
-    K = t.shape[-1 if name == "a" else -2]
-    layout = layout_of_tensor(t if view is None else view(t))
-    if (layout.contiguous, layout.align) == ("row" if name == "a" else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
-        return view
-    plan.notes.append(
-        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
-    )
-
-    def copied(t):
-        bits = (t if view is None else view(t)).view(torch.uint8)
-        bits = bits if name == "a" else bits.mT  # (..., rows, K)
-        padding = -K % VECTOR_BYTES
-        padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
-        padded[..., :K] = bits
-        return (padded if name == "a" else padded.mT).view(t.dtype)
-
-    return copied
-
-
-def _scale_view(scale, kind: str | None, batch, L: int):
-    """How the kernel views a scale: (1 or L, 1), (L, extent), or of blocks (L, M or N / 128, K / 128); None as it is,
-    or where there is none."""
-    if scale is None:
-        return None
-    if kind is None:
-        return lambda t: None
-    if kind in ("1x128", "128x128"):
-        return partial(_blocks_view, kind, batch, L)
-    if scale.numel() == 1 and L > 1:  # the kernel reads that of the item
-        return lambda t: t.view(1, 1).expand(L, 1)
-    if scale.shape == (1, 1):
-        return None
-    if scale.numel() == 1:
-        return lambda t: t.view(1, 1)
-    if L == 1 and scale.is_contiguous():
-        return lambda t: t.view(1, -1)
-
-    def viewed(t):
-        t = t.flatten(-2) if t.dim() > 1 else t  # (..., extent)
-        t = t.reshape(1, -1) if L == 1 else t.expand(*batch, t.shape[-1]).reshape(L, -1)
-        return t if t.stride(-1) == 1 else t.contiguous()
-
-    return viewed
-
-
-def _blocks_view(kind: str, batch, L: int, t):
-    """(L, M, K / 128) of scales (..., M, K / 128), or (L, N / 128, K / 128) of (..., K / 128, N / 128), of any strides;
-    copied only where batch dimensions have no single stride."""
-    t = t if kind == "1x128" else t.mT
-    if L == 1:
-        return t.unsqueeze(0) if t.dim() == 2 else t.reshape(1, -1, t.shape[-1])
-    return flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]

@@ -9,6 +9,7 @@ and that value, once per step, for a *KTile*:
     k_tiles.out(n)                      # (rest_m, rest_n, outer_m): the tile of D that column tile n writes
     k_tiles.l                           # which item of a batch of A it multiplies
     k_tiles.at(i)                       # KTile(a, b); pure
+    k_tiles.scale(i)                    # what the products of K-tile i are multiplied by, where blocks have scales
     source.columns                      # None, or how many columns work tiles cover, if not all of D's N
     source.order                        # None, or in which order work tiles come (scheduler.py)
     source.shared_rows                  # how many neighbouring row tiles have the same K-tiles of B
@@ -165,6 +166,9 @@ class SplitKTiles:
 
     def at(self, i) -> KTile:
         return self.whole.at(self.first + i)
+
+    def scale(self, i):
+        return self.whole.scale(self.first + i)
 
 
 def split_k_tiles(whole, rank, split: int, period: int) -> SplitKTiles:

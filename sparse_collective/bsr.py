@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cute_kernels.dtypes import FLOAT8
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
 from cute_kernels.runtime.derived import Again, Derived, state_of
 
 from . import checks as arguments
 from . import index_check
-from .conversions import Conversions, row_starts
+from .conversions import Conversions, bits, of_bits, row_starts
 from .like_tensor import LikeTensor
 from .transposed.family import index_of
 
@@ -51,19 +52,25 @@ class Learnt:
     forms: dict[tuple, dict] = field(default_factory=dict)  # what met_before is asked for -> a matrix's attributes
 
 
-def met_before(crow_indices: Tensor, col_indices: Tensor, values: Tensor, form: tuple) -> BsrMatrix | None:
+def met_before(
+    crow_indices: Tensor, col_indices: Tensor, values: Tensor, form: tuple, scales: Tensor | None = None
+) -> BsrMatrix | None:
     """The matrix of these, without its checks, if one of the same indices and form has passed them; see recall.
 
-    form: the shape, dtype and device of values, and all else that the matrix was made of, hashable.
+    form: the shape, dtype and device of values, and all else that the matrix was made of, hashable. scales: as the
+    matrix stores them, (1,) or one for each block.
     """
     learnt = _LEARNT.get(crow_indices)
     if learnt is None or learnt.col_indices() is not col_indices or not values.is_contiguous():
+        return None
+    if scales is not None and not scales.is_contiguous():
         return None
     attributes = learnt.forms.get(form)
     if attributes is None:
         return None
     matrix = object.__new__(BsrMatrix)
-    matrix._set_quickly(crow_indices=crow_indices, col_indices=col_indices, stored=values, **attributes)
+    tensors = {"crow_indices": crow_indices, "col_indices": col_indices, "stored": values, "stored_scales": scales}
+    matrix._set_quickly(**tensors, **attributes)
     return matrix
 
 
@@ -83,12 +90,14 @@ class BsrMatrix(Conversions, LikeTensor):
         crow_indices: (M / bm + 1,) int32 or int64; where each block-row begins in `col_indices`, then nnz. Of a batch
             with a pattern for each item (L, M / bm + 1), the numbers counting the blocks of all items.
         col_indices: (nnz,) of the same dtype; each block's column, strictly increasing inside a block-row.
-        values: (nnz, bm, bk) bfloat16, float16, float32 or, on the CPU, float64; bm and bk are multiples of 16. Of a
-            batch with one pattern (L, nnz, bm, bk). At any address: on a GPU each product copies values that do not
-            begin at a multiple of 16 bytes, which values.clone() spares.
+        values: (nnz, bm, bk) bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or, on the CPU, float64; bm and bk
+            are multiples of 16. Of a batch with one pattern (L, nnz, bm, bk). At any address: on a GPU each product
+            copies values that do not begin at a multiple of 16 bytes, which values.clone() spares.
         shape: (M, K), with M % bm == 0 and K % bk == 0; or (L, M, K).
         check: whether operations call `check_indices` before they first read this matrix. With False, indices
             out of range make a kernel read memory that is not the matrix's.
+        scales: of float8 values alone: float32, what they are multiplied by. One element for all of them, or (nnz,),
+            one for each stored block; of a batch with one pattern (L, nnz). See `quantize`.
 
     All but the contents of the indices is checked here, without a device synchronisation.
 
@@ -100,6 +109,7 @@ class BsrMatrix(Conversions, LikeTensor):
     crow_indices: Tensor  # (M / bm + 1,) or (L, M / bm + 1)
     col_indices: Tensor  # (nnz,)
     stored: Tensor  # what kernels read: the values; of a transposed view those of `base`
+    stored_scales: Tensor | None  # the scales of `stored`: (1,), or one for each block, in the order of `stored`
     base: BsrMatrix | None  # of a transposed view, the matrix that it is the transpose of
     numbers: Tensor | None  # of a transposed view, (nnz,) int32: which block of `base` each of its blocks is
     shape: tuple[int, ...]  # (M, K) or (L, M, K)
@@ -118,6 +128,7 @@ class BsrMatrix(Conversions, LikeTensor):
         "crow_indices",
         "col_indices",
         "stored",
+        "stored_scales",
         "base",
         "numbers",
         "shape",
@@ -137,8 +148,10 @@ class BsrMatrix(Conversions, LikeTensor):
         shape: Sequence[int],
         *,
         check: bool = True,
+        scales: Tensor | None = None,
     ) -> None:
         batch = arguments.check_tensors(crow_indices, col_indices, values)
+        scales = arguments.check_scales(scales, values)
         shape = arguments.extents(shape, batch)
         *_, nnz, bm, bk = values.shape
         rows, cols = arguments.block_grid(shape[-2:], (bm, bk))
@@ -157,6 +170,7 @@ class BsrMatrix(Conversions, LikeTensor):
         if total > items * rows * cols:
             raise ValueError(f"values has {total} blocks, but shape {shape} has only {items * rows * cols}")
         self._set(crow_indices=crow_indices, col_indices=col_indices, stored=values, shape=shape, batch=batch)
+        self._set(stored_scales=scales)
         self._set(blocksize=(bm, bk), nnz=nnz, n_block_rows=rows, n_block_cols=cols)
         self._set(check=bool(check), checked=False, even=False, plans=Derived(), base=None, numbers=None)
         self._set_stats(NOT_KNOWN)
@@ -172,8 +186,8 @@ class BsrMatrix(Conversions, LikeTensor):
 
     def _set_stats(self, stats: PatternStats) -> None:
         dtypes = self.stored.dtype, self.crow_indices.dtype
-        key = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, stats, self.base is not None
-        self._set(stats=stats, key=key)
+        known = self.shape, self.blocksize, self.batch, self.nnz, *dtypes, self.device, self.scaled_per
+        self._set(stats=stats, key=(*known, stats, self.base is not None))
 
     def _refuse(self, name: str, *_: object) -> None:
         raise AttributeError(f"BsrMatrix.{name} is read-only; build a new matrix, which copies no tensor")
@@ -192,9 +206,10 @@ class BsrMatrix(Conversions, LikeTensor):
         checked: bool = True,
         even: bool = False,
         stats: PatternStats = NOT_KNOWN,
+        scales: Tensor | None = None,
     ) -> BsrMatrix:
         """An instance whose indices are, or with checked=False may be, right by construction."""
-        matrix = cls(crow, col, values, shape, check=check)
+        matrix = cls(crow, col, values, shape, check=check, scales=scales)
         matrix._set(checked=checked, even=even)
         matrix._set_stats(stats)
         if even or stats != NOT_KNOWN or (checked and not torch.compiler.is_compiling()):
@@ -208,7 +223,7 @@ class BsrMatrix(Conversions, LikeTensor):
             ValueError: the indices are wrong (see `check_indices`).
         """
         view = self.t()
-        state = {"check": self.check, "checked": self.checked}
+        state = {"check": self.check, "checked": self.checked, "scales": view.scales}
         return self._make(view.crow_indices, view.col_indices, view.values, view.shape, **state)
 
     def t(self) -> BsrMatrix:
@@ -228,7 +243,8 @@ class BsrMatrix(Conversions, LikeTensor):
         shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
         stored = self.stored
         put(
-            crow_indices=crow, col_indices=col, stored=stored, base=self, numbers=numbers, shape=shape,
+            crow_indices=crow, col_indices=col, stored=stored, stored_scales=self.stored_scales, base=self,
+            numbers=numbers, shape=shape,
             blocksize=(bk, bm), batch=self.batch, nnz=self.nnz, check=self.check, checked=self.checked, even=False,
             n_block_rows=self.n_block_cols, n_block_cols=self.n_block_rows, plans=plans, stats=NOT_KNOWN,
             key=(shape, (bk, bm), *self.key[2:-2], NOT_KNOWN, True),
@@ -245,25 +261,28 @@ class BsrMatrix(Conversions, LikeTensor):
         made = *made, Derived()
         return made if again is None else Again(made, again)
 
-    def _with_tensors(self, crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> BsrMatrix:
+    def _with_tensors(
+        self, crow_indices: Tensor, col_indices: Tensor, values: Tensor, scales: Tensor | None
+    ) -> BsrMatrix:
         """The same matrix in other tensors, which hold the same indices: what is known of the pattern stays known."""
         state = {"check": self.check, "checked": self.checked, "even": self.even, "stats": self.stats}
-        return self._make(crow_indices, col_indices, values, self.shape, **state)
+        return self._make(crow_indices, col_indices, values, self.shape, **state, scales=scales)
 
-    def with_values(self, values: Tensor) -> BsrMatrix:
+    def with_values(self, values: Tensor, scales: Tensor | None = None) -> BsrMatrix:
         """The same pattern with other values, for a step that makes them anew: nothing is checked or planned again.
 
         Shares the index tensors, and what has been learnt and made of them. Differentiable.
 
         Args:
             values: of self.values' shape and device, of any dtype that values can have; contiguous.
+            scales: theirs, if they are float8, as the constructor takes them; this matrix's are not taken over.
 
         Raises:
             TypeError, ValueError: as the constructor does, and for another shape.
         """
         if isinstance(values, Tensor) and values.shape != self.values.shape:
             raise ValueError(f"values must be of shape {tuple(self.values.shape)}, got {tuple(values.shape)}")
-        matrix = BsrMatrix(self.crow_indices, self.col_indices, values, self.shape, check=self.check)
+        matrix = BsrMatrix(self.crow_indices, self.col_indices, values, self.shape, check=self.check, scales=scales)
         matrix._set(checked=self.checked, even=self.even, plans=self.plans if self.base is None else Derived())
         matrix._set_stats(self.stats)
         return matrix
@@ -321,7 +340,7 @@ class BsrMatrix(Conversions, LikeTensor):
         self._set(even=even, plans=plans)
         self._set_stats(stats)
         if learnt and form is not None and len(learnt.forms) < MOST_FORMS:
-            tensors = "crow_indices", "col_indices", "stored", "__weakref__"
+            tensors = "crow_indices", "col_indices", "stored", "stored_scales", "__weakref__"
             learnt.forms[form] = {name: getattr(self, name) for name in self.__slots__ if name not in tensors}
 
     def row_of_block(self) -> Tensor:
@@ -338,11 +357,27 @@ class BsrMatrix(Conversions, LikeTensor):
         """(nnz, bm, bk), or (L, nnz, bm, bk) of a batch with one pattern; of a transposed view a copy."""
         return self._as_values(self.stored)
 
+    @property
+    def scales(self) -> Tensor | None:
+        """(1,), or (nnz,) or (L, nnz) in the order of `values`, float32; None of values that have none."""
+        scales = self.stored_scales
+        if self.numbers is None or self.scaled_per != "block":
+            return scales
+        return scales.index_select(-1, self.numbers)
+
+    @property
+    def scaled_per(self) -> str | None:
+        """What a scale is for: "tensor" (all values), "block" (a stored block); None without scales."""
+        if self.stored_scales is None:
+            return None
+        return "tensor" if self.stored_scales.shape == (1,) else "block"
+
     def _as_values(self, stored: Tensor) -> Tensor:
         """A tensor of the shape of `stored` as one of the shape of `values`."""
         if self.numbers is None:
             return stored
-        return stored.index_select(-3, self.numbers).transpose(-1, -2).contiguous()
+        turned = bits(stored).index_select(-3, self.numbers).transpose(-1, -2).contiguous()
+        return of_bits(turned, stored.dtype)
 
     @property
     def density(self) -> float:
@@ -363,6 +398,7 @@ class BsrMatrix(Conversions, LikeTensor):
     def __repr__(self) -> str:
         facts = f"shape={self.shape}, blocksize={self.blocksize}, nnz={self.nnz}, density={self.density:.4g}"
         facts += "" if self.batch is None else f", batch of {self.batch}"
+        facts += "" if self.scaled_per is None else f", scales per {self.scaled_per}"
         types = f"dtype={self.dtype}, device='{self.device}', index_dtype={self.crow_indices.dtype}"
         return f"{type(self).__name__}({facts}, {types})"
 
@@ -372,20 +408,25 @@ class BsrMatrix(Conversions, LikeTensor):
     def __deepcopy__(self, memo: dict) -> BsrMatrix:
         if self.base is not None:
             return copy.deepcopy(self.base, memo).t()
-        return self._with_tensors(*copy.deepcopy((self.crow_indices, self.col_indices, self.stored), memo))
+        tensors = self.crow_indices, self.col_indices, self.stored, self.stored_scales
+        return self._with_tensors(*copy.deepcopy(tensors, memo))
 
     def __getstate__(self) -> tuple:
         base = self if self.base is None else self.base
-        parts = base.crow_indices, base.col_indices, base.stored, base.shape, base.check
-        return *parts, self.base is not None
+        parts = base.crow_indices, base.col_indices, bits(base.stored), base.shape, base.check
+        # pickle does not take 8-bit floats (seen in torch 2.13), only torch.save does.
+        float8 = (self.dtype, self.stored_scales) if self.dtype in FLOAT8 else ()
+        return *parts, self.base is not None, *float8
 
     def __setstate__(self, state: tuple) -> None:
         """Nothing vouches for what was stored: it is checked as the constructor does, and its indices before use.
 
         Those of a matrix with check=False, which no use checks, are checked here.
         """
-        *parts, check, transposed = state
-        loaded = BsrMatrix(*parts, check=check)
+        (crow, col, values, shape, check, transposed), float8 = state[:6], state[6:]
+        if float8:
+            values = values.view(float8[0])
+        loaded = BsrMatrix(crow, col, values, shape, check=check, scales=float8[1] if float8 else None)
         if not check and loaded.device.type != "meta":
             loaded.check_indices()
         loaded = loaded.t() if transposed else loaded
@@ -420,7 +461,7 @@ def random_bsr(
         shape, blocksize: (M, K) and (bm, bk).
         per_row: stores this many blocks in each block-row, in columns drawn uniformly; does not synchronise.
         density: stores each block with this probability. Synchronises. Give either per_row or density.
-        dtype, index_dtype: of the values and of the indices.
+        dtype, index_dtype: of the values and of the indices; for float8 values see BsrMatrix.quantize.
         device, generator: where all is drawn, and by what; the generator must be of that device.
 
     Raises:

@@ -45,7 +45,30 @@ class BsrGemm:
         max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
+        args = EpilogueArgs(bias, residual, z, alpha, beta)
+        self.launch(
+            crow_indices, col_indices, order, groups, numbers, values, None, b, d, args, group, max_ctas, stream
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self,
+        crow_indices: cute.Tensor,
+        col_indices: cute.Tensor,
+        order: cute.Tensor | None,
+        groups: cute.Tensor | None,
+        numbers: cute.Tensor | None,
+        values: cute.Tensor,
+        scales: cute.Tensor | None,  # (blocks,) fp32
+        b: cute.Tensor,
+        d: cute.Tensor,
+        args: EpilogueArgs,  # of torch's tensors; scales as the kernel has them
+        group: Int32 | None,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
         facts, cfg = self.facts, self.facts.config
+        bias, residual, z = args.bias, args.residual, args.z
         bm, bk = facts.block.bm, facts.block.bk
         batch, items, blocks = facts.block.batch, None, values.shape[0]
         if const_expr(batch == "values"):
@@ -73,9 +96,10 @@ class BsrGemm:
                 bias = view(bias, (bias.shape[0], rows), (stride, 0))
         tiles_m, tiles_run = -(-bm // cfg.tile_m), max(1, facts.block.run // cfg.tile_n)
         source = BsrSource(
-            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run, numbers
-        )
-        args = EpilogueArgs(bias, residual, z, alpha, beta)
+            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run,
+            numbers, scales,
+        )  # fmt: skip
+        args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, args.scale_m, args.scale_n)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 
     def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:
@@ -95,3 +119,43 @@ class BsrGemm:
         bm = self.facts.block.bm // (1 + self.facts.epilogue.gated)
         (_, N, L), (sM, sN, sL) = self.oriented(d)
         return view(d, (bm, N, rows, L), (sM, sN, sM * bm, sL))
+
+
+class ScaledBsrGemm(BsrGemm):
+    """BsrGemm of 8-bit floats with scales: of W one value or one for each stored block, and of b's columns."""
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,
+        col_indices: cute.Tensor,
+        order: cute.Tensor | None,
+        groups: cute.Tensor | None,
+        numbers: cute.Tensor | None,
+        values: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        scales: cute.Tensor | None,  # (1,) fp32, or (blocks,), in the order of values
+        scale_b: cute.Tensor | None,  # (1 or L, 1 or N) fp32
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        z: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32 | None,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        scale_m, of_blocks, items = None, None, d.shape[0] if const_expr(len(d.shape) == 3) else 1
+        if const_expr(self.facts.block.scaled):
+            of_blocks = scales
+        elif const_expr(scales is not None):
+            scale_m = view(scales, (1, items), (0, 0))
+        if const_expr(self.facts.epilogue.scale_n == "tensor"):
+            scale_b = view(scale_b, (1, items), (0, 0))
+        elif const_expr(scale_b is not None):
+            scale_b = view(scale_b, (scale_b.shape[1], scale_b.shape[0]), (scale_b.stride[1], scale_b.stride[0]))
+        args = EpilogueArgs(bias, residual, z, alpha, beta, scale_m, scale_b)
+        self.launch(
+            crow_indices, col_indices, order, groups, numbers, values, of_blocks, b, d, args, group, max_ctas, stream
+        )  # fmt: skip

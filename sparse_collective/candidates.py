@@ -10,6 +10,23 @@ from cute_kernels.tile.element import Element
 
 def bsr_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
     """Configurations worth trying, best first among equals."""
+    return wide_sm90(block, spec, element) + (float8_sm90(block, spec, element) if element.width == 1 else [])
+
+
+def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
+    """Of 8-bit floats, whose promoted sums want both warpgroups on one tile: cooperative kernels in the place of
+    ping-pong ones, for blocks narrower or lower than 128 and for few columns."""
+    k, of = tile_k_of(block, element), {"spec": spec, "element": element}
+    found = [sm90(64, 64, k, 1, 2, ring=1, **of), sm90(64, 32, k, 1, 2, ring=1, **of)]
+    low = -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64
+    if k < element.rows[0]:  # wide_sm90 has the low ones
+        high = [sm90(128, 256, k, 2, 1, **of), sm90(128, 128, k, 2, 1, **of)]
+        return found if low else [*high, *found]
+    return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found] if low else found
+
+
+def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
+    """Those for elements of any width."""
     k, of = tile_k_of(block, element), {"spec": spec, "element": element}
     # Of few columns: rows outside of B cost TMA time too (one token: 63 us with 64 columns, 64 tokens: 48).
     narrow = [sm90(64, columns, k, 1, 1, consumer_groups=2, ring=1, **of) for columns in (64, 32, 16)]
@@ -31,7 +48,7 @@ def bsr_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
             *shared_low,
         ]
     if -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64:  # 192 rows are three tiles of 64, not two of 128
-        return bsr_sm90(replace(block, bm=64), spec, element)
+        return wide_sm90(replace(block, bm=64), spec, element)
     pair = (2, 1) if block.bm % 256 == 0 else (1, 2)  # two row tiles of one block share B, two column tiles A
     # No pair fits into a run of 128.
     unpaired = [sm90(128, 128, k, 1, 1, consumer_groups=2, **of)] if block.run else []
@@ -53,7 +70,9 @@ def bsr_sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
 
     Measured on an H200 (compiled for it), 512x112 blocks: 128x128x64 405, 256x128x64 396, 128x128x32 371 TFLOP/s.
     """
-    wide, narrow, _ = element.rows
+    wide, narrow, least = element.rows
+    if element.width == 1 and block.bk % narrow:  # promoted sums want K-tiles of one length
+        narrow = least
     if block.bm < 64:
         tile_m = 16 if block.bm % 32 else 32
         shapes = [(tile_m, 128, narrow, 1, 4), (tile_m, 64, narrow, 1, 4)]
@@ -63,4 +82,6 @@ def bsr_sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
         deep = spec.smem > 200_000
         shapes = [(128, 128, wide if deep else narrow, 2, 2), (128, 64, narrow, 2, 2)]
     widest, of = tile_k_of(block, element), {"spec": spec, "element": element}
+    if element.width == 1 and block.bm % 128 == 0:  # with fewer sums a warp: promoted ones spill 128
+        shapes.append((128, 128, narrow, 4, 2))
     return [sm80(m, n, min(k, widest), wm, wn, 3 if k == wide else 4, **of) for m, n, k, wm, wn in shapes]

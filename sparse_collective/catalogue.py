@@ -7,7 +7,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
 from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
-from cute_kernels.tile.element import BITS_16
+from cute_kernels.tile.element import BITS_16, element_of
 
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
@@ -17,7 +17,7 @@ BLOCKS = ((128, 128), (128, 64), (256, 64), (64, 64), (512, 112), (32, 32), (16,
 
 def bsr(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
     """bsr_matmul(W, b) of a contiguous b."""
-    more = {name: changes.pop(name) for name in ("batch", "run", "permuted") if name in changes}
+    more = {name: changes.pop(name) for name in ("batch", "run", "permuted", "scaled") if name in changes}
     index = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more)
     return dense(spec, path, config, **{"block": index, "ranks": (3, 2, 2)} | changes)
 
@@ -135,6 +135,40 @@ def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
     sparse += [{"aligns": (8, 1, 8), "majors": ("k", "any", "n")}]
     found = [facts for change in sparse for facts in main(family, bsr, spec, "sm_80", (128, 128), **change)]
     return found + main(family, linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
+
+
+def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Of 8-bit floats: each configuration of square blocks with a scale each, and the main one in its variations."""
+    spec = arch_named(arch)
+    if quick or not spec.float8:
+        return []
+    element = element_of("float8_e4m3fn")
+    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    fp32 = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
+    tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="column")
+    loaded = replace(LINEAR, residual=None, scale_n="column")
+    changes = [
+        {"epilogue": EpilogueSpec()},
+        {"epilogue": one},
+        {"epilogue": one, "fast_accumulation": True},
+        {"epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+        {"epilogue": loaded, "scaled": True},
+        {"epilogue": tokens, "scaled": True, "ordered": True},
+        {"epilogue": tokens, "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
+        {**fp32, "epilogue": tokens, "scaled": True},
+        {"epilogue": tokens, "scaled": True, "batch": "values", "ranks": (4, 3, 3)},
+    ]
+    found = []
+    for block in ((128, 128), (64, 64), (128, 64), (256, 128), (512, 224), (32, 32)):
+        configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
+        made = [linear(spec, spec.path, c, block, **usual, epilogue=tokens, scaled=True) for c in configs]
+        found += made if block in ((128, 128), (64, 64)) else buildable(family, made)[:1]
+        for change in changes if block in ((128, 128), (64, 64)) else ():
+            made = [linear(spec, spec.path, config, block, **usual | change) for config in configs]
+            found += buildable(family, made)[:1]
+        terms = usual | {"majors": ("k", "k", "n"), "scaled": True, "epilogue": replace(COL, scale_n="column")}
+        found += buildable(family, (bsr(spec, spec.path, config, block, **terms) for config in configs))[:1]
+    return buildable(family, found)
 
 
 def small_blocks_kernels(family, arch: str) -> list[GemmFacts]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import FLOAT8
+
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 RUN_MULTIPLE = 64  # rows of a run: the widest tile that every kind of block has a kernel for, and a K-tile of sddmm
@@ -66,13 +68,16 @@ def block_grid(shape: Sequence[int], blocksize: Sequence[int]) -> tuple[int, int
     return shape[0] // blocksize[0], shape[1] // blocksize[1]
 
 
-def check_dtypes(value_dtype: torch.dtype, index_dtype: torch.dtype, device: torch.device) -> None:
-    """Values of float64 are for the CPU, which multiplies them; no kernel does."""
+def check_dtypes(
+    value_dtype: torch.dtype, index_dtype: torch.dtype, device: torch.device, float8: bool = False
+) -> None:
+    """Values of float64 are for the CPU, which multiplies them; no kernel does. float8: whether they may be of that."""
     if value_dtype is torch.float64 and device.type == "cuda":
         known = ", ".join(map(str, VALUE_DTYPES))
         raise TypeError(f"values cannot be {value_dtype} on {device}, only on the CPU; use one of {known}")
-    if value_dtype not in (*VALUE_DTYPES, torch.float64):
-        raise TypeError(f"values cannot be {value_dtype}; use one of {', '.join(map(str, VALUE_DTYPES))}")
+    if value_dtype not in (*VALUE_DTYPES, torch.float64, *(FLOAT8 if float8 else ())):
+        known = ", ".join(map(str, (*VALUE_DTYPES, *(FLOAT8 if float8 else ()))))
+        raise TypeError(f"values cannot be {value_dtype}; use one of {known}")
     if index_dtype not in INDEX_DTYPES:
         raise TypeError(f"indices cannot be {index_dtype}; use one of {', '.join(map(str, INDEX_DTYPES))}")
 
@@ -82,13 +87,38 @@ def check_density(density: float) -> None:
         raise ValueError(f"density is {density}; it must be in [0, 1]")
 
 
+def check_scales(scales: Tensor | None, values: Tensor) -> Tensor | None:
+    """What the constructor asks of scales; those of one element as (1,)."""
+    if scales is None:
+        return None
+    if not is_strided(scales):
+        raise TypeError(f"scales must be a strided tensor, got {describe(scales)}")
+    if values.dtype not in FLOAT8:
+        raise TypeError(f"scales of {values.dtype} values; {' and '.join(map(str, FLOAT8))} have them")
+    if scales.dtype != torch.float32:
+        raise TypeError(f"scales are {scales.dtype}; they must be torch.float32 (cast with .float())")
+    if scales.device != values.device:
+        raise ValueError(f"scales are on {scales.device}, values on {values.device}; move them to one device")
+    if not scales.is_contiguous():
+        raise ValueError(f"scales must be contiguous, got strides {scales.stride()}; pass scales.contiguous()")
+    if scales.numel() == 1:
+        return scales.view(1)
+    each = tuple(values.shape[:-2])
+    if tuple(scales.shape) != each:
+        raise ValueError(
+            f"scales have shape {tuple(scales.shape)}; they must be one element, or {each}, one for each stored block "
+            "(one for each block row r: r[W.row_of_block()])"
+        )
+    return scales
+
+
 def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> str | None:
     """What the constructor asks of each tensor by itself, and of the three together; returns BsrMatrix.batch."""
     tensors = {"crow_indices": (crow_indices, (1, 2)), "col_indices": (col_indices, (1,)), "values": (values, (3, 4))}
     for name, (t, _) in tensors.items():
         if not is_strided(t):
             raise TypeError(f"{name} must be a strided tensor, got {describe(t)}")
-    check_dtypes(values.dtype, crow_indices.dtype, values.device)
+    check_dtypes(values.dtype, crow_indices.dtype, values.device, float8=True)
     if col_indices.dtype is not crow_indices.dtype:
         got = f"{crow_indices.dtype} and {col_indices.dtype}"
         raise TypeError(f"crow_indices and col_indices must have the same dtype, got {got}; convert one")

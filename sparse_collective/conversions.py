@@ -8,6 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import FLOAT8
+from cute_kernels.quantize import quantize
+
 from . import checks as arguments
 
 
@@ -70,8 +73,13 @@ class Conversions:
         for m in matrices:
             crow.append(m.crow_indices + begin)
             begin += m.nnz
-        parts = torch.stack(crow), torch.cat([m.col_indices for m in matrices]), torch.cat([m.values for m in matrices])
+        values = of_bits(torch.cat([bits(m.values) for m in matrices]), matrices[0].dtype)
+        parts = torch.stack(crow), torch.cat([m.col_indices for m in matrices]), values
         state = {"check": any(m.check for m in matrices), "checked": all(m.checked for m in matrices)}
+        if any(m.scaled_per for m in matrices):
+            ones = values.new_ones(1, dtype=torch.float32)
+            each = [(ones if m.scales is None else m.scales).expand(m.nnz) for m in matrices]
+            state["scales"] = torch.cat(each)
         even = all(m.even and m.nnz == first.nnz for m in matrices)
         return cls._make(*parts, (len(matrices), *first.shape), even=even, **state)
 
@@ -88,13 +96,15 @@ class Conversions:
         if self.check:
             self.check_indices()
         shape, state = self.shape[1:], {"check": self.check, "checked": self.checked, "even": self.even}
+        scales, each = self.scales, self.scaled_per == "block"
         if self.batch == "values":
-            pattern = self.crow_indices, self.col_indices
-            return [self._make(*pattern, v, shape, **state, stats=self.stats) for v in self.values]
+            pattern, state = (self.crow_indices, self.col_indices), {**state, "stats": self.stats}
+            scales = scales if each else [scales] * self.shape[0]
+            return [self._make(*pattern, v, shape, **state, scales=s) for v, s in zip(self.values, scales, strict=True)]
         found = []
         for crow, begin, end in zip(self.crow_indices, *self.crow_indices[:, [0, -1]].t().tolist(), strict=True):
             parts = crow - begin, self.col_indices[begin:end], self.values[begin:end]
-            found.append(self._make(*parts, shape, **state))
+            found.append(self._make(*parts, shape, **state, scales=scales[begin:end] if each else scales))
         return found
 
     @classmethod
@@ -110,7 +120,7 @@ class Conversions:
         """Copies the chosen blocks of a dense matrix. Differentiable.
 
         Args:
-            dense: (M, K) bfloat16, float16, float32 or, on the CPU, float64, of any strides.
+            dense: (M, K) bfloat16, float16, float32, float8 or, on the CPU, float64, of any strides.
             blocksize: (bm, bk).
             mask: (M / bm, K / bk) bool on the device of `dense`, True where a block is kept. Synchronises.
             density: in [0, 1]; keeps the round(density * number of blocks) blocks of largest Frobenius norm.
@@ -134,28 +144,34 @@ class Conversions:
         if dense.dim() != 2:
             several = "; convert the items of a batch one by one, and stack them" if dense.dim() == 3 else ""
             raise ValueError(f"dense must have 2 dimensions (M, K), got shape {tuple(dense.shape)}{several}")
-        arguments.check_dtypes(dense.dtype, index_dtype, dense.device)
+        arguments.check_dtypes(dense.dtype, index_dtype, dense.device, float8=True)
         if mask is not None and density is not None:
             raise ValueError("mask and density are both given; pass at most one of them")
         blocksize = arguments.pair(blocksize, "blocksize")
         rows, cols = arguments.block_grid(dense.shape, blocksize)
-        blocks = block_view(dense, blocksize)  # (rows, cols, bm, bk)
+        blocks = block_view(bits(dense), blocksize)  # (rows, cols, bm, bk)
         if density is not None:
             arguments.check_density(density)
-            norms = torch.linalg.vector_norm(blocks.detach(), dim=(2, 3), dtype=torch.float64).flatten()
+            numbers = of_bits(blocks.detach(), dense.dtype)
+            if dense.dtype in FLOAT8:
+                numbers = numbers.float()
+            norms = torch.linalg.vector_norm(numbers, dim=(2, 3), dtype=torch.float64).flatten()
             order = norms.argsort(descending=True, stable=True)
             kept = order[: round(density * rows * cols)].sort().values
             row, col = kept // max(cols, 1), kept % max(cols, 1)
         else:
             if mask is None:
-                mask = (blocks.detach() != 0).any(dim=3).any(dim=2)
+                numbers = blocks.detach()
+                if dense.dtype in FLOAT8:
+                    numbers = numbers & 0x7F  # without the sign: -0 is 0, too
+                mask = (numbers != 0).any(dim=3).any(dim=2)
             if not arguments.is_strided(mask) or mask.dtype is not torch.bool:
                 raise TypeError(f"mask must be a strided bool tensor, got {arguments.describe(mask)}")
             if mask.shape != (rows, cols) or mask.device != dense.device:
                 got = f"{tuple(mask.shape)} on {mask.device}"
                 raise ValueError(f"mask must have shape {(rows, cols)} on {dense.device}, got {got}")
             row, col = mask.nonzero(as_tuple=True)
-        values = blocks[row, col].contiguous()  # (nnz, bm, bk)
+        values = of_bits(blocks[row, col].contiguous(), dense.dtype)  # (nnz, bm, bk)
         return cls._make(row_starts(row, rows, index_dtype), col.to(index_dtype), values, dense.shape)
 
     def to_torch(self) -> Tensor:
@@ -165,8 +181,11 @@ class Conversions:
         indices are copied; of one with a pattern for each item crow_indices is made anew, which synchronises.
 
         Raises:
-            ValueError: the items of a batch hold different numbers of blocks.
+            ValueError: the items of a batch hold different numbers of blocks, or values have scales, which
+                torch.sparse_bsr has not: .float() multiplies by them.
         """
+        if self.scaled_per is not None:
+            raise ValueError("a torch.sparse_bsr tensor has no scales; convert W.float(), which is values * scales")
         crow, col, values = self.crow_indices, self.col_indices, self.values
         if self.batch == "values":
             crow, col = (t.expand(self.shape[0], -1).contiguous() for t in (crow, col))
@@ -185,18 +204,54 @@ class Conversions:
     def to_dense(self) -> Tensor:
         """A new (M, K) or (L, M, K) tensor of the dtype of `values`, zero outside the blocks. Differentiable.
 
+        Of values with scales their product, in float32.
+
         Raises:
             ValueError: the indices are wrong (see `check_indices`).
         """
+        if self.scaled_per is not None:
+            return self.to(torch.float32).to_dense()
         if self.check:
             self.check_indices()
-        dense = self.values.new_zeros(self.shape)
+        values = bits(self.values)
+        dense = values.new_zeros(self.shape)
         row, col = self.row_of_block().long(), self.col_indices.long()
         if self.batch == "values":
-            block_view(dense, self.blocksize)[:, row, col] = self.values
+            block_view(dense, self.blocksize)[:, row, col] = values
         else:  # items below each other are one matrix
-            block_view(dense.flatten(0, -2), self.blocksize)[row, col] = self.values
-        return dense
+            block_view(dense.flatten(0, -2), self.blocksize)[row, col] = values
+        return of_bits(dense, self.dtype)
+
+    def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "block") -> Self:
+        """The same pattern with 8-bit values and their scales, as cute_kernels.quantize makes them.
+
+        Args:
+            dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa, not three).
+            per: "block", a scale for each stored block; or "tensor", one for all, which fast_accumulation takes, too.
+
+        No gradient passes: values are detached.
+
+        Raises:
+            TypeError: values are float8 already, or dtype is no such type.
+            ValueError: per is neither.
+        """
+        if self.base is not None:
+            return self.base.quantize(dtype, per).t()
+        if per not in ("block", "tensor"):
+            raise ValueError(f"BsrMatrix.quantize: per is {per!r}; known are 'block' and 'tensor'")
+        values, scales = quantize(self.stored.detach().flatten(-2), dtype, "row" if per == "block" else "tensor")
+        scales = scales.squeeze(-1) if per == "block" else scales
+        return self.with_values(values.view(self.stored.shape), scales)
+
+
+def bits(values: Tensor) -> Tensor:
+    """8-bit floats as integers, for what torch does not do with them; others as they are."""
+    return values.view(torch.uint8) if values.dtype in FLOAT8 else values
+
+
+def of_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `bits` was made of."""
+    return values if values.dtype is dtype else values.view(dtype)
 
 
 def block_view(dense: Tensor, blocksize: Sequence[int]) -> Tensor:

@@ -13,17 +13,18 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels import checks, reference
-from cute_kernels.dtypes import NAMES, NAMES_OF_INDEX
+from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_INDEX, NAMES_OF_OPERANDS, default_out_dtype
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
-from cute_kernels.matmul.plan import Plan, bias_view, stage, viewed
+from cute_kernels.matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
 from cute_kernels.matmul.problem import Extents, Problem
-from cute_kernels.matmul.terms import Terms, bias_kind, epilogue_program
+from cute_kernels.matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.families import family_of
+from cute_kernels.tile.element import VECTOR_BYTES
 
 from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
@@ -60,7 +61,10 @@ def groups_of(op, x, groups, offsets, group_rows):
     return torch.searchsorted(offsets, first, right=True, out_int32=True)
 
 
-def call(op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False):
+def call(
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
+    fast_accumulation=False,
+):  # fmt: skip
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
         epilogue = epilogue_program(op, epilogue)
@@ -76,19 +80,29 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None, with_
         tensors += (residual,)
     if groups is not None:
         tensors += (groups,)
+    if scale_b is not None:
+        tensors += (scale_b,)
+    if W.stored_scales is not None:
+        tensors += (W.stored_scales,)
     try:
         terms = (
-            op, W.key, b.numel(), activation, epilogue, forced_path(),
-            out is None, bias is None, residual is None, groups is None, with_z,
+            op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
+            groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
         )  # fmt: skip
     except AttributeError:
         terms = None
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED)
+        given = Terms(
+            bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
+            fast_accumulation=fast_accumulation,
+        )  # fmt: skip
         plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups))
     if plan.function is None:
-        given = Terms(bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED)
+        given = Terms(
+            bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
+            fast_accumulation=fast_accumulation,
+        )  # fmt: skip
         return _without_kernel(plan, W, b, given, out, groups)
     if out is None:
         out = plan.new_out()
@@ -100,13 +114,22 @@ def call(op, W, b, bias, activation, residual, out, epilogue, groups=None, with_
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
     if values.data_ptr() & 15:
         values = alignment.aligned(values)
-    _launch(plan, W, values, b, d, bias, residual, z, groups)
+    scales = _scales(plan, W, scale_b) if plan.scales else ()
+    _launch(plan, W, values, b, d, scales, bias, residual, z, groups)
     if with_z:
         return out, kept
     return out.copy_(result) if plan.staged else out
 
 
-def _launch(plan: Plan, W, values, b, d, bias, residual, z, groups) -> None:
+def _scales(plan: Plan, W, scale_b) -> tuple:
+    """Those of W and b as the kernel takes them."""
+    of_w = W.stored_scales
+    if of_w is not None:
+        of_w = of_w.view(-1) if W.nnz else of_w.new_ones(1)
+    return of_w, *viewed(plan.scales, scale_b)
+
+
+def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, groups) -> None:
     """Run the plan's kernel on the tensors as it views them."""
     family, function, group, order = plan.family, plan.function, plan.group, None
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
@@ -114,7 +137,7 @@ def _launch(plan: Plan, W, values, b, d, bias, residual, z, groups) -> None:
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order, group = family.work_order(W, tiles), 1
     pattern = family.pattern(plan.facts, W, order, groups)
-    function(W.crow_indices, *pattern, values, b, d, bias, residual, z, 1.0, 1.0, group, ctas)
+    function(W.crow_indices, *pattern, values, b, d, *scales, bias, residual, z, 1.0, 1.0, group, ctas)
 
 
 def _takes_order(W) -> bool:
@@ -166,6 +189,12 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
         acc = acc if W.batch is not None else acc.reshape(*b.shape[:-1], W.shape[-2])
         if bias is not None and bias.dim() == 2:
             terms = replace(terms, bias=bias[:, None])
+    if (scale := terms.scale_b) is not None:
+        if scale.numel() == 1:
+            scale = scale.reshape(())
+        elif scale.dim() == 1:  # of b's columns, which are the result's, or of x's rows
+            scale = scale if plan.op == "bsr_matmul" else scale[:, None]
+        acc = acc * scale
     return reference.finish(acc, terms, out, plan.out_dtype)
 
 
@@ -192,7 +221,8 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
     checks.check_tensor(f"{op}: {name}", b)
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
-    checks.check_operands(op, kernel=plans_kernel(W.device), W=W.stored, **{name: b})
+    also = tuple(FLOAT8) if op in ("bsr_matmul", "bsr_linear") else ()
+    checks.check_operands(op, kernel=plans_kernel(W.device), also=also, W=W.stored, **{name: b})
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
     if inner != K:
@@ -206,11 +236,12 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
         check_gated(W)
     features = M // 2 if op == GATED else M
     shape = (*batch, *b.shape[-2:-1], features) if linear else (*batch, M, b.shape[-1])
-    out_dtype = checks.check_out_dtype(op, out, None, W.dtype)
+    out_dtype = checks.check_out_dtype(op, out, None, default_out_dtype(W.dtype))
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", terms.residual, shape, out_dtype)
     spec = _epilogue(op, W, b, terms)
-    checks.check_device(op, W.device, out=out, bias=terms.bias, residual=terms.residual, groups=groups)
+    others = {"bias": terms.bias, "residual": terms.residual, "groups": groups, f"scale_{name}": terms.scale_b}
+    checks.check_device(op, W.device, out=out, **others)
     plan = Plan(op, shape, out_dtype, W.device)
     if math.prod(shape) == 0:
         plan.empty = True
@@ -269,11 +300,26 @@ def _epilogue(op, W, b, terms: Terms):
         several = "" if W.batch is None else f" or ({W.shape[0]}, {M})"
         found = f"bias has shape {tuple(bias.shape)}, must be ({M},){several}"
         raise ValueError(f"{op}: {found}, one value an output feature")
-    kind = bias_kind(op, bias[0] if items else bias, -1 if linear else M, M if linear else b.shape[-1], W.dtype)
+    wide = default_out_dtype(W.dtype)
+    kind = bias_kind(op, bias[0] if items else bias, -1 if linear else M, M if linear else b.shape[-1], wide)
     if kind and (items or linear):
         kind = "row"  # the kernel's rows are W's
-    spec = terms.spec(op, kind)
+    spec = terms.spec(op, kind, _scale_kinds(op, W, b, terms))
     return replace(spec, bias_items=True) if items else spec
+
+
+def _scale_kinds(op, W, b, terms: Terms) -> tuple:
+    """EpilogueSpec's (scale_m, scale_n): of W, but for scales of its blocks, and of b's columns or x's rows."""
+    check_fast_accumulation(op, terms.fast_accumulation, W.dtype)
+    linear = op != "bsr_matmul"
+    kind = scale_kind(op, "scale_x" if linear else "scale_b", terms.scale_b, torch.atleast_2d(b))
+    if W.scaled_per == "block" and terms.fast_accumulation:
+        raise ValueError(
+            f"{op}: fast_accumulation with a scale for each block of W: they multiply sums when those are promoted to "
+            'fp32, which fast ones are not; use W.float().quantize(per="tensor"), or leave fast_accumulation out'
+        )
+    of_w = "tensor" if W.scaled_per == "tensor" else None
+    return of_w, kind if kind in (None, "tensor") else "column"
 
 
 def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
@@ -297,6 +343,8 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         rows = 1 if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
         N = rows if linear else b.shape[-1]  # K-major on either side, which suits TMA at any N
         views = (lambda t: t.new_zeros(N, columns) if linear else t.new_zeros(N, columns).t(), *views[1:])
+    elif W.dtype in FLOAT8:
+        views = along_k("x" if linear else "b", b, views[0], plan, linear), *views[1:]
     if any(view is not None for view in views):
         plan.views = views
     vb, vd = (t if view is None else view(t) for t, view in zip((b, d), views, strict=False))
@@ -309,20 +357,31 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         spec = replace(spec, residual=major(layout_of_tensor(vr), names[1]))
     (M, K), (bm, bk) = W.shape[-2:], W.blocksize
     run = 0 if groups is None else b.shape[0] // len(groups)
-    N = vb.shape[-2] if linear else vb.shape[-1]
+    N, vector = vb.shape[-2] if linear else vb.shape[-1], VECTOR_BYTES // W.stored.element_size()
     problem = Problem(
         Extents(M, N, K, vd.shape[0] if vd.dim() == 3 else 1),
-        NAMES[W.dtype],
+        NAMES_OF_OPERANDS[W.dtype],
         NAMES[plan.out_dtype],
-        (Layout("row", 8, 8), *layouts),
+        (Layout("row", vector, vector), *layouts),
         ("k" if W.base is None else "m", *majors),
         (W.stored.dim(), vb.dim(), vd.dim()),
         spec,
-        BlockFacts(bm, bk, NAMES_OF_INDEX[W.crow_indices.dtype], W.batch, run, permuted=W.base is not None),
+        BlockFacts(
+            bm,
+            bk,
+            NAMES_OF_INDEX[W.crow_indices.dtype],
+            W.batch,
+            run,
+            permuted=W.base is not None,
+            scaled=W.scaled_per == "block",
+        ),  # fmt: skip
         linear,
         W.density,
         W.stats,
+        terms.fast_accumulation,
     )
+    if spec.scales_operands or problem.block.scaled:
+        plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)
     arch, sms, card = device_arch(b.get_device())
     try:
         plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
@@ -380,14 +439,20 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
     return lambda t: flatten_batch(t, 3)[0]
 
 
-def plan_bsr_matmul(W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None) -> Plan:
+def plan_bsr_matmul(
+    W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, scale_b=None, fast_accumulation=False
+) -> Plan:
     """The plan of the same call of bsr_matmul."""
-    return _explained("bsr_matmul", W, b, Terms(bias, activation, residual, epilogue=epilogue), out)
+    more = {"epilogue": epilogue, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
+    return _explained("bsr_matmul", W, b, Terms(bias, activation, residual, **more), out)
 
 
-def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, epilogue=None) -> Plan:
+def plan_bsr_linear(
+    x, W, bias=None, activation=None, out=None, *, epilogue=None, scale_x=None, fast_accumulation=False
+) -> Plan:
     """The plan of the same call of bsr_linear."""
-    return _explained("bsr_linear", W, x, Terms(bias, activation, epilogue=epilogue), out)
+    more = {"epilogue": epilogue, "scale_b": scale_x, "fast_accumulation": fast_accumulation}
+    return _explained("bsr_linear", W, x, Terms(bias, activation, **more), out)
 
 
 def plan_bsr_gated_linear(x, W, activation="silu", out=None) -> Plan:

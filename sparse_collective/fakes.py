@@ -14,5 +14,19 @@ def bsr_args(facts: GemmFacts, tables: tuple) -> tuple:
     crow = fake_tensor(block.index_dtype, rank, rank - 1, 1)
     outer = [cute.sym_int32() for _ in range(2 if block.batch == "values" else 1)]
     sides = (block.bk, block.bm) if block.permuted else (block.bm, block.bk)
-    values = fake_tensor(facts.dtype, len(outer) + 2, len(outer) + 1, 8, (*outer, *sides))
-    return crow, *tables, values, matrix(facts, 1), matrix(facts, 2), *epilogue_args(facts), *launch_args(facts)
+    values = fake_tensor(facts.dtype, len(outer) + 2, len(outer) + 1, facts.element.vector, (*outer, *sides))
+    operands = values, matrix(facts, 1), matrix(facts, 2)
+    return crow, *tables, *operands, *scale_args(facts), *epilogue_args(facts), *launch_args(facts)
+
+
+def has_scales(facts: GemmFacts) -> bool:
+    """Whether W or b has, so that the entry takes them."""
+    return facts.block.scaled or facts.epilogue.scales_operands
+
+
+def scale_args(facts: GemmFacts) -> tuple:
+    """Fakes of (scales, scale_b): of W (1,) or (blocks,), of b (1 or L, 1 or N); () where neither has any."""
+    if not has_scales(facts):
+        return ()
+    of_w = fake_tensor("float32", 1, 0, 1) if facts.block.scaled or facts.epilogue.scale_m else None
+    return of_w, fake_tensor("float32", 2, 1, 1) if facts.epilogue.scale_n else None

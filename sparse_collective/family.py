@@ -15,7 +15,7 @@ from cute_kernels.tile.element import BITS_16, Element
 
 from . import catalogue
 from .candidates import bsr_sm80, bsr_sm90
-from .fakes import bsr_args
+from .fakes import bsr_args, has_scales
 from .tile_order.family import order_of
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
@@ -83,12 +83,21 @@ class Bsr(BsrFamily):
         return group, in_step(config, cost.row_tiles(config, problem.extents, problem.block), group, sms)
 
     def entry(self, facts: GemmFacts):
-        from .bsr_gemm import BsrGemm
+        from .bsr_gemm import BsrGemm, ScaledBsrGemm
 
-        return BsrGemm(facts)
+        return (ScaledBsrGemm if has_scales(facts) else BsrGemm)(facts)
+
+    def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        """Blocks 32 wide of 8-bit floats are one MMA step, whose sums are promoted: a wait for each product."""
+        if facts.promotes and max(facts.k_blocks) == 1:
+            return [problem for problem in problems if "serialised" not in problem]
+        return problems
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return catalogue.bsr_kernels(self, arch, quick)
+        return catalogue.bsr_kernels(self, arch, quick) + catalogue.float8_kernels(self, arch, quick)
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        return super().sources(path) + (("cute_kernels.matmul.promoted_sm90",) if path == "sm_90" else ())
 
 
 def in_step(config, tiles_m: int, group: int, sms: int) -> int:

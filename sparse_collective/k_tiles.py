@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from cute_kernels.k_tiles import ANY, KTile
 
@@ -32,6 +32,7 @@ class BsrKTiles:
     l: Int32  # item of A
     steps: cutlass.Constexpr[int]  # K-tiles a block; static, or at() would divide
     numbers: cute.Tensor | None = None  # of a transposed view: where the row's blocks lie
+    scales: cute.Tensor | None = None  # (blocks,) fp32, of blocks that have one each
 
     def out(self, n) -> tuple:
         return self.rest_m, n, self.row
@@ -43,6 +44,11 @@ class BsrKTiles:
         if self.numbers is not None:
             block = self.first - self.begin + Int32(self.numbers[self.begin + p])
         return KTile(a=(self.rest_m, k, block), b=(k, Int32(self.col_indices[self.begin + p])))
+
+    def scale(self, i) -> Float32:
+        """That of the block which K-tile i lies in. Past the last K-tile it is one that may be read, for nobody to use;
+        so it can be asked for ahead."""
+        return self.scales[cutlass.min(self.first + i // self.steps, self.scales.shape[0] - 1)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class BsrSource:
     groups: cute.Tensor | None = None  # (runs,) int32: the item of each run of columns
     tiles_run: cutlass.Constexpr[int] = 1  # column tiles in a run
     numbers: cute.Tensor | None = None  # (nnz,) int32, of a transposed view: which stored block each block is
+    scales: cute.Tensor | None = None  # (blocks,) fp32, in the order of values, of blocks that have one each
     columns = None
 
     @property
@@ -93,4 +100,6 @@ class BsrSource:
         first = begin + item * Int32(self.col_indices.shape[0]) if self.batch == "values" else begin
         count = (end - begin) * self.steps
         row, rest_m = m // self.tiles_m, m % self.tiles_m
-        return BsrKTiles(self.col_indices, count, begin, first, row, rest_m, item, self.steps, self.numbers)
+        return BsrKTiles(
+            self.col_indices, count, begin, first, row, rest_m, item, self.steps, self.numbers, self.scales
+        )

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import FLOAT8
+
 from . import checks as arguments
 
 WORKS = (
@@ -48,6 +50,9 @@ class LikeTensor:
         non_blocking and copy. The index tensors are shared where the device stays. Returns self where nothing changes,
         unless copy=True asks for values of its own. Differentiable.
 
+        Values of float8 that have scales become values * scales of another dtype. To float8 values are cast without
+        scales; `quantize` makes some.
+
         Raises:
             TypeError: the arguments are in none of these forms, or the values cannot have that dtype there.
         """
@@ -55,12 +60,18 @@ class LikeTensor:
             base = self.base.to(*args, **kwargs)
             return self if base is self.base else base.t()
         device, dtype, non_blocking, copy = self._conversion(args, kwargs)
-        arguments.check_dtypes(dtype, self.crow_indices.dtype, device)
+        arguments.check_dtypes(dtype, self.crow_indices.dtype, device, float8=True)
+        scales = self.stored_scales
+        if scales is not None and dtype is not self.dtype:
+            if dtype in FLOAT8:
+                raise TypeError(f"BsrMatrix.to: {self.dtype} with scales to {dtype}: go by .float().quantize({dtype})")
+            return self.with_values(_scaled(self.stored, scales).to(dtype)).to(device, non_blocking=non_blocking)
         values = self.stored.to(device, dtype, non_blocking=non_blocking, copy=copy)
+        scales = None if scales is None else scales.to(device, non_blocking=non_blocking, copy=copy)
         crow, col = (t.to(device, non_blocking=non_blocking) for t in (self.crow_indices, self.col_indices))
         if crow is not self.crow_indices or col is not self.col_indices:
-            return self._with_tensors(crow, col, values)
-        return self if values is self.stored else self.with_values(values)
+            return self._with_tensors(crow, col, values, scales)
+        return self if values is self.stored else self.with_values(values, scales)
 
     def _conversion(self, args: tuple, kwargs: dict) -> tuple[torch.device, torch.dtype, bool, bool]:
         """(device, dtype, non_blocking, copy) of a call of `to`."""
@@ -89,8 +100,10 @@ class LikeTensor:
         return device, self.dtype if dtype is None else dtype, non_blocking, copy
 
     def _mapped(self, change):
-        """The same pattern with change(values), of the same shape."""
-        return self.with_values(change(self.stored)) if self.base is None else self.base._mapped(change).t()
+        """The same pattern with change(values) and change(scales), of the same shape."""
+        if self.base is not None:
+            return self.base._mapped(change).t()
+        return self.with_values(change(self.stored), None if self.stored_scales is None else change(self.stored_scales))
 
     def cuda(self, device: torch.device | int | None = None, non_blocking: bool = False):
         """This matrix on a GPU, the current one unless told."""
@@ -133,8 +146,8 @@ class LikeTensor:
         """With all three tensors in page-locked memory, for a copy to a GPU with non_blocking=True."""
         if self.base is not None:
             return self.base.pin_memory().t()
-        tensors = self.crow_indices, self.col_indices, self.stored
-        pinned = [t.pin_memory() for t in tensors]
+        tensors = self.crow_indices, self.col_indices, self.stored, self.stored_scales
+        pinned = [None if t is None else t.pin_memory() for t in tensors]
         same = all(t is p for t, p in zip(tensors, pinned, strict=True))
         return self if same else self._with_tensors(*pinned)
 
@@ -178,3 +191,8 @@ class LikeTensor:
     def grad(self) -> Tensor | None:
         """The gradient of the values, of their shape; of a transposed view a copy. None where there is none yet."""
         return None if self.stored.grad is None else self._as_values(self.stored.grad)
+
+
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """values * scales in float32; scales (1,), or one for each block."""
+    return values.to(torch.float32) * (scales if scales.shape == (1,) else scales[..., None, None])

@@ -10,6 +10,7 @@ from torch import Tensor
 from cute_kernels.dtypes import accumulator
 
 from .bsr import BsrMatrix
+from .conversions import bits, of_bits
 
 CHUNK_BYTES = 1 << 20  # of gathered blocks and rows, for each thread: they stay in its L2
 MOST_COLUMNS = 512  # of b at a time
@@ -21,17 +22,19 @@ def product(W: BsrMatrix, b: Tensor) -> Tensor:
     if W.batch is None:
         batch, N = b.shape[:-2], b.shape[-1]
         b = b.movedim(-2, 0).flatten(1)  # the matrices of a batch side by side
-        out = _multiply(W, W.stored, rows, columns, b, M)
+        out = _multiply(W, W.stored, rows, columns, b, M, scales=W.stored_scales)
         return out.unflatten(1, (*batch, N)).movedim(0, -2).contiguous() if batch else out
     items = W.shape[0]
     if W.batch == "values":
         each = b if b.dim() == 3 else b.expand(items, *b.shape)
-        return torch.stack([_multiply(W, v, rows, columns, x, M) for v, x in zip(W.stored, each, strict=True)])
+        scales = W.stored_scales if W.scaled_per == "block" else [W.stored_scales] * items
+        given = zip(W.stored, each, scales, strict=True)
+        return torch.stack([_multiply(W, v, rows, columns, x, M, scales=s) for v, x, s in given])
     # A pattern for each item: one matrix, whose rows and blocks are those of all items.
     if b.dim() == 3:
         columns = columns + rows // W.n_block_rows * W.n_block_cols
         b = b.flatten(0, 1)
-    return _multiply(W, W.stored, rows, columns, b, items * M).unflatten(0, (items, M))
+    return _multiply(W, W.stored, rows, columns, b, items * M, scales=W.stored_scales).unflatten(0, (items, M))
 
 
 def grouped_linear(W: BsrMatrix, x: Tensor, groups: Tensor) -> Tensor:
@@ -56,10 +59,12 @@ def grouped_linear(W: BsrMatrix, x: Tensor, groups: Tensor) -> Tensor:
     return out.flatten(0, 1)
 
 
-def _multiply(W, stored: Tensor, rows: Tensor, columns: Tensor, b: Tensor, M: int, first: int = 0) -> Tensor:
+def _multiply(
+    W, stored: Tensor, rows: Tensor, columns: Tensor, b: Tensor, M: int, first: int = 0, scales: Tensor | None = None
+) -> Tensor:
     """(M, N): the blocks from number `first` on, at these block rows and columns, times b (.., N).
 
-    stored: (nnz, bm, bk), those of W or of an item; of a transposed view those of its base.
+    stored: (nnz, bm, bk), those of W or of an item; of a transposed view those of its base. scales: (1,) or (nnz,).
     """
     (bm, bk), N, wide = W.blocksize, b.shape[1], accumulator(b.dtype)
     out = b.new_zeros(M // bm, bm, N, dtype=wide)
@@ -73,10 +78,14 @@ def _multiply(W, stored: Tensor, rows: Tensor, columns: Tensor, b: Tensor, M: in
         for begin in range(0, len(columns), count):
             chunk = slice(begin, min(begin + count, len(columns)))  # stored goes on with those of other items
             if W.numbers is None:
-                blocks = stored[first:][chunk]
+                blocks = stored[first:][chunk].to(wide)
             else:
-                blocks = stored.index_select(0, W.numbers[first:][chunk]).mT
-            acc.index_add_(0, rows[chunk], blocks.to(wide) @ part.index_select(0, columns[chunk]))
+                blocks = of_bits(bits(stored).index_select(0, W.numbers[first:][chunk]), stored.dtype).mT.to(wide)
+            if scales is not None:
+                each = scales.expand(len(stored))
+                each = each[first:][chunk] if W.numbers is None else each.index_select(0, W.numbers[first:][chunk])
+                blocks = blocks * each[:, None, None]
+            acc.index_add_(0, rows[chunk], blocks @ part.index_select(0, columns[chunk]))
         if acc is not out:
             out[:, :, at : at + n] = acc
     return out.flatten(0, 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.checks import watched
+from cute_kernels.checks import scaled, watched
 from cute_kernels.explain import explains
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
@@ -31,19 +31,26 @@ def bsr_matmul(
     out: Tensor | None = None,
     *,
     epilogue: Epilogue | None = None,
+    scale_b: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
     Args:
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
             blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
-            them. Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
+            them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
+            Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
         out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
         epilogue: a function of the fp32 accumulators, traced by torch (see cute_kernels.gemm).
+        scale_b: float32, of float8 operands alone: what b's values are multiplied by. One element, or (..., 1, N), of
+            a matrix also (N,), one for each column.
+        fast_accumulation: of float8 operands alone, see cute_kernels.gemm. Not for a W with a scale for each block:
+            those multiply the sums when they are promoted to fp32.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
@@ -51,9 +58,14 @@ def bsr_matmul(
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
     Every element is summed in one order and written by one thread block: the bits are the same on every
     run. CPU tensors are multiplied by torch, the stored blocks alone, in fp32, of float64 in float64. A BsrMatrix also
-    takes W @ b and torch.matmul(W, b). Raises as cute_kernels.gemm does.
+    takes W @ b and torch.matmul(W, b).
+
+    Of float8 operands sums of at most 128 products are added up in fp32, and the result is bfloat16 unless out says
+    else. A b that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied first.
+    There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does.
     """
-    return called("bsr_matmul", W, b, bias, activation, residual, out, epilogue)
+    terms = bias, activation, residual, out, epilogue
+    return called("bsr_matmul", W, b, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
 
 
 def bsr_linear(
@@ -64,6 +76,8 @@ def bsr_linear(
     out: Tensor | None = None,
     *,
     epilogue: Epilogue | None = None,
+    scale_x: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
@@ -71,14 +85,17 @@ def bsr_linear(
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation: see bsr_matmul.
+        scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
+            (N,); see cute_kernels.quantize(x, per="row").
 
     Returns:
         (..., M), of a batch (L, N, M); `out` if it was given.
 
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
-    return called("bsr_linear", W, x, bias, activation, None, out, epilogue)
+    terms = bias, activation, None, out, epilogue
+    return called("bsr_linear", W, x, *terms, scale_b=scale_x, fast_accumulation=fast_accumulation)
 
 
 def bsr_gated_linear(
@@ -200,8 +217,10 @@ def sddmm(
     return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype, groups)
 
 
-def called(op: str, *terms) -> Tensor:
+def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False) -> Tensor:
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    if scaled(terms[1], None, scale_b, fast_accumulation):
+        return without_gradient(op, terms, scale_b, fast_accumulation)
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
@@ -212,6 +231,17 @@ def called(op: str, *terms) -> Tensor:
         if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
             run = differentiable
     return run(op, *terms)
+
+
+def without_gradient(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
+    """The same of a product of 8-bit floats; which calls it refuses, eager.call says."""
+    if torch.compiler.is_compiling():
+        from .torch_op import traced_scaled_bsr
+
+        return traced_scaled_bsr(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op} of float8 does not compute gradients: call it outside of torch.func's transforms")
+    return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)

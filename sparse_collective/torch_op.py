@@ -4,6 +4,8 @@ import functools
 
 import torch
 
+from cute_kernels.checks import check_no_grad
+from cute_kernels.dtypes import default_out_dtype
 from cute_kernels.gradients import of_columns, saved_of, through_epilogue
 from cute_kernels.runtime import library
 from cute_kernels.torch_op import epilogue_gradient, function_named, named_function, result_to_save, wants_z
@@ -36,7 +38,7 @@ def _fake(op, *inputs, out_dtype, **terms):
     *matrix, b = inputs
     inner, columns = b.shape[-2] if op == "bsr_matmul" else b.shape[-1], _extents(*matrix)[1]
     torch._check(inner == columns, lambda: f"{op}: {columns} columns of W meet {inner}")
-    return b.new_empty(_shape(op, *matrix, b), dtype=out_dtype or b.dtype)
+    return b.new_empty(_shape(op, *matrix, b), dtype=out_dtype or default_out_dtype(b.dtype))
 
 
 def _setup_context(ctx, inputs, output):
@@ -82,6 +84,19 @@ library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=GRADIENT)
 library.register_pair(f"{NAME}_and_z", INPUTS, TERMS, functools.partial(_run, with_z=True), _fake_with_z, GRADIENT)
 
 
+def _run_scaled(op, *inputs, scales, scale_b, fast_accumulation, out, out_dtype, epilogue, **terms):
+    *matrix, b = inputs
+    if out is None and out_dtype is not None:
+        out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype)
+    W, more = _matrix(*matrix, scales), {"scale_b": scale_b, "fast_accumulation": fast_accumulation}
+    return call(op, W, b, out=out, epilogue=function_named(epilogue), **terms, **more)
+
+
+SCALED = "sparse_collective::scaled_bsr"
+SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}"
+library.register(SCALED, INPUTS, SCALED_TERMS, _run_scaled, _fake)
+
+
 def _gradient_op(name: str, gradient, of: int) -> None:
     """An op for one gradient, of the shape of the tensor in this place of INPUTS."""
 
@@ -98,13 +113,13 @@ _gradient_op("bsr_values_gradient", values_gradient, 4)
 _gradient_op("bsr_operand_gradient", operand_gradient, 7)
 
 
-def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool) -> BsrMatrix:
+def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool, scales=None) -> BsrMatrix:
     """A matrix for one call. What was learnt of these very index tensors, and their plans, it takes over."""
-    form = values.shape, values.dtype, values.device, columns, check
-    W = met_before(crow_indices, col_indices, values, form)
+    form = values.shape, values.dtype, values.device, columns, check, None if scales is None else scales.shape
+    W = met_before(crow_indices, col_indices, values, form, scales)
     if W is None:
-        rows = (crow_indices.shape[-1] - 1) * values.shape[-2]
-        W = BsrMatrix(crow_indices, col_indices, values, (*_items(crow_indices, values), rows, columns), check=check)
+        shape = *_items(crow_indices, values), (crow_indices.shape[-1] - 1) * values.shape[-2], columns
+        W = BsrMatrix(crow_indices, col_indices, values, shape, check=check, scales=scales)
         W.recall(form)
     return W.t() if transposed else W
 
@@ -142,6 +157,16 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None)
     if out is None and wants_z(activation, epilogue, inputs[4], b, bias, residual):
         return torch.ops.sparse_collective.bsr_and_z(*inputs, *terms)[0]
     return library.call(NAME, inputs, out, terms)
+
+
+def traced_scaled_bsr(
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation
+):  # fmt: skip
+    """A product of 8-bit floats inside a torch.compile trace; see traced_bsr."""
+    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups)
+    scales = W.stored_scales
+    check_no_grad(f"{op} of float8", inputs[4], scales, b, bias, residual, scale_b)
+    return library.call(SCALED, inputs, out, (scales, scale_b, fast_accumulation, *terms))
 
 
 def flat(op, W, b, bias, activation, residual, epilogue, groups) -> tuple[tuple, tuple]:

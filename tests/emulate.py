@@ -21,6 +21,7 @@ from cute_kernels.matmul.arguments import contiguous_mode
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import family_of
+from sparse_collective.fakes import has_scales
 from sparse_collective.row_pairs.gemm import PairedSource
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 
@@ -58,9 +59,22 @@ class Emulated:
             self.insist("a", a, 0)
             acc = self.sampled(groups, columns, runs, starts, a, b, d)
         else:
+            of_w = of_b = None
+            if has_scales(self.facts):
+                *operands, of_w, of_b = operands
             *parts, b, d = operands
+            if self.facts.block.scaled:
+                values = parts[-1]
+                assert of_w.shape == (values.shape[:-2].numel(),) and of_w.is_contiguous()
+                parts[-1] = values.float() * of_w.view(*values.shape[:-2], 1, 1)
             kind = {"small blocks": self.small_blocks, "row pairs": self.paired}.get(self.facts.family, self.sparse)
             acc = kind(*parts, b)
+            if self.facts.epilogue.scales_operands:
+                of_w = None if self.facts.block.scaled else of_w
+                assert of_w is None or of_w.shape == (1,)
+                transposed = self.facts.transposed
+                acc = self.scaled(acc.mT if transposed else acc, None if of_w is None else of_w[None], of_b)
+                acc = acc.mT if transposed else acc
         self.insist("b", b, 1)
         self.insist("d", d, 2)
         self.insist_on_whole_granules(d)
@@ -96,13 +110,15 @@ class Emulated:
         d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
 
     def scaled(self, acc, scale_a, scale_b):
-        """Times the scales (1 or L, 1 or extent) of rows and of columns."""
+        """Times the scales (1 or L, 1) or (L, extent) of rows and of columns."""
         (M, N), spec = acc.shape[-2:], self.facts.epilogue
         assert spec.scales_operands
         for scale, kind, extent, dim in ((scale_a, spec.scale_m, M, -1), (scale_b, spec.scale_n, N, -2)):
             assert (scale is not None) == (kind is not None)
             if scale is not None and kind not in ("1x128", "128x128"):
-                assert scale.shape == (len(acc) if acc.dim() == 3 else 1, 1 if kind == "tensor" else extent)
+                items = len(acc) if acc.dim() == 3 else 1
+                assert scale.shape in ([(1, 1), (items, 1)] if kind == "tensor" else [(items, extent)])
+                assert scale.shape[0] > 1 or kind != "tensor" or items == 1 or self.facts.block, "read item by item"
                 assert scale.stride(1) == 1 or scale.shape[1] == 1
                 scale = scale.unsqueeze(dim)  # (1 or L, M, 1) or (1 or L, 1, N)
                 acc = acc * (scale if acc.dim() == 3 else scale[0])

@@ -16,9 +16,11 @@ import torch
 import cute_kernels
 from attention import attention
 from cute_kernels.matmul import choose
+from sparse_collective import bsr_linear
 from sparse_collective.nn import BsrLinear, change_pattern_
 
 from . import reference
+from .bsr_parts import bsr
 from .calls import FP16, FP32, Case, attend, batched, dense, grouped, linear, matmul, paths
 from .nn_parts import near
 from .reference import poisoned
@@ -103,6 +105,19 @@ def of_float8_blocks(path: str) -> None:
         near(out.cpu(), expected.double())
 
 
+def of_sparse_float8(path: str) -> None:
+    """Blocks of 8-bit floats with a scale each, of an uneven pattern, and scales of tokens."""
+    for block in ((128, 128), (64, 64)):
+        W = bsr("power_law", block, "cpu").quantize()
+        x, scale_x = cute_kernels.quantize(torch.randn(200, W.shape[1]), per="row")
+        bias, out = torch.randn(W.shape[0]), poisoned(200, W.shape[0]).to(DEVICE)
+        with cute_kernels.path(path):
+            x_there, *there = (t.to(DEVICE) for t in (x, scale_x, bias))
+            bsr_linear(x_there, W.to(DEVICE), there[1], "gelu", out, scale_x=there[0])
+        wide = torch.empty(200, W.shape[0])
+        near(out.cpu(), bsr_linear(x, W, bias, "gelu", wide, scale_x=scale_x).double())
+
+
 def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
@@ -156,6 +171,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
     "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
     "dense of 8-bit floats, scales of blocks": of_float8_blocks,
+    "bsr of 8-bit floats": of_sparse_float8,
     "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }

@@ -7,6 +7,7 @@ from bench import __main__ as command
 from bench import cases_float8, findings_float8, peers_float8
 from bench.peers import WrongResult
 from bench.rows import OURS
+from sparse_collective import random_bsr
 
 
 def scaled_mm(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum, out):
@@ -28,6 +29,9 @@ def on_the_cpu(monkeypatch):
     for module in (cases_float8, findings_float8):
         monkeypatch.setattr(module, "randn", lambda *shape: torch.randn(*shape, dtype=torch.bfloat16))
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(
+        cases_float8, "of_rows", lambda M, K, block, per_row: random_bsr((M, K), block, per_row=per_row)
+    )  # fmt: skip
 
 
 def measured(case):
@@ -37,7 +41,8 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(cases_float8.float8_cases(mode)) for mode in ("quick", "full"))
-    assert len(quick) == 10 and all(case.asked == (1.08 if "128x128" in case.name else 1.0) for case in quick)
+    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4]
+    assert [case.asked for case in quick] == asked
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     for case in full:
         assert case.against in [peer.name for peer in case.peers]
@@ -60,6 +65,15 @@ def test_a_row_with_scales_of_blocks(emulated):
     row = measured(cases_float8.float8(136, 256, 512, peers_float8.BLOCKS, False, 1.08))
     assert row.ratio == 0.5 and row.plan.startswith("sm_90 ")
     assert row.ours.note.startswith("error 1.") and row.rival.note.startswith("error 1.")
+
+
+@pytest.mark.parametrize("against", [cases_float8.DENSE, cases_float8.WIDE])
+def test_a_sparse_row(emulated, against):
+    row = measured(cases_float8.sparse((64, 64), 1 / 2, against, 0.5, size=256))
+    assert row.problem.density == 0.5 and row.problem.flops == 256**3 and row.plan.startswith("sm_90 ")
+    assert row.ours.note.startswith("error 1.") and not row.rival.error
+    assert row.ratio == (0.25 if against == cases_float8.DENSE else 0.5)
+    assert findings_float8.measure([row], {}, "bsr") == {}
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):

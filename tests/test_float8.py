@@ -476,6 +476,9 @@ def test_calls_on_the_emulator(arch, dtype):
             terms = {"bias": torch.randn(N), "activation": "gelu", "out": poisoned(M, N)}
             check(a, b, **scales(kind, M, N), **terms)
             check(a, b.contiguous(), fast=True, **scales(kind, M, N), out=poisoned(M, N, dtype=FP32))
+        a, b = numbers(3, 40, 64, dtype=dtype), numbers(3, 72, 64, dtype=dtype).mT
+        check(a, b, scale_a=torch.rand(1), scale_b=torch.rand(1, 1))  # one scale for all items of a batch
+        check(a, b, scale_a=torch.rand(1, 1, 1), scale_b=torch.rand(72).expand(3, 1, 72))
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------

@@ -222,6 +222,7 @@ def operands_text(facts: GemmFacts) -> str:
         text += f" {facts.block.index_dtype}"
     if facts.block and facts.block.batch:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
+    text += " scaled" if facts.block and facts.block.scaled else ""
     text += " fast" if facts.fast_accumulation else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 

@@ -93,6 +93,7 @@ class BlockFacts:
     run: int = 0
     operand: str = "a"  # or "d"
     permuted: bool = False  # a transposed view: stored blocks are (bk, bm), in an order that a table tells
+    scaled: bool = False  # of 8-bit floats: each stored block has a scale, which multiplies its promoted sums
 
 
 @dataclass(frozen=True)
@@ -216,17 +217,11 @@ class GemmFacts:
     def a_in_registers(self) -> bool:
         """Whether a warpgroup reads its part of A once a K-tile, by ldmatrix (promoted_sm90): a slab of 64 rows, and
         columns that are those of two products or more, side by side."""
+        if not self.promotes or self.path != "sm_90":
+            return False
         cfg = self.config
-        line = cfg.tile_k * self.element.width == 128  # bytes of a K-tile
-        one_slab = cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1
-        return (
-            self.promotes
-            and self.path == "sm_90"
-            and self.block is None
-            and line
-            and one_slab
-            and cfg.tile_n % 128 == 0
-        )
+        line = cfg.tile_k * self.element.width == 128 and set(self.k_blocks) == {4}  # bytes and MMA steps of a K-tile
+        return line and cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
 
     @property
     def out_bytes(self) -> int:

@@ -13,7 +13,7 @@ from .epilogue import EpilogueArgs
 from .kernel_sm80 import GemmSm80
 from .kernel_sm90 import GemmSm90
 from .mainloop_sm90 import MainloopSm90
-from .promoted_sm90 import PromotedMainloopSm90
+from .promoted_sm90 import PromotedMainloopSm90, ScaledMainloopSm90
 
 
 def kernel_for(facts: GemmFacts):
@@ -22,7 +22,11 @@ def kernel_for(facts: GemmFacts):
         return GemmSm80(facts)
     if not facts.promotes:
         return GemmSm90(facts, MainloopSm90)
-    mainloop = BlockScaledMainloopSm90 if facts.epilogue.scales_blocks else PromotedMainloopSm90
+    mainloop = PromotedMainloopSm90
+    if facts.epilogue.scales_blocks:
+        mainloop = BlockScaledMainloopSm90
+    elif facts.block and facts.block.scaled:
+        mainloop = ScaledMainloopSm90
     rows = facts.config.tile_m if facts.a_in_registers else 0
     return GemmSm90(facts, partial(mainloop, rows_in_registers=rows))
 

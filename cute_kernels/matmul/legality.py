@@ -12,6 +12,7 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+WITH_FLOAT8 = ("dense", "bsr")  # families
 # Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
 PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 
@@ -19,14 +20,17 @@ PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
     cfg, block = facts.config, facts.block
-    if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family == "dense"):
-        also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by dense kernels"
+    if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family in WITH_FLOAT8):
+        also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by those of dense and BSR products"
         return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
-    if reason := _float8(facts):
-        return reason
     mma_k = facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
-        return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {max(MMA_M, mma_k)}"
+        if mma_k == MMA_M:
+            return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
+        sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
+        return f"blocks of {block.bm}x{block.bk}: {sides}"
+    if reason := _float8(facts):
+        return reason
     if reason := majors(facts):
         return reason
     if any(n < 1 for n in vars(cfg).values()):
@@ -43,7 +47,7 @@ def general(facts: GemmFacts) -> str:
 
 def _float8(facts: GemmFacts) -> str:
     """What operands of 8-bit floats, and their sums, ask."""
-    cfg, scaled = facts.config, facts.epilogue.scales_operands
+    cfg, scaled = facts.config, facts.epilogue.scales_operands or facts.block is not None and facts.block.scaled
     if facts.element.width != 1:
         if facts.fast_accumulation or scaled:
             return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
@@ -53,22 +57,21 @@ def _float8(facts: GemmFacts) -> str:
             f"operands of {facts.dtype}: {facts.spec.name} has no such products on the path {facts.path}: sm_90 has "
             "them in WGMMA (the path sm_90), sm_89 in mma.sync (the path sm_80); cast to torch.bfloat16 instead"
         )
-    if scaled and facts.family != "dense":
-        return "scales of the operands: dense kernels have them"
+    if reason := _float8_blocks(facts):
+        return reason
     if facts.epilogue.scales_blocks and (reason := _block_scales(facts)):
         return reason
     if not facts.promotes:
         return ""
-    if facts.family not in ("dense", "bsr"):
-        return "sums promoted to fp32: dense and block-sparse kernels have them; others have fast_accumulation alone"
     threads, most = (
         (128 if facts.path == "sm_90" else 32) * cfg.warps_m * cfg.warps_n,
         PROMOTED_ACCUMULATORS[facts.path],
     )
     if cfg.tile_m * cfg.tile_n > most * threads:
         return f"{cfg.tile_m * cfg.tile_n // threads} accumulators a thread; {most} leave registers for promoted sums"
-    if facts.path == "sm_80":
-        return ""
+    if facts.path == "sm_80":  # the compiler starts the products of all steps of a period, and spills
+        several = "sums promoted to fp32 of K-tiles of several lengths: they leave no registers"
+        return several if len(facts.k_blocks) > 1 else ""
     if cfg.consumer_groups > 1:
         return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
@@ -91,6 +94,26 @@ def _block_scales(facts: GemmFacts) -> str:
         return f"a K-tile of {cfg.tile_k}: scales of blocks take multiples of 128"
     if 128 % min(128, cfg.tile_n // cfg.warps_n):
         return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: a product would meet two blocks of 128 columns of B"
+    return ""
+
+
+def _float8_blocks(facts: GemmFacts) -> str:
+    """What stored blocks of 8-bit floats ask."""
+    block = facts.block
+    if block is None:
+        return ""
+    if block.permuted:
+        return (
+            f"a transposed view of blocks of {facts.dtype}: tensor cores read them contiguous along K alone; "
+            "W.transpose() stores the transpose"
+        )
+    if block.run:
+        return f"a grouped product of {facts.dtype}: there is none yet; cast to torch.bfloat16, or multiply each item"
+    if block.scaled and not facts.promotes:
+        return (
+            "scales of stored blocks with fast accumulation: they multiply sums when those are promoted to fp32, and "
+            "these stay in the tensor cores; use one scale for all of W, or leave fast_accumulation out"
+        )
     return ""
 
 

@@ -32,6 +32,7 @@ class MainloopSm80(TileSteps):
         super().__init__(dtype)
         self.stages = facts.config.stages
         self.element, self.promotes = facts.element, facts.promotes
+        self.scaled = facts.block is not None and facts.block.scaled  # a block's promoted sums by its scale
         self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
         self.period = len(self.k_blocks)
         # The two register buffers alternate with the MMA steps, so a loop's body must hold an even number of them.
@@ -188,16 +189,20 @@ class MainloopSm80(TileSteps):
             cute.arch.sync_threads()
             self.read_step(0, lanes, ring, rA[0], rB[0])
             left = count - (self.stages - 1)
+            scales = None
+            if const_expr(self.scaled):
+                scales = cute.make_rmem_tensor(2, Float32)  # of the K-tile that is multiplied, and of the next
+                scales[1] = k_tiles.scale(0)
             read, write = ring, ring + (self.stages - 1) * self.stage_bytes
             for _ in cutlass.range(count // (self.period * self.unroll), unroll=1):
                 for u in range_constexpr(self.unroll):
                     tile, left, read, write = self.run_period(
-                        u, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB, scaling
+                        u, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB, scaling, scales
                     )
             if const_expr(self.unroll > 1):
                 if count // self.period % self.unroll > 0:
                     self.run_period(
-                        0, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB, scaling
+                        0, k_tiles, tile, left, read, write, mA, mB, threads, acc, ring, lanes, rA, rB, scaling, scales
                     )
 
     @cute.jit
@@ -217,7 +222,8 @@ class MainloopSm80(TileSteps):
         lanes: tuple,
         rA: list,
         rB: list,
-        scaling,
+        scaling,  # BlockScaling or None
+        scales: cute.Tensor | None,  # (2,)
     ):
         """Multiply one period of K-tiles, and load as many ahead."""
         step = const_expr(u * sum(self.k_blocks))
@@ -228,6 +234,9 @@ class MainloopSm80(TileSteps):
                 if const_expr(k + 1 < blocks):
                     self.read_step(k + 1, lanes, read, rA[other], rB[other])
                 if const_expr(k == 0):
+                    if const_expr(self.scaled):
+                        scales[0] = scales[1]
+                        scales[1] = k_tiles.scale(k_tiles.count - (self.stages - 1) - left + 1)
                     self.load(tile, left, j + self.stages - 1, mA, mB, threads, write)
                     left = left - 1
                     if const_expr(scaling is not None):  # of the K-tile after this one
@@ -244,7 +253,8 @@ class MainloopSm80(TileSteps):
                     cute.arch.sync_threads()
                     self.read_step(0, lanes, read, rA[other], rB[other])
                 if const_expr(self.promotes):
-                    self.add_product(acc, rA[buffer], rB[buffer], None if scaling is None else scaling.factors)
+                    factors = None if const_expr(scaling is None) else scaling.factors
+                    self.add_product(acc, rA[buffer], rB[buffer], factors, scales)
                 else:
                     self.multiply(acc, rA[buffer], rB[buffer])
                 if const_expr(scaling is not None and k + 1 == blocks):
@@ -253,10 +263,11 @@ class MainloopSm80(TileSteps):
         return tile, left, read, write
 
     @cute.jit
-    def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, factors):
+    def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, factors, scales: cute.Tensor | None):
         """One MMA step whose products are added in fp32: tensor cores round sums of 8-bit floats to fewer bits.
 
         factors: (2, MMA_M), of the thread's rows, what products are multiplied by; or None.
+        scales: of a sparse operand's blocks, the first of them multiplies the products; or None.
         """
         part = cute.make_rmem_tensor((4, 1, 1), Float32)
         for m in range_constexpr(self.mmas_m):
@@ -265,6 +276,7 @@ class MainloopSm80(TileSteps):
                 self.multiply(part, of_mma(rA, m), of_mma(rB, n))
                 for v in range_constexpr(4):
                     product = part[v] if const_expr(factors is None) else part[v] * factors[v // 2, m]
+                    product = product * scales[0] if const_expr(self.scaled) else product
                     acc[v, m, n] = acc[v, m, n] + product
 
     def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):

@@ -1,9 +1,14 @@
 """From an op's tensors to the kernel that will run: what a product's plan has besides what every plan has."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
+from ..operand import flatten_batch, layout_of_tensor
 from ..runtime.call_plan import CallPlan
+from ..tile.element import VECTOR_BYTES
 
 
 @dataclass
@@ -28,9 +33,10 @@ class Plan(CallPlan):
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
         if f.element.width == 1:
-            products = 128 if f.warp_specialised else 32
+            products = 32 * min(4, max(f.k_blocks)) if f.warp_specialised else 32
             promoted = f"promoted to fp32 after every {products} of K"
             promoted += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
+            promoted += ", times the scale of their block" if f.block and f.block.scaled else ""
             lines.append(f"sums: {promoted if f.promotes else 'of the tensor cores, which keep fewer bits than fp32'}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
@@ -56,3 +62,59 @@ def stage(plan: Plan, out, needed: bool) -> None:
 def bias_view(bias):
     """A bias as the kernel takes it: one mode of stride 1. A strided one is copied, a few kilobytes."""
     return None if bias.dim() == 1 and bias.stride(0) == 1 else lambda t: t.flatten().contiguous()
+
+
+def along_k(name: str, t, view, plan: Plan, rows: bool):
+    """`view` of an operand of 8-bit floats, followed by a copy where tensor cores could not read what it gives.
+
+    They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
+    rows: whether t is (..., rows, K), and not (..., K, columns).
+    """
+    K = t.shape[-1 if rows else -2]
+    layout = layout_of_tensor(t if view is None else view(t))
+    if (layout.contiguous, layout.align) == ("row" if rows else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
+        return view
+    plan.notes.append(
+        f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
+    )
+
+    def copied(t):
+        bits = (t if view is None else view(t)).view(torch.uint8)
+        bits = bits if rows else bits.mT  # (..., rows, K)
+        padding = -K % VECTOR_BYTES
+        padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
+        padded[..., :K] = bits
+        return (padded if rows else padded.mT).view(t.dtype)
+
+    return copied
+
+
+def scale_view(scale, batch, L: int, kind: str | None = None):
+    """How the kernel views a scale: (1 or L, 1), (L, extent), or of blocks, as `kind` says, (L, M or N / 128, K / 128);
+    None as it is, or without one. `batch`: of the result."""
+    if scale is None:
+        return None
+    if kind in ("1x128", "128x128"):
+        return partial(_blocks_view, kind, batch, L)
+    if scale.shape == (1, 1) and L == 1:
+        return None
+    if scale.numel() == 1:  # the kernel reads that of the item
+        return lambda t: t.view(1, 1).expand(L, 1)
+    if L == 1 and scale.is_contiguous():
+        return lambda t: t.view(1, -1)
+
+    def viewed(t):
+        t = t.flatten(-2) if t.dim() > 1 else t  # (..., extent)
+        t = t.reshape(1, -1) if L == 1 else t.expand(*batch, t.shape[-1]).reshape(L, -1)
+        return t if t.stride(-1) == 1 else t.contiguous()
+
+    return viewed
+
+
+def _blocks_view(kind: str, batch, L: int, t):
+    """(L, M, K / 128) of scales (..., M, K / 128), or (L, N / 128, K / 128) of (..., K / 128, N / 128), of any strides;
+    copied only where batch dimensions have no single stride."""
+    t = t if kind == "1x128" else t.mT
+    if L == 1:
+        return t.unsqueeze(0) if t.dim() == 2 else t.reshape(1, -1, t.shape[-1])
+    return flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]

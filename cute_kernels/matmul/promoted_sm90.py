@@ -49,6 +49,8 @@ class PromotedMainloopSm90(MainloopSm90):
         tile; else 0.
     """
 
+    scaled = False  # whether a K-tile's sums are multiplied by the scale of its block
+
     def __init__(self, *terms, rows_in_registers: int = 0):
         super().__init__(*terms)
         self.a_in_registers, self.stage_bytes = rows_in_registers > 0, rows_in_registers * LINE
@@ -85,12 +87,19 @@ class PromotedMainloopSm90(MainloopSm90):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         acc.fill(0.0)
         parts = self.make_parts(acc)
-        for _ in cutlass.range(k_tiles.count // len(self.k_blocks), unroll=1):
-            for j in range_constexpr(len(self.k_blocks)):
+        period = const_expr(len(self.k_blocks))  # K-tiles of one block
+        scales = cute.make_rmem_tensor(2, Float32) if const_expr(self.scaled) else None  # of this period and the next
+        if const_expr(self.scaled):
+            scales[1] = k_tiles.scale(0)
+        for i in cutlass.range(k_tiles.count // period, unroll=1):
+            if const_expr(self.scaled):
+                scales[0] = scales[1]
+                scales[1] = k_tiles.scale((i + 1) * period)
+            for j in range_constexpr(period):
                 pipeline.consumer_wait(read)
                 for first in range_constexpr(0, self.k_blocks[j], STEPS):
                     steps = const_expr(min(STEPS, self.k_blocks[j] - first))
-                    self.add_product(tiled_mma, acc, parts, tCrA, tCrB, read.index, first, steps)
+                    self.add_product(tiled_mma, acc, parts, tCrA, tCrB, read.index, first, steps, scales)
                 pipeline.consumer_release(release)
                 read.advance()
                 release.advance()
@@ -158,3 +167,17 @@ class PromotedMainloopSm90(MainloopSm90):
     ):
         """sums += part"""
         sums.store(sums.load() + part.load())
+
+
+class ScaledMainloopSm90(PromotedMainloopSm90):
+    """The same of blocks that have a scale each: a multiply-add in the place of an addition.
+
+    A scale is loaded a K-tile before it is used, by all threads of a warpgroup from one address.
+    """
+
+    scaled = True
+
+    @cute.jit
+    def promote(self, sums: cute.Tensor, part: cute.Tensor, m: cutlass.Constexpr, n: cutlass.Constexpr, factors):
+        """sums += part times the first factor"""
+        sums.store(sums.load() + part.load() * factors[0])

@@ -81,12 +81,12 @@ def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | 
 
 
 def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
-    """Of scale_a "tensor", "row" or "1x128", of scale_b "tensor", "column" or "128x128"; None without one.
+    """Of scale_a and scale_x "tensor", "row" or "1x128", of scale_b "tensor", "column" or "128x128"; None without one.
 
-    One value scales all of the operand. Else it has one for each row of a (..., M, K), (..., M, 1), or for each column
-    of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,). Or it has one for each row
-    and 128 columns of a, (..., M, K / 128), or for each 128x128 of b, (..., K / 128, N / 128), both rounded up. Where
-    that is the same shape, K is at most 128, and it means the same.
+    One value scales all of the operand. Else it has one for each row of a or x (..., M, K), (..., M, 1), or each column
+    of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,). Or, of gemm, one for each
+    row and 128 columns of a, (..., M, K / 128), or for each 128x128 of b, (..., K / 128, N / 128), both rounded up.
+    Where that is the same shape, K is at most 128, and it means the same.
     """
     if scale is None:
         return None
@@ -99,28 +99,31 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
         raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32 (cast with .float())")
     if scale.numel() == 1:
         return "tensor"
-    of_a = name == "scale_a"
-    kind, extent = ("row", operand.shape[-2]) if of_a else ("column", operand.shape[-1])
-    whole = (*operand.shape[:-1], 1) if of_a else (*operand.shape[:-2], 1, extent)
+    of_rows = name != "scale_b"
+    kind, extent = ("row", operand.shape[-2]) if of_rows else ("column", operand.shape[-1])
+    whole = (*operand.shape[:-1], 1) if of_rows else (*operand.shape[:-2], 1, extent)
     if tuple(scale.shape) == whole or operand.dim() == 2 and tuple(scale.shape) == (extent,):
         return kind
-    shape, of_k = tuple(scale.shape), -(-operand.shape[-1 if of_a else -2] // BLOCK)
-    blocks = (*operand.shape[:-1], of_k) if of_a else (*operand.shape[:-2], of_k, -(-extent // BLOCK))
-    name_of_blocks = "1x128" if of_a else "128x128"
+    shape, of_k = tuple(scale.shape), -(-operand.shape[-1 if of_rows else -2] // BLOCK)
+    short = f"({extent},) or " if operand.dim() == 2 else ""
+    expected = f"one element, or be {short}{whole}, one for each {kind} of {name[-1]} {tuple(operand.shape)}"
+    if op != "gemm":
+        raise ValueError(f"{op}: {name} has shape {shape}; it must have {expected}")
+    blocks = (*operand.shape[:-1], of_k) if of_rows else (*operand.shape[:-2], of_k, -(-extent // BLOCK))
+    name_of_blocks = "1x128" if of_rows else "128x128"
     if shape == blocks:
         return name_of_blocks
-    other = (*operand.shape[:-2], -(-extent // BLOCK), of_k) if of_a else (*operand.shape[:-2], of_k, extent)
+    other = (*operand.shape[:-2], -(-extent // BLOCK), of_k) if of_rows else (*operand.shape[:-2], of_k, extent)
     hint = ""
     if shape == other:
         hint = (
-            f". One for each {'128x128' if of_a else '128x1'} of {name[-1]} is not supported: a has scales of 1x128, "
-            "and b of 128x128; where it is the other way round, multiply the transposes, "
+            f". One for each {'128x128' if of_rows else '128x1'} of {name[-1]} is not supported: a has scales of "
+            "1x128, and b of 128x128; where it is the other way round, multiply the transposes, "
             "gemm(b.mT, a.mT, scale_a=scale_b.mT, scale_b=scale_a.mT).mT"
         )
-    short = f"({extent},) or " if operand.dim() == 2 else ""
     raise ValueError(
-        f"{op}: {name} has shape {shape}; it must have one element, or be {short}{whole}, one for each {kind} of "
-        f"{name[-1]} {tuple(operand.shape)}, or {blocks}, one for each {name_of_blocks} of it{hint}"
+        f"{op}: {name} has shape {shape}; it must have {expected}, or {blocks}, one for each {name_of_blocks} of "
+        f"it{hint}"
     )
 
 
