@@ -18,6 +18,7 @@ from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
+from .float8_parts import assert_as_tensor_cores
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,13 +65,6 @@ def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
     return torch.matmul(*dequantised(a, b, scale_a, scale_b, dtype))
 
 
-def most(a, b, scale_a=None, scale_b=None):
-    """The largest magnitude of the products whose sum each element is."""
-    a, b = (x.abs() for x in dequantised(a, b, scale_a, scale_b, torch.float32))
-    rows = [(a[..., m, :, None] * b).amax(-2) for m in range(a.shape[-2] if a.shape[-1] else 0)]
-    return torch.stack(rows, -2) if rows else 0.0
-
-
 def check(a, b, *, fast=False, out=None, device="cpu", bias=None, activation=None, residual=None, **terms):
     """gemm(...) against fp64: as torch errs in fp32, but for what tensor cores of a GPU round."""
     ours = gemm(
@@ -88,18 +82,9 @@ def check(a, b, *, fast=False, out=None, device="cpu", bias=None, activation=Non
     if device == "cpu":
         assert_as_good_as_torch(ours, exact, result(FP32).to(ours.dtype), k=a.shape[-1])
         return ours
-    # Tensor cores keep at least 13 bits of the largest of what they add at once, which are 32 products and a sum; of
-    # each of these they may drop as much. A sum is made of as many steps as there are 32 of K, one that is not promoted
-    # with all sums before. The derivatives of activations are below 1.2.
-    alpha, lost, steps = abs(terms.get("alpha", 1.0)), 1.2 * 2.0**-13, a.shape[-1] / 32 + 1
-    magnitudes, largest = alpha * wide(a.float().abs(), b.float().abs(), **given), alpha * most(a, b, **given)
-    allowed = lost * (steps * 33 * largest + (steps if fast else 5) * magnitudes)
-    allowed = allowed + torch.finfo(ours.dtype).eps * exact.abs() + 1e-6
-    if activation is None and residual is None and bias is None:  # and by far not all of it everywhere
-        off = (ours.double() - exact).norm() / (exact.norm() + 1e-30)
-        assert off < 1e-3 + torch.finfo(ours.dtype).eps, off
-    wrong = ~((ours.double() - exact).abs() <= allowed)
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements, {wrong.nonzero()[:4].tolist()}"
+    alone = activation is None and residual is None and bias is None
+    terms = {"fast": fast, "alpha": terms.get("alpha", 1.0), "alone": alone}
+    assert_as_tensor_cores(ours, exact, *dequantised(a, b, **given), **terms)
     return ours
 
 

@@ -16,6 +16,7 @@ from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
+from .float8_parts import assert_as_tensor_cores
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import BF16, DTYPES, FP32, ON_ARCHS, needs_compiler, numbers, refused
 
@@ -47,8 +48,8 @@ def spread(scale: torch.Tensor, rows: int, columns: int, blocks: tuple[int, int]
     return scale[..., i.to(scale.device)[:, None], j.to(scale.device)]
 
 
-def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
-    """a @ b of the dequantised operands."""
+def dequantised(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
+    """a and b times their scales."""
     M, K, N = *a.shape[-2:], b.shape[-1]
     found = []
     for x, scale, shape, blocks in ((a, scale_a, (M, K), (1, 128)), (b, scale_b, (K, N), (128, 128))):
@@ -58,7 +59,12 @@ def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
             across = (across[0], 1) if scale.shape[-1] == shape[1] else across
             scale = spread(scale, *shape, across)
         found.append(x.to(dtype) if scale is None else x.to(dtype) * scale.to(dtype))
-    return torch.matmul(*found)
+    return found
+
+
+def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
+    """a @ b of the dequantised operands."""
+    return torch.matmul(*dequantised(a, b, scale_a, scale_b, dtype))
 
 
 def check(a, b, *, out=None, device="cpu", bias=None, activation=None, residual=None, **terms):
@@ -76,11 +82,7 @@ def check(a, b, *, out=None, device="cpu", bias=None, activation=None, residual=
     if device == "cpu":
         assert_as_good_as_torch(ours, exact, result(FP32).to(ours.dtype), k=a.shape[-1])
         return ours
-    # As in test_float8: tensor cores keep 13 bits of what they add at once, in four steps of each 128 of K.
-    magnitudes = wide(a.float().abs(), b.float().abs(), **given) * abs(terms.get("alpha", 1.0))
-    allowed = 1.2 * 5 * 2.0**-13 * magnitudes + torch.finfo(ours.dtype).eps * exact.abs() + 1e-6
-    wrong = ~((ours.double() - exact).abs() <= allowed)
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements, {wrong.nonzero()[:4].tolist()}"
+    assert_as_tensor_cores(ours, exact, *dequantised(a, b, **given), alpha=terms.get("alpha", 1.0))
     return ours
 
 

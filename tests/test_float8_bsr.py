@@ -28,6 +28,7 @@ from sparse_collective.nn import BsrLinear
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
+from .float8_parts import assert_as_tensor_cores
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import numbers
 
@@ -102,12 +103,8 @@ def check(op, W, b, scale, *, fast=False, device="cpu", out=None, **terms):
     if device == "cpu":
         assert_as_good_as_torch(ours, exact, exact_of(op, W, b, scale, dtype=FP32, **terms).to(ours.dtype), k=b.numel())
         return ours
-    positive = W.with_values(W.values.float().abs().to(W.dtype), W.scales)
-    magnitudes = exact_of(op, positive, b.float().abs(), scale)
-    steps = W.shape[-1] / 32 if fast else 4
-    allowed = 1.2 * (steps + 1) * 2.0**-13 * magnitudes + torch.finfo(ours.dtype).eps * exact.abs() + 1e-6
-    wrong = ~((ours.double() - exact).abs() <= allowed)
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements, {wrong.nonzero()[:4].tolist()}"
+    dense, b = wide(W), b.double() if scale is None else b.double() * scale.double()
+    assert_as_tensor_cores(ours, exact, *((b, dense.mT) if op is bsr_linear else (dense, b)), fast=fast)
     return ours
 
 

@@ -217,9 +217,9 @@ class GemmFacts:
     def a_in_registers(self) -> bool:
         """Whether a warpgroup reads its part of A once a K-tile, by ldmatrix (promoted_sm90): a slab of 64 rows, and
         columns that are those of two products or more, side by side."""
-        if not self.promotes or self.path != "sm_90":
-            return False
         cfg = self.config
+        if not self.promotes or self.path != "sm_90" or self.block and cfg.cluster == 1:  # there it spilled 8 bytes
+            return False
         line = cfg.tile_k * self.element.width == 128 and set(self.k_blocks) == {4}  # bytes and MMA steps of a K-tile
         return line and cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
 

@@ -127,7 +127,7 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
     )
 
 
-def check_fast_accumulation(op: str, value, dtype: torch.dtype, scales: tuple) -> None:
+def check_fast_accumulation(op: str, value, dtype: torch.dtype, scales: tuple = ()) -> None:
     """TypeError for one that is no bool; ValueError where operands, or scales of these kinds, have no such sums."""
     if not isinstance(value, bool):
         raise TypeError(f"{op}: fast_accumulation must be a bool, got {type(value).__name__}")
