@@ -102,7 +102,7 @@ class Emulated:
         for scale, kind, extent, dim in ((scale_a, spec.scale_m, M, -1), (scale_b, spec.scale_n, N, -2)):
             assert (scale is not None) == (kind is not None)
             if scale is not None:
-                assert scale.shape == ((1, 1) if kind == "tensor" else (len(acc) if acc.dim() == 3 else 1, extent))
+                assert scale.shape == (len(acc) if acc.dim() == 3 else 1, 1 if kind == "tensor" else extent)
                 assert scale.stride(1) == 1 or scale.shape[1] == 1
                 scale = scale.unsqueeze(dim)  # (1 or L, M, 1) or (1 or L, 1, N)
                 acc = acc * (scale if acc.dim() == 3 else scale[0])
