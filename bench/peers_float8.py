@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels import quantize
 from tests.reference import truth
 
-from .peers import SAMPLE, Call, Operands, made, peer
+from .peers import Call, Operands, made, peer
 
 SCALED_MM = "torch._scaled_mm"
 
@@ -50,9 +50,7 @@ class Scaled(Operands):
     @cached_property
     def sample(self) -> tuple[Tensor, Tensor]:
         """(rows, reference): some rows of the output, and what they must be, in fp64."""
-        rows = (
-            torch.linspace(0, len(self.a) - 1, min(len(self.a), SAMPLE), dtype=torch.float64).long().to(self.b.device)
-        )
+        rows = self.rows
         scale = self.scale_a if self.per == "tensor" else self.scale_a[rows]
         return rows, truth(self.a[rows].double() * scale.double(), self.b.double() * self.scale_b.double())
 

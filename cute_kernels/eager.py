@@ -218,10 +218,8 @@ def _scale_view(scale, batch, L: int):
     """How the kernel views a scale: (1 or L, 1), or (L, extent); None as it is, or where there is none."""
     if scale is None or scale.shape == (1, 1) and L == 1:
         return None
-    if scale.numel() == 1 and L > 1:  # the kernel reads that of the item
+    if scale.numel() == 1:  # the kernel reads that of the item
         return lambda t: t.view(1, 1).expand(L, 1)
-    if scale.numel() == 1:
-        return lambda t: t.view(1, 1)
     if L == 1 and scale.is_contiguous():
         return lambda t: t.view(1, -1)
 

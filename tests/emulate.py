@@ -96,7 +96,7 @@ class Emulated:
         d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
 
     def scaled(self, acc, scale_a, scale_b):
-        """Times the scales (1, 1) or (L, extent) of rows and of columns."""
+        """Times the scales (1 or L, 1) or (1 or L, extent) of rows and of columns."""
         (M, N), spec = acc.shape[-2:], self.facts.epilogue
         assert spec.scales_operands
         for scale, kind, extent, dim in ((scale_a, spec.scale_m, M, -1), (scale_b, spec.scale_n, N, -2)):
