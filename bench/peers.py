@@ -89,12 +89,16 @@ class Operands:
         """(M, N) of an output as an op of ours writes it."""
         return out.t() if self.transposed else out
 
+    @property
+    def rows(self) -> Tensor:
+        """Some rows of the output, evenly spread."""
+        count = self.a.shape[0]
+        return torch.linspace(0, count - 1, min(count, SAMPLE), dtype=torch.float64).long().to(self.b.device)
+
     @cached_property
     def sample(self) -> tuple[Tensor, Tensor]:
-        """(rows, reference): some rows of the output, evenly spread, and what they must be, in fp32."""
-        count = self.a.shape[0]
-        rows = torch.linspace(0, count - 1, min(count, SAMPLE), dtype=torch.float64).long().to(self.b.device)
-        a = self.a if isinstance(self.a, Tensor) else self.a.to_dense()
+        """(rows, reference): some rows of the output, and what they must be, in fp32."""
+        rows, a = self.rows, self.a if isinstance(self.a, Tensor) else self.a.to_dense()
         return rows, truth(a[rows], self.b, self.bias, self.activation, dtype=torch.float32)
 
     def out(self) -> Tensor:

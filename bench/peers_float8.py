@@ -12,7 +12,7 @@ from cute_kernels.reference import of_elements
 from sparse_collective import BsrMatrix
 from tests.reference import truth
 
-from .peers import SAMPLE, Call, Operands, made, peer
+from .peers import Call, Operands, made, peer
 
 SCALED_MM = "torch._scaled_mm"
 BLOCKS = "1x128 and 128x128"  # of a, and of b
@@ -57,9 +57,7 @@ class Scaled(Operands):
     @cached_property
     def sample(self) -> tuple[Tensor, Tensor]:
         """(rows, reference): some rows of the output, and what they must be, in fp64."""
-        rows = (
-            torch.linspace(0, len(self.a) - 1, min(len(self.a), SAMPLE), dtype=torch.float64).long().to(self.b.device)
-        )
+        rows = self.rows
         a, scale_a, scale_b = self.a[rows], self.scale_a, self.scale_b
         scale_a = scale_a if self.per == "tensor" else scale_a[rows]
         if self.per == BLOCKS:
@@ -91,8 +89,7 @@ class ScaledSparse(Operands):
     def sample(self) -> tuple[Tensor, Tensor]:
         """(rows, reference): some rows of the output, and what they must be, in fp64."""
         a, x, scale = self.quantised
-        rows = torch.linspace(0, a.shape[0] - 1, min(a.shape[0], SAMPLE), dtype=torch.float64).long().to(x.device)
-        return rows, truth(a.to_dense()[rows].double(), (x.double() * scale.double()).t())
+        return self.rows, truth(a.to_dense()[self.rows].double(), (x.double() * scale.double()).t())
 
     with_error = Scaled.with_error
 

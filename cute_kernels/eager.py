@@ -157,7 +157,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
     L = vd.shape[0] if vd.dim() == 3 else 1
     if spec.scales_operands:
         kinds = zip((terms.scale_a, terms.scale_b), (spec.scale_m, spec.scale_n), strict=True)
-        plan.scales = tuple(scale_view(t, batch, L, kind) for t, kind in kinds)
+        plan.scales = tuple(scale_view(t, batch, L, kind) if kind or t is None else _none for t, kind in kinds)
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
         NAMES_OF_OPERANDS[a.dtype],
@@ -188,6 +188,10 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
     if copied:
         plan.notes.append(f"{name} is copied: its batch dimensions, broadcast to {tuple(batch)}, have no single stride")
     return lambda t: flatten_batch(t.expand(*batch, *t.shape[-2:]), 3)[0]
+
+
+def _none(t):
+    """The view of scales of no blocks, which the kernel does not take."""
 
 
 def _as_matrix(t):

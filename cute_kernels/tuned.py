@@ -77,6 +77,15 @@ class Table:
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     entries: dict[tuple[str, str], TunedPick] = dataclasses.field(default_factory=dict)  # (path, problem class)
 
+    def fits(self, pick: TunedPick) -> bool:
+        """Whether an entry was measured with kernels of today's sources."""
+        return self.fingerprints.get(key_of(pick.path, pick.family)) == kernel_fingerprint(pick.path, pick.family)
+
+    def stamp(self) -> None:
+        """Say of all entries, and of nothing else, that they are of today's sources."""
+        used = {(pick.path, pick.family) for pick in self.entries.values()}
+        self.fingerprints = {key_of(*each): kernel_fingerprint(*each) for each in used}
+
 
 # -- classes of problems ----------------------------------------------------------------------------------------
 
@@ -212,7 +221,7 @@ def lookup(
         pick = table.entries.get((path, text))
         if pick is None:
             continue
-        if table.fingerprints.get(key_of(path, pick.family)) != kernel_fingerprint(path, pick.family):
+        if not table.fits(pick):
             notes.append(f"tuned table ignored: its kernels' sources differ ({file})")
         elif reason := refuse(pick):
             notes.append(f"tuned entry ignored: {reason} ({file})")
@@ -312,8 +321,7 @@ def keep(file: Path, card: str, path: str, picks: Iterable[TunedPick], settled: 
     table = found if found is not None and found.card == card else Table(card)
     settled = set(settled)
     for key, pick in list(table.entries.items()):
-        stale = table.fingerprints.get(key_of(pick.path, pick.family)) != kernel_fingerprint(pick.path, pick.family)
-        if key[0] == path and (stale or key[1] in settled):
+        if key[0] == path and (key[1] in settled or not table.fits(pick)):
             del table.entries[key]
     for pick in picks:
         table.entries[pick.path, pick.problem] = pick

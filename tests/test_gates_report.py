@@ -60,6 +60,12 @@ def test_gates_asked_in_several_calls_make_one_record(tmp_path, monkeypatch):
     both = [("resources", PASSED), ("speed", FAILED)]
     assert verdicts(Gate("resources", PASSED, "fine")) == (False, both), "in their own order"
     assert verdicts(Gate("speed", PASSED, "fast")) == (True, [("resources", PASSED), ("speed", PASSED)])
+    data = json.loads((tmp_path / "nvidia-h200" / "gates.json").read_text())
+    assert "tables, correctness" in data["conclusion"] and "not asked" in data["conclusion"]
+    verdicts(Gate("tables", FAILED, "many", [f"line {i}" for i in range(gate.MOST_DETAILS + 5)]))
+    verdicts(Gate("speed", PASSED, "fast"))
+    kept = json.loads((tmp_path / "nvidia-h200" / "gates.json").read_text())["gates"][1]
+    assert kept["name"] == "tables" and kept["details"][-1] == "and 5 lines more", "cut once"
     where["sources"] = "abd"
     assert verdicts(Gate("speed", PASSED, "fast")) == (True, [("speed", PASSED)]), "of other sources nothing is known"
     assert verdicts(Gate("tables", PASSED, "fit"), mode="quick") == (True, [("tables", PASSED)])
@@ -85,6 +91,7 @@ def test_the_page():
     assert "and 5 lines more" in shown and shown.rstrip().endswith("Not to be shipped: bad failed.")
     assert gate.conclusion(found[:1]) == "Every gate passed."
     assert "left skipped" in gate.conclusion([found[0], found[2]])
+    assert gate.conclusion(found[:1], ("speed", "tables")).endswith("looked at: speed, tables not asked.")
 
 
 # -- counters and sanitizer -----------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ def test_the_command_in_a_tiny_form(topics_alone, monkeypatch, tmp_path, capsys)
     assert png.read_bytes().startswith(b"\x89PNG") and "say nothing of the kernels" in printed
     assert [row["name"] for row in data["rows"]] == list(NAMES) and all(name in printed for name in NAMES)
     assert data["suite"] == "training-demo" and "--steps 30" in data["command"]
+    assert f"--json {out.name}" in data["command"] and str(tmp_path) not in data["command"]
     assert data["environment"]["torch"] == torch.__version__ and data["plan"]["steps"] == 30
     for row in data["rows"]:
         assert row["held_out_loss"][-1] < row["held_out_loss"][0] - 0.3

@@ -27,7 +27,7 @@ import torch
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.parallel import in_parallel
 
-from ..record import RESULTS
+from ..record import RESULTS, file_of
 from . import gate
 from .gate import NAMES
 
@@ -76,15 +76,14 @@ def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if gpu:
         compile_first(args.only)
-    written = []
 
     def keep(gates: list[gate.Gate]) -> None:
         if gpu:
-            written[:] = [gate.write(gates, args.out, "quick" if args.quick else "full")]
+            gate.write(gates, args.out, "quick" if args.quick else "full")
 
     gates = ask(checks(args.only, args.quick), keep)
-    for path in written:
-        print("written:", path)
+    if gpu:
+        print("written:", file_of(args.out, torch.cuda.get_device_name(), "gates"))
     return gate.exit_status(gates)
 
 

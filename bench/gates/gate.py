@@ -6,7 +6,7 @@ asked here. Any other exception is a failure: a gate that could not look has not
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -91,13 +91,14 @@ def shown(gate: Gate) -> list[str]:
     return gate.details if rest <= 0 else [*gate.details[:MOST_DETAILS], f"and {rest} lines more"]
 
 
-def conclusion(gates: list[Gate]) -> str:
-    """The last line of the page."""
+def conclusion(gates: list[Gate], missing: Sequence[str] = ()) -> str:
+    """The last line of the page; `missing` names gates that a record lacks."""
     named = {verdict: [gate.name for gate in gates if gate.verdict == verdict] for verdict in STYLES}
     if named[FAILED]:
         return f"Not to be shipped: {', '.join(named[FAILED])} failed."
-    if named[SKIPPED]:
-        return f"Nothing failed, but not all was looked at: {', '.join(named[SKIPPED])} skipped."
+    left = [f"{', '.join(names)} {why}" for names, why in ((named[SKIPPED], SKIPPED), (missing, "not asked")) if names]
+    if left:
+        return f"Nothing failed, but not all was looked at: {'; '.join(left)}."
     return "Every gate passed."
 
 
@@ -122,16 +123,17 @@ def write(gates: list[Gate], folder: Path, mode: str) -> Path:
     """Write <folder>/<card>/gates.json: the environment, whether anything failed, and every gate.
 
     Gates that were not asked now keep what the file says of them, if it is of the same mode, sources and versions: all
-    of them can be asked in several calls. `mode` is "quick" or "full". Only a machine with a GPU has a card, and so a
-    place for this file.
+    of them can be asked in several calls; the conclusion names those that were in none. `mode` is "quick" or "full".
+    Only a machine with a GPU has a card, and so a place for this file.
     """
     environment = record.environment()
-    path = record.file_of(folder, environment["card"], "gates")
-    asked = {gate.name: gate for gate in gates}
-    found = {gate.name: gate for gate in earlier(path, mode, environment)} | asked
+    asked = [replace(gate, details=shown(gate)) for gate in gates]
+    before = earlier(record.file_of(folder, environment["card"], "gates"), mode, environment)
+    found = {gate.name: gate for gate in (*before, *asked)}
     gates = [found[name] for name in sorted(found, key=order)]
-    data = {"mode": mode, "environment": environment, "ok": exit_status(gates) == 0, "conclusion": conclusion(gates)}
-    data["gates"] = [asdict(replace(gate, details=shown(gate))) for gate in gates]
+    missing = [name for name in NAMES if name not in found]
+    data = {"mode": mode, "environment": environment, "ok": exit_status(gates) == 0}
+    data |= {"conclusion": conclusion(gates, missing), "gates": [asdict(gate) for gate in gates]}
     return record.save(folder, environment["card"], "gates", data)
 
 

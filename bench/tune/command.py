@@ -76,6 +76,9 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 0, or 1 without a GPU or where a problem could not be tuned, 2 without a problem."""
+    if args.renew and (args.problem or args.standard):
+        print("tune: --renew searches nothing; it goes with neither --problem nor --standard", file=sys.stderr)
+        return 2
     if args.renew:
         return renew_all()
     wanted = list(dict.fromkeys([*args.problem, *(problems.parse(text) for text in STANDARD if args.standard)]))

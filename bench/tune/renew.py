@@ -35,12 +35,10 @@ def renew(file: Path) -> tuple[int, list[str]]:
     """
     table, dropped = tuned.read(file), []
     for key, pick in list(table.entries.items()):
-        family = tuned.key_of(pick.path, pick.family)
-        if table.fingerprints.get(family) != tuned.kernel_fingerprint(pick.path, pick.family) and not same(pick):
+        if not table.fits(pick) and not same(pick):
             dropped.append(f"{pick.path}: {pick.measured}")
             del table.entries[key]
-    used = {(pick.path, pick.family) for pick in table.entries.values()}
-    table.fingerprints = {tuned.key_of(*each): tuned.kernel_fingerprint(*each) for each in used}
+    table.stamp()
     tuned.write(file, table)
     return len(table.entries), dropped
 

@@ -160,8 +160,14 @@ def environment(gpu: bool) -> dict:
     return where | {"commit": record.commit(), "date": datetime.date.today().isoformat()}
 
 
+def portable(argument: str) -> str:
+    """An argument of the command line; of an absolute path its last part, which is what a reader can use."""
+    option, equals, value = argument.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
+
+
 def write_json(path: Path, suite: str, where: dict, arguments: Sequence[str], rows: Sequence, **more) -> None:
     """A result file in the manner of bench/results: suite, environment, command, what else is named, and the rows."""
-    command = shlex.join(["./run", "train", *arguments])
+    command = shlex.join(["./run", "train", *map(portable, arguments)])
     data = {"suite": suite, "environment": where, "command": command, **more, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(data, indent=1) + "\n")
