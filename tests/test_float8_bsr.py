@@ -72,7 +72,8 @@ def wide(W: BsrMatrix, dtype=FP64) -> torch.Tensor:
     values = W.values.to(dtype)
     if W.scales is not None:
         values = values * (W.scales if W.scales.shape == (1,) else W.scales[..., None, None]).to(dtype)
-    return W.with_values(values).to_dense()
+    on_cpu = W.to("cpu")  # where products may be of fp64
+    return on_cpu.with_values(values.cpu()).to_dense().to(W.device)
 
 
 def operand(op, W: BsrMatrix, n: int, kind: str, *, batch=(), layout="k"):
