@@ -24,7 +24,9 @@ class Decode(Family):
     ops = ("attention",)
 
     def entry(self, facts: DecodeFacts):
-        if facts.path == "sm_90":
+        if facts.cache:
+            from .kernel_float8 import DecodeFloat8 as DecodeKernel
+        elif facts.path == "sm_90":
             from .kernel_sm90 import DecodeSm90 as DecodeKernel
         else:
             from .kernel_sm80 import DecodeSm80 as DecodeKernel

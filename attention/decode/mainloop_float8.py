@@ -1,0 +1,298 @@
+"""The mainloop of decoding from a cache of 8-bit floats: what a warp does with its own tiles of K and V.
+
+    smem    | K 0 | V 0 | K 1 | V 1 | ..    a ring of `stages` stages for each warp
+
+A warp has all 16 packed rows and every fourth tile, and a softmax of its own. It copies its tiles by cp.async, waits for
+its own copies, and meets the other warps at the end alone. So each byte of K and V is read from shared memory, and made
+a number of 16 bits, once.
+
+    wait K[i] -> S = Q K[i]' -> copy K[i + stages] -> softmax of S -> wait V[i] -> O = O factor + P V[i] -> copy V[..]
+
+8-bit floats become fp16, which holds all of them, in registers; products are of fp16, with fp32 sums. ldmatrix moves
+units of 16 bits, so it sees two values as one:
+
+    K    a lane gets four values along D of one column of K', in one register: two pairs. Which of D's indices those
+         are does not matter, if Q's fragments have the same (q_fragments).
+    V    transposed, a lane gets V[t, d], V[t, d + 1], V[t + 1, d], V[t + 1, d + 1]. The pairs that it needs are along t:
+         one byte permutation. Fragments are of even and of odd columns (see columns_of).
+
+Q may be of bf16, which fp16 does not hold: its rows are multiplied by powers of 2, and scores by their inverses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.typing import AddressSpace
+
+from cute_kernels.dtypes import cutlass_dtype
+from cute_kernels.tile.ampere import WARP, OperandTile, TileSteps
+from cute_kernels.tile.element import BITS_16
+from cute_kernels.tile.ptx import halves_across, halves_along
+
+from ..forward.config import DecodeFacts
+from ..forward.mask_and_softmax import QueryWork, mask_and_softmax
+from ..forward.softmax import OnlineSoftmax, quad_max, rows_and_columns
+from .pages import pages_of_tile
+
+ROWS = 16  # packed rows of a CTA, of one mma.sync
+PAIR = 2  # 8-bit floats in a unit of ldmatrix
+CHUNK_VALUES = 16  # along D, of one mma.sync
+LANE_VALUES = 4  # of these, that a lane has
+BIAS = 127  # of fp32's exponent
+Q_EXPONENT = 14  # of the largest value of a row of Q, in fp16
+LEAST_EXPONENT, LARGEST_EXPONENT = Q_EXPONENT + 1, 2 * BIAS  # of rows that are scaled by it, biased
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """Where a warp's ring is in shared memory, what of Q it has, and its accumulators."""
+
+    warp: Int32
+    ring: Int32
+    lanes: tuple  # where this lane's rows of the fragments' matrices are in a tile of K and of V
+    q: list  # fragments (8, 1) of each 16 of D
+    factors: cute.Tensor | None  # (2,), what scores of a thread's rows are multiplied by
+    acc_S: cute.Tensor  # (4, 1, tile_n / 8)
+    acc_O: cute.Tensor  # (4, 1, Dv / 8)
+    softmax: OnlineSoftmax
+
+
+class MainloopFloat8:
+    """Steps of one warp over its tiles, and what comes of all warps in the end.
+
+    copy: `copy(op, source, tile, n, pages, to, end)`, the kernel's own, copies tile n of K or V to the address `to`;
+        lines from `end` on, if that is given, become zeros. `pages` are pages.pages_of_tile's.
+    """
+
+    def __init__(self, facts: DecodeFacts, copy: Callable):
+        self.facts, self.cfg, self.copy = facts, facts.config, copy
+        self.warps, self.stages = facts.config.groups, facts.config.stages
+        self.dtype = cutlass_dtype(facts.dtype)
+        self.k, self.v = cache_tiles(facts)
+        self.tile_steps = TileSteps(Float16)
+
+    # ------------------------------------------------------------------ steps
+
+    @cute.jit
+    def steps(self, c: WarpState, work: QueryWork, from_k: tuple, from_v: tuple, end: Int32):
+        """All tiles of this warp: every `warps`-th. Lines from `end` on, which the very first may have, become zeros.
+
+        from_k, from_v: (mX, block_table or None), as `copy` takes them.
+        """
+        tiles, stride = work.tiles, self.warps
+        for s in range_constexpr(self.stages):
+            i = c.warp + s * stride
+            this_end = end if const_expr(s == 0) else None
+            pages = pages_of_tile(self.facts, from_k[1], work.tile.b, tiles.at(cutlass.min(i, tiles.count - 1)))
+            if i < tiles.count:
+                self.copy(self.k, from_k, work.tile, tiles.at(i), pages, self.slot(c, s), this_end)
+            cute.arch.cp_async_commit_group()
+            if i < tiles.count:
+                self.copy(self.v, from_v, work.tile, tiles.at(i), pages, self.slot(c, s) + self.k.bytes, this_end)
+            cute.arch.cp_async_commit_group()
+        ahead = cute.make_rmem_tensor(1, Int32)  # pages of the tile that the next step copies
+        ahead[0] = self.pages_ahead(work, from_k, c.warp + self.stages * stride)
+        for segment in range_constexpr(len(tiles.kinds)):
+            begin = Int32(0) if const_expr(segment == 0) else tiles.ends[segment - 1]
+            first = begin + ((c.warp - begin) & (stride - 1))
+            for i in cutlass.range(first, tiles.ends[segment], stride, unroll=1):
+                self.step(c, work, i, tiles.kinds[segment], from_k, from_v, ahead)
+
+    def pages_ahead(self, work: QueryWork, from_k: tuple, i: Int32) -> Int32:
+        """The pages of tile i, or of the last one; they are not waited for here."""
+        n = work.tiles.at(cutlass.min(i, work.tiles.count - 1))
+        return pages_of_tile(self.facts, from_k[1], work.tile.b, n)
+
+    @cute.jit
+    def step(
+        self,
+        c: WarpState,
+        work: QueryWork,
+        i: Int32,
+        kind: cutlass.Constexpr,
+        from_k: tuple,
+        from_v: tuple,
+        ahead: cute.Tensor,  # (1,)
+    ):
+        """P and O of tile i."""
+        tiles, softmax = work.tiles, c.softmax
+        scores, out = rows_and_columns(c.acc_S), rows_and_columns(c.acc_O)
+        after = i + self.warps * self.stages
+        sK = self.slot(c, i // self.warps % self.stages)
+        sV = sK + self.k.bytes
+        pages = ahead[0]
+        ahead[0] = self.pages_ahead(work, from_k, after + self.warps)
+        self.wait()
+        c.acc_S.fill(0.0)
+        self.multiply_k(c, sK)
+        cute.arch.sync_warp()  # all lanes have read K
+        if after < tiles.count:
+            self.copy(self.k, from_k, work.tile, tiles.at(after), pages, sK, None)
+        cute.arch.cp_async_commit_group()
+        if const_expr(c.factors is not None):
+            for r in range_constexpr(2):
+                for column in range_constexpr(cute.size(scores, mode=[1])):
+                    scores[r, column] = scores[r, column] * c.factors[r]
+        if mask_and_softmax(self.facts, scores, softmax, work, i, kind, lazily=True):
+            softmax.rescale(out)
+        self.wait()
+        self.multiply_v(c, sV)
+        cute.arch.sync_warp()  # all lanes have read V
+        if after < tiles.count:
+            self.copy(self.v, from_v, work.tile, tiles.at(after), pages, sV, None)
+        cute.arch.cp_async_commit_group()
+
+    def slot(self, c: WarpState, stage) -> Int32:
+        return c.ring + stage * (self.k.bytes + self.v.bytes)
+
+    @cute.jit
+    def wait(self):
+        """Wait for the oldest copies, of one tile of K or V. They are a group each, `2 stages - 1` younger ones."""
+        cute.arch.cp_async_wait_group(2 * self.stages - 1)
+        cute.arch.sync_warp()
+
+    # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
+
+    def multiply_k(self, c: WarpState, tile: Int32):
+        """S += Q K', fragments of K one read ahead: each has 16 rows of K and 32 of D."""
+        order = [(k, i) for k in range(self.facts.head_dim // 32) for i in range(self.cfg.tile_n // 16)]
+        following = self.read(self.k, c.lanes[0], tile, *order[0])
+        for step, (k, i) in enumerate(order):
+            words = following
+            if step + 1 < len(order):
+                following = self.read(self.k, c.lanes[0], tile, *order[step + 1])
+            acc = cute.make_tensor(c.acc_S.iterator + 8 * i, (4, 1, 2))
+            for chunk in range(2):  # of 16 values along D
+                rB = self.fragment([halves_along(words[chunk + 2 * half], self.facts.cache) for half in range(2)])
+                self.tile_steps.multiply(acc, c.q[2 * k + chunk], rB)
+
+    def multiply_v(self, c: WarpState, tile: Int32):
+        """O += P V, fragments of V one read ahead: each has 16 rows and 32 columns of V."""
+        rP = [self.fragment_p(c.acc_S, k) for k in range(self.cfg.tile_n // 16)]
+        order = [(k, i) for k in range(len(rP)) for i in range(self.facts.head_dim_v // 32)]
+        following = self.read(self.v, c.lanes[1], tile, *order[0])
+        for step, (k, i) in enumerate(order):
+            words = following
+            if step + 1 < len(order):
+                following = self.read(self.v, c.lanes[1], tile, *order[step + 1])
+            for chunk in range(2):  # of 16 columns
+                upper, lower = (halves_across(words[2 * chunk + half], self.facts.cache) for half in range(2))
+                rB = self.fragment(list(zip(upper, lower, strict=True)))  # of even columns, and of odd ones
+                acc = cute.make_tensor(c.acc_O.iterator + 8 * (2 * i + chunk), (4, 1, 2))
+                self.tile_steps.multiply(acc, rP[k], rB)
+
+    def read(self, op: OperandTile, lane: Int32, tile: Int32, k: int, i: int) -> cute.Tensor:
+        """Four words of four values: the matrices of MMA step k of 32 bytes or 16 rows, of the i-th 16 rows or 32
+        bytes."""
+        rX = cute.make_rmem_tensor((8, 1), Float16)
+        self.tile_steps.read(op, k, lane, tile, rX, i)
+        return cute.recast_tensor(rX, Int32)
+
+    def fragment(self, pairs: list) -> cute.Tensor:
+        """(4, 2) of B: two registers for each of two n8 tiles."""
+        rB = cute.make_rmem_tensor((4, 2), Float16)
+        words = cute.recast_tensor(rB, Int32)
+        for n, pair in enumerate(pairs):
+            words[2 * n], words[2 * n + 1] = pair
+        return rB
+
+    def fragment_p(self, acc_S: cute.Tensor, k: int) -> cute.Tensor:
+        """P (8, 1) of the k-th 16 columns, rounded to fp16."""
+        rP = cute.make_rmem_tensor((8, 1), Float16)
+        for half in range(2):
+            part = cute.make_tensor(acc_S.iterator + 4 * (2 * k + half), 4)
+            cute.make_tensor(rP.iterator + 4 * half, 4).store(part.load().to(Float16))
+        return rP
+
+    # ------------------------------------------------------------------ the start
+
+    @cute.jit
+    def state(
+        self, ring: Int32, warp: Int32, mQ: cute.Tensor, row: Int32, rows: Int32, k_scale, scale_log2: Float32
+    ) -> WarpState:
+        """Of a warp. mQ is (rows, D), packed; `row` is this thread's first one; k_scale the head's, or None."""
+        lane = cute.arch.lane_idx()
+        q, factors = self.q_fragments(mQ, row, rows)
+        if const_expr(k_scale is not None):
+            if const_expr(factors is None):
+                factors = cute.make_rmem_tensor(2, Float32)
+                factors.fill(1.0)
+            for r in range_constexpr(2):
+                factors[r] = factors[r] * k_scale
+        acc_S = cute.make_rmem_tensor((4, 1, self.cfg.tile_n // 8), Float32)
+        acc_O = cute.make_rmem_tensor((4, 1, self.facts.head_dim_v // 8), Float32)
+        lanes = tuple(op.lane_offset(lane, 0) for op in (self.k, self.v))
+        mine = ring + warp * (self.stages * (self.k.bytes + self.v.bytes))
+        softmax = OnlineSoftmax.of_rows(2, scale_log2)
+        return WarpState(warp, mine, lanes, q, factors, acc_S, acc_O, softmax)
+
+    @cute.jit
+    def q_fragments(self, mQ: cute.Tensor, row: Int32, rows: Int32) -> tuple:
+        """(fragments (8, 1) of fp16, one for each 16 of D; what scores of a thread's two rows are to be multiplied by).
+
+        A lane has four neighbours along D of rows `row` and `row` + 8, as it has of K: 8 bytes of each 32. Rows that do
+        not exist are zeros.
+        """
+        count = const_expr(self.facts.head_dim // CHUNK_VALUES)
+        column = cute.arch.lane_idx() % 4 * LANE_VALUES
+        found = cute.make_rmem_tensor((LANE_VALUES, count, 2), self.dtype)
+        found.fill(0.0)
+        for r in range_constexpr(2):
+            if row + 8 * r < rows:
+                at = mQ[row + 8 * r, None].iterator.toint() + column * BITS_16.width
+                for i in range_constexpr(count):
+                    place = make_ptr(self.dtype, at + i * 32, AddressSpace.gmem, assumed_align=8)
+                    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(LANE_VALUES)), found[None, i, r])
+        factors = None
+        if const_expr(self.dtype is not Float16):
+            found, factors = self.to_fp16(found)
+        fragments = []
+        for i in range_constexpr(count):
+            rQ = cute.make_rmem_tensor((8, 1), Float16)
+            for r in range_constexpr(2):
+                for e in range_constexpr(LANE_VALUES):
+                    rQ[e // 2 * 4 + r * 2 + e % 2] = found[e, i, r]
+            fragments.append(rQ)
+        return fragments, factors
+
+    @cute.jit
+    def to_fp16(self, found: cute.Tensor) -> tuple:
+        """Values (4, count, 2) of two rows of bf16 times a power of 2 for each row, and its inverses (2,).
+
+        A row's largest value is then between 2^14 and 2^15. What is too small for fp16 after that is less than 2^-38 of
+        it, far below what fp32 sums keep.
+        """
+        result = cute.make_rmem_tensor(found.layout, Float16)
+        factors = cute.make_rmem_tensor(2, Float32)
+        for r in range_constexpr(2):
+            largest = Float32(0.0)
+            for i in range_constexpr(cute.size(found, mode=[1])):
+                for e in range_constexpr(LANE_VALUES):
+                    value = found[e, i, r].to(Float32)
+                    largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
+            bits = cute.make_rmem_tensor(1, Float32)
+            bits[0] = quad_max(largest)
+            exponent = cute.recast_tensor(bits, Int32)[0] >> 23
+            exponent = cutlass.min(cutlass.max(exponent, LEAST_EXPONENT), LARGEST_EXPONENT)
+            powers = cute.make_rmem_tensor(2, Int32)
+            powers[0] = (2 * BIAS + Q_EXPONENT - exponent) << 23
+            powers[1] = (exponent - Q_EXPONENT) << 23
+            factor = cute.recast_tensor(powers, Float32)
+            factors[r] = factor[1]
+            for i in range_constexpr(cute.size(found, mode=[1])):
+                for e in range_constexpr(LANE_VALUES):
+                    result[e, i, r] = (found[e, i, r].to(Float32) * factor[0]).to(Float16)
+        return result, factors
+
+
+def cache_tiles(facts: DecodeFacts) -> tuple:
+    """(K, V): the layouts of a warp's tiles in shared memory, in units of two 8-bit floats, as copies and ldmatrix see
+    them."""
+    rows, vector = facts.config.tile_n, BITS_16.vector
+    k = OperandTile(rows, facts.head_dim // PAIR, True, vector, WARP, 1, True, BITS_16)
+    v = OperandTile(facts.head_dim_v // PAIR, rows, False, vector, WARP, 1, True, BITS_16)
+    return k, v
