@@ -120,7 +120,8 @@ class DecodeFloat8:
         facts = self.facts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         at_softmax = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
-        ring = at_softmax + const_expr(facts.softmax_bytes)
+        at_q = at_softmax + const_expr(facts.softmax_bytes)
+        rings = at_q + const_expr(facts.q_bytes)
         tile = scheduler.decode(cute.arch.block_idx()[0])
         if const_expr(facts.early):
             cute.arch.griddepcontrol_wait()  # nothing in global memory is read or written before it
@@ -135,7 +136,7 @@ class DecodeFloat8:
         if const_expr(mVScale is not None):
             v_scale = mVScale[tile.b, tile.h_kv]
         sinks = read_sinks(mSinks, tile, g, row)
-        c = self.mainloop.state(ring, warp, packed(mQ, tile, g), row, rows, k_scale, scale_log2)
+        c = self.mainloop.state(rings, at_q, warp, packed(mQ, tile, g), row, rows, k_scale, scale_log2)
         c.softmax.clear()
         c.acc_O.fill(0.0)
         if tiles.count > 0:
@@ -144,7 +145,7 @@ class DecodeFloat8:
             self.mainloop.steps(c, work, (mK, mTable), (mV, mTable), seqlen.cols)
         if const_expr(facts.early):
             cute.arch.griddepcontrol_launch_dependents()
-        self.merge(c, at_softmax, ring, sinks, v_scale, (mO, mLSE, mPartO, mPartLSE), tile, g, rows)
+        self.merge(c, at_softmax, rings, sinks, v_scale, (mO, mLSE, mPartO, mPartLSE), tile, g, rows)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

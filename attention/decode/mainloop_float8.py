@@ -29,7 +29,7 @@ from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.dtypes import cutlass_dtype
-from cute_kernels.tile.ampere import WARP, OperandTile, TileSteps
+from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 from cute_kernels.tile.element import BITS_16
 from cute_kernels.tile.ptx import halves_across, halves_along
 
@@ -54,7 +54,8 @@ class WarpState:
     warp: Int32
     ring: Int32
     lanes: tuple  # where this lane's rows of the fragments' matrices are in a tile of K and of V
-    q: list  # fragments (8, 1) of each 16 of D
+    q: list  # fragments (8, 1) of each 16 of D, where they stay in registers
+    at_q: Int32 | None  # address of this lane's part of them, where not
     factors: cute.Tensor | None  # (2,), what scores of a thread's rows are multiplied by
     acc_S: cute.Tensor  # (4, 1, tile_n / 8)
     acc_O: cute.Tensor  # (4, 1, Dv / 8)
@@ -168,7 +169,7 @@ class MainloopFloat8:
             acc = cute.make_tensor(c.acc_S.iterator + 8 * i, (4, 1, 2))
             for chunk in range(2):  # of 16 values along D
                 rB = self.fragment([halves_along(words[chunk + 2 * half], self.facts.cache) for half in range(2)])
-                self.tile_steps.multiply(acc, c.q[2 * k + chunk], rB)
+                self.tile_steps.multiply(acc, self.fragment_q(c, 2 * k + chunk), rB)
 
     def multiply_v(self, c: WarpState, tile: Int32):
         """O += P V, fragments of V one read ahead: each has 16 rows and 32 columns of V."""
@@ -184,6 +185,19 @@ class MainloopFloat8:
                 rB = self.fragment(list(zip(upper, lower, strict=True)))  # of even columns, and of odd ones
                 acc = cute.make_tensor(c.acc_O.iterator + 8 * (2 * i + chunk), (4, 1, 2))
                 self.tile_steps.multiply(acc, rP[k], rB)
+
+    def fragment_q(self, c: WarpState, chunk: int) -> cute.Tensor:
+        """Of the chunk-th 16 of D: in registers, or read now."""
+        if c.at_q is None:
+            return c.q[chunk]
+        rQ = cute.make_rmem_tensor((8, 1), Float16)
+        cute.autovec_copy(self.kept_fragment(c.at_q, chunk), rQ)
+        return rQ
+
+    def kept_fragment(self, at_q: Int32, chunk: int) -> cute.Tensor:
+        """Its place (8, 1) in shared memory."""
+        place = make_ptr(Float16, at_q + chunk * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
+        return cute.make_tensor(place, cute.make_layout((8, 1)))
 
     def read(self, op: OperandTile, lane: Int32, tile: Int32, k: int, i: int) -> cute.Tensor:
         """Four words of four values: the matrices of MMA step k of 32 bytes or 16 rows, of the i-th 16 rows or 32
@@ -212,11 +226,28 @@ class MainloopFloat8:
 
     @cute.jit
     def state(
-        self, ring: Int32, warp: Int32, mQ: cute.Tensor, row: Int32, rows: Int32, k_scale, scale_log2: Float32
+        self,
+        rings: Int32,
+        at_q: Int32,
+        warp: Int32,
+        mQ: cute.Tensor,  # (rows, D), packed
+        row: Int32,  # of this thread, the first
+        rows: Int32,
+        k_scale: Float32 | None,  # of the head
+        scale_log2: Float32,
     ) -> WarpState:
-        """Of a warp. mQ is (rows, D), packed; `row` is this thread's first one; k_scale the head's, or None."""
+        """Of a warp."""
         lane = cute.arch.lane_idx()
         q, factors = self.q_fragments(mQ, row, rows)
+        at_q = at_q + lane * CHUNK
+        if const_expr(self.facts.q_in_registers):
+            at_q = None
+        else:
+            if warp == 0:  # all have the same
+                for chunk in range_constexpr(len(q)):
+                    cute.autovec_copy(q[chunk], self.kept_fragment(at_q, chunk))
+            cute.arch.sync_threads()
+            q = []
         if const_expr(k_scale is not None):
             if const_expr(factors is None):
                 factors = cute.make_rmem_tensor(2, Float32)
@@ -226,9 +257,9 @@ class MainloopFloat8:
         acc_S = cute.make_rmem_tensor((4, 1, self.cfg.tile_n // 8), Float32)
         acc_O = cute.make_rmem_tensor((4, 1, self.facts.head_dim_v // 8), Float32)
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.k, self.v))
-        mine = ring + warp * (self.stages * (self.k.bytes + self.v.bytes))
+        mine = rings + warp * (self.stages * (self.k.bytes + self.v.bytes))
         softmax = OnlineSoftmax.of_rows(2, scale_log2)
-        return WarpState(warp, mine, lanes, q, factors, acc_S, acc_O, softmax)
+        return WarpState(warp, mine, lanes, q, at_q, factors, acc_S, acc_O, softmax)
 
     @cute.jit
     def q_fragments(self, mQ: cute.Tensor, row: Int32, rows: Int32) -> tuple:

@@ -168,6 +168,11 @@ class DecodeFacts(FlashFacts):
         return min(self.page_size or self.config.tile_n, self.config.tile_n)
 
     @property
+    def columns(self) -> int:
+        """Of K and V, that a CTA computes at a time."""
+        return self.config.tile_n * (self.config.groups if self.cache else 1)
+
+    @property
     def early(self) -> bool:
         """Of 8-bit caches: whether kernels may be launched before the ones before them have ended."""
         return self.spec.name == "sm_90"
@@ -179,7 +184,17 @@ class DecodeFacts(FlashFacts):
             return super().smem_bytes
         cfg = self.config
         rings = cfg.groups * cfg.stages * cfg.tile_n * (self.head_dim + self.head_dim_v)
-        return self.softmax_bytes + max(rings, cfg.groups * cfg.tile_m * (self.head_dim_v + SUMS_PAD) * 4)
+        return self.softmax_bytes + self.q_bytes + max(rings, cfg.groups * cfg.tile_m * (self.head_dim_v + SUMS_PAD) * 4)
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Of 8-bit caches: whether Q's fragments stay in registers, beside O."""
+        return super().q_in_registers if self.cache is None else max(self.head_dim, self.head_dim_v) <= 128
+
+    @property
+    def q_bytes(self) -> int:
+        """Of 8-bit caches: shared memory of Q's fragments where they do not."""
+        return 0 if self.q_in_registers else self.config.tile_m * self.head_dim * 2
 
     @property
     def softmax_bytes(self) -> int:
