@@ -130,19 +130,23 @@ class DecodeFloat8:
         g = source.qhead_per_kvhead
         row = tile.m * ROWS + cute.arch.lane_idx() // 4  # of this thread, packed
         rows = seqlen.rows * g
+        ring = rings + warp * self.mainloop.ring_bytes
+        from_k, from_v = (mK, mTable), (mV, mTable)
+        if tiles.count > 0:
+            # Only the first tile visited can reach past the end of K and V; the rows after it become zeros.
+            self.mainloop.fill(ring, warp, tile, tiles, from_k, from_v, seqlen.cols)
         k_scale = v_scale = None
         if const_expr(mKScale is not None):
             k_scale = mKScale[tile.b, tile.h_kv]
         if const_expr(mVScale is not None):
             v_scale = mVScale[tile.b, tile.h_kv]
         sinks = read_sinks(mSinks, tile, g, row)
-        c = self.mainloop.state(rings, at_q, warp, packed(mQ, tile, g), row, rows, k_scale, scale_log2)
+        c = self.mainloop.state(ring, at_q, warp, packed(mQ, tile, g), row, rows, k_scale, scale_log2)
         c.softmax.clear()
         c.acc_O.fill(0.0)
         if tiles.count > 0:
-            # Only the first tile visited can reach past the end of K and V; the rows after it become zeros.
             work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
-            self.mainloop.steps(c, work, (mK, mTable), (mV, mTable), seqlen.cols)
+            self.mainloop.steps(c, work, from_k, from_v)
         if const_expr(facts.early):
             cute.arch.griddepcontrol_launch_dependents()
         self.merge(c, at_softmax, rings, sinks, v_scale, (mO, mLSE, mPartO, mPartLSE), tile, g, rows)

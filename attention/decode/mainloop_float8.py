@@ -6,6 +6,7 @@ A warp has all 16 packed rows and every fourth tile, and a softmax of its own. I
 its own copies, and meets the other warps at the end alone. So each byte of K and V is read from shared memory, and made
 a number of 16 bits, once.
 
+    copy K[0], V[0], K[1], V[1], .. -> load Q
     wait K[i] -> S = Q K[i]' -> copy K[i + stages] -> softmax of S -> wait V[i] -> O = O factor + P V[i] -> copy V[..]
 
 8-bit floats become fp16, which holds all of them, in registers; products are of fp16, with fp32 sums. ldmatrix moves
@@ -79,34 +80,38 @@ class MainloopFloat8:
     # ------------------------------------------------------------------ steps
 
     @cute.jit
-    def steps(self, c: WarpState, work: QueryWork, from_k: tuple, from_v: tuple, end: Int32):
-        """All tiles of this warp: every `warps`-th. Lines from `end` on, which the very first may have, become zeros.
+    def fill(self, ring: Int32, warp: Int32, tile, tiles, from_k: tuple, from_v: tuple, end: Int32):
+        """Copy the first tiles of this warp. Lines from `end` on, which the very first may have, become zeros.
 
         from_k, from_v: (mX, block_table or None), as `copy` takes them.
         """
-        tiles, stride = work.tiles, self.warps
+        mine = [warp + s * self.warps for s in range(self.stages)]
+        pages = [self.pages_of(tile, tiles, from_k, i) for i in mine]  # all at once
         for s in range_constexpr(self.stages):
-            i = c.warp + s * stride
+            to = ring + s * (self.k.bytes + self.v.bytes)
             this_end = end if const_expr(s == 0) else None
-            pages = pages_of_tile(self.facts, from_k[1], work.tile.b, tiles.at(cutlass.min(i, tiles.count - 1)))
-            if i < tiles.count:
-                self.copy(self.k, from_k, work.tile, tiles.at(i), pages, self.slot(c, s), this_end)
+            if mine[s] < tiles.count:
+                self.copy(self.k, from_k, tile, tiles.at(mine[s]), pages[s], to, this_end)
             cute.arch.cp_async_commit_group()
-            if i < tiles.count:
-                self.copy(self.v, from_v, work.tile, tiles.at(i), pages, self.slot(c, s) + self.k.bytes, this_end)
+            if mine[s] < tiles.count:
+                self.copy(self.v, from_v, tile, tiles.at(mine[s]), pages[s], to + self.k.bytes, this_end)
             cute.arch.cp_async_commit_group()
+
+    def pages_of(self, tile, tiles, from_k: tuple, i: Int32) -> Int32:
+        """The pages of the i-th tile, or of the last one."""
+        return pages_of_tile(self.facts, from_k[1], tile.b, tiles.at(cutlass.min(i, tiles.count - 1)))
+
+    @cute.jit
+    def steps(self, c: WarpState, work: QueryWork, from_k: tuple, from_v: tuple):
+        """All tiles of this warp, every `warps`-th, after `fill`."""
+        tiles, stride = work.tiles, self.warps
         ahead = cute.make_rmem_tensor(1, Int32)  # pages of the tile that the next step copies
-        ahead[0] = self.pages_ahead(work, from_k, c.warp + self.stages * stride)
+        ahead[0] = self.pages_of(work.tile, tiles, from_k, c.warp + self.stages * stride)
         for segment in range_constexpr(len(tiles.kinds)):
             begin = Int32(0) if const_expr(segment == 0) else tiles.ends[segment - 1]
             first = begin + ((c.warp - begin) & (stride - 1))
             for i in cutlass.range(first, tiles.ends[segment], stride, unroll=1):
                 self.step(c, work, i, tiles.kinds[segment], from_k, from_v, ahead)
-
-    def pages_ahead(self, work: QueryWork, from_k: tuple, i: Int32) -> Int32:
-        """The pages of tile i, or of the last one; they are not waited for here."""
-        n = work.tiles.at(cutlass.min(i, work.tiles.count - 1))
-        return pages_of_tile(self.facts, from_k[1], work.tile.b, n)
 
     @cute.jit
     def step(
@@ -126,7 +131,7 @@ class MainloopFloat8:
         sK = self.slot(c, i // self.warps % self.stages)
         sV = sK + self.k.bytes
         pages = ahead[0]
-        ahead[0] = self.pages_ahead(work, from_k, after + self.warps)
+        ahead[0] = self.pages_of(work.tile, tiles, from_k, after + self.warps)  # not waited for here
         self.wait()
         c.acc_S.fill(0.0)
         self.multiply_k(c, sK)
@@ -146,6 +151,11 @@ class MainloopFloat8:
         if after < tiles.count:
             self.copy(self.v, from_v, work.tile, tiles.at(after), pages, sV, None)
         cute.arch.cp_async_commit_group()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of one warp."""
+        return self.stages * (self.k.bytes + self.v.bytes)
 
     def slot(self, c: WarpState, stage) -> Int32:
         return c.ring + stage * (self.k.bytes + self.v.bytes)
@@ -227,7 +237,7 @@ class MainloopFloat8:
     @cute.jit
     def state(
         self,
-        rings: Int32,
+        ring: Int32,
         at_q: Int32,
         warp: Int32,
         mQ: cute.Tensor,  # (rows, D), packed
@@ -257,9 +267,8 @@ class MainloopFloat8:
         acc_S = cute.make_rmem_tensor((4, 1, self.cfg.tile_n // 8), Float32)
         acc_O = cute.make_rmem_tensor((4, 1, self.facts.head_dim_v // 8), Float32)
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.k, self.v))
-        mine = rings + warp * (self.stages * (self.k.bytes + self.v.bytes))
         softmax = OnlineSoftmax.of_rows(2, scale_log2)
-        return WarpState(warp, mine, lanes, q, at_q, factors, acc_S, acc_O, softmax)
+        return WarpState(warp, ring, lanes, q, at_q, factors, acc_S, acc_O, softmax)
 
     @cute.jit
     def q_fragments(self, mQ: cute.Tensor, row: Int32, rows: Int32) -> tuple:
