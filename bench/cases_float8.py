@@ -1,24 +1,31 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
-block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16.
+block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
+decoding from caches of 8-bit floats beside caches of bfloat16, and beside a copy of as many bytes.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
 say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
+from attention import attention
 from cute_kernels import explain, gemm
 from sparse_collective import bsr_linear
 
+from . import ceilings
 from . import peers_float8 as peers
 from .cases import CUBE, of_rows, product, randn
-from .peers import Call, Operands
-from .peers_float8 import BLOCKS, SCALED_MM, Scaled, ScaledSparse
+from .cases_attention import CACHE_HEADS, COPY, AttentionProblem
+from .peers import Call, Operands, own_call
+from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledSparse
 from .rows import Candidate, Case, Problem
 
 SUITE = "float8"
+WIDE_CACHE = "our bfloat16 cache"
+PAGE = 64  # rows
 DENSE, WIDE = "our dense float8", "our bfloat16"
 
 
@@ -65,6 +72,43 @@ def sparse(block: tuple[int, int], density: float, against: str, asked: float | 
     return Case(SUITE, row, problem, ours, [peer], against, asked)
 
 
+@dataclass(frozen=True)
+class CacheProblem(AttentionProblem):
+    """Attention to caches of 8-bit floats in pages."""
+
+    cache: str = "float8_e4m3fn"
+    page_size: int = PAGE
+
+    @property
+    def kv_bytes(self) -> float:
+        return super().kv_bytes / 2
+
+
+def cached(
+    batch: int, keys: int, against: str, asked: float | None = None, page_size: int = PAGE, heads: tuple = CACHE_HEADS
+) -> Case:
+    """attention(q, k, v, k_scale=, v_scale=) of one query a sequence to full caches.
+
+    against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, by bytes of K and V over the time, where a copy
+        reads and writes.
+    """
+    H, Hkv, D = heads
+    problem = CacheProblem("attention", batch, 1, keys, H, Hkv, D, page_size=page_size)
+    pages = batch * keys // page_size
+    x = CachedAttention(lambda: randn(batch, 1, H, D), lambda: randn(pages, page_size, Hkv, D))
+
+    def call_of(args: tuple, terms: dict) -> tuple:
+        return own_call(x, attention, *args, out=x.out().transpose(1, 2), **terms)
+
+    as_many = problem.flops * 2 * ceilings.COPY_BYTES / problem.kv_bytes
+    others = [
+        Candidate(WIDE_CACHE, problem.flops, lambda: call_of(*x.wide_call())[0]),
+        Candidate(COPY, as_many, ceilings.copy),
+    ]
+    row = f"decoding B{batch}, {keys // 1024}k keys, {H}/{Hkv} heads D{D}, pages of {page_size}, e4m3fn, over {against}"
+    return Case(SUITE, row, problem, lambda: call_of(*x.narrow_call()), others, against, asked)
+
+
 def float8_cases(mode: str) -> Iterator[Case]:
     """Rows with a number asked of them; "full" has layers of a model as well."""
     for size in (4096, 8192):
@@ -75,7 +119,13 @@ def float8_cases(mode: str) -> Iterator[Case]:
     for block, rate, speed in (((128, 128), 0.80, 1.6), ((64, 64), 0.55, 1.4)):
         yield sparse(block, 1 / 8, DENSE, rate)
         yield sparse(block, 1 / 8, WIDE, speed)
+    yield cached(8, 16384, WIDE_CACHE, 1.75)
+    yield cached(8, 16384, COPY)
     if mode == "full":
+        for batch, keys in ((16, 16384), (1, 131072), (1, 16384)):
+            yield cached(batch, keys, WIDE_CACHE)
+        yield cached(8, 16384, WIDE_CACHE, page_size=16)
+        yield cached(8, 16384, WIDE_CACHE, heads=(64, 8, 128))
         for M in (128, 2048, 8192):
             for N, K in ((4096, 4096), (14336, 4096), (4096, 14336)):
                 for per in ("row", BLOCKS):

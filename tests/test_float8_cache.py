@@ -2,12 +2,10 @@
 
 import contextlib
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-import cute_kernels
 from attention import attention, block_sparse_attention, scaled_dot_product_attention
 from attention.decode import choose
 from attention.decode.mainloop_float8 import cache_tiles
@@ -288,9 +286,9 @@ def test_what_no_kernel_reads():
     for arch in ("sm_80", "sm_86"):
         with assume(arch, 108), pytest.raises(TypeError, match="does not convert float8_e4m3fn; float8_e5m2 works"):
             explain(attention, q[:, :, :1], k8, v8)
-    lengths = starts([5, 6])
+    packed = [t[0].transpose(0, 1) for t in (q, k8, v8)]
     with pytest.raises(TypeError, match="with packed sequences k and v are of q's dtype"):
-        attention(q[0].transpose(0, 1), *(t[0].transpose(0, 1) for t in (k8, v8)), cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+        attention(*packed, cu_seqlens_q=starts([5, 6]), cu_seqlens_k=starts([5, 6]))
     with pytest.raises(TypeError, match="cast one of them"):
         block_sparse_attention(q, k8, v8, torch.ones(32, 32, dtype=torch.bool))
     with pytest.raises((TypeError, ValueError)):
@@ -312,8 +310,9 @@ def test_gradients_raise():
 
 def test_compiled():
     call = case(lengths=[70, 3], capacity=128, page_size=16)
-    compiled = torch.compile(lambda **call: attention(**call, **CAUSAL, return_lse=True), backend="eager", fullgraph=True)
-    for found, expected in zip(compiled(**call), attention(**call, **CAUSAL, return_lse=True), strict=True):
+    terms = CAUSAL | {"return_lse": True}
+    compiled = torch.compile(lambda **call: attention(**call, **terms), backend="eager", fullgraph=True)
+    for found, expected in zip(compiled(**call), attention(**call, **terms), strict=True):
         torch.testing.assert_close(found, expected)
     call["q"].requires_grad_()
     with pytest.raises(RuntimeError, match="computes no gradients"):

@@ -41,8 +41,8 @@ SM_80_WIDE_FEW = {
     False: ((16, 32, 3, 4), (16, 32, 2, 4), (16, 32, 1, 4)),
     True: ((16, 16, 6, 4), (16, 16, 4, 4), (16, 16, 2, 4)),
 }
-# Of 8-bit caches, by the larger of the two head dimensions: (tile_n, stages), the first that fits being taken. A tile of
-# K is 3 to 4 KB, and a warp's ring 24: on sm_90 two CTAs an SM have most of 192 KB in flight.
+# Of 8-bit caches, by the larger of the two head dimensions: (tile_n, stages), the first that fits being taken. A warp's
+# tile of K has 3 to 4 KB, its ring 24: on sm_90 two CTAs an SM have most of 192 KB in flight.
 FLOAT8 = {
     64: ((64, 3), (64, 2)),
     96: ((32, 4), (32, 3)),

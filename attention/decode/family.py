@@ -51,7 +51,7 @@ class Decode(Family):
         if facts.cache is None:
             return ""
         if max(facts.head_dim, facts.head_dim_v) == WIDE:
-            return f"k and v of {facts.cache} have no kernel at head_dim {WIDE}; dequantise them, k.to(q.dtype) * k_scale"
+            return f"k and v of {facts.cache} have no kernel at head_dim {WIDE}; dequantise them, .to(q.dtype) * scale"
         if facts.cache == "float8_e4m3fn" and facts.spec.capability < (8, 9):
             return (
                 f"{facts.spec.name} does not convert float8_e4m3fn; float8_e5m2 works there, and float8_e4m3fn on "

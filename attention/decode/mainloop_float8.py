@@ -2,9 +2,9 @@
 
     smem    | K 0 | V 0 | K 1 | V 1 | ..    a ring of `stages` stages for each warp
 
-A warp has all 16 packed rows and every fourth tile, and a softmax of its own. It copies its tiles by cp.async, waits for
-its own copies, and meets the other warps at the end alone. So each byte of K and V is read from shared memory, and made
-a number of 16 bits, once.
+A warp has all 16 packed rows and every fourth tile, and a softmax of its own. It copies its tiles by cp.async, waits
+for its own copies, and meets the other warps at the end alone. So each byte of K and V is read from shared memory, and
+made a number of 16 bits, once.
 
     copy K[0], V[0], K[1], V[1], .. -> load Q
     wait K[i] -> S = Q K[i]' -> copy K[i + stages] -> softmax of S -> wait V[i] -> O = O factor + P V[i] -> copy V[..]
@@ -14,8 +14,8 @@ units of 16 bits, so it sees two values as one:
 
     K    a lane gets four values along D of one column of K', in one register: two pairs. Which of D's indices those
          are does not matter, if Q's fragments have the same (q_fragments).
-    V    transposed, a lane gets V[t, d], V[t, d + 1], V[t + 1, d], V[t + 1, d + 1]. The pairs that it needs are along t:
-         one byte permutation. Fragments are of even and of odd columns (see columns_of).
+    V    transposed, a lane gets V[t, d], V[t, d + 1], V[t + 1, d], V[t + 1, d + 1]. The pairs that it needs are along
+         t: one byte permutation. Fragments are of even and of odd columns, which Merge.write puts in order.
 
 Q may be of bf16, which fp16 does not hold: its rows are multiplied by powers of 2, and scores by their inverses.
 """
@@ -64,7 +64,7 @@ class WarpState:
 
 
 class MainloopFloat8:
-    """Steps of one warp over its tiles, and what comes of all warps in the end.
+    """Steps of one warp over its tiles, and what it holds of Q.
 
     copy: `copy(op, source, tile, n, pages, to, end)`, the kernel's own, copies tile n of K or V to the address `to`;
         lines from `end` on, if that is given, become zeros. `pages` are pages.pages_of_tile's.
@@ -85,16 +85,15 @@ class MainloopFloat8:
 
         from_k, from_v: (mX, block_table or None), as `copy` takes them.
         """
-        mine = [warp + s * self.warps for s in range(self.stages)]
-        pages = [self.pages_of(tile, tiles, from_k, i) for i in mine]  # all at once
         for s in range_constexpr(self.stages):
-            to = ring + s * (self.k.bytes + self.v.bytes)
+            i, to = warp + s * self.warps, ring + s * (self.k.bytes + self.v.bytes)
             this_end = end if const_expr(s == 0) else None
-            if mine[s] < tiles.count:
-                self.copy(self.k, from_k, tile, tiles.at(mine[s]), pages[s], to, this_end)
+            pages = self.pages_of(tile, tiles, from_k, i)
+            if i < tiles.count:
+                self.copy(self.k, from_k, tile, tiles.at(i), pages, to, this_end)
             cute.arch.cp_async_commit_group()
-            if mine[s] < tiles.count:
-                self.copy(self.v, from_v, tile, tiles.at(mine[s]), pages[s], to + self.k.bytes, this_end)
+            if i < tiles.count:
+                self.copy(self.v, from_v, tile, tiles.at(i), pages, to + self.k.bytes, this_end)
             cute.arch.cp_async_commit_group()
 
     def pages_of(self, tile, tiles, from_k: tuple, i: Int32) -> Int32:

@@ -51,9 +51,7 @@ class Merge:
         cute.arch.sync_threads()
         if c.warp == 0:
             if const_expr(self.facts.split):
-                store_lse(
-                    mPartLSE[tile.split, None, None, None], lse, tile, qhead_per_kvhead, row0 + lane // 4, rows
-                )
+                store_lse(mPartLSE[tile.split, None, None, None], lse, tile, qhead_per_kvhead, row0 + lane // 4, rows)
             elif const_expr(mLSE is not None):
                 store_lse(mLSE, lse, tile, qhead_per_kvhead, row0 + lane // 4, rows)
         if const_expr(self.facts.split):

@@ -184,7 +184,8 @@ class DecodeFacts(FlashFacts):
             return super().smem_bytes
         cfg = self.config
         rings = cfg.groups * cfg.stages * cfg.tile_n * (self.head_dim + self.head_dim_v)
-        return self.softmax_bytes + self.q_bytes + max(rings, cfg.groups * cfg.tile_m * (self.head_dim_v + SUMS_PAD) * 4)
+        sums = cfg.groups * cfg.tile_m * (self.head_dim_v + SUMS_PAD) * 4
+        return self.softmax_bytes + self.q_bytes + max(rings, sums)
 
     @property
     def q_in_registers(self) -> bool:
