@@ -11,7 +11,7 @@ from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
 NO_CACHE = (
-    "attention: with seqlens_k, block_table or k and v of 8 bits it computes no gradients, and q, k, v or sinks "
+    "attention: with seqlens_k or block_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
     "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have "
     "gradients"
 )

@@ -51,7 +51,10 @@ def attention(
         tensors += score.tensors
     if sinks is not None:
         tensors += (sinks,)
-    tensors += tuple(scale for scale in (k_scale, v_scale) if scale is not None)
+    if k_scale is not None:
+        tensors += (k_scale,)
+    if v_scale is not None:
+        tensors += (v_scale,)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         make = partial(

@@ -299,7 +299,7 @@ def test_gradients_raise():
     call = case(lengths=[9, 5], capacity=64)
     call["q"].requires_grad_()
     for form in (call, {name: t for name, t in call.items() if name != "seqlens_k"}):
-        with pytest.raises(RuntimeError, match="k and v of 8 bits it computes no gradients"):
+        with pytest.raises(RuntimeError, match="k and v of 8 bits, it computes no gradients"):
             attention(**form)
     with torch.no_grad():
         attention(**call)
