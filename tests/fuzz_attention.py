@@ -244,7 +244,7 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
 
 
 def narrow(case: Case, k: Tensor, v: Tensor) -> tuple:
-    """(k and v of 8 bits, what they are with their scales, the scales), which are powers of 2: no product is rounded."""
+    """(k and v of 8 bits, what they are with their scales, the scales): powers of 2, so that nothing is rounded."""
     kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[case.family.cache]
     shape = [(1,), k.shape[1:2], k.shape[:2]][case.seed // 7 % 3]
     stored = tuple(t.to(kind) for t in (k, v))

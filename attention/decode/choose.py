@@ -158,6 +158,8 @@ def use(
     plan.notes.append(
         f"decoding: {qhead_per_kvhead} heads of q in a tile of {tile_m} rows, K and V split among {count} CTAs"
     )
+    if narrow:
+        plan.notes.append(f"k and v are {narrow}, made fp16 in registers")
 
 
 def ctas_of(facts: DecodeFacts) -> int:
