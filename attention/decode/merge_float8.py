@@ -16,7 +16,8 @@ from cute_kernels.tile.ampere import WARP
 
 from ..forward.config import SUMS_PAD, DecodeFacts
 from ..forward.softmax import OnlineSoftmax, exp2, quad_sum, rows_and_columns
-from .mainloop_float8 import LANE_VALUES, ROWS, WarpState
+from .mainloop_float8 import ROWS, WarpState
+from .q_float8 import LANE_VALUES
 from .store import packed, store_lse
 
 VECTOR = LANE_VALUES  # neighbouring columns that a thread writes and reads
