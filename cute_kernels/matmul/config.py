@@ -214,14 +214,23 @@ class GemmFacts:
         return self.element.width == 1 and not self.fast_accumulation
 
     @property
-    def a_in_registers(self) -> bool:
-        """Whether a warpgroup reads its part of A once a K-tile, by ldmatrix (promoted_sm90): a slab of 64 rows, and
-        columns that are those of two products or more, side by side."""
+    def takes_turns(self) -> bool:
+        """Whether a warpgroup starts a product before it has added the one before (promoted_sm90), so that scales may
+        differ along K: it has 64 rows, and registers for two such products."""
         cfg = self.config
-        if not self.promotes or self.path != "sm_90" or self.block and cfg.cluster == 1:  # there it spilled 8 bytes
+        if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m or len(self.k_blocks) > 1:
             return False
-        line = cfg.tile_k * self.element.width == 128 and set(self.k_blocks) == {4}  # bytes and MMA steps of a K-tile
-        return line and cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
+        return self.a_in_registers or cfg.tile_n <= 128 * cfg.warps_n and self.k_blocks[0] <= 4
+
+    @property
+    def a_in_registers(self) -> bool:
+        """Whether a warpgroup reads its 64 rows of A once a K-tile of 128 bytes, by ldmatrix (promoted_sm90), since it
+        has several products of 64 columns."""
+        cfg = self.config
+        if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m:
+            return False
+        line = cfg.tile_k * self.element.width == 128 and self.k_blocks == (4,)  # MMA steps of a K-tile
+        return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
 
     @property
     def out_bytes(self) -> int:

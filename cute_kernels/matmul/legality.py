@@ -90,8 +90,8 @@ def _block_scales(facts: GemmFacts) -> str:
         if cfg.tile_n // cfg.warps_n > 128 or cfg.tile_k > 128:
             return f"tile {cfg}: a warp's part of a K-tile would meet two blocks of 128 columns or of 128 of K"
         return ""
-    if cfg.tile_k % 128:
-        return f"a K-tile of {cfg.tile_k}: scales of blocks take multiples of 128"
+    if cfg.tile_k != 128 or not facts.takes_turns:
+        return f"tile {cfg}: scales of blocks take K-tiles of 128, 64 rows a warpgroup, and registers for two products"
     if 128 % min(128, cfg.tile_n // cfg.warps_n):
         return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: a product would meet two blocks of 128 columns of B"
     return ""
