@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec
+from cute_kernels.matmul.candidates import float8_sm90 as dense_float8_sm90
 from cute_kernels.matmul.candidates import sm80, sm90, split_sm90, tile_k_of
 from cute_kernels.matmul.config import BlockFacts, GemmConfig
 from cute_kernels.tile.element import Element
@@ -22,7 +23,9 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
     if k < element.rows[0]:  # wide_sm90 has the low ones
         high = [sm90(128, 256, k, 2, 1, **of), sm90(128, 128, k, 2, 1, **of)]
         return found if low else [*high, *found]
-    return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found] if low else found
+    if low:
+        return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found]
+    return [*dense_float8_sm90(k, spec, element, (2, 1) if block.bm % 256 == 0 else (1, 2)), *found]
 
 
 def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:

@@ -230,7 +230,7 @@ class GemmFacts:
         if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m:
             return False
         line = cfg.tile_k * self.element.width == 128 and self.k_blocks == (4,)  # MMA steps of a K-tile
-        return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
+        return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0 and cfg.tile_n > 128
 
     @property
     def out_bytes(self) -> int:

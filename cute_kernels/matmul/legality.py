@@ -131,7 +131,7 @@ def _gated(facts: GemmFacts) -> str:
         return ""
     if facts.path != "sm_90" or facts.family not in ("dense", "bsr"):
         return "a gate in the epilogue: the sm_90 kernel with a block row a tile has it"
-    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z:
+    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z or spec.scales_operands:
         return "a gate in the epilogue goes with an activation alone"
     if cfg.warps_m > 1 or cfg.tile_m % 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
         return f"tile {cfg}: a gate needs whole tiles of 128 rows of a block in one warpgroup"
@@ -247,10 +247,10 @@ def _tile_sm90(facts: GemmFacts) -> str:
     if accumulators > 192:
         return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
     spec = facts.epilogue
-    if accumulators > 128 and (spec.residual or spec.function or spec.scales_each or not facts.tma_store):
+    if accumulators > 128 and (spec.residual or spec.function or not facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, scales of "
-            "rows or columns, or a store element by element"
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
+            "element by element"
         )
     return ""
 
