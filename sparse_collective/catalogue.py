@@ -253,6 +253,40 @@ def skinny_kernels(family, arch: str) -> list[GemmFacts]:
     return buildable(family, found)
 
 
+def skinny_float8_kernels(family, arch: str) -> list[GemmFacts]:
+    """Of 8-bit floats: each configuration of blocks that lanes load 16, 8 and 4 bytes of, with scales of each kind."""
+    spec = arch_named(arch)
+    paths = dict.fromkeys((spec.path, "sm_80"))
+    return buildable(family, [facts for path in paths for facts in _skinny_float8(family, spec, path)])
+
+
+def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
+    element = element_of("float8_e4m3fn")
+    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="tensor")
+    loaded = replace(LINEAR, residual=None, scale_n="column")
+    heavy = {**usual, "majors": ("k", "k", "n"), "epilogue": replace(full(), scale_n="column"), "scaled": True}
+    if path != spec.path:  # the same kernels, for whoever asks for the path
+        config, *_ = family.candidates(path, BlockFacts(128, 128, "int32", scaled=True), spec, element)
+        yield linear(spec, path, config, (128, 128), **usual, epilogue=tokens, scaled=True)
+        return
+    for block in ((128, 128), (64, 64), (128, 64), (512, 224), (64, 256), (32, 32), (16, 16), (48, 112)):
+        for config in family.candidates(path, BlockFacts(*block, "int32"), spec, element):
+            yield linear(spec, path, config, block, **usual, epilogue=one)
+        for config in family.candidates(path, BlockFacts(*block, "int32", scaled=True), spec, element):
+            yield linear(spec, path, config, block, **usual, epilogue=tokens, scaled=True)
+            if block in ((128, 128), (16, 16), (32, 32)):
+                yield linear(spec, path, config, block, **usual, epilogue=loaded, scaled=True)
+                yield bsr(spec, path, config, block, **heavy)
+    for scaled in (False, True):
+        for config in family.candidates(path, BlockFacts(128, 128, "int32", scaled=scaled), spec, element):
+            more = usual | {"scaled": scaled, "dtype": "float8_e5m2"}
+            yield linear(spec, path, config, (128, 128), **more, epilogue=tokens)
+            yield linear(spec, path, config, (128, 128), **more, epilogue=EpilogueSpec())
+            more |= {"batch": "patterns", "ranks": (3, 3, 3), "index_dtype": "int64", "majors": ("k", "k", "n")}
+            yield bsr(spec, path, config, (128, 128), **more, epilogue=replace(full(), scale_n="column"))
+
+
 def _skinny(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
     wide, narrow, uneven = (128, 128), (16, 16), (512, 112)
     items = replace(LINEAR, bias_items=True)

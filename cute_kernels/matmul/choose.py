@@ -1,5 +1,7 @@
 """Which kernel serves a product: of the candidates that can be built the one of least cost, or what was measured."""
 
+import math
+
 from .. import tuned
 from ..arch import ArchSpec
 from ..operand import Layout
@@ -31,7 +33,11 @@ def choose(
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
-            facts = best[1]
+            clocks, facts = best
+            if clocks == math.inf:
+                notes.append(f"slow: only the {facts.family} kernels serve this call, which are not made for its shape")
+            if problem.fast_accumulation and facts.converts:
+                notes.append("fast_accumulation changes nothing: this kernel adds up in fp32, of operands made fp16")
             if facts.warp_specialised and not facts.tma_store:
                 notes.append(
                     "store: element by element, since D's address, strides or contiguous extent are not multiples of "
@@ -103,5 +109,5 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         transposed=problem.transposed,
         block=problem.block,
         epilogue=problem.epilogue,
-        fast_accumulation=problem.fast_accumulation,
+        fast_accumulation=problem.fast_accumulation and not config.converts,
     )
