@@ -1,13 +1,12 @@
 """Which kernel serves a product: of the candidates that can be built the one of least cost, or what was measured."""
 
-import math
-
 from .. import tuned
 from ..arch import ArchSpec
 from ..operand import Layout
 from ..runtime.families import families, family_of
 from ..tile.element import element_of
 from .config import GemmFacts
+from .cost import LAST_RESORT
 from .family import ProductFamily
 from .problem import Problem
 
@@ -34,7 +33,7 @@ def choose(
                 best = (clocks, facts)
         if best:
             clocks, facts = best
-            if clocks == math.inf:
+            if clocks >= LAST_RESORT:
                 notes.append(f"slow: only the {facts.family} kernels serve this call, which are not made for its shape")
             if problem.fast_accumulation and facts.converts:
                 notes.append("fast_accumulation changes nothing: this kernel adds up in fp32, of operands made fp16")

@@ -216,7 +216,8 @@ class GemmFacts:
 
     @property
     def converts(self) -> bool:
-        """Whether operands of 8-bit floats become fp16 in registers. Their products are exact in fp32, as their sums."""
+        """Whether operands of 8-bit floats become fp16 in registers. Their products are exact in fp32, where they are
+        added up."""
         return self.element.width == 1 and self.config.converts
 
     @property

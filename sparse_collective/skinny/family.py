@@ -59,14 +59,15 @@ class Skinny(BsrFamily):
         kernels. What a column tile fetches before its first values arrive counts for each.
         """
         extents, block = problem.extents, problem.block
-        if extents.N > FEW_COLUMNS:
-            return math.inf
         values, tiles_n = values_bytes(problem), -(-extents.N // config.tile_n)
         passes = tiles_n * (1 if block.batch else extents.L)
         from_l2 = values * passes * (1 + min(extents.N, config.tile_n) / config.tile_m) / FEED
-        turns = max(1, math.ceil(problem.density * extents.K / (LANES_K * config.tile_k * config.stages * config.warps)))
+        turns = max(
+            1, math.ceil(problem.density * extents.K / (LANES_K * config.tile_k * config.stages * config.warps))
+        )
         from_dram = values / cost.DRAM_BYTES_PER_CLOCK / (1 if config.tile_m == 16 else 0.75)
-        return FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * TURN)
+        resort = cost.LAST_RESORT if extents.N > FEW_COLUMNS else 0.0
+        return resort + FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * TURN)
 
     def unsupported(self, facts: GemmFacts) -> str:
         """It needs no TMA; but on the sm_90 path, where TMA serves no operand, all of sm_80's kernels compete."""

@@ -13,9 +13,10 @@ of B are its part of their other operand.
     lane (g, t) = (lane / 4, lane % 4)     W rows g and g + 8, columns 8 t .. 8 t + 7, and B column g
     first MMA   k 8 t .. 8 t + 3 of all t;     second MMA   k 8 t + 4 .. 8 t + 7
 
-(Of 8-bit floats they are 16, of four MMAs; see float8.py.) Those k are the K-tile that the source is asked for: a block is a multiple of it wide, so none reaches into a
-second block, and a warp's 32 columns may lie in one block or in two. Where W's values lie depends on no index: the
-first ones are under way while the indices are fetched. Then, for each piece:
+(Of 8-bit floats they are 16, of four MMAs; see float8.py.) Those k are the K-tile that the source is asked for: a block
+is a multiple of it wide, so none reaches into a second block, and a warp's 32 columns may lie in one block or in two.
+Where W's values lie depends on no index: the first ones are under way while the indices are fetched. Then, for each
+piece:
 
     load B       wherever the index says
     next index   of the warp's next piece
