@@ -270,7 +270,7 @@ def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
         config, *_ = family.candidates(path, BlockFacts(128, 128, "int32", scaled=True), spec, element)
         yield linear(spec, path, config, (128, 128), **usual, epilogue=tokens, scaled=True)
         return
-    for block in ((128, 128), (64, 64), (128, 64), (512, 224), (64, 256), (32, 32), (16, 16), (48, 112)):
+    for block in ((128, 128), (64, 64), (512, 224), (64, 256), (32, 32), (16, 16), (48, 112)):
         for config in family.candidates(path, BlockFacts(*block, "int32"), spec, element):
             yield linear(spec, path, config, block, **usual, epilogue=one)
         for config in family.candidates(path, BlockFacts(*block, "int32", scaled=True), spec, element):
@@ -282,7 +282,6 @@ def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
         for config in family.candidates(path, BlockFacts(128, 128, "int32", scaled=scaled), spec, element):
             more = usual | {"scaled": scaled, "dtype": "float8_e5m2"}
             yield linear(spec, path, config, (128, 128), **more, epilogue=tokens)
-            yield linear(spec, path, config, (128, 128), **more, epilogue=EpilogueSpec())
             more |= {"batch": "patterns", "ranks": (3, 3, 3), "index_dtype": "int64", "majors": ("k", "k", "n")}
             yield bsr(spec, path, config, (128, 128), **more, epilogue=replace(full(), scale_n="column"))
 
