@@ -162,7 +162,8 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     for block in ((128, 128), (64, 64), (128, 64), (256, 128), (512, 224), (32, 32)):
         configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
         made = [linear(spec, spec.path, c, block, **usual, epilogue=tokens, scaled=True) for c in configs]
-        found += made if block in ((128, 128), (64, 64)) else buildable(family, made)[:1]
+        some = buildable(family, made)[:1] + [facts for facts in made if facts.config.tile_n == 32]
+        found += made if block in ((128, 128), (64, 64)) else some
         for change in changes if block in ((128, 128), (64, 64)) else ():
             made = [linear(spec, spec.path, config, block, **usual | change) for config in configs]
             found += buildable(family, made)[:1]

@@ -245,7 +245,7 @@ def test_on_the_emulator(arch, dtype, per):
                 b, scale = operand(op, W, n, kind)
                 assert explain(op, *((b, W) if op is bsr_linear else (W, b)), arch=arch).facts.family == "skinny"
                 check(op, W, b, scale, bias=torch.randn(W.shape[0] if op is bsr_linear else n), activation="gelu")
-        check(bsr_linear, W, *operand(bsr_linear, W, 40, "none"), FP32) if block[1] % 32 else None
+        check(bsr_linear, W, *operand(bsr_linear, W, 40, "none"), FP32)  # of blocks 112 wide: as a last resort
 
 
 @needs_compiler
@@ -269,7 +269,6 @@ def test_batches_and_strides_on_the_emulator():
 @pytest.mark.parametrize("block", [(16, 16), (32, 32), (64, 64)], ids=str)
 def test_what_is_infinite_stays_in_its_row(arch, block):
     """Lanes past the end of a row multiply nothing, and by no other row's scale."""
-    W = BsrMatrix.from_dense(torch.ones(3 * block[0], 7 * block[1]), block).to(E4M3)
     keep = [0, 3, 7, 8, 9, 10, 11, 14]  # rows of 2, 5 and 1 blocks
     mask = torch.zeros(21, dtype=torch.bool).index_fill(0, torch.tensor(keep), True).view(3, 7)
     W = BsrMatrix.from_dense(torch.ones(3 * block[0], 7 * block[1]), block, mask=mask)
