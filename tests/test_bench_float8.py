@@ -41,7 +41,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(cases_float8.float8_cases(mode)) for mode in ("quick", "full"))
-    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4]
+    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4] + [0.75] * 8
     assert [case.asked for case in quick] == asked
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     for case in full:
@@ -74,6 +74,15 @@ def test_a_sparse_row(emulated, against):
     assert row.ours.note.startswith("error 1.") and not row.rival.error
     assert row.ratio == (0.25 if against == cases_float8.DENSE else 0.5)
     assert findings_float8.measure([row], {}, "bsr") == {}
+
+
+def test_a_row_of_few_tokens(emulated):
+    case = cases_float8.few_tokens(8, (64, 64), size=256)
+    row = measured(case)
+    assert row.problem.flops == 2 * 8 * 256 * 64 and row.plan.startswith("sm_90 ") and "skinny" in row.plan
+    assert row.ours.note.startswith("error 1.") and not row.rival.error and row.ratio == 0.5
+    moved = 2 * case.peers[0].setup()().numel()
+    assert moved == 256 * 64 and case.against == cases_float8.COPY
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):

@@ -29,6 +29,7 @@ class GemmConfig:
     boxes_b: ClassVar[int] = 1  # parts of a tile of B, side by side, whose places a source names one by one
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
     panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
+    converts: ClassVar[bool] = False  # whether 8-bit floats are multiplied as fp16 numbers, which hold each of them
     tile_m: int
     tile_n: int
     tile_k: int
@@ -211,7 +212,13 @@ class GemmFacts:
     @property
     def promotes(self) -> bool:
         """Whether short sums of the tensor cores are added up in fp32 (promoted_sm90, mainloop_sm80)."""
-        return self.element.width == 1 and not self.fast_accumulation
+        return self.element.width == 1 and not self.converts and not self.fast_accumulation
+
+    @property
+    def converts(self) -> bool:
+        """Whether operands of 8-bit floats become fp16 in registers. Their products are exact in fp32, where they are
+        added up."""
+        return self.element.width == 1 and self.config.converts
 
     @property
     def takes_turns(self) -> bool:

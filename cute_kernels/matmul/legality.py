@@ -12,7 +12,7 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-WITH_FLOAT8 = ("dense", "bsr")  # families
+WITH_FLOAT8 = ("dense", "bsr", "skinny")  # families
 # Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
 PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 
@@ -23,7 +23,7 @@ def general(facts: GemmFacts) -> str:
     if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family in WITH_FLOAT8):
         also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by those of dense and BSR products"
         return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
-    mma_k = facts.element.mma_k
+    mma_k = MMA_M if facts.converts else facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
         if mma_k == MMA_M:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
@@ -52,6 +52,8 @@ def _float8(facts: GemmFacts) -> str:
         if facts.fast_accumulation or scaled:
             return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
         return ""
+    if facts.converts:
+        return _float8_blocks(facts)
     if facts.spec.float8 != facts.path:
         return (
             f"operands of {facts.dtype}: {facts.spec.name} has no such products on the path {facts.path}: sm_90 has "
@@ -109,7 +111,7 @@ def _float8_blocks(facts: GemmFacts) -> str:
         )
     if block.run:
         return f"a grouped product of {facts.dtype}: there is none yet; cast to torch.bfloat16, or multiply each item"
-    if block.scaled and not facts.promotes:
+    if block.scaled and facts.fast_accumulation:
         return (
             "scales of stored blocks with fast accumulation: they multiply sums when those are promoted to fp32, and "
             "these stay in the tensor cores; use one scale for all of W, or leave fast_accumulation out"
