@@ -24,9 +24,8 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
     few = of | {"ring": 1, "most": 8 * element.rows[0] // k}
     low = -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64
     found = [sm90(64, 64, k, 1, 2, **few), sm90(64, 32, k, 1, 2, **few)]
-    found += (
-        [] if low else [sm90(128, 32, k, 2, 1, **few), sm90(128, 16, k, 2, 1, **few)]
-    )  # fewer rows of B a byte of A
+    if not low:  # fewer rows of B a byte of A
+        found += [sm90(128, 32, k, 2, 1, **few), sm90(128, 16, k, 2, 1, **few)]
     if k < element.rows[0]:  # wide_sm90 has the low ones
         high = [sm90(128, 256, k, 2, 1, **of), sm90(128, 128, k, 2, 1, **of)]
         return found if low else [*high, *found]
