@@ -89,7 +89,7 @@ def attention(
             numbers are multiplied by. One for all, (1,); one for each head of k and v, (Hkv,); or for each item's, too,
             (B, Hkv), which is what FlashAttention 3 calls k_descale and v_descale. None for 1. q stays of 16 bits. Such
             k and v are read by the decoding kernels: with seqlens_k, for any number of queries, or without for few
-            queries. Not at head dimension 512, and float8_e4m3fn not on sm_80 and sm_86.
+            queries. Not at head dimension 512.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.

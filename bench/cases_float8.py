@@ -1,6 +1,7 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
 block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
-decoding from caches of 8-bit floats beside caches of bfloat16, and beside a copy of as many bytes.
+those of few tokens beside a copy of as many bytes; decoding from caches of 8-bit floats beside caches of bfloat16, and
+beside a copy of as many bytes.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
 say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
@@ -15,10 +16,9 @@ from attention import attention
 from cute_kernels import explain, gemm
 from sparse_collective import bsr_linear
 
-from . import ceilings
 from . import peers_float8 as peers
-from .cases import CUBE, of_rows, product, randn
-from .cases_attention import CACHE_HEADS, COPY, AttentionProblem
+from .cases import COPY, CUBE, of_rows, product, randn
+from .cases_attention import CACHE_HEADS, AttentionProblem
 from .peers import Call, Operands, own_call
 from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledSparse
 from .rows import Candidate, Case, Problem
@@ -58,18 +58,40 @@ def sparse(block: tuple[int, int], density: float, against: str, asked: float | 
     problem = Problem("bsr_linear", size, size, size, block, kept, dtype="float8_e4m3fn", epilogue=epilogue)
     x = ScaledSparse(lambda: of_rows(size, size, block, per_row), lambda: randn(size, size))
 
-    def ours() -> tuple:
-        W, tokens, scale = x.quantised
-        terms = {"scale_x": scale, "out": x.out().t()}
-        call = Call(lambda: bsr_linear(tokens, W, **terms).t())
-        return x.verified(x.with_error(call)), explain(bsr_linear, tokens, W, **terms)
-
     peer = {
         DENSE: Candidate(DENSE, 2.0 * size**3, lambda: float8(size, size, size, "row", False).ours()[0]),
         WIDE: Candidate(WIDE, problem.flops, lambda: product(Operands(x.a, x.b, transposed=True), bsr_linear)[0]),
     }[against]
     row = f"bsr_linear {block[0]}x{block[1]}, {kept:.3g}, e4m3fn, {epilogue}, over {against}"
-    return Case(SUITE, row, problem, ours, [peer], against, asked)
+    return Case(SUITE, row, problem, lambda: layer(x), [peer], against, asked)
+
+
+def few_tokens(
+    tokens: int, block: tuple[int, int], density: float = 0.25, asked: float | None = 0.75, size: int = 2 * CUBE
+) -> Case:
+    """bsr_linear(x, W, scale_x=) of a few tokens, limited by the bytes of W, beside a copy that moves as many."""
+    per_row = round(density * size / block[1])
+    epilogue = "scales per block and token"
+    kept = per_row * block[1] / size
+    problem = Problem("bsr_linear", size, tokens, size, block, kept, dtype="float8_e4m3fn", epilogue=epilogue)
+    x = ScaledSparse(lambda: of_rows(size, size, block, per_row), lambda: randn(tokens, size))
+
+    def copy() -> Call:
+        values = x.quantised[0].values.view(torch.uint8).flatten()
+        half = values[: values.numel() // 2]  # each byte is read and written
+        to = torch.empty_like(half)
+        return Call(lambda: to.copy_(half))
+
+    name = f"bsr_linear {block[0]}x{block[1]}, {density:.3g}, e4m3fn, {epilogue}, {tokens} tokens, {size} squared"
+    return Case(SUITE, name, problem, lambda: layer(x), [Candidate(COPY, problem.flops, copy)], COPY, asked)
+
+
+def layer(x: ScaledSparse) -> tuple:
+    """Our bsr_linear of x, and its plan."""
+    W, tokens, scale = x.quantised
+    terms = {"scale_x": scale, "out": x.out().t()}
+    call = Call(lambda: bsr_linear(tokens, W, **terms).t())
+    return x.verified(x.with_error(call)), explain(bsr_linear, tokens, W, **terms)
 
 
 @dataclass(frozen=True)
@@ -89,8 +111,7 @@ def cached(
 ) -> Case:
     """attention(q, k, v, k_scale=, v_scale=) of one query a sequence to full caches.
 
-    against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, by bytes of K and V over the time, where a copy
-        reads and writes.
+    against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, which reads and writes as many bytes.
     """
     H, Hkv, D = heads
     problem = CacheProblem("attention", batch, 1, keys, H, Hkv, D, page_size=page_size)
@@ -100,10 +121,14 @@ def cached(
     def call_of(args: tuple, terms: dict) -> tuple:
         return own_call(x, attention, *args, out=x.out().transpose(1, 2), **terms)
 
-    as_many = problem.flops * 2 * ceilings.COPY_BYTES / problem.kv_bytes
+    def copy() -> Call:
+        src = x.quantised[0][0].view(torch.uint8).flatten()  # K, half of what is read
+        to = torch.empty_like(src)
+        return Call(lambda: to.copy_(src))
+
     others = [
         Candidate(WIDE_CACHE, problem.flops, lambda: call_of(*x.wide_call())[0]),
-        Candidate(COPY, as_many, ceilings.copy),
+        Candidate(COPY, problem.flops, copy),
     ]
     row = f"decoding B{batch}, {keys // 1024}k keys, {H}/{Hkv} heads D{D}, pages of {page_size}, e4m3fn, over {against}"
     return Case(SUITE, row, problem, lambda: call_of(*x.narrow_call()), others, against, asked)
@@ -119,6 +144,9 @@ def float8_cases(mode: str) -> Iterator[Case]:
     for block, rate, speed in (((128, 128), 0.80, 1.6), ((64, 64), 0.55, 1.4)):
         yield sparse(block, 1 / 8, DENSE, rate)
         yield sparse(block, 1 / 8, WIDE, speed)
+    for block in ((128, 128), (64, 64)):
+        for tokens in (1, 8, 32, 64):
+            yield few_tokens(tokens, block)
     yield cached(8, 16384, WIDE_CACHE, 1.75)
     yield cached(8, 16384, COPY)
     if mode == "full":

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec
+from cute_kernels.matmul.candidates import float8_sm90 as dense_float8_sm90
 from cute_kernels.matmul.candidates import sm80, sm90, split_sm90, tile_k_of
 from cute_kernels.matmul.config import BlockFacts, GemmConfig
 from cute_kernels.tile.element import Element
@@ -15,14 +16,22 @@ def bsr_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
 
 def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
     """Of 8-bit floats, whose promoted sums want both warpgroups on one tile: cooperative kernels in the place of
-    ping-pong ones, for blocks narrower or lower than 128 and for few columns."""
+    ping-pong ones, for blocks narrower or lower than 128 and for few columns.
+
+    Of few columns the bytes of A that are under way count, so narrow K-tiles have rings of as many bytes as wide ones.
+    """
     k, of = tile_k_of(block, element), {"spec": spec, "element": element}
-    found = [sm90(64, 64, k, 1, 2, ring=1, **of), sm90(64, 32, k, 1, 2, ring=1, **of)]
+    few = of | {"ring": 1, "most": 8 * element.rows[0] // k}
     low = -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64
+    found = [sm90(64, 64, k, 1, 2, **few), sm90(64, 32, k, 1, 2, **few)]
+    if not low:  # fewer rows of B a byte of A
+        found += [sm90(128, 32, k, 2, 1, **few), sm90(128, 16, k, 2, 1, **few)]
     if k < element.rows[0]:  # wide_sm90 has the low ones
         high = [sm90(128, 256, k, 2, 1, **of), sm90(128, 128, k, 2, 1, **of)]
         return found if low else [*high, *found]
-    return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found] if low else found
+    if low:
+        return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found]
+    return [*dense_float8_sm90(k, spec, element, (2, 1) if block.bm % 256 == 0 else (1, 2)), *found]
 
 
 def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:

@@ -162,7 +162,8 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     for block in ((128, 128), (64, 64), (128, 64), (256, 128), (512, 224), (32, 32)):
         configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
         made = [linear(spec, spec.path, c, block, **usual, epilogue=tokens, scaled=True) for c in configs]
-        found += made if block in ((128, 128), (64, 64)) else buildable(family, made)[:1]
+        some = buildable(family, made)[:1] + [facts for facts in made if facts.config.tile_n == 32]
+        found += made if block in ((128, 128), (64, 64)) else some
         for change in changes if block in ((128, 128), (64, 64)) else ():
             made = [linear(spec, spec.path, config, block, **usual | change) for config in configs]
             found += buildable(family, made)[:1]
@@ -251,6 +252,39 @@ def skinny_kernels(family, arch: str) -> list[GemmFacts]:
             if block == (128, 128):
                 found.append(linear(spec, spec.path, config, block, epilogue=LINEAR))
     return buildable(family, found)
+
+
+def skinny_float8_kernels(family, arch: str) -> list[GemmFacts]:
+    """Of 8-bit floats: each configuration of blocks that lanes load 16, 8 and 4 bytes of, with scales of each kind."""
+    spec = arch_named(arch)
+    paths = dict.fromkeys((spec.path, "sm_80"))
+    return buildable(family, [facts for path in paths for facts in _skinny_float8(family, spec, path)])
+
+
+def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
+    element = element_of("float8_e4m3fn")
+    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="tensor")
+    loaded = replace(LINEAR, residual=None, scale_n="column")
+    heavy = {**usual, "majors": ("k", "k", "n"), "epilogue": replace(full(), scale_n="column"), "scaled": True}
+    if path != spec.path:  # the same kernels, for whoever asks for the path
+        config, *_ = family.candidates(path, BlockFacts(128, 128, "int32", scaled=True), spec, element)
+        yield linear(spec, path, config, (128, 128), **usual, epilogue=tokens, scaled=True)
+        return
+    for block in ((128, 128), (64, 64), (512, 224), (64, 256), (32, 32), (16, 16), (48, 112)):
+        for config in family.candidates(path, BlockFacts(*block, "int32"), spec, element):
+            yield linear(spec, path, config, block, **usual, epilogue=one)
+        for config in family.candidates(path, BlockFacts(*block, "int32", scaled=True), spec, element):
+            yield linear(spec, path, config, block, **usual, epilogue=tokens, scaled=True)
+            if block in ((128, 128), (16, 16), (32, 32)):
+                yield linear(spec, path, config, block, **usual, epilogue=loaded, scaled=True)
+                yield bsr(spec, path, config, block, **heavy)
+    for scaled in (False, True):
+        for config in family.candidates(path, BlockFacts(128, 128, "int32", scaled=scaled), spec, element):
+            more = usual | {"scaled": scaled, "dtype": "float8_e5m2"}
+            yield linear(spec, path, config, (128, 128), **more, epilogue=tokens)
+            more |= {"batch": "patterns", "ranks": (3, 3, 3), "index_dtype": "int64", "majors": ("k", "k", "n")}
+            yield bsr(spec, path, config, (128, 128), **more, epilogue=replace(full(), scale_n="column"))
 
 
 def _skinny(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:

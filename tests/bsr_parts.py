@@ -11,6 +11,8 @@ from cute_kernels.matmul.problem import Extents, PatternStats, Problem
 from cute_kernels.operand import Layout
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from sparse_collective.bsr import BsrMatrix
+from sparse_collective.k_tiles import BsrKTiles
+from sparse_collective.skinny.config import LANES_K
 
 from .cases import PATTERNS, mask_to_indices
 from .reference import normal, poisoned
@@ -68,6 +70,23 @@ def assert_same(a: BsrMatrix, b: BsrMatrix):
     assert (a.shape, a.blocksize, a.check) == (b.shape, b.blocksize, b.check)
     for x, y in ((a.crow_indices, b.crow_indices), (a.col_indices, b.col_indices), (a.values, b.values)):
         assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+def skinny_loads(kernel, row: BsrKTiles) -> list[tuple[int, int]]:
+    """(stored block, K-tile of it) of each K-tile that a skinny kernel loads of a row, in its order, with Python's
+    numbers; row.count is that of the row's K-tiles, and the row's columns tell its blocks apart."""
+    found, cfg = [], kernel.cfg
+    for warp in range(cfg.warps):
+        for piece in range(warp, -(-row.count // kernel.piece), cfg.warps):
+            for t in range(LANES_K):
+                for s in range(0, cfg.stages, kernel.span):
+                    i = kernel.number(piece, 0 if kernel.uniform else t, s)
+                    p, k = divmod(i if kernel.whole else min(i, row.count - 1), row.steps)  # as BsrKTiles.at does
+                    assert 0 <= p < row.count // row.steps
+                    if kernel.valid(row, i) is not False:
+                        k += t if kernel.uniform else 0
+                        found += [(row.first + p, k + j * LANES_K) for j in range(kernel.span)]
+    return found
 
 
 def pointers(*tensors):

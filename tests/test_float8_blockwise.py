@@ -334,13 +334,15 @@ def test_sums_are_scaled_as_they_are_added(facts, outcome_of):
 
 
 def test_configurations_that_cut_blocks_are_refused():
-    """But every other one that promotes sums takes scales of blocks."""
+    """And so are those whose products do not take turns; every other one takes scales of blocks."""
     spec = ARCHS["sm_90"]
     configs = DENSE.candidates("sm_90", None, spec, element_of("float8_e4m3fn"))
-    for epilogue in (EpilogueSpec(), BOTH):
-        made = [catalogue.dense(spec, "sm_90", config, **USUAL, epilogue=epilogue) for config in configs]
-        assert len([f for f in made if not DENSE.unsupported(f)]) == len(configs) - 2
-    for tile_n, tile_k, words in ((96, 128, "two blocks of 128 columns"), (128, 64, "multiples of 128")):
+    plain = [catalogue.dense(spec, "sm_90", config, **USUAL) for config in configs]
+    both = [catalogue.dense(spec, "sm_90", config, **USUAL, epilogue=BOTH) for config in configs]
+    for alone, facts in zip(plain, both, strict=True):
+        taken = not DENSE.unsupported(alone) and facts.takes_turns and facts.config.tile_k == 128
+        assert taken == (not DENSE.unsupported(facts)), facts
+    for tile_n, tile_k, words in ((96, 128, "two blocks of 128 columns"), (128, 64, "K-tiles of 128")):
         config = GemmConfig(128, tile_n, tile_k, 4, 2, 1, store_row=64)
         facts = catalogue.dense(spec, "sm_90", config, **USUAL, epilogue=BOTH)
         assert words in DENSE.unsupported(facts)

@@ -19,9 +19,9 @@ from sparse_collective.catalogue import linear as linear_facts
 from sparse_collective.k_tiles import BsrKTiles
 from sparse_collective.skinny.config import SkinnyConfig
 from sparse_collective.skinny.family import SKINNY
-from sparse_collective.skinny.kernel import LANES_K, SkinnyKernel, a_register, b_register
+from sparse_collective.skinny.kernel import SkinnyKernel, a_register, b_register
 
-from .bsr_parts import BOTH_OPS, bsr, operands, picked
+from .bsr_parts import BOTH_OPS, bsr, operands, picked, skinny_loads
 from .cases import PATTERNS
 from .conformance import FAMILIES
 from .products import check
@@ -44,24 +44,7 @@ def test_every_k_tile_is_loaded_once_and_none_past_the_row(block, config):
     for blocks in range(1, 40):
         columns = [1000 + 3 * p for p in range(7 + blocks)]
         row = BsrKTiles(columns, blocks * steps, 7, 7, 0, 0, 0, steps)
-        pieces, found = -(-row.count // kernel.piece), []
-        for warp in range(config.warps):
-            for piece in range(warp, pieces, config.warps):
-                for t in range(LANES_K):
-                    for s in range(0, config.stages, kernel.span):
-                        i = kernel.number(piece, 0 if kernel.uniform else t, s)
-                        (_, k, p), (_, column) = plain(row, i if kernel.whole else min(i, row.count - 1))
-                        assert columns[p] == column and 7 <= p < 7 + blocks
-                        if kernel.valid(row, i) is not False:
-                            k += t if kernel.uniform else 0
-                            found += [(p, k + j * LANES_K) for j in range(kernel.span)]
-        assert sorted(found) == [(7 + p, k) for p in range(blocks) for k in range(steps)]
-
-
-def plain(row, i):
-    """BsrKTiles.at with Python's numbers."""
-    p, k = divmod(i, row.steps)
-    return (row.rest_m, k, row.first + p), (k, row.col_indices[row.begin + p])
+        assert sorted(skinny_loads(kernel, row)) == [(7 + p, k) for p in range(blocks) for k in range(steps)]
 
 
 @pytest.mark.parametrize(("mmas_m", "mmas_n"), [(1, 1), (1, 2), (2, 2)])

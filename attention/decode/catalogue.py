@@ -43,7 +43,7 @@ SM_80_CASES = [
 SCALES = {"k_scale": True, "v_scale": True}
 E4M3, E5M2 = ({"cache": dtype} for dtype in ("float8_e4m3fn", "float8_e5m2"))
 PAGED = {"seqlens": True, "page_size": 64, "split": True}
-FLOAT8_CASES = [
+E5M2_CASES = [
     *((d, d, ALL | SCALES | E5M2) for d in HEAD_DIMS),
     (128, 128, E5M2 | PAGED | SCALES | {"dtype": "float16"}),
 ]
@@ -73,7 +73,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
     if spec.path == spec.name:
         for terms in SCORED_CASES:
             yield facts_of(spec, spec.path, 128, 128, terms)
-    for d, dv, terms in (*FLOAT8_CASES, *(E4M3_CASES if spec.float8 else ())):
+    for d, dv, terms in (*E5M2_CASES, *E4M3_CASES):
         yield facts_of(spec, "sm_80", d, dv, terms)
     for terms in (ALL | {"page_size": 0}, ALL):
         yield facts_of(spec, "sm_80", WIDE, WIDE, terms, WIDE_FEW)

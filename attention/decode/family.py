@@ -48,15 +48,8 @@ class Decode(Family):
             yield from catalogue.usual(arch_named(request.arch), dtype, dim)
 
     def unsupported(self, facts: DecodeFacts) -> str:
-        if facts.cache is None:
-            return ""
-        if max(facts.head_dim, facts.head_dim_v) == WIDE:
+        if facts.cache and max(facts.head_dim, facts.head_dim_v) == WIDE:
             return f"k and v of {facts.cache} have no kernel at head_dim {WIDE}; dequantise them, .to(q.dtype) * scale"
-        if facts.cache == "float8_e4m3fn" and facts.spec.capability < (8, 9):
-            return (
-                f"{facts.spec.name} does not convert float8_e4m3fn; float8_e5m2 works there, and float8_e4m3fn on "
-                "sm_89 and sm_90"
-            )
         return ""
 
     def tensor_core(self, facts: DecodeFacts) -> str:

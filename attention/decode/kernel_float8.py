@@ -1,4 +1,4 @@
-"""The kernel for decoding from a cache of 8-bit floats, on sm_89 and sm_90: bound by the bytes of K and V.
+"""The kernel for decoding from a cache of 8-bit floats, on all architectures: bound by the bytes of K and V.
 
     four warps     each with all 16 packed rows (packing.py), every fourth tile of K and V, and a ring of its own
                    (mainloop_float8); in the end their results are merged (merge_float8)
@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.tile.ampere import ALIGN, WARP
+from cute_kernels.tile.ptx import BY_BITS_SCALE
 
 from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm80 import first_vector, lines_at_once, vectors
@@ -140,6 +141,8 @@ class DecodeFloat8:
             k_scale = mKScale[tile.b, tile.h_kv]
         if const_expr(mVScale is not None):
             v_scale = mVScale[tile.b, tile.h_kv]
+        if const_expr(facts.by_bits):
+            v_scale = (v_scale if const_expr(v_scale is not None) else Float32(1.0)) / BY_BITS_SCALE
         sinks = read_sinks(mSinks, tile, g, row)
         c = self.mainloop.state(ring, at_q, warp, packed(mQ, tile, g), row, rows, k_scale, scale_log2)
         c.softmax.clear()

@@ -31,7 +31,7 @@ from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 from cute_kernels.tile.element import BITS_16
-from cute_kernels.tile.ptx import halves_across, halves_along
+from cute_kernels.tile.ptx import BY_BITS_SCALE, float8_to_fp16, float8_to_fp16_across
 
 from ..forward.config import DecodeFacts
 from ..forward.mask_and_softmax import QueryWork, mask_and_softmax
@@ -171,7 +171,7 @@ class MainloopFloat8:
                 following = self.read(self.k, c.lanes[0], tile, *order[step + 1])
             acc = cute.make_tensor(c.acc_S.iterator + 8 * i, (4, 1, 2))
             for chunk in range(2):  # of 16 values along D
-                rB = self.fragment([halves_along(words[chunk + 2 * half], self.facts.cache) for half in range(2)])
+                rB = self.fragment([self.convert(words[chunk + 2 * half], float8_to_fp16) for half in range(2)])
                 self.tile_steps.multiply(acc, self.fragment_q(c, 2 * k + chunk), rB)
 
     def multiply_v(self, c: WarpState, tile: Int32):
@@ -184,10 +184,14 @@ class MainloopFloat8:
             if step + 1 < len(order):
                 following = self.read(self.v, c.lanes[1], tile, *order[step + 1])
             for chunk in range(2):  # of 16 columns
-                upper, lower = (halves_across(words[2 * chunk + half], self.facts.cache) for half in range(2))
+                upper, lower = (self.convert(words[2 * chunk + half], float8_to_fp16_across) for half in range(2))
                 rB = self.fragment(list(zip(upper, lower, strict=True)))  # of even columns, and of odd ones
                 acc = cute.make_tensor(c.acc_O.iterator + 8 * (2 * i + chunk), (4, 1, 2))
                 self.tile_steps.multiply(acc, rP[k], rB)
+
+    def convert(self, word: Int32, how: Callable) -> tuple:
+        """Four values as two pairs of fp16."""
+        return how(word, self.facts.cache, self.facts.by_bits)
 
     def fragment_q(self, c: WarpState, chunk: int) -> cute.Tensor:
         """Of the chunk-th 16 of D: in registers, or read now."""
@@ -251,12 +255,14 @@ class MainloopFloat8:
                     cute.autovec_copy(q[chunk], self.kept_fragment(at_q, chunk))
             cute.arch.sync_threads()
             q = []
-        if const_expr(k_scale is not None):
-            if const_expr(factors is None):
-                factors = cute.make_rmem_tensor(2, Float32)
-                factors.fill(1.0)
-            for r in range_constexpr(2):
+        if const_expr(factors is None and (k_scale is not None or self.facts.by_bits)):
+            factors = cute.make_rmem_tensor(2, Float32)
+            factors.fill(1.0)
+        for r in range_constexpr(2):
+            if const_expr(k_scale is not None):
                 factors[r] = factors[r] * k_scale
+            if const_expr(self.facts.by_bits):
+                factors[r] = factors[r] / BY_BITS_SCALE
         acc_S = cute.make_rmem_tensor((4, 1, self.cfg.tile_n // 8), Float32)
         acc_O = cute.make_rmem_tensor((4, 1, self.facts.head_dim_v // 8), Float32)
         lanes = tuple(op.lane_offset(lane, 0) for op in (self.k, self.v))

@@ -47,7 +47,9 @@ def q_fragments(facts: cutlass.Constexpr, mQ: cute.Tensor, row: Int32, rows: Int
         rQ = cute.make_rmem_tensor((8, 1), Float16)
         for r in range_constexpr(2):
             for e in range_constexpr(LANE_VALUES):
-                rQ[e // 2 * 4 + r * 2 + e % 2] = found[e, i, r]
+                # The pair that it is in, of the two that K's conversion makes, and its place there.
+                pair, at = (e % 2, e // 2) if const_expr(facts.by_bits) else (e // 2, e % 2)
+                rQ[4 * pair + 2 * r + at] = found[e, i, r]
         fragments.append(rQ)
     return fragments, factors
 

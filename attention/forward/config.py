@@ -173,6 +173,11 @@ class DecodeFacts(FlashFacts):
         return self.config.tile_n * (self.config.groups if self.cache else 1)
 
     @property
+    def by_bits(self) -> bool:
+        """Of 8-bit caches: whether e4m3 is made fp16 by arithmetic on bits, where there is no instruction for it."""
+        return self.cache == "float8_e4m3fn" and self.spec.capability < (8, 9)
+
+    @property
     def early(self) -> bool:
         """Of 8-bit caches: whether kernels may be launched before the ones before them have ended."""
         return self.spec.name == "sm_90"

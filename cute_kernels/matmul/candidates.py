@@ -24,14 +24,14 @@ def with_stages(cfg, spec: ArchSpec, element: Element, store_bytes: int, most: i
 
 def sm90(
     tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, consumer_groups=1, ring=2, store_row=128, *,
-    split=1, spec, element,
+    split=1, most=8, spec, element,
 ) -> GemmConfig:  # fmt: skip
-    """One sm_90 configuration with as many stages as fit."""
+    """One sm_90 configuration with as many stages as fit, and at most so many."""
     cfg = GemmConfig(
         tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring, store_row,
         split=split,
     )  # fmt: skip
-    return with_stages(cfg, spec, element, ring * warps_m * warps_n * consumer_groups * 64 * store_row)
+    return with_stages(cfg, spec, element, ring * warps_m * warps_n * consumer_groups * 64 * store_row, most)
 
 
 def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
@@ -54,7 +54,15 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
         sm90(64, 64, k, 1, 2, 2, 1, ring=2, **of),
         *shared_high,
         *shared_low,
+        *(float8_sm90(k, spec, element) if element.width == 1 else []),
     ]
+
+
+def float8_sm90(k: int, spec: ArchSpec, element: Element, *pairs: tuple[int, int]) -> list[GemmConfig]:
+    """Of 8-bit floats, whose promoted sums leave registers for two products of 64x128 where tiles are 128x128: a
+    cluster has such tiles share an operand. pairs: (cluster_m, cluster_n); none: both."""
+    pairs = pairs or ((2, 1), (1, 2))
+    return [sm90(128, 128, k, 2, 1, *pair, spec=spec, element=element) for pair in pairs]
 
 
 def split_sm90(k: int, spec: ArchSpec, element: Element) -> tuple[list[GemmConfig], list[GemmConfig]]:

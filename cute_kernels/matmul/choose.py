@@ -6,6 +6,7 @@ from ..operand import Layout
 from ..runtime.families import families, family_of
 from ..tile.element import element_of
 from .config import GemmFacts
+from .cost import LAST_RESORT
 from .family import ProductFamily
 from .problem import Problem
 
@@ -31,7 +32,11 @@ def choose(
             if best is None or clocks < best[0]:
                 best = (clocks, facts)
         if best:
-            facts = best[1]
+            clocks, facts = best
+            if clocks >= LAST_RESORT:
+                notes.append(f"slow: only the {facts.family} kernels serve this call, which are not made for its shape")
+            if problem.fast_accumulation and facts.converts:
+                notes.append("fast_accumulation changes nothing: this kernel adds up in fp32, of operands made fp16")
             if facts.warp_specialised and not facts.tma_store:
                 notes.append(
                     "store: element by element, since D's address, strides or contiguous extent are not multiples of "
@@ -103,5 +108,5 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         transposed=problem.transposed,
         block=problem.block,
         epilogue=problem.epilogue,
-        fast_accumulation=problem.fast_accumulation,
+        fast_accumulation=problem.fast_accumulation and not config.converts,
     )

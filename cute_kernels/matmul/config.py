@@ -29,6 +29,7 @@ class GemmConfig:
     boxes_b: ClassVar[int] = 1  # parts of a tile of B, side by side, whose places a source names one by one
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
     panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
+    converts: ClassVar[bool] = False  # whether 8-bit floats are multiplied as fp16 numbers, which hold each of them
     tile_m: int
     tile_n: int
     tile_k: int
@@ -211,17 +212,32 @@ class GemmFacts:
     @property
     def promotes(self) -> bool:
         """Whether short sums of the tensor cores are added up in fp32 (promoted_sm90, mainloop_sm80)."""
-        return self.element.width == 1 and not self.fast_accumulation
+        return self.element.width == 1 and not self.converts and not self.fast_accumulation
+
+    @property
+    def converts(self) -> bool:
+        """Whether operands of 8-bit floats become fp16 in registers. Their products are exact in fp32, where they are
+        added up."""
+        return self.element.width == 1 and self.config.converts
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a warpgroup starts a product before it has added the one before (promoted_sm90), so that scales may
+        differ along K: it has 64 rows, and registers for two such products."""
+        cfg = self.config
+        if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m or len(self.k_blocks) > 1:
+            return False
+        return self.a_in_registers or cfg.tile_n <= 128 * cfg.warps_n and self.k_blocks[0] <= 4
 
     @property
     def a_in_registers(self) -> bool:
-        """Whether a warpgroup reads its part of A once a K-tile, by ldmatrix (promoted_sm90): a slab of 64 rows, and
-        columns that are those of two products or more, side by side."""
+        """Whether a warpgroup reads its 64 rows of A once a K-tile of 128 bytes, by ldmatrix (promoted_sm90), since it
+        has several products of 64 columns."""
         cfg = self.config
-        if not self.promotes or self.path != "sm_90" or self.block and cfg.cluster == 1:  # there it spilled 8 bytes
+        if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m:
             return False
-        line = cfg.tile_k * self.element.width == 128 and set(self.k_blocks) == {4}  # bytes and MMA steps of a K-tile
-        return line and cfg.tile_m == 64 * cfg.warps_m and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
+        line = cfg.tile_k * self.element.width == 128 and self.k_blocks == (4,)  # MMA steps of a K-tile
+        return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0 and cfg.tile_n > 128
 
     @property
     def out_bytes(self) -> int:

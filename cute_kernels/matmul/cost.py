@@ -12,15 +12,19 @@ from .problem import Extents, Problem
 
 MAC_BYTES_PER_CLOCK = 4096  # multiply-adds times the bytes of an element
 L2_BYTES_PER_CLOCK = 42
+# The same feed is more a clock where clocks are slower: products of 8-bit floats ran at some 1.35 GHz.
+L2_OF_8_BITS = 48 / L2_BYTES_PER_CLOCK
 PIPELINE_FILL = 1500  # clocks from a CTA's start to its first product; an estimate
 # A warpgroup's store, for each accumulator of a thread. Light: 2000 clocks for 128 of them, an estimate. Loaded: the 25
-# instructions of bias and GELU more, another estimate. Scaled: scales of rows and columns and nothing else; 128x256
-# tiles of 8-bit floats took 2,600 clocks longer with them than without (H100, 8192 cubed), and 2,700 than the estimate.
-STORE_CLOCKS = {"light": 16, "scaled": 56, "loaded": 40}
+# instructions of bias and GELU more, another estimate. What all else of a tile takes of a cooperative kernel of 8-bit
+# floats was measured (H100, by sums over 1024, 2048 and 8192): 3600 to 3800 clocks of 128 accumulators.
+STORE_CLOCKS = {"light": 16, "loaded": 40}
+STORE_CLOCKS_OF_8_BITS = {"light": 28, "loaded": 52}
 # Of a split K: an estimate of what an exchange costs by itself, what is published of stores to another SM of a cluster
 # (2.7 to 3.3 TB/s in all), and what DRAM delivers to all SMs (4.27 TB/s), which no split exceeds.
 EXCHANGE_CLOCKS, EXCHANGE_BYTES_PER_CLOCK = 1500, 12
 DRAM_BYTES_PER_CLOCK = 2750
+LAST_RESORT = 1e15  # added to the clocks of a kernel that is not made for a product: any other goes before it
 PANEL_BYTES = 8 << 20  # of B that stay in L2 beside A's and D's traffic; 16 MB measured 1 % slower, 32 MB 5 %
 
 
@@ -41,7 +45,7 @@ def k_tile_clocks(cfg, width: int, l2_bytes_per_clock: float) -> tuple[float, fl
     """Of one K-tile of elements of `width` bytes: (products, loads)."""
     mma = cfg.tile_m * cfg.tile_n * cfg.tile_k * width / MAC_BYTES_PER_CLOCK
     load = (cfg.tile_m / cfg.cluster_n + cfg.tile_n / cfg.cluster_m) * cfg.tile_k * width / l2_bytes_per_clock
-    return mma, load
+    return mma, load / L2_OF_8_BITS if width == 1 else load
 
 
 def persistent(cfg, problem: Problem, sms: int, tiles_m: int, loop: float) -> float:
@@ -64,8 +68,8 @@ def persistent(cfg, problem: Problem, sms: int, tiles_m: int, loop: float) -> fl
 
 def store_clocks(problem: Problem) -> int:
     """Of an accumulator."""
-    light = "scaled" if problem.epilogue.scales_each else "light"
-    return STORE_CLOCKS[light if problem.epilogue.is_light else "loaded"]
+    clocks = STORE_CLOCKS_OF_8_BITS if problem.width == 1 else STORE_CLOCKS
+    return clocks["light" if problem.epilogue.is_light else "loaded"]
 
 
 def row_tiles(cfg, extents: Extents, block: BlockFacts | None) -> int:

@@ -228,7 +228,7 @@ class GemmSm90:
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (tile_m, tile_k, PIPE)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (tile_n, tile_k, PIPE)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
-        if const_expr(self.store.anchored):
+        if const_expr(self.store.anchored or self.mainloop.multiplies_by_one):
             if tidx == 0:
                 cute.make_tensor(storage.one.data_ptr(), cute.make_layout(1))[0] = Float32(1.0)
             cute.arch.sync_threads()
@@ -290,6 +290,8 @@ class GemmSm90:
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
                 scales = self.block_scales(args, tiled_mma, k_tiles, n * cfg.cluster_n + rank_n, l)
+                if const_expr(self.mainloop.multiplies_by_one):
+                    scales = ((storage.one.data_ptr(),),)
                 read, release = self.mainloop.mma(
                     k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *scales
                 )

@@ -12,7 +12,7 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-WITH_FLOAT8 = ("dense", "bsr")  # families
+WITH_FLOAT8 = ("dense", "bsr", "skinny")  # families
 # Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
 PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 
@@ -23,7 +23,7 @@ def general(facts: GemmFacts) -> str:
     if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family in WITH_FLOAT8):
         also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by those of dense and BSR products"
         return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
-    mma_k = facts.element.mma_k
+    mma_k = MMA_M if facts.converts else facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
         if mma_k == MMA_M:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
@@ -52,6 +52,8 @@ def _float8(facts: GemmFacts) -> str:
         if facts.fast_accumulation or scaled:
             return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
         return ""
+    if facts.converts:
+        return _float8_blocks(facts)
     if facts.spec.float8 != facts.path:
         return (
             f"operands of {facts.dtype}: {facts.spec.name} has no such products on the path {facts.path}: sm_90 has "
@@ -90,8 +92,8 @@ def _block_scales(facts: GemmFacts) -> str:
         if cfg.tile_n // cfg.warps_n > 128 or cfg.tile_k > 128:
             return f"tile {cfg}: a warp's part of a K-tile would meet two blocks of 128 columns or of 128 of K"
         return ""
-    if cfg.tile_k % 128:
-        return f"a K-tile of {cfg.tile_k}: scales of blocks take multiples of 128"
+    if cfg.tile_k != 128 or not facts.takes_turns:
+        return f"tile {cfg}: scales of blocks take K-tiles of 128, 64 rows a warpgroup, and registers for two products"
     if 128 % min(128, cfg.tile_n // cfg.warps_n):
         return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: a product would meet two blocks of 128 columns of B"
     return ""
@@ -109,7 +111,7 @@ def _float8_blocks(facts: GemmFacts) -> str:
         )
     if block.run:
         return f"a grouped product of {facts.dtype}: there is none yet; cast to torch.bfloat16, or multiply each item"
-    if block.scaled and not facts.promotes:
+    if block.scaled and facts.fast_accumulation:
         return (
             "scales of stored blocks with fast accumulation: they multiply sums when those are promoted to fp32, and "
             "these stay in the tensor cores; use one scale for all of W, or leave fast_accumulation out"
@@ -131,7 +133,7 @@ def _gated(facts: GemmFacts) -> str:
         return ""
     if facts.path != "sm_90" or facts.family not in ("dense", "bsr"):
         return "a gate in the epilogue: the sm_90 kernel with a block row a tile has it"
-    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z:
+    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z or spec.scales_operands:
         return "a gate in the epilogue goes with an activation alone"
     if cfg.warps_m > 1 or cfg.tile_m % 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
         return f"tile {cfg}: a gate needs whole tiles of 128 rows of a block in one warpgroup"
@@ -247,10 +249,10 @@ def _tile_sm90(facts: GemmFacts) -> str:
     if accumulators > 192:
         return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
     spec = facts.epilogue
-    if accumulators > 128 and (spec.residual or spec.function or spec.scales_each or not facts.tma_store):
+    if accumulators > 128 and (spec.residual or spec.function or not facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, scales of "
-            "rows or columns, or a store element by element"
+            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
+            "element by element"
         )
     return ""
 

@@ -28,6 +28,7 @@ class MainloopSm90:
 
     columns = 256  # of one product of a warpgroup, at most
     a_in_registers = False
+    multiplies_by_one = False  # which it takes from shared memory
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
     # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's

@@ -33,11 +33,7 @@ class Plan(CallPlan):
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
         if f.element.width == 1:
-            products = 32 * min(4, max(f.k_blocks)) if f.warp_specialised else 32
-            promoted = f"promoted to fp32 after every {products} of K"
-            promoted += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
-            promoted += ", times the scale of their block" if f.block and f.block.scaled else ""
-            lines.append(f"sums: {promoted if f.promotes else 'of the tensor cores, which keep fewer bits than fp32'}")
+            lines.append(f"sums: {sums_text(f)}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
             lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
@@ -45,6 +41,16 @@ class Plan(CallPlan):
                 runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
                 lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
         return lines
+
+
+def sums_text(f) -> str:
+    """What adds up 8-bit floats of these facts."""
+    if not f.promotes and not f.converts:
+        return "of the tensor cores, which keep fewer bits than fp32"
+    products = 32 * min(4, max(f.k_blocks)) if f.warp_specialised else 32
+    text = "in fp32, of operands made fp16" if f.converts else f"promoted to fp32 after every {products} of K"
+    text += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
+    return text + (", times the scale of their block" if f.block and f.block.scaled else "")
 
 
 def viewed(views: tuple, *tensors) -> list:

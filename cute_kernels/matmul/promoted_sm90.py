@@ -3,25 +3,30 @@
 WGMMA of 8-bit floats keeps some 14 bits of its sums' mantissas. So a warpgroup has two kinds of accumulators: WGMMA
 writes the sum of a short part of K to a fragment, and the CUDA cores add that to the others.
 
+**In turns.** Where registers suffice, two fragments take turns, so that tensor cores multiply while sums are added:
+
+    consumer groups    wait full[0] -> start the first product
+                       -> for each product p: start product p + 1, of the same K-tile or, after wait full[s + 1], of the
+                              next -> wait until one is in flight -> after a K-tile's last: release empty[s] -> add p
+
+A warpgroup's product is 64 rows by at most 128 columns. Two fragments of as many columns leave registers for a tile's
+accumulators where its warpgroup has one product. One with 64x256 accumulators has products of 64x64. These would read
+128 bytes of shared memory a clock, half of it for A, which is what it gives. So **A is in registers**: the warpgroup
+reads it once a K-tile, by ldmatrix, while the first product runs; the first takes A from shared memory.
+
+**One by one**, elsewhere:
+
     consumer groups    wait full[s] -> for each slab of 64 rows and part of at most 128 columns:
                            issue the WGMMAs of 128 of K, commit -> wait until they are done -> add
                        -> release empty[s] -> s += 1
 
-A thread holds at most 128 + 64 accumulators. A warpgroup's own products do not overlap with its additions, but the
-other one's do: of 64x128x128 a product is 256 clocks of the tensor cores, its addition 64 of each scheduler. So both
-warpgroups share a tile, and none waits for the other.
-
-**A in registers.** Products of 64x128 read 96 bytes of shared memory a clock, of A and B, and TMA writes 32: all there
-is. Where a warpgroup has 64 rows, it reads A's part of a K-tile once, by ldmatrix, and products of 64x64 read B alone,
-64 bytes a clock. Two fragments then have the registers that one had, and take turns:
-
-    consumer groups    wait full[s] -> ldmatrix A -> issue part 0
-                       -> for each part n: issue part n + 1 -> wait until one is in flight -> add part n
-                       -> release empty[s] -> s += 1
+A warpgroup's own products do not overlap with its additions, but the other one's do. So both share a tile, and none
+waits for the other.
 """
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import warp, warpgroup
@@ -29,7 +34,7 @@ from cutlass.cute.typing import AddressSpace
 
 from ..tile.ampere import CHUNK
 from ..tile.hopper import WARPGROUP, start_product
-from ..tile.ptx import read_after_wait
+from ..tile.ptx import load_volatile, read_after_wait
 from .mainloop_sm90 import MainloopSm90
 
 STEPS = 4  # MMA steps of 32 of K whose sum is promoted
@@ -45,31 +50,44 @@ def of_step(fragment: cute.Tensor, k: int) -> cute.Tensor:
 class PromotedMainloopSm90(MainloopSm90):
     """Steps of one work tile; loads are those of the plain mainloop.
 
-    rows_in_registers: where a warpgroup has 64 rows, K-tiles are of 128 bytes and A is in registers, the rows of a
-        tile; else 0.
+    takes_turns, rows_in_registers: GemmFacts.takes_turns, and with A in registers the rows of a tile, else 0.
+
+    Sums are multiplied by factors as they are added. Subclasses say where these come from: `first_factors`,
+    `load_factors`, `factors_of`, `promote`. There are two sets of registers for them, so that they can be loaded ahead.
+    In turns a K-tile's are in the set of its parity; one by one they are in the first.
     """
 
-    scaled = False  # whether a K-tile's sums are multiplied by the scale of its block
-
-    def __init__(self, *terms, rows_in_registers: int = 0):
+    def __init__(self, *terms, takes_turns: bool, rows_in_registers: int):
         super().__init__(*terms)
+        self.takes_turns = takes_turns
         self.a_in_registers, self.stage_bytes = rows_in_registers > 0, rows_in_registers * LINE
         self.columns = 64 if self.a_in_registers else 128
+        if takes_turns and not self.a_in_registers:
+            self.registers = (40, 232)  # consumers have at most 64 + 128 sums
+        self.multiplies_by_one = takes_turns and type(self) is PromotedMainloopSm90
 
     def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: Int32):
-        """What `mma` takes as A: with A in registers, where this thread's ldmatrix of stage 0 reads, else fragments."""
+        """What `mma` takes as A: fragments. With A in registers it is a tuple: the MMA that takes A from shared memory,
+        its fragments, and where this thread's ldmatrix of stage 0 reads."""
         if not self.a_in_registers:
             return super().operand_a(tiled_mma, thr_mma, sA, thread)
+        dtype, along_k = sA.element_type, cute.nvgpu.OperandMajorMode.K
+        groups = self.stage_bytes // (64 * LINE), 1, 1
+        from_shared = sm90_utils.make_trivial_tiled_mma(
+            dtype, dtype, along_k, along_k, Float32, groups, tiler_mn=(64, self.columns)
+        )
+        first = cute.arch.make_warp_uniform(thread // WARPGROUP) * WARPGROUP
+        fragments = super().operand_a(from_shared, from_shared.get_slice(first), sA, thread)
         # A lane names a row of 16 bytes: of four 8x8 matrices rows 0 to 7 and 8 to 15, then the same 16 of K later.
         # A line of 128 bytes is swizzled: its chunks of 16 bytes lie at their number xor the row's.
         lane = thread % 32
         row = thread // WARPGROUP * 64 + thread % WARPGROUP // 32 * WARP_ROWS + lane % WARP_ROWS
         chunk = (lane // WARP_ROWS) ^ (row % 8)
-        return sA.iterator.toint() + row * LINE + chunk * CHUNK
+        return from_shared, fragments, sA.iterator.toint() + row * LINE + chunk * CHUNK
 
     def make_parts(self, acc: cute.Tensor) -> list:
         """Fragments (MMA, 1, 1) for products."""
-        return [cute.make_rmem_tensor((acc.shape[0], 1, 1), Float32) for _ in range(1 + self.a_in_registers)]
+        return [cute.make_rmem_tensor((acc.shape[0], 1, 1), Float32) for _ in range(1 + self.takes_turns)]
 
     @cute.jit
     def mma(
@@ -77,107 +95,159 @@ class PromotedMainloopSm90(MainloopSm90):
         k_tiles,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,  # (MMA, MMA_M, MMA_N)
-        tCrA: cute.Tensor,  # (MMA, MMA_M, MMA_K, PIPE)
+        A,  # operand_a
         tCrB: cute.Tensor,  # (MMA, MMA_N, MMA_K, PIPE)
         pipeline,
         read,
         release,
         consumer_group: cutlass.Int32,
+        scales: tuple = (),  # of the work tile, which `first_factors` knows
     ):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         acc.fill(0.0)
-        parts = self.make_parts(acc)
-        period = const_expr(len(self.k_blocks))  # K-tiles of one block
-        scales = cute.make_rmem_tensor(2, Float32) if const_expr(self.scaled) else None  # of this period and the next
-        if const_expr(self.scaled):
-            scales[1] = k_tiles.scale(0)
-        for i in cutlass.range(k_tiles.count // period, unroll=1):
-            if const_expr(self.scaled):
-                scales[0] = scales[1]
-                scales[1] = k_tiles.scale((i + 1) * period)
-            for j in range_constexpr(period):
-                pipeline.consumer_wait(read)
-                for first in range_constexpr(0, self.k_blocks[j], STEPS):
-                    steps = const_expr(min(STEPS, self.k_blocks[j] - first))
-                    self.add_product(tiled_mma, acc, parts, tCrA, tCrB, read.index, first, steps, scales)
-                pipeline.consumer_release(release)
-                read.advance()
-                release.advance()
+        operands = (tiled_mma, acc, self.make_parts(acc), A, tCrB)
+        factors = self.first_factors(k_tiles, scales)
+        if const_expr(not self.takes_turns):
+            period = const_expr(len(self.k_blocks))  # K-tiles of one block
+            for i in cutlass.range(k_tiles.count // period, unroll=1):
+                self.load_factors(k_tiles, (i + 1) * period, factors, 1)
+                read, release = self.add_period(operands, factors, pipeline, read, release)
+                self.keep_factors(factors)
+        elif k_tiles.count > 0:
+            pipeline.consumer_wait(read)
+            self.start(operands, 0, None, read.index)
+            last = k_tiles.count - 1
+            for i in cutlass.range(last // 2, unroll=1):
+                for turn in range_constexpr(2):
+                    self.load_factors(k_tiles, 2 * i + turn + 1, factors, 1 - turn)
+                    read = self.add_in_turns(operands, factors, turn, pipeline, read, True)
+            if last % 2 > 0:
+                self.load_factors(k_tiles, last, factors, 1)
+                read = self.add_in_turns(operands, factors, 0, pipeline, read, True)
+                read = self.add_in_turns(operands, factors, 1, pipeline, read, False)
+            else:
+                read = self.add_in_turns(operands, factors, 0, pipeline, read, False)
+            release = read.clone()
         return read, release
 
     @cute.jit
-    def add_product(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,  # (MMA, MMA_M, MMA_N)
-        parts: list,  # one or two of (MMA, 1, 1), which hold products
-        tCrA,
-        tCrB: cute.Tensor,
-        stage: cutlass.Int32,
-        first: cutlass.Constexpr,  # MMA step
-        steps: cutlass.Constexpr,
-        factors=None,  # what `promote` multiplies the product by
-    ):
-        """acc += the product of some MMA steps of one stage."""
-        if const_expr(self.a_in_registers):
-            self.add_product_of_registers(tiled_mma, acc, parts, tCrA, tCrB, stage, factors)
-        else:
-            part = parts[0]
-            for m in range_constexpr(cute.size(acc, mode=[1])):
-                for n in range_constexpr(cute.size(acc, mode=[2])):
-                    a, b = tCrA[None, m, None, stage], tCrB[None, n, None, stage]  # (MMA, MMA_K)
-                    fragments = [(of_step(a, first + k), of_step(b, first + k)) for k in range(steps)]
-                    start_product(tiled_mma, part, fragments.__getitem__, steps, True)
-                    warpgroup.wait_group(0)
-                    read_after_wait(part)
-                    self.promote(acc[None, m, n], part[None, 0, 0], m, n, factors)
+    def add_in_turns(self, operands: tuple, factors, turn: cutlass.Constexpr, pipeline, read, more: cutlass.Constexpr):
+        """Add the products of a K-tile, of which the first runs; with `more`, start the first of the next K-tile."""
+        acc, parts = operands[1:3]
+        count = const_expr(cute.size(acc, mode=[2]))
+        this = read.clone()
+        rA = self.read_rows(operands, this.index) if const_expr(self.a_in_registers) else None
+        read.advance()
+        for n in range_constexpr(count):
+            at = const_expr(turn * count + n)
+            if const_expr(n + 1 < count):
+                self.start(operands, at + 1, rA, this.index)
+            elif const_expr(more):
+                pipeline.consumer_wait(read)
+                self.start(operands, at + 1, None, read.index)
+            warpgroup.wait_group(1 if n + 1 < count or more else 0)
+            part = parts[at % 2]
+            read_after_wait(part)
+            if const_expr(n + 1 == count):
+                pipeline.consumer_release(this)
+            self.promote(acc[None, 0, n], part[None, 0, 0], 0, n, self.factors_of(factors, turn))
+        return read
 
     @cute.jit
-    def add_product_of_registers(
-        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, parts: list, at: Int32, tCrB: cute.Tensor, stage, factors
-    ):
-        """acc += the product of a stage, with A in registers; `at` is operand_a's."""
-        rA = cute.make_rmem_tensor(((4, 2, 2), STEPS), tiled_mma.op.a_dtype)  # (MMA, MMA_K)
+    def start(self, operands: tuple, at: cutlass.Constexpr, rA, stage: Int32):
+        """Start product `at` of two K-tiles, with A in registers, or where rA is None in shared memory."""
+        tiled_mma, acc, parts, A, tCrB = operands
+        b = tCrB[None, at % cute.size(acc, mode=[2]), None, stage]  # (MMA, MMA_K)
+        if const_expr(rA is not None):
+            a = rA
+        elif const_expr(self.a_in_registers):
+            tiled_mma, a = A[0], A[1][None, 0, None, stage]
+        else:
+            a = A[None, 0, None, stage]
+        fragments = [(of_step(a, k), of_step(b, k)) for k in range(self.k_blocks[0])]
+        start_product(tiled_mma, parts[at % 2], fragments.__getitem__, self.k_blocks[0], True)
+
+    @cute.jit
+    def read_rows(self, operands: tuple, stage: Int32) -> cute.Tensor:
+        """(MMA, MMA_K) of A in registers, by ldmatrix."""
+        rA = cute.make_rmem_tensor(((4, 2, 2), STEPS), operands[0].op.a_dtype)
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), rA.element_type)
         for k in range_constexpr(STEPS):
             place = make_ptr(
-                rA.element_type, (at + stage * self.stage_bytes) ^ (2 * k * CHUNK), AddressSpace.smem,
+                rA.element_type, (operands[3][2] + stage * self.stage_bytes) ^ (2 * k * CHUNK), AddressSpace.smem,
                 assumed_align=CHUNK,
             )  # fmt: skip
             cute.copy(atom, cute.make_tensor(place, CHUNK), cute.make_tensor(rA.iterator + CHUNK * k, CHUNK))
-        count = const_expr(cute.size(acc, mode=[2]))
-        for n in range_constexpr(count + 1):
-            if const_expr(n < count):
-                b = tCrB[None, n, None, stage]  # (MMA, MMA_K)
-                fragments = [(of_step(rA, k), of_step(b, k)) for k in range(STEPS)]
-                start_product(tiled_mma, parts[n % 2], fragments.__getitem__, STEPS, True)
-            if const_expr(n > 0):
-                warpgroup.wait_group(1 if n < count else 0)
-                read_after_wait(parts[(n - 1) % 2])
-                self.promote(acc[None, 0, n - 1], parts[(n - 1) % 2][None, 0, 0], 0, n - 1, factors)
+        return rA
 
     @cute.jit
+    def add_period(self, operands: tuple, factors, pipeline, read, release):
+        """Wait for the K-tiles of one block, and add their products one by one."""
+        tiled_mma, acc, parts, tCrA, tCrB = operands
+        part = parts[0]
+        for j in range_constexpr(len(self.k_blocks)):
+            pipeline.consumer_wait(read)
+            for first in range_constexpr(0, self.k_blocks[j], STEPS):
+                steps = const_expr(min(STEPS, self.k_blocks[j] - first))
+                for m in range_constexpr(cute.size(acc, mode=[1])):
+                    for n in range_constexpr(cute.size(acc, mode=[2])):
+                        a, b = tCrA[None, m, None, read.index], tCrB[None, n, None, read.index]  # (MMA, MMA_K)
+                        fragments = [(of_step(a, first + k), of_step(b, first + k)) for k in range(steps)]
+                        start_product(tiled_mma, part, fragments.__getitem__, steps, True)
+                        warpgroup.wait_group(0)
+                        read_after_wait(part)
+                        self.promote(acc[None, m, n], part[None, 0, 0], m, n, self.factors_of(factors, 0))
+            pipeline.consumer_release(release)
+            read.advance()
+            release.advance()
+        return read, release
+
+    def first_factors(self, k_tiles, scales: tuple):
+        """Registers of two sets of factors; those of the first K-tile are loaded to the first."""
+        return load_volatile(scales[0]) if self.multiplies_by_one else None
+
+    def load_factors(self, k_tiles, i, factors, turn: int) -> None:
+        """Load the factors of K-tile i, which may be past the last, to a set."""
+
+    def keep_factors(self, factors) -> None:
+        """Move those of the second set to the first."""
+
+    def factors_of(self, factors, turn: int):
+        """What `promote` takes of a set."""
+        return factors
+
     def promote(
         self,
         sums: cute.Tensor,  # (MMA,) of slab m and part n
         part: cute.Tensor,  # (MMA,)
-        m: cutlass.Constexpr,
-        n: cutlass.Constexpr,
-        factors,
+        m: int,
+        n: int,
+        factors,  # None, a factor, or what `factors_of` of a subclass gives
     ):
-        """sums += part"""
-        sums.store(sums.load() + part.load())
+        """sums += part, times the factor if there is one"""
+        for v in range(cute.size(part)):
+            sums[v] = sums[v] + (part[v] if factors is None else part[v] * factors)
 
 
 class ScaledMainloopSm90(PromotedMainloopSm90):
     """The same of blocks that have a scale each: a multiply-add in the place of an addition.
 
-    A scale is loaded a K-tile before it is used, by all threads of a warpgroup from one address.
+    A scale is loaded a period of K-tiles before it is used, by all threads of a warpgroup from one address.
     """
 
-    scaled = True
+    @cute.jit
+    def first_factors(self, k_tiles, scales: tuple):
+        factors = cute.make_rmem_tensor(2, Float32)
+        factors[0] = k_tiles.scale(0)
+        return factors
 
     @cute.jit
-    def promote(self, sums: cute.Tensor, part: cute.Tensor, m: cutlass.Constexpr, n: cutlass.Constexpr, factors):
-        """sums += part times the first factor"""
-        sums.store(sums.load() + part.load() * factors[0])
+    def load_factors(self, k_tiles, i, factors, turn: cutlass.Constexpr):
+        factors[turn] = k_tiles.scale(i)
+
+    @cute.jit
+    def keep_factors(self, factors):
+        factors[0] = factors[1]
+
+    def factors_of(self, factors, turn: int):
+        return factors[turn]

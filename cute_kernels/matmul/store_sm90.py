@@ -14,6 +14,8 @@ Where D's strides or contiguous extent do not meet TMA's rule (multiples of 16 b
 `store_direct` writes element by element.
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
@@ -51,12 +53,13 @@ class StoreSm90:
         # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart: of
         # the bias, where there is one, for that is fewer products; but with fewer registers (`anchor_bias` False) that
         # spilled.
-        # Where rows or columns have scales, too, their loads must not begin at once either: where they are depends on
-        # the factor.
         self.anchored = not facts.epilogue.is_light
-        self.by_place = self.anchored and facts.epilogue.scales_each
-        self.piece = PIECE // (1 + self.by_place)
-        self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None and not self.by_place
+        self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None
+        # Scales of rows and columns are multiplied here, the other terms are the epilogue's.
+        self.each = facts.epilogue.scale_m == "row", facts.epilogue.scale_n == "column"
+        self.piece = PIECE // (1 + any(self.each))
+        rest = (None if each else kind for each, kind in zip(self.each, (self.spec.scale_m, self.spec.scale_n)))
+        self.spec = replace(self.spec, **dict(zip(("scale_m", "scale_n"), rest)))
         self.chunks = group_n // self.epi_n  # of a slab
         self.boxes = cfg.boxes_b
         self.per_box = cfg.tile_n // self.boxes // self.epi_n  # chunks
@@ -132,19 +135,24 @@ class StoreSm90:
             if const_expr(self.gated):  # every second slab is what a gate multiplies
                 at = const_expr((2 * (i // self.chunks) * self.chunks + i % self.chunks) * values)
                 slab = out_m * (self.tile_m // SLAB_M // 2) + s
+            rows = columns = None
+            if const_expr(self.each[0]):
+                rows = self.scales_of_rows(args.scale_m, slab * SLAB_M, batch[0])
+            if const_expr(self.each[1]):
+                columns = self.scales_of_columns(args.scale_n, col0 + e * self.epi_n, batch[0])
             if const_expr(self.tma):
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_volatile(anchor) if const_expr(self.anchored) else None
                 for v in range_constexpr(piece):
                     rD[v] = acc[at + first + v]
-                    if const_expr(self.anchored and not self.by_bias and not self.by_place):
+                    if const_expr(self.anchored and not self.by_bias):
                         rD[v] = rD[v] * one
-                column = col0 + one.to(Int32) - 1 if const_expr(self.by_place) else col0
+                self.multiply(rD, rows, columns, first)
                 if const_expr(self.split == 1):
-                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, column))
+                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
-                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, column + e * self.epi_n))
+                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
                 parts = []  # of D's chunk and z's
                 if const_expr(self.tma):
@@ -173,6 +181,32 @@ class StoreSm90:
                     buffer = group * self.buffers + number % self.buffers
                     pending = const_expr(self.pending(number, share * len(outs)))
                     self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+
+    def scales_of_rows(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
+        """Those of the thread's two rows of the slab whose first row is `first`."""
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        rows = [first + tidx // 32 * 16 + tidx % 32 // 4 + 8 * r for r in range(2)]
+        return [scale[cutlass.min(row, scale.shape[0] - 1), l] for row in rows]
+
+    def scales_of_columns(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
+        """What this lane has of the scales of a chunk whose first column is `first`. A thread has two columns of
+        every 8, the same as each fourth lane. Eight of these load two columns each, those of different 8, so that a
+        thread has two loads in place of 16."""
+        lane = cute.arch.lane_idx()
+        columns = [first + lane // 4 * 8 + lane % 4 * 2 + c for c in range(2)]
+        return [scale[cutlass.min(column, scale.shape[0] - 1), l] for column in columns]
+
+    def multiply(self, rD: cute.Tensor, rows: list | None, columns: list | None, first: int) -> None:
+        """Some accumulators of a chunk, from number `first`, times the scales of their rows and columns."""
+        lane = cute.arch.lane_idx()
+        for v in range(cute.size(rD)):
+            j, r, c = (first + v) // 4, v // 2 % 2, v % 2  # of 8 columns; of the thread's two rows, and of its columns
+            if columns is not None and r == 0:
+                factor = cute.arch.shuffle_sync(columns[c], j * 4 + lane % 4)
+                for other in (v, v + 2):
+                    rD[other] = rD[other] * factor
+            if rows is not None:
+                rD[v] = rD[v] * rows[r]
 
     def pending(self, number: int, total: int) -> int:
         """How many stores may still read their buffers when the number-th of a tile's `total` stores takes its own.

@@ -119,39 +119,6 @@ def zero_of(count: Int32) -> Int32:
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[count])
 
 
-# -- 8-bit floats ---------------------------------------------------------------------------------------------
-
-TWO_HALVES = "{{ .reg .b16 a, b; mov.b32 {{ a, b }}, {source}; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }}"
-# An e5m2 is the upper byte of an fp16: byte 4 is one of zeros.
-ALONG = {
-    "float8_e4m3fn": TWO_HALVES.format(source="$2"),
-    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
-}
-ACROSS = {
-    "float8_e4m3fn": "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x3120; " + TWO_HALVES.format(source="t") + " }",
-    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
-}
-
-
-@dsl_user_op
-def _two_words(word: Int32, text: str, *, loc=None, ip=None) -> tuple[Int32, Int32]:
-    result = llvm.StructType.get_literal([T.i32(), T.i32()])
-    operand = Int32(word).ir_value(loc=loc, ip=ip)
-    out = _asm(result, [operand], text, "=&r,=&r,r", side_effects=False, loc=loc, ip=ip)
-    first, second = (Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(2))
-    return first, second
-
-
-def halves_along(word: Int32, dtype: str) -> tuple[Int32, Int32]:
-    """Four 8-bit floats of a register as fp16, exactly: the first two and the last two. e4m3 needs sm_89."""
-    return _two_words(word, ALONG[dtype])
-
-
-def halves_across(word: Int32, dtype: str) -> tuple[Int32, Int32]:
-    """The same: the first and the third, the second and the fourth."""
-    return _two_words(word, ACROSS[dtype])
-
-
 # -- loads ----------------------------------------------------------------------------------------------------
 
 VECTOR_WORDS = VECTOR_BYTES // 4  # registers
@@ -166,18 +133,25 @@ def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
     return Float32(_asm(T.f32(), [address], text, "=f,r", side_effects=True, loc=loc, ip=ip))
 
 
-def load_vector(at: Int64, valid, stream: bool) -> tuple:
-    """16 bytes of global memory as four registers; zeros where not `valid` (None: always valid).
+def load_vector(at: Int64, valid, stream: bool, words: int = VECTOR_WORDS) -> tuple:
+    """16 bytes of global memory as four registers, or fewer; zeros where not `valid` (None: always valid).
 
     stream: keep them out of L1.
     """
-    load = "ld.global.nc" + (".L1::no_allocate" if stream else "") + ".v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
-    types = [Int32] * VECTOR_WORDS
+    registers = ", ".join(f"{{$w{i}}}" for i in range(words))
+    registers, kind = (f"{{ {registers} }}", f".v{words}.b32") if words > 1 else (registers, ".b32")
+    load = f"ld.global.nc{'.L1::no_allocate' if stream else ''}{kind} {registers}, [{{$r0}}];"
+    types = [Int32] * words
     if valid is None:
-        return cute.arch.inline_ptx(load, write_only_types=types, read_only_args=[at])
-    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(VECTOR_WORDS))
+        return as_tuple(cute.arch.inline_ptx(load, write_only_types=types, read_only_args=[at]))
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(words))
     text = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} @p {load} }}"
-    return cute.arch.inline_ptx(text, write_only_types=types, read_only_args=[at, Int32(valid)])
+    return as_tuple(cute.arch.inline_ptx(text, write_only_types=types, read_only_args=[at, Int32(valid)]))
+
+
+def as_tuple(values) -> tuple:
+    """The values of inline PTX, which alone are no tuple."""
+    return values if isinstance(values, tuple | list) else (values,)
 
 
 def load_elements(at: Int64, step: Int64, valid) -> tuple:
@@ -193,6 +167,40 @@ def load_elements(at: Int64, step: Int64, valid) -> tuple:
     args = [at, step] if valid is None else [at, step, Int32(valid)]
     text = "{ " + " ".join(lines) + " }"
     return cute.arch.inline_ptx(text, write_only_types=[Int32] * VECTOR_WORDS, read_only_args=args)
+
+
+# -- 8-bit floats ---------------------------------------------------------------------------------------------
+
+# An e5m2 number is the upper byte of an fp16 one.
+E5M2_TO_FP16 = "prmt.b32 {$w0}, {$r0}, 0, 0x1404; prmt.b32 {$w1}, {$r0}, 0, 0x3424;"
+E4M3_TO_FP16 = """{ .reg .b16 low, high; mov.b32 { low, high }, {$r0};
+cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }"""
+# Exponent and mantissa at their places in an fp16 number, which is 2^-8 times theirs, as exponents' biases differ by 8.
+# Bit 7 of z says that an element is NaN (0x7f), and becomes the highest bit of the exponent. Elements 0 and 2, 1 and 3.
+E4M3_TO_FP16_BY_BITS = """{ .reg .b32 m, z, a, b;
+and.b32 m, {$r0}, 0x7f7f7f7f; add.u32 z, m, 0x01010101; and.b32 z, z, 0x80808080; or.b32 z, z, m;
+shl.b32 a, {$r0}, 8; and.b32 a, a, 0x80008000; shl.b32 b, z, 7; and.b32 b, b, 0x7f807f80; or.b32 {$w0}, a, b;
+and.b32 a, {$r0}, 0x80008000; shr.u32 b, z, 1; and.b32 b, b, 0x7f807f80; or.b32 {$w1}, a, b; }"""
+BY_BITS_SCALE = 2.0**-8
+E5M2_ACROSS = "prmt.b32 {$w0}, {$r0}, 0, 0x2404; prmt.b32 {$w1}, {$r0}, 0, 0x3414;"
+E4M3_ACROSS = """{ .reg .b16 low, high; .reg .b32 a; prmt.b32 a, {$r0}, 0, 0x3120; mov.b32 { low, high }, a;
+cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }"""
+
+
+def float8_to_fp16(word: Int32, dtype: str, by_bits: bool) -> tuple:
+    """The four 8-bit floats of a register as two registers of two fp16 numbers; which with which depends on the dtype.
+
+    by_bits: of e4m3 numbers, without the instruction that sm_89 and newer have; the results are BY_BITS_SCALE times as
+    large.
+    """
+    text = E5M2_TO_FP16 if dtype == "float8_e5m2" else E4M3_TO_FP16_BY_BITS if by_bits else E4M3_TO_FP16
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word])
+
+
+def float8_to_fp16_across(word: Int32, dtype: str, by_bits: bool) -> tuple:
+    """The same, the first with the third, and the second with the fourth, of all dtypes."""
+    text = E5M2_ACROSS if dtype == "float8_e5m2" else E4M3_TO_FP16_BY_BITS if by_bits else E4M3_ACROSS
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word])
 
 
 # -- stores ---------------------------------------------------------------------------------------------------

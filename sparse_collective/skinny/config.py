@@ -1,12 +1,13 @@
 """Tile and schedule of the kernel for at most 16 columns."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.tile.element import BITS_16
 
-VECTOR = BITS_16.vector  # K elements that a lane loads at a time: 16 bytes
+LANES_K = 4  # lanes of a warp that share a row
 PAD = 4  # floats between the columns of a warp's sums, so that its lanes write to 32 banks
 # What a thread needs besides what `registers` counts, where B is loaded in vectors, and by element: with these none
 # spills, compiled for all architectures with every epilogue.
@@ -15,12 +16,15 @@ OTHER_REGISTERS = {"vectors": 28, "elements": 48}
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """`warps` warps each sum all of a tile, over pieces of K that are `stages` times 4 K-tiles of 8."""
+    """`warps` warps each sum all of a tile, over pieces of K that are `stages` times 4 K-tiles.
+
+    A K-tile is what a lane loads of a row at a time, 16 bytes or, of narrow blocks with a scale each, less.
+    """
 
     family: ClassVar[str] = "skinny"
     warp_specialised: ClassVar[bool] = False
     panels: ClassVar[bool] = False
-    tile_k: ClassVar[int] = VECTOR
+    converts: ClassVar[bool] = True
     cluster_m: ClassVar[int] = 1
     cluster_n: ClassVar[int] = 1
     cluster: ClassVar[int] = 1
@@ -29,24 +33,55 @@ class SkinnyConfig:
     tile_n: int
     stages: int
     warps: int
+    tile_k: int = BITS_16.vector
 
     @property
     def short(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}/{self.stages} {self.warps} warps skinny"
+        k_tile = "" if self.tile_k == BITS_16.vector else f"x{self.tile_k}"
+        return f"{self.tile_m}x{self.tile_n}{k_tile}/{self.stages} {self.warps} warps skinny"
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n} stages {self.stages} warps {self.warps} skinny"
+        k_tile = "" if self.tile_k == BITS_16.vector else f"x{self.tile_k}"
+        return f"{self.tile_m}x{self.tile_n}{k_tile} stages {self.stages} warps {self.warps} skinny"
 
 
 def loads_vectors(facts: GemmFacts) -> bool:
     """Whether B is loaded as W is, and not element by element."""
-    return facts.majors[1] == "k" and facts.aligns[1] == VECTOR
+    return facts.majors[1] == "k" and facts.aligns[1] == facts.element.vector
+
+
+def span(facts: GemmFacts) -> int:
+    """How many K-tiles of a lane, one after another, are sure to lie in one block."""
+    steps, rest = divmod(facts.block.bk, LANES_K * facts.config.tile_k)
+    return 1 if rest else math.gcd(steps, facts.config.stages)
+
+
+def lane_words(facts: GemmFacts) -> int:
+    """Registers of a K-tile: what a lane loads of a row at a time."""
+    return facts.config.tile_k * facts.element.width // 4
+
+
+def converts_by_bits(facts: GemmFacts) -> bool:
+    """Whether 8-bit floats are converted by integer instructions that move them only, and are scaled in the end."""
+    return facts.dtype == "float8_e4m3fn" and facts.spec.capability < (8, 9)
 
 
 def registers(facts: GemmFacts) -> int:
     """Registers of a thread: what it has loaded of W and B, its sums, all the rest."""
     cfg = facts.config
     mmas_m, mmas_n = cfg.tile_m // 16, cfg.tile_n // 8
-    loaded = (8 * mmas_m + 4 * mmas_n) * cfg.stages
+    loaded = (2 * mmas_m + mmas_n) * lane_words(facts) * cfg.stages
     rest = OTHER_REGISTERS["vectors" if loads_vectors(facts) else "elements"]
+    if facts.element.width == 1:
+        rest += float8_registers(facts)
     return -(-(loaded + 4 * mmas_m * mmas_n + rest) // 8) * 8
+
+
+def float8_registers(facts: GemmFacts) -> int:
+    """Those that 8-bit floats need more, found by compiling: for a block's sums, and for each place that a block may
+    have in a piece its index and scale; for their conversion; for addresses where K-tiles are narrow and many."""
+    cfg = facts.config
+    mmas, places = cfg.tile_m // 16 * (cfg.tile_n // 8), cfg.stages // span(facts)
+    needed = 4 * mmas + 2 * places if facts.block.scaled else 8
+    needed += 32 if converts_by_bits(facts) or cfg.tile_m == 32 else 0
+    return needed + (16 if cfg.tile_k < facts.element.vector else 0)

@@ -10,12 +10,22 @@ from cute_kernels.runtime.families import register
 from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
+from ..fakes import has_scales
 from ..family import FEW_COLUMNS, BsrFamily, values_bytes
-from .config import PAD, VECTOR, SkinnyConfig, registers
+from .config import LANES_K, PAD, SkinnyConfig, loads_vectors, registers
 
 # What the kernel waits for before its first values arrive, and from one piece to a warp's next: estimates, in clocks.
 FILL, TURN = 700, 800
 FEED = 0.7  # of L2's rate, for plain loads: so that picks come out as measured
+
+
+def float8_candidates(block: BlockFacts, high: bool, element: Element) -> list[SkinnyConfig]:
+    """Those of 8-bit floats: 4 KB under way a warp. They take more registers, of which CTAs of four warps leave fewer
+    unused than those of eight do."""
+    tile_k, shapes = element.vector, [(16, 8, 4), (16, 16, 4), *([(32, 16, 2)] if high else [])]
+    while block.scaled and block.bk % (LANES_K * tile_k):  # the lanes of a row are in one block
+        tile_k //= 2
+    return [SkinnyConfig(m, n, stages * element.vector // tile_k, 4, tile_k) for m, n, stages in shapes]
 
 
 class Skinny(BsrFamily):
@@ -35,8 +45,10 @@ class Skinny(BsrFamily):
         KB 11.7, 42.6, with 4 KB 11.9, 42.1. For 16 tokens: 16 rows 13.5, 48.5; 32 rows 11.8, 49.1; 64x16 tiles by TMA
         12.9, 45.5.
         """
-        shapes = [(16, 8, 4, 4), (16, 16, 2, 8), *([(32, 16, 2, 8)] if block.bm % 32 == 0 else [])]
-        return [SkinnyConfig(*shape) for shape in shapes]
+        high = block.bm % 32 == 0
+        if element.width == 1:
+            return float8_candidates(block, high, element)
+        return [SkinnyConfig(16, 8, 4, 4), SkinnyConfig(16, 16, 2, 8), *([SkinnyConfig(32, 16, 2, 8)] if high else [])]
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         """The longest of three, and the indices that come before the first values.
@@ -47,22 +59,23 @@ class Skinny(BsrFamily):
         kernels. What a column tile fetches before its first values arrive counts for each.
         """
         extents, block = problem.extents, problem.block
-        if extents.N > FEW_COLUMNS:
-            return math.inf
         values, tiles_n = values_bytes(problem), -(-extents.N // config.tile_n)
         passes = tiles_n * (1 if block.batch else extents.L)
         from_l2 = values * passes * (1 + min(extents.N, config.tile_n) / config.tile_m) / FEED
-        turns = max(1, math.ceil(problem.density * extents.K / (4 * VECTOR * config.stages * config.warps)))
+        turns = max(
+            1, math.ceil(problem.density * extents.K / (LANES_K * config.tile_k * config.stages * config.warps))
+        )
         from_dram = values / cost.DRAM_BYTES_PER_CLOCK / (1 if config.tile_m == 16 else 0.75)
-        return FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * TURN)
+        resort = cost.LAST_RESORT if extents.N > FEW_COLUMNS else 0.0
+        return resort + FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * TURN)
 
     def unsupported(self, facts: GemmFacts) -> str:
         """It needs no TMA; but on the sm_90 path, where TMA serves no operand, all of sm_80's kernels compete."""
         if reason := legality.general(facts) or (legality.tma_operands(facts) if facts.path == "sm_90" else ""):
             return reason
         cfg, spec = facts.config, facts.spec
-        if facts.element.vector != VECTOR:
-            return f"operands of {facts.dtype}: a lane of this kernel has {VECTOR} of K in 16 bytes"
+        if reason := self._k_tile(facts):
+            return reason
         if cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
             return f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns"
         if facts.block.permuted:
@@ -79,17 +92,36 @@ class Skinny(BsrFamily):
         needed = (cfg.tile_m + PAD) * cfg.tile_n * cfg.warps * 4
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem}" if needed > spec.smem else ""
 
+    def _k_tile(self, facts: GemmFacts) -> str:
+        """What is asked of a lane's part of a row."""
+        cfg, width, block = facts.config, facts.element.width, facts.block
+        if width > 2:
+            return f"operands of {facts.dtype}: this kernel multiplies those of 16 bits, and of 8 bits as such"
+        if width * cfg.tile_k not in ((4, 8, 16) if width == 1 else (16,)):
+            return f"K-tiles of {cfg.tile_k}: a lane loads 16 bytes, or of 8-bit floats 8 or 4"
+        if width == 1 and not loads_vectors(facts):
+            return f"operands of {facts.dtype}: rows of B must be contiguous along K, and multiples of 16 bytes"
+        if block.scaled and block.bk % (LANES_K * cfg.tile_k):
+            return f"K-tiles of {cfg.tile_k} for blocks {block.bk} wide with a scale each: four must lie in one block"
+        return ""
+
+    def tensor_core(self, facts: GemmFacts) -> str:
+        return "HMMA"
+
     def sources(self, path: str) -> tuple[str, ...]:
-        own = ("sparse_collective.skinny.kernel", "cute_kernels.tile.ampere")
+        own = ("sparse_collective.skinny.kernel", "sparse_collective.skinny.float8", "cute_kernels.tile.ampere")
         return tuple(dict.fromkeys((*super().sources(path), *own)))
 
     def entry(self, facts: GemmFacts):
+        from .float8 import Float8SkinnyGemm, ScaledSkinnyGemm
         from .kernel import SkinnyGemm
 
+        if facts.element.width == 1:
+            return (ScaledSkinnyGemm if has_scales(facts) else Float8SkinnyGemm)(facts)
         return SkinnyGemm(facts)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return [] if quick else catalogue.skinny_kernels(self, arch)
+        return [] if quick else catalogue.skinny_kernels(self, arch) + catalogue.skinny_float8_kernels(self, arch)
 
 
 SKINNY = register(Skinny())

@@ -13,9 +13,10 @@ of B are its part of their other operand.
     lane (g, t) = (lane / 4, lane % 4)     W rows g and g + 8, columns 8 t .. 8 t + 7, and B column g
     first MMA   k 8 t .. 8 t + 3 of all t;     second MMA   k 8 t + 4 .. 8 t + 7
 
-Those eight k are the K-tile that the source is asked for: a block is a multiple of it wide, so none reaches into a
-second block, and a warp's 32 columns may lie in one block or in two. Where W's values lie depends on no index: the
-first ones are under way while the indices are fetched. Then, for each piece:
+(Of 8-bit floats they are 16, of four MMAs; see float8.py.) Those k are the K-tile that the source is asked for: a block
+is a multiple of it wide, so none reaches into a second block, and a warp's 32 columns may lie in one block or in two.
+Where W's values lie depends on no index: the first ones are under way while the indices are fetched. Then, for each
+piece:
 
     load B       wherever the index says
     next index   of the warp's next piece
@@ -24,8 +25,6 @@ first ones are under way while the indices are fetched. Then, for each piece:
 What keeps memory busy is the number of warps: 32 on an SM with 2 KB each under way, where the rate of DRAM times its
 latency is some 30 KB. So W is not loaded further ahead, and the registers are few enough for that many warps.
 """
-
-import math
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -37,12 +36,12 @@ from cute_kernels.matmul import epilogue
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.tile.ampere import mma_op
-from cute_kernels.tile.ptx import VECTOR_WORDS, load_elements, load_vector, opaque
+from cute_kernels.tile.ptx import load_elements, load_vector, opaque
 
 from ..bsr_gemm import BsrGemm
-from .config import PAD, VECTOR, loads_vectors, registers
+from .config import LANES_K, PAD, lane_words, loads_vectors, registers, span
 
-WARP, LANES_K = 32, 4  # lanes of a warp; those that share a row
+WARP = 32  # lanes
 RESERVED = 1024  # bytes of shared memory that a CTA takes besides its own
 NOT_NEGATIVE = 0x7FFFFFFF  # a mask that says so, which makes divisions cheap
 
@@ -66,13 +65,12 @@ class SkinnyKernel:
         self.dtype, self.out_dtype = cutlass_dtype(facts.dtype), cutlass_dtype(facts.out_dtype)
         self.threads, self.width = WARP * cfg.warps, facts.element.width
         self.mmas_m, self.mmas_n = cfg.tile_m // 16, cfg.tile_n // 8
+        self.words = lane_words(facts)
         self.piece = LANES_K * cfg.stages  # K-tiles
         # Whether a row is a whole number of pieces, however many blocks it has.
-        self.whole = facts.block.bk % (self.piece * VECTOR) == 0
+        self.whole = facts.block.bk % (self.piece * cfg.tile_k) == 0
         # Whether the lanes of a row are always in one block; how many K-tiles of a lane are, one after another.
-        steps, rest = divmod(facts.block.bk, LANES_K * VECTOR)
-        self.uniform = rest == 0
-        self.span = math.gcd(steps, cfg.stages) if self.uniform else 1
+        self.uniform, self.span = facts.block.bk % (LANES_K * cfg.tile_k) == 0, span(facts)
         pitch = cfg.tile_m + PAD
         self.sums = (cfg.tile_m, cfg.tile_n, cfg.warps), (1, pitch, pitch * cfg.tile_n)
         self.smem_bytes = pitch * cfg.tile_n * cfg.warps * 4
@@ -170,11 +168,10 @@ class SkinnyKernel:
             columns = [cutlass.min(n * cfg.tile_n + j * 8 + g, mB.shape[0] - 1) for j in range(self.mmas_n)]
             b_lane = [mB.iterator.toint() + Int64(column) * (mB.stride[0] * self.width) for column in columns]
             if const_expr(self.uniform):
-                a_lane = a_lane + t * (VECTOR * self.width)
-                b_lane = [x + Int64(t) * (mB.stride[1] * VECTOR * self.width) for x in b_lane]
+                a_lane = a_lane + t * (cfg.tile_k * self.width)
+                b_lane = [x + Int64(t) * (mB.stride[1] * cfg.tile_k * self.width) for x in b_lane]
                 t = Int32(0)
-            rA = cute.make_rmem_tensor((4, self.mmas_m, 2, stages), Int32)
-            rB = cute.make_rmem_tensor((2, self.mmas_n, 2, stages), Int32)
+            rA, rB = self.loaded()
             rCol = cute.make_rmem_tensor(stages, Int32)  # block columns of the next piece's K-tiles
             # W's first values are asked for before its indices are waited for.
             self.load_piece(k_tiles, warp, t, mA, a_lane, rA)
@@ -184,13 +181,31 @@ class SkinnyKernel:
                 for s in range_constexpr(0, stages, self.span):
                     self.load_b(k_tiles, self.number(piece, t, s), s, mB, b_lane, rCol, rB)
                 self.fetch(k_tiles, cutlass.min(following, pieces - 1), t, rCol)
-                atom = cute.make_mma_atom(mma_op(self.dtype))
-                tA, tB = cute.recast_tensor(rA, self.dtype), cute.recast_tensor(rB, self.dtype)
-                for s in range_constexpr(stages):
-                    for half in range_constexpr(2):
-                        cute.gemm(atom, acc, tA[None, None, half, s], tB[None, None, half, s], acc)
+                self.multiply_piece(k_tiles, piece, rA, rB, acc)
                 if following < pieces:
                     self.load_piece(k_tiles, following, t, mA, a_lane, rA)
+
+    def loaded(self) -> tuple:
+        """Registers of what a lane loads of W and B for a piece."""
+        shape_a, shape_b = (4, self.mmas_m, 2, self.cfg.stages), (2, self.mmas_n, 2, self.cfg.stages)
+        return cute.make_rmem_tensor(shape_a, Int32), cute.make_rmem_tensor(shape_b, Int32)
+
+    def place_a(self, row: int, w: int) -> tuple:
+        """Where word w of W's row g + 8 row goes, of a stage."""
+        return a_register(row, w)
+
+    def place_b(self, j: int, w: int) -> tuple:
+        """Where word w of B's column g + 8 j goes, of a stage."""
+        return b_register(j, w)
+
+    @cute.jit
+    def multiply_piece(self, k_tiles, piece: Int32, rA: cute.Tensor, rB: cute.Tensor, acc: cute.Tensor):
+        """Add the products of what is loaded to acc (MMA, MMA_M, MMA_N)."""
+        atom = cute.make_mma_atom(mma_op(self.dtype))
+        tA, tB = cute.recast_tensor(rA, self.dtype), cute.recast_tensor(rB, self.dtype)
+        for s in range_constexpr(self.cfg.stages):
+            for half in range_constexpr(2):
+                cute.gemm(atom, acc, tA[None, None, half, s], tB[None, None, half, s], acc)
 
     @cute.jit
     def load_piece(self, k_tiles, piece: Int32, t: Int32, mA: cute.Tensor, a_lane: Int64, rA: cute.Tensor):
@@ -218,18 +233,15 @@ class SkinnyKernel:
 
     @cute.jit
     def load_a(self, k_tiles, i: Int32, first: cutlass.Constexpr, mA: cute.Tensor, a_lane: Int64, rA: cute.Tensor):
-        """A lane's vectors of W from K-tile i on, as many as are sure to lie in one block.
-
-        They go to the registers of two MMAs: (row, row + 8) of each pair of k.
-        """
+        """A lane's vectors of W from K-tile i on, as many as are sure to lie in one block."""
         _, k, block = self.k_tile(k_tiles, i).a
-        at = a_lane + Int64(block) * (mA.stride[2] * self.width) + k * (VECTOR * self.width)
+        at = a_lane + Int64(block) * (mA.stride[2] * self.width) + k * (self.cfg.tile_k * self.width)
         for s in range_constexpr(first, first + self.span):
             for row in range_constexpr(2 * self.mmas_m):
-                offset = const_expr((row * 8 * mA.stride[0] + (s - first) * LANES_K * VECTOR) * self.width)
-                words = load_vector(at + offset, self.valid(k_tiles, i), stream=True)
-                for w in range_constexpr(VECTOR_WORDS):
-                    rA[(*a_register(row, w), s)] = words[w]
+                offset = const_expr((row * 8 * mA.stride[0] + (s - first) * LANES_K * self.cfg.tile_k) * self.width)
+                words = load_vector(at + offset, self.valid(k_tiles, i), stream=True, words=self.words)
+                for w in range_constexpr(self.words):
+                    rA[(*self.place_a(row, w), s)] = words[w]
 
     @cute.jit
     def load_b(
@@ -246,16 +258,16 @@ class SkinnyKernel:
         k, _ = self.k_tile(k_tiles, i).b
         step = mB.stride[1] * self.width
         for j in range_constexpr(self.mmas_n):
-            at = b_lane[j] + Int64(rCol[first]) * (mB.stride[2] * self.width) + Int64(k * VECTOR) * step
+            at = b_lane[j] + Int64(rCol[first]) * (mB.stride[2] * self.width) + Int64(k * self.cfg.tile_k) * step
             for s in range_constexpr(first, first + self.span):
                 valid = self.valid(k_tiles, i)
                 if const_expr(loads_vectors(self.facts)):
-                    words = load_vector(at, valid, stream=False)
+                    words = load_vector(at, valid, stream=False, words=self.words)
                 else:
                     words = load_elements(at, Int64(step), valid)
-                at = at + LANES_K * VECTOR * step
-                for w in range_constexpr(VECTOR_WORDS):
-                    rB[(*b_register(j, w), s)] = words[w]
+                at = at + LANES_K * self.cfg.tile_k * step
+                for w in range_constexpr(self.words):
+                    rB[(*self.place_b(j, w), s)] = words[w]
 
     # ------------------------------------------------------------------ sums, epilogue, store
 
