@@ -3,6 +3,7 @@
 import torch
 
 from cute_kernels import checks
+from cute_kernels.dtypes import FLOAT8
 from cute_kernels.runtime.device import plans_kernel
 
 from .forward.choose import HEAD_DIMS, WIDE, head_dims_text
@@ -10,21 +11,26 @@ from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
 NO_CACHE = (
-    "attention: with seqlens_k or block_table it computes no gradients, and q, k, v or sinks requires one; call it "
-    "under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have gradients"
+    "attention: with seqlens_k or block_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
+    "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have "
+    "gradients"
 )
 
 
-def check_qkv(op: str, q, k, v) -> None:
+def check_qkv(op: str, q, k, v, narrow: bool = False) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one dtype and device, D and Dv contiguous. The dtype
-    has 16 bits, or on the CPU, without a kernel, is float32 or float64."""
+    has 16 bits, or on the CPU, without a kernel, is float32 or float64.
+
+    narrow: whether k and v are of 8 bits, and of another dtype than q, which is not looked at.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(f"{op}: {name}", tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, head_dim)"
             )
-    checks.check_operands(op, kernel=plans_kernel(q.device), q=q, k=k, v=v)
+    checks.check_operands(op, kernel=plans_kernel(q.device), q=q, **({} if narrow else {"k": k, "v": v}))
+    checks.check_device(op, q.device, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:
         raise ValueError(f"{op}: q, k and v have batches of {B}, {Bk} and {v.shape[0]} items")
@@ -41,6 +47,20 @@ def check_qkv(op: str, q, k, v) -> None:
             raise ValueError(
                 f"{op}: {name}'s last dimension, strides {tensor.stride()}, is not contiguous; call .contiguous()"
             )
+
+
+def narrow(k, v) -> bool:
+    """Whether k and v, or one of them, is of 8-bit floats; False of what is no tensor, which the checks will name."""
+    return getattr(k, "dtype", None) in FLOAT8 or getattr(v, "dtype", None) in FLOAT8
+
+
+def check_wide(op: str, form: str, k, v, k_scale=None, v_scale=None) -> None:
+    """Of forms of calls that no kernel for 8-bit floats serves."""
+    if narrow(k, v) or k_scale is not None or v_scale is not None:
+        raise TypeError(
+            f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; 8-bit floats are read from "
+            "caches (seqlens_k), and others are to be dequantised, k.to(q.dtype) * scale"
+        )
 
 
 def check_scale(op: str, scale, softcap) -> None:

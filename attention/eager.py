@@ -6,6 +6,7 @@ A call with metadata seen before costs a look-up, a test of its tensors and the 
 from functools import partial
 
 from cute_kernels import checks as common
+from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
@@ -26,7 +27,7 @@ _PLANS = PlanCache(operands=3)
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None,
+    score_mod=None, k_scale=None, v_scale=None,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
@@ -34,11 +35,13 @@ def attention(
     score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
+        checks.check_wide("attention", "packed sequences", k, v, k_scale, v_scale)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqlens_k is None, block_table is None, None if score is None else score.mod, sinks is None,
+        k_scale is None, v_scale is None,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqlens_k is not None or block_table is not None:
@@ -48,23 +51,32 @@ def attention(
         tensors += score.tensors
     if sinks is not None:
         tensors += (sinks,)
+    if k_scale is not None:
+        tensors += (k_scale,)
+    if v_scale is not None:
+        tensors += (v_scale,)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score,
+            out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score, k_scale=k_scale,
+            v_scale=v_scale,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
         if seqlens_k is not None:
             terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
+        if checks.narrow(k, v):
+            terms |= {"k_scale": cache_checks.of_heads(k_scale, q, k), "v_scale": cache_checks.of_heads(v_scale, q, k)}
         if score is not None:
             terms["score_mod"] = score
         out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out, sinks)
     elif plan.facts.family == decode.FAMILY:
-        reads = None if score is None else score.reads
-        out, lse = launch(plan, q, k, v, out, (seqlens_k, block_table, reads), sinks)
+        more = seqlens_k, block_table, None if score is None else score.reads
+        if plan.facts.cache is not None:
+            more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
+        out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
         out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads), sinks)
     return (out, lse) if return_lse else out
@@ -90,17 +102,18 @@ def block_sparse_attention(
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None,
+    score_mod=None, k_scale=None, v_scale=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
+        checks.check_wide("attention", "packed sequences", k, v, k_scale, v_scale)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
     seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
-    cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table)
+    cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table, k_scale, v_scale)
     check_sinks("attention", sinks, q)
     columns = cache_checks.capacity(k, block_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
@@ -112,8 +125,8 @@ def plan_attention(
 
         def choose(plan, facts, sms) -> bool:
             if seqlens_k is None and not decode.serves(q, k, sms):
-                return False
-            decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms)
+                return decode.refuse_narrow(q, k)
+            decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms, k_scale, v_scale)
             return True
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
@@ -135,5 +148,11 @@ def _check_one_form(seqlens_k, block_table) -> None:
 
 
 def _reference(q, k, v, **terms):
-    run = reference.attention_cached if "seqlens_k" in terms else reference.attention
-    return run(q, k, v, **terms, return_lse=True)
+    if "seqlens_k" in terms:
+        return reference.attention_cached(q, k, v, **terms, return_lse=True)
+    if not checks.narrow(k, v):
+        return reference.attention(q, k, v, **terms, return_lse=True)
+    wide = q.to(accumulator(q.dtype))
+    kv = (reference.dequantised(t, terms.pop(scale), wide.dtype) for t, scale in ((k, "k_scale"), (v, "v_scale")))
+    out, lse = reference.attention(wide, *kv, **terms, return_lse=True)
+    return out.to(q.dtype), lse

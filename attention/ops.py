@@ -41,6 +41,8 @@ def attention(
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
@@ -83,6 +85,11 @@ def attention(
             indexed by q or kv are long enough: past their end they are read at their last element. Under torch.compile
             it is a function, a method of a module, a functools.partial or a dataclass; see score_text for what it may
             capture.
+        k_scale, v_scale: float32, of k and v that are float8_e4m3fn or float8_e5m2, both of one dtype: what their
+            numbers are multiplied by. One for all, (1,); one for each head of k and v, (Hkv,); or for each item's, too,
+            (B, Hkv), which is what FlashAttention 3 calls k_descale and v_descale. None for 1. q stays of 16 bits. Such
+            k and v are read by the decoding kernels: with seqlens_k, for any number of queries, or without for few
+            queries. Not at head dimension 512, and float8_e4m3fn not on sm_80 and sm_86.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.
@@ -104,8 +111,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, or on a GPU the
-            head dimension is 512; or the GPU is older than sm_80.
+        RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, k and v are of 8
+            bits, or on a GPU the head dimension is 512; or the GPU is older than sm_80.
     """
     # What the op of a trace looks for is the function itself. Asked here: a frame of its own may be compiled by itself.
     score = score_mod if score_mod is None or is_compiling() else _bound("attention", score_mod, q)
@@ -114,7 +121,7 @@ def attention(
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
-        if seqlens_k is not None or block_table is not None:
+        if seqlens_k is not None or block_table is not None or checks.narrow(k, v):
             raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         options["deterministic"] = deterministic
@@ -126,7 +133,7 @@ def attention(
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-        sinks=sinks, deterministic=deterministic, **more,
+        sinks=sinks, deterministic=deterministic, k_scale=k_scale, v_scale=v_scale, **more,
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import FLOAT8, accumulator
+
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
 from .score_mod import BoundScore, bound
@@ -192,6 +194,8 @@ def attention_cached(
     return_lse: bool = False,
     sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to each item's own number of rows of K and V, which may lie in pages.
 
@@ -202,6 +206,7 @@ def attention_cached(
             has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1]. Read on the host.
         block_table: (B, pages of an item) int32; item b's row j is in page block_table[b, j // page_size]. A page that
             is not there is of zeros.
+        k_scale, v_scale: (B, Hkv), of k and v of 8-bit floats, or None for 1.
         The others are those of `attention`, with seqlens_k[b] for Sk.
 
     Returns:
@@ -212,15 +217,28 @@ def attention_cached(
     """
     options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
     options["return_lse"] = True
-    parts, score = [], bound(score_mod, q.device)
+    parts, score, dtype = [], bound(score_mod, q.device), q.dtype
+    narrow = k.dtype in FLOAT8
+    if narrow:
+        q = q.to(accumulator(dtype))
     for b, (first, length) in enumerate(spans_of(seqlens_k)):
         rows = [t[b : b + 1] if block_table is None else _pages(t, block_table[b].long()) for t in (k, v)]
+        if narrow:
+            scales = (s if s is None else s[b : b + 1] for s in (k_scale, v_scale))
+            rows = [dequantised(t, s, q.dtype) for t, s in zip(rows, scales, strict=True)]
         of_item = None if score is None else score.of_item(b, first)
         parts.append(attention(q[b : b + 1], *(t[:, :, first:length] for t in rows), **options, score_mod=of_item))
     if not parts:
-        parts = [attention(q, *(t[:0] for t in (k, v)), **options)]
+        parts = [attention(q, *(t[:0].to(q.dtype) for t in (k, v)), **options)]
     out, lse = (torch.cat(t) for t in zip(*parts, strict=True))
+    out = out.to(dtype)
     return (out, lse) if return_lse else out
+
+
+def dequantised(t: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """K or V (B, Hkv, S, D) of 8 bits in a wider dtype, times its scales (B, Hkv)."""
+    t = t.to(dtype)
+    return t if scale is None else t * scale[:, :, None, None]
 
 
 def spans_of(seqlens_k: Tensor) -> list[tuple[int, int]]:

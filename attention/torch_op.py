@@ -17,7 +17,7 @@ from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import eager, gradients, score_text
-from .checks import NO_CACHE, check_gradient_dims
+from .checks import NO_CACHE, check_gradient_dims, narrow
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
 from .plan import gradient_of
@@ -26,7 +26,7 @@ QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None, bool? deterministic=None, Tensor? sinks=None"
+    "Tensor? block_table=None, bool? deterministic=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
@@ -155,8 +155,8 @@ def _terms(inputs, at: int) -> tuple:
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = _terms(inputs, 3)
-    if seqlens_k is not None or block_table is not None:
+    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, _, _, sinks = _terms(inputs, 3)
+    if seqlens_k is not None or block_table is not None or narrow(*inputs[1:3]):
         raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (cu_q, cu_k, sinks), 3)
     ctx.terms = terms[:-1]
@@ -229,7 +229,7 @@ for _name, _inputs, *_rest, _gradient in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    sinks, deterministic, score_mod=None,
+    sinks, deterministic, k_scale, v_scale, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
@@ -238,7 +238,7 @@ def traced_attention(
     score = () if score_mod is None else score_text.written(score_mod)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, sinks
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, k_scale, v_scale, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 

@@ -1,25 +1,33 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
 block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
-those of few tokens beside a copy of as many bytes.
+those of few tokens beside a copy of as many bytes; decoding from caches of 8-bit floats beside caches of bfloat16,
+and beside a copy of as many bytes.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
 say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
+from attention import attention
 from cute_kernels import explain, gemm
 from sparse_collective import bsr_linear
 
+from . import ceilings
 from . import peers_float8 as peers
 from .cases import COPY, CUBE, of_rows, product, randn
-from .peers import Call, Operands
-from .peers_float8 import BLOCKS, SCALED_MM, Scaled, ScaledSparse
+from .cases_attention import CACHE_HEADS, AttentionProblem
+from .cases_attention import COPY as CACHE_COPY
+from .peers import Call, Operands, own_call
+from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledSparse
 from .rows import Candidate, Case, Problem
 
 SUITE = "float8"
+WIDE_CACHE = "our bfloat16 cache"
+PAGE = 64  # rows
 DENSE, WIDE = "our dense float8", "our bfloat16"
 
 
@@ -88,6 +96,43 @@ def layer(x: ScaledSparse) -> tuple:
     return x.verified(x.with_error(call)), explain(bsr_linear, tokens, W, **terms)
 
 
+@dataclass(frozen=True)
+class CacheProblem(AttentionProblem):
+    """Attention to caches of 8-bit floats in pages."""
+
+    cache: str = "float8_e4m3fn"
+    page_size: int = PAGE
+
+    @property
+    def kv_bytes(self) -> float:
+        return super().kv_bytes / 2
+
+
+def cached(
+    batch: int, keys: int, against: str, asked: float | None = None, page_size: int = PAGE, heads: tuple = CACHE_HEADS
+) -> Case:
+    """attention(q, k, v, k_scale=, v_scale=) of one query a sequence to full caches.
+
+    against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, by bytes of K and V over the time, where a copy
+        reads and writes.
+    """
+    H, Hkv, D = heads
+    problem = CacheProblem("attention", batch, 1, keys, H, Hkv, D, page_size=page_size)
+    pages = batch * keys // page_size
+    x = CachedAttention(lambda: randn(batch, 1, H, D), lambda: randn(pages, page_size, Hkv, D))
+
+    def call_of(args: tuple, terms: dict) -> tuple:
+        return own_call(x, attention, *args, out=x.out().transpose(1, 2), **terms)
+
+    as_many = problem.flops * 2 * ceilings.COPY_BYTES / problem.kv_bytes
+    others = [
+        Candidate(WIDE_CACHE, problem.flops, lambda: call_of(*x.wide_call())[0]),
+        Candidate(CACHE_COPY, as_many, ceilings.copy),
+    ]
+    row = f"decoding B{batch}, {keys // 1024}k keys, {H}/{Hkv} heads D{D}, pages of {page_size}, e4m3fn, over {against}"
+    return Case(SUITE, row, problem, lambda: call_of(*x.narrow_call()), others, against, asked)
+
+
 def float8_cases(mode: str) -> Iterator[Case]:
     """Rows with a number asked of them; "full" has layers of a model as well."""
     for size in (4096, 8192):
@@ -101,7 +146,13 @@ def float8_cases(mode: str) -> Iterator[Case]:
     for block in ((128, 128), (64, 64)):
         for tokens in (1, 8, 32, 64):
             yield few_tokens(tokens, block)
+    yield cached(8, 16384, WIDE_CACHE, 1.75)
+    yield cached(8, 16384, CACHE_COPY)
     if mode == "full":
+        for batch, keys in ((16, 16384), (1, 131072), (1, 16384)):
+            yield cached(batch, keys, WIDE_CACHE)
+        yield cached(8, 16384, WIDE_CACHE, page_size=16)
+        yield cached(8, 16384, WIDE_CACHE, heads=(64, 8, 128))
         for M in (128, 2048, 8192):
             for N, K in ((4096, 4096), (14336, 4096), (4096, 14336)):
                 for per in ("row", BLOCKS):

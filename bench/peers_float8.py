@@ -1,4 +1,4 @@
-"""Products of 8-bit floats: their operands, what they must be in fp64, and torch._scaled_mm."""
+"""Products of 8-bit floats: their operands, what they must be in fp64, and torch._scaled_mm; caches for attention."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +13,7 @@ from sparse_collective import BsrMatrix
 from tests.reference import truth
 
 from .peers import Call, Operands, made, peer
+from .peers_attention import Attention
 
 SCALED_MM = "torch._scaled_mm"
 BLOCKS = "1x128 and 128x128"  # of a, and of b
@@ -92,6 +93,55 @@ class ScaledSparse(Operands):
         return self.rows, truth(a.to_dense()[self.rows].double(), (x.double() * scale.double()).t())
 
     with_error = Scaled.with_error
+
+
+class CachedAttention(Attention):
+    """One query an item to caches in pages, of 8-bit floats with a scale for each head, and of the same in bfloat16.
+
+    Args:
+        q: (B, 1, H, D), or a function that makes it.
+        pages: (B keys / page_size, page_size, Hkv, D) wide numbers of K, or a function that makes such; V's are others.
+    """
+
+    def __init__(self, q, pages, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+        super().__init__(q, lambda: self.gathered(0), lambda: self.gathered(1))
+        self._pages, self.dtype = pages, dtype
+
+    @cached_property
+    def quantised(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(pages, scales (Hkv,)) of K and of V."""
+        found = []
+        for _ in range(2):
+            wide = made(self._pages).float()
+            scale = wide.abs().amax((0, 1, 3)) / torch.finfo(self.dtype).max
+            found.append(((wide / scale[:, None]).to(self.dtype), scale))
+        return tuple(found)
+
+    @cached_property
+    def tables(self) -> dict[str, Tensor]:
+        """Pages in any order, and lengths: all rows."""
+        pages, rows = self.quantised[0][0].shape[:2]
+        batch = self.q.shape[0]
+        order = torch.randperm(pages, device=self.q.device).to(torch.int32).view(batch, -1)
+        lengths = torch.full((batch,), order.shape[1] * rows, dtype=torch.int32, device=self.q.device)
+        return {"seqlens_k": lengths, "block_table": order}
+
+    def gathered(self, which: int) -> Tensor:
+        """(B, keys, Hkv, D) of fp32, dequantised: K or V."""
+        pages, scale = self.quantised[which]
+        rows = pages.view(torch.uint8)[self.tables["block_table"].long()].view(self.dtype)
+        return (rows.float() * scale[:, None]).flatten(1, 2)
+
+    def narrow_call(self) -> tuple[tuple, dict]:
+        """(q, k, v) and terms of attention to the 8-bit caches."""
+        (k, k_scale), (v, v_scale) = self.quantised
+        q, k, v = (t.transpose(1, 2) for t in (self.q, k, v))
+        return (q, k, v), self.tables | {"k_scale": k_scale, "v_scale": v_scale}
+
+    def wide_call(self) -> tuple[tuple, dict]:
+        """The same of caches of q's dtype."""
+        kv = ((pages.float() * scale[:, None]).to(self.q.dtype) for pages, scale in self.quantised)
+        return tuple(t.transpose(1, 2) for t in (self.q, *kv)), self.tables
 
 
 def errors(out: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import cute_kernels
 from attention import attention, block_sparse_attention
 from attention.reference import spans_of
 from cute_kernels import explain
+from cute_kernels.dtypes import FLOAT8
 
 from . import emulate
 from .reference import assert_as_good_as_torch, attention_plainly, band_mask, normal, poisoned, poisoned_empty
@@ -146,8 +147,11 @@ def pieces(
         yield ..., q, k, v, seen if block_mask is None else seen & block_mask.to_dense(*q.shape[:2])
 
 
-def truth(q, k, v, *, softcap=None, scale=None, sinks=None, **terms):
-    """Of a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|."""
+def truth(q, k, v, *, softcap=None, scale=None, sinks=None, k_scale=None, v_scale=None, **terms):
+    """Of a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|.
+
+    k and v of 8 bits are taken as they are, times their scales.
+    """
     shape = (1, q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
     more, scores = {"dtype": FP64, "device": q.device}, {"softcap": softcap, "scale": scale, "sinks": sinks}
     found = SimpleNamespace(lse=torch.full(shape, -math.inf, **more), columns=0)
@@ -157,6 +161,11 @@ def truth(q, k, v, *, softcap=None, scale=None, sinks=None, **terms):
     found.by_torch = torch.zeros(*shape, v.shape[-1], dtype=q.dtype, device=q.device)
     for where, *parts, seen in pieces(q, k, v, **terms):
         wide = [t.double() for t in parts]
+        if k.dtype in FLOAT8:
+            for i, factor in enumerate((k_scale, v_scale), 1):
+                if factor is not None:
+                    wide[i] *= factor.double().expand(q.shape[0], k.shape[1])[where][..., None, None]
+            parts = [t.to(q.dtype) for t in wide]
         found.out[where], found.lse[where] = attention_plainly(*wide, seen, **scores)
         found.spread[where] = attention_plainly(*wide[:2], wide[2].abs(), seen, **scores)[0]
         found.by_torch[where] = attention_plainly(*parts, seen, **scores)[0]

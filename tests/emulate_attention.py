@@ -12,7 +12,7 @@ import attention.plan as plan
 from attention import block_sparse
 from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
-from cute_kernels.dtypes import TORCH
+from cute_kernels.dtypes import FLOAT8, TORCH
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 
@@ -66,9 +66,11 @@ class EmulatedFlash:
         widths = {"q": facts.head_dim, "k": facts.head_dim, "v": facts.head_dim_v, "out": facts.head_dim_v}
         rank = 3 if facts.packed else 4
         for (name, width), t in zip(widths.items(), (q, k, v, out), strict=True):
-            assert t.dim() == rank and t.shape[-1] == width and t.dtype is TORCH[facts.dtype], name
+            dtype = getattr(facts, "cache", None) if name in ("k", "v") else None
+            assert t.dim() == rank and t.shape[-1] == width and t.dtype is TORCH[dtype or facts.dtype], name
             assert t.data_ptr() % 16 == 0 and t.stride(-1) == 1, name
-            assert all(stride % 8 == 0 for stride in t.stride()[:-1]), f"{name}: strides {t.stride()}"
+            whole = all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
+            assert whole, f"{name}: strides {t.stride()}"
         assert all(0 <= x < 2**30 and isinstance(x, int) for x in (left, right))
         assert (lse is not None) == facts.lse
         if lse is not None:
@@ -99,6 +101,10 @@ class EmulatedDecode(EmulatedFlash):
     def __call__(self, q, k, v, out, lse, sinks, seqlens, table, score, parts, part_lses, *more):
         insist_on_arguments(self.facts, (q, k, v, out, lse, sinks, seqlens, table, score, parts, part_lses, *more))
         assert score is None and self.facts.score is None
+        scales = (None, None)
+        if self.facts.cache:
+            *scales, more = *more[:2], more[2:]
+            assert [s is not None for s in scales] == [self.facts.k_scale, self.facts.v_scale]
         facts, (*scalars, count) = self.facts, more[:5]
         assert len(more) == 5 + (facts.path == "sm_90") and all(x > 0 for x in more[4:])
         assert (seqlens is not None) == facts.seqlens and (table is not None) == (facts.page_size > 0)
@@ -107,6 +113,7 @@ class EmulatedDecode(EmulatedFlash):
             assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
         self.insist(q, k, v, out, lse, *scalars[1:])
         if seqlens is None:
+            k, v = (dequantised(t, scale) for t, scale in zip((k, v), scales, strict=True))
             self.attend(q, k, v, out, lse, sinks, *scalars)
             return
         assert seqlens.dim() == 1 + facts.spans and facts.window.left >= facts.spans
@@ -116,7 +123,17 @@ class EmulatedDecode(EmulatedFlash):
                 pages = table[b, : -(-length // facts.page_size)].long()
                 kv = (t[pages].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
             kv = (t[:, :, first:length] for t in kv)
+            kv = (dequantised(t, s if s is None else s[one]) for t, s in zip(kv, scales, strict=True))
             self.attend(q[one], *kv, out[one], None if lse is None else lse[one], sinks, *scalars)
+
+
+def dequantised(t, scale):
+    """K or V of 8 bits (B, Hkv, S, D) times its scales (B, Hkv), None for 1; of 16 bits as it is."""
+    t = t.float() if t.dtype in FLOAT8 else t
+    if scale is not None:
+        assert scale.shape == t.shape[:2] and scale.dtype is torch.float32
+        t = t * scale[..., None, None]
+    return t
 
 
 class EmulatedBlocks(Walked, EmulatedFlash):

@@ -6,7 +6,7 @@ and k may be NaN: then the rows of the result that see them must be NaN, with an
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -45,6 +45,7 @@ class Family:
     page_size: int = 0
     blocksize: tuple[int, int] | None = None
     sinks: str | None = None  # their dtype
+    cache: str | None = None  # that of k and v where they are of 8 bits
 
     @property
     def name(self) -> str:
@@ -86,7 +87,12 @@ def families(seed: int = 0, each: int = 18) -> list[Family]:
             turns(*PAGES) if op.startswith("paged") else turns(0), turns(*BLOCKSIZES) if blocks else turns(None),
             turns(None, None, "bf16", "fp32"),
         )  # fmt: skip
-        found += [Family(op, path, *each) for each in zip(*terms, strict=True)]
+        families = [Family(op, path, *each) for each in zip(*terms, strict=True)]
+        if cached:  # drawn apart, so that the others stay what they were
+            kinds = [(None, "e4m3", None, "e5m2")[i % 4] for i in range(each)]
+            random.Random(f"{seed} {op} {path}").shuffle(kinds)
+            families = [replace(family, cache=kind) for family, kind in zip(families, kinds, strict=True)]
+        found += families
     return found
 
 
@@ -185,7 +191,8 @@ def run(case: Case, device: str = "cpu") -> None:
         shape = shape[2], shape[1], shape[3]
     if case.give_out:
         terms["out"] = zones.output(shape, dtype, case.places[3])
-    named = zip(given, case.places, ("q", "k", "v"), strict=False)
+    places = [case.places[0], *(twice(place) if f.cache else place for place in case.places[1:3])]
+    named = zip(given, places, ("q", "k", "v"), strict=True)
     tensors = [zones.input(*each) for each in named]
     with cute_kernels.path(f.path), choose.splits(f.splits):
         op = block_sparse_attention if f.op == "block_sparse_attention" else attention
@@ -212,11 +219,15 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
     for b, (rows, cols) in enumerate(zip(case.rows, case.cols, strict=True)):
         seen[b, 0, :, :cols] = band(case, rows, cols, device)
         k[b, :, cols:], v[b, :, cols:] = torch.nan, torch.nan
-    given, more = (q, k, v), {}
+    stored, more = (k, v), {}
+    if f.cache:
+        stored, (k, v), more = narrow(case, k, v)
+        more = {name: zones.input(t, name=name) for name, t in more.items()}
+    given = q, *stored
     if size:
         pages = B * case.capacity + 2
         order = torch.randperm(pages, device=device)[: B * case.capacity]
-        given = q, *(paged(t, order, pages, size) for t in (k, v))
+        given = q, *(paged(t, order, pages, size) for t in stored)
         table = order.view(B, case.capacity).to(torch.int32)
         for b, cols in enumerate(case.cols):
             table[b, -(-cols // size) :] = 2**30
@@ -230,6 +241,21 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
                 seen[b, 0, :, : max(first, 0)] = False
         more["seqlens_k"] = zones.input(torch.tensor(lengths, dtype=torch.int32, device=device), name="seqlens_k")
     return given, (q, k, v), seen, more
+
+
+def narrow(case: Case, k: Tensor, v: Tensor) -> tuple:
+    """(k and v of 8 bits, what they are with their scales, the scales): powers of 2, so that nothing is rounded."""
+    kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[case.family.cache]
+    shape = [(1,), k.shape[1:2], k.shape[:2]][case.seed // 7 % 3]
+    stored = tuple(t.to(kind) for t in (k, v))
+    scales = [2.0 ** torch.randint(-2, 3, shape, device=k.device).float() for _ in range(2)]
+    wide = tuple(t.to(k.dtype) * s[..., None, None].to(k.dtype) for t, s in zip(stored, scales, strict=True))
+    return stored, wide, dict(zip(("k_scale", "v_scale"), scales, strict=True))
+
+
+def twice(place: Placement) -> Placement:
+    """For elements of 8 bits the same bytes as for 16."""
+    return replace(place, pads=tuple(2 * n for n in place.pads), before=2 * place.before)
 
 
 def packed(case: Case, zones: Zones, kind: dict) -> tuple:

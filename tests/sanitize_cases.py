@@ -15,6 +15,7 @@ import torch
 
 import cute_kernels
 from attention import attention
+from attention.decode import choose as decode
 from cute_kernels.matmul import choose
 from sparse_collective import bsr_linear
 from sparse_collective.nn import BsrLinear, change_pattern_
@@ -118,6 +119,18 @@ def of_sparse_float8(path: str) -> None:
         near(out.cpu(), bsr_linear(x, W, bias, "gelu", wide, scale_x=scale_x).double())
 
 
+def of_float8_cache(path: str) -> None:
+    """Decoding from pages of 8-bit floats with a scale for each head, split and not."""
+    from .test_float8_cache import case
+
+    for dim, splits in ((96, 2), (256, 1)):
+        call = case(lengths=[0, 40, 208], capacity=208, rows=3, D=dim, page_size=16)
+        out = poisoned(*call["q"].shape).to(DEVICE)
+        with cute_kernels.path(path), decode.splits(splits):
+            attention(**{name: t.to(DEVICE) for name, t in call.items()}, out=out)
+        near(out.cpu(), attention(**call).double())
+
+
 def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
@@ -172,6 +185,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
     "dense of 8-bit floats, scales of blocks": of_float8_blocks,
     "bsr of 8-bit floats": of_sparse_float8,
+    "decoding, pages of 8-bit floats": of_float8_cache,
     "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }

@@ -41,7 +41,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(cases_float8.float8_cases(mode)) for mode in ("quick", "full"))
-    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4] + [0.75] * 8
+    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4] + [0.75] * 8 + [1.75, None]
     assert [case.asked for case in quick] == asked
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     for case in full:
@@ -83,6 +83,16 @@ def test_a_row_of_few_tokens(emulated):
     assert row.ours.note.startswith("error 1.") and not row.rival.error and row.ratio == 0.5
     moved = 2 * case.peers[0].setup()().numel()
     assert moved == 256 * 64 and case.against == cases_float8.COPY
+
+
+def test_a_row_of_caches(emulated, monkeypatch):
+    monkeypatch.setattr(cases_float8.ceilings, "copy", lambda: lambda: None)
+    row = measured(cases_float8.cached(2, 1024, cases_float8.WIDE_CACHE, 1.75, heads=(8, 2, 64)))
+    assert row.ratio == 0.5 and row.plan.startswith("sm_80 16x64")
+    assert row.problem.kv_bytes == 2 * 2 * 1024 * 2 * 64 and row.problem.flops == 4 * 2 * 1024 * 8 * 64
+    row = measured(cases_float8.cached(2, 1024, cases_float8.CACHE_COPY, heads=(8, 2, 64)))
+    us = row.problem.kv_bytes / 2e6  # at 2 TB/s
+    assert row.ours.flops / us == pytest.approx(row.rival.flops / (2 * cases_float8.ceilings.COPY_BYTES / 2e6))
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):

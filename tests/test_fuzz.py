@@ -58,6 +58,8 @@ def test_families():
             assert {f.residual for f in families} == {False, True} or families[0].op.endswith("linear")
             assert {f.view for f in families} == ({False, True} if families[0].op.startswith("bsr") else {False})
             assert {f.align for f in families} == ({8} if name.endswith("sm_90") else {8, 4, 2, 1})
+    for name in ("cached attention sm_90", "paged attention sm_80"):
+        assert {f.cache for f in FAMILIES[name]} == {None, "e4m3", "e5m2"}
     assert {f.page_size for f in FAMILIES["paged attention sm_80"]} == set(fuzz_attention.PAGES)
     assert fuzz.tasks_of(10, 0, "gemm sm_80")[0][0].op == "gemm"
     with pytest.raises(SystemExit, match="no op and path is called 'conv'"):

@@ -60,6 +60,7 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
         found |= {
             (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),
             (kind, "cap", dims, facts.softcap),
+            (kind, "8 bits", facts.cache, dims, facts.k_scale, facts.v_scale),
         }
     return found
 
@@ -84,8 +85,8 @@ def configuration(facts) -> set:
 
 
 def of_float8(facts) -> bool:
-    """Products that sm_89 has, and other architectures of the sm_80 path have of few columns alone, by other code."""
-    return getattr(facts, "dtype", "").startswith("float8")
+    """What other architectures of the sm_80 path have not, or, of few columns, by other code."""
+    return getattr(facts, "dtype", "").startswith("float8") or getattr(facts, "cache", None) == "float8_e4m3fn"
 
 
 def is_other_archs(facts) -> bool:

@@ -7,7 +7,7 @@ from ..forward.config import DecodeFacts
 
 
 def decode_args(facts: DecodeFacts) -> tuple:
-    """Fakes of all arguments of DecodeSm90 or DecodeSm80."""
+    """Fakes of all arguments of DecodeSm90, DecodeSm80 or DecodeFloat8."""
     from cutlass import Int32
 
     rank = 2 if facts.spans else 1
@@ -16,4 +16,7 @@ def decode_args(facts: DecodeFacts) -> tuple:
     parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
     ctas = (Int32(1),) if facts.path == "sm_90" else ()
     tensors = *tensor_args(facts), *sinks_args(facts), seqlens, table, score_args(facts.score), *parts
-    return *tensors, *scalar_args(facts), Int32(1), *ctas, fake_stream()
+    scales = ()
+    if facts.cache:
+        scales = (fake_tensor("float32", 2, None, 1) if there else None for there in (facts.k_scale, facts.v_scale))
+    return *tensors, *scales, *scalar_args(facts), Int32(1), *ctas, fake_stream()

@@ -39,6 +39,25 @@ SM_80_CASES = [
     (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
 ]
+# Of 8-bit caches: with everything, each head dimension; plain; and what else changes the kernel.
+SCALES = {"k_scale": True, "v_scale": True}
+E4M3, E5M2 = ({"cache": dtype} for dtype in ("float8_e4m3fn", "float8_e5m2"))
+PAGED = {"seqlens": True, "page_size": 64, "split": True}
+FLOAT8_CASES = [
+    *((d, d, ALL | SCALES | E5M2) for d in HEAD_DIMS),
+    (128, 128, E5M2 | PAGED | SCALES | {"dtype": "float16"}),
+]
+E4M3_CASES = [
+    *((d, d, ALL | SCALES | E4M3) for d in HEAD_DIMS),
+    *((d, d, E4M3) for d in HEAD_DIMS),
+    *((128, 128, E4M3 | PAGED | more) for more in ({}, SCALES, {"dtype": "float16"}, SCALES | {"split": False})),
+    (128, 128, E4M3 | SCALES | {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
+    (192, 128, E4M3 | SCALES | PAGED | {"page_size": 256}),
+    (64, 256, E4M3 | {"seqlens": True, "window": BOTH}),
+    (64, 64, E4M3 | GPT_OSS | SCALES),
+    (128, 128, E4M3 | SCALES | SCORED | {"score": SCORES["slopes"], "page_size": 64}),
+    (128, 128, E4M3 | SCORED | {"score": SCORES["bias"], "window": WindowKind()}),
+]
 
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]:
@@ -54,6 +73,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]
     if spec.path == spec.name:
         for terms in SCORED_CASES:
             yield facts_of(spec, spec.path, 128, 128, terms)
+    for d, dv, terms in (*FLOAT8_CASES, *(E4M3_CASES if spec.float8 else ())):
+        yield facts_of(spec, "sm_80", d, dv, terms)
     for terms in (ALL | {"page_size": 0}, ALL):
         yield facts_of(spec, "sm_80", WIDE, WIDE, terms, WIDE_FEW)
     yield facts_of(spec, "sm_80", WIDE, WIDE, ALL)

@@ -3,18 +3,23 @@
 import torch
 
 from cute_kernels import checks as common
+from cute_kernels.dtypes import FLOAT8
 
 from .. import checks
 
 LEAST_PAGE = 16  # rows
 
 
-def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
-    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table."""
+def check_cache(op: str, q, k, v, seqlens_k, block_table, k_scale=None, v_scale=None) -> None:
+    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table, or 8 bits."""
+    narrow = checks.narrow(k, v)
+    if narrow or k_scale is not None or v_scale is not None:
+        check_float8(op, q, k, v, k_scale, v_scale)
     if block_table is None:
-        checks.check_qkv(op, q, k, v)
+        checks.check_qkv(op, q, k, v, narrow)
     else:
-        checks.check_qkv(op, *(t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v)))
+        parts = (t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v))
+        checks.check_qkv(op, *parts, narrow)
         if k.shape[0] != v.shape[0]:
             raise ValueError(f"{op}: with a block_table k and v have {k.shape[0]} and {v.shape[0]} pages")
         rows = k.shape[2]
@@ -37,6 +42,36 @@ def check_cache(op: str, q, k, v, seqlens_k, block_table) -> None:
         common.check_device(op, q.device, **{name: tensor})
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{op}: {name}, strides {tensor.stride()}, is not contiguous; call .contiguous()")
+
+
+def check_float8(op: str, q, k, v, k_scale, v_scale) -> None:
+    """k and v of one 8-bit dtype, where q is wider, and scales of them."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        common.check_tensor(f"{op}: {name}", tensor)
+    known = " and ".join(map(str, FLOAT8))
+    if k.dtype not in FLOAT8 or v.dtype != k.dtype:
+        given = f"k is {k.dtype} and v {v.dtype}"
+        raise TypeError(f"{op}: {given}; a cache with k_scale or v_scale, or of 8 bits, is of {known}, k and v alike")
+    if q.dtype in FLOAT8:
+        raise TypeError(f"{op}: q is {q.dtype}; with k and v of 8 bits it is torch.bfloat16 or torch.float16")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        common.check_tensor(f"{op}: {name}", scale)
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{op}: {name} is {scale.dtype}; it must be torch.float32")
+        common.check_device(op, q.device, **{name: scale})
+        items = q.shape[0], k.shape[1] if k.dim() > 1 else 0
+        if scale.dim() > 2 or any(n not in (1, m) for n, m in zip(scale.shape[::-1], items[::-1], strict=False)):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(scale.shape)}; it must be (1,), (Hkv,) or (B, Hkv), here "
+                f"({items[1]},) or {items}"
+            )
+
+
+def of_heads(scale: torch.Tensor | None, q, k) -> torch.Tensor | None:
+    """A scale as (B, Hkv), of any strides."""
+    return None if scale is None else scale.expand(q.shape[0], k.shape[1])
 
 
 def capacity(k, block_table) -> int:

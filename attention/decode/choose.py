@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from cute_kernels.dtypes import FLOAT8 as NARROW
 from cute_kernels.runtime import families
 
 from ..forward.choose import SM_80 as SM_80_FORWARD
@@ -40,6 +41,16 @@ SM_80_WIDE_FEW = {
     False: ((16, 32, 3, 4), (16, 32, 2, 4), (16, 32, 1, 4)),
     True: ((16, 16, 6, 4), (16, 16, 4, 4), (16, 16, 2, 4)),
 }
+# Of 8-bit caches, by the larger of the two head dimensions: (tile_n, stages), the first that fits being taken. A warp's
+# tile of K has 3 to 4 KB, its ring 24: on sm_90 two CTAs an SM have most of 192 KB in flight.
+FLOAT8 = {
+    64: ((64, 3), (64, 2)),
+    96: ((32, 4), (32, 3)),
+    128: ((32, 3), (32, 2)),
+    192: ((16, 4), (16, 3)),
+    256: ((16, 3), (16, 2)),
+}
+FLOAT8_ROWS, FLOAT8_WARPS = 16, 4
 CTAS_SM_80 = 2  # that share an SM, as a rule
 TILE_M = 64
 OVERHEAD = 2.0  # of starting and ending a work item, in tiles of K and V; a model
@@ -83,6 +94,11 @@ def serves(q, k, sms: int) -> bool:
 def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
     """The facts with their configuration, the only one there is for them, but at head dimension 512."""
     dim = max(facts.head_dim, facts.head_dim_v)
+    if facts.cache is not None:
+        ctas = 2 if facts.spec.name == "sm_90" else 1
+        configs = (FlashConfig(FLOAT8_ROWS, *c, FLOAT8_WARPS, ctas=ctas) for c in FLOAT8[dim])
+        found = (replace(facts, path="sm_80", config=c) for c in configs)
+        return next(f for f in found if f.smem_bytes <= f.spec.smem)
     if dim == WIDE:
         configs = SM_80_WIDE_FEW[facts.page_size > 0] if packed_rows <= WIDE_FEW else SM_80_FORWARD[WIDE]
         found = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in configs)
@@ -94,7 +110,20 @@ def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
     return next(f for f in found if f.smem_bytes <= f.spec.smem)
 
 
-def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int) -> None:
+def refuse_narrow(q, k) -> bool:
+    """False, for another kernel; TypeError if K is of 8 bits, which only the decoding kernel reads."""
+    if k.dtype in NARROW:
+        raise TypeError(
+            f"attention: k and v are {k.dtype}, which the decoding kernel reads, and {q.shape[2]} queries of "
+            f"{q.shape[1]} heads are not few; give seqlens_k, which always takes that kernel and is slow for many "
+            "queries, or dequantise k and v, k.to(q.dtype) * k_scale"
+        )
+    return False
+
+
+def use(
+    plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int, k_scale=None, v_scale=None
+) -> None:
     """Make the decoding kernel that of a plan, of which all else is done; `bounds` are the window's (left, right)."""
     cached = seqlens_k is not None
     spans = cached and seqlens_k.dim() == 2
@@ -107,21 +136,37 @@ def use(plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sm
         if bounds[0] is None:  # one that no row reaches
             scale, cap, _, right = plan.scalars
             plan.scalars = scale, cap, columns, right
-    facts = pick(DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size), qhead_per_kvhead * rows)
+    if narrow := NARROW.get(k.dtype):
+        base |= {"cache": narrow, "k_scale": k_scale is not None, "v_scale": v_scale is not None}
+    facts = DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size)
+    if reason := families.unsupported(facts):
+        raise TypeError(f"attention: {reason}")
+    facts = pick(facts, qhead_per_kvhead * rows)
     tile_m = facts.config.tile_m
     if None not in bounds:
         columns = min(columns, sum(bounds) + rows)
     items = batch * k.shape[1] * -(-qhead_per_kvhead * rows // tile_m)
-    ctas = sms * (facts.config.ctas if facts.path == "sm_90" else 1 if facts.head_dim == WIDE else CTAS_SM_80)
-    count = forced_splits() or best_splits(items, -(-columns // facts.config.tile_n), ctas)
+    ctas = sms * ctas_of(facts)
+    count = forced_splits() or best_splits(items, -(-columns // facts.columns), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
     plan.more = None, None, None  # seqlens_k, block_table, what a score_mod reads
+    if narrow:
+        plan.more += None, None  # scales
     shape = (count, *plan.out_shape) if count > 1 else None
     plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
     plan.notes.append(
         f"decoding: {qhead_per_kvhead} heads of q in a tile of {tile_m} rows, K and V split among {count} CTAs"
     )
+    if narrow:
+        plan.notes.append(f"k and v are {narrow}, made fp16 in registers")
+
+
+def ctas_of(facts: DecodeFacts) -> int:
+    """How many CTAs share an SM."""
+    if facts.path == "sm_90" or facts.cache:
+        return facts.config.ctas
+    return 1 if facts.head_dim == WIDE else CTAS_SM_80
 
 
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:

@@ -9,6 +9,7 @@ from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import DECODE_CONSUMERS
 
+from ..forward.choose import WIDE
 from ..forward.config import DecodeFacts
 from ..forward.family import describe
 from .arguments import decode_args
@@ -24,7 +25,9 @@ class Decode(Family):
     ops = ("attention",)
 
     def entry(self, facts: DecodeFacts):
-        if facts.path == "sm_90":
+        if facts.cache:
+            from .kernel_float8 import DecodeFloat8 as DecodeKernel
+        elif facts.path == "sm_90":
             from .kernel_sm90 import DecodeSm90 as DecodeKernel
         else:
             from .kernel_sm80 import DecodeSm80 as DecodeKernel
@@ -44,6 +47,18 @@ class Decode(Family):
         for dtype, dim in itertools.product(request.dtypes, request.head_dims):
             yield from catalogue.usual(arch_named(request.arch), dtype, dim)
 
+    def unsupported(self, facts: DecodeFacts) -> str:
+        if facts.cache is None:
+            return ""
+        if max(facts.head_dim, facts.head_dim_v) == WIDE:
+            return f"k and v of {facts.cache} have no kernel at head_dim {WIDE}; dequantise them, .to(q.dtype) * scale"
+        if facts.cache == "float8_e4m3fn" and facts.spec.capability < (8, 9):
+            return (
+                f"{facts.spec.name} does not convert float8_e4m3fn; float8_e5m2 works there, and float8_e4m3fn on "
+                "sm_89 and sm_90"
+            )
+        return ""
+
     def tensor_core(self, facts: DecodeFacts) -> str:
         return "HGMMA" if facts.path == "sm_90" else "HMMA"
 
@@ -52,7 +67,10 @@ class Decode(Family):
 
     def describe(self, facts: DecodeFacts) -> dict[str, str]:
         found = describe(facts)
+        if facts.cache:
+            found["operands"] += f", cache {facts.cache.removeprefix('float8_')}"
         more = (
+            *(name for name in ("k_scale", "v_scale") if getattr(facts, name)),
             f"pages {facts.page_size}" if facts.page_size else "",
             "spans" if facts.spans else "lengths" if facts.seqlens else "",
         )
@@ -60,6 +78,8 @@ class Decode(Family):
         return found | {"epilogue": " ".join(filter(None, words))}
 
     def judge(self, facts: DecodeFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        if facts.cache and facts.early:
+            return problems + early_problems(cubin)
         if facts.path != "sm_90":
             return problems
         found = problems + early_problems(cubin)
@@ -74,7 +94,8 @@ class Decode(Family):
         return found
 
     def smem_limit(self, facts: DecodeFacts) -> int:
-        return facts.spec.smem if facts.path != "sm_90" else SM_SMEM // facts.config.ctas - 1024
+        shared = facts.path == "sm_90" or facts.config.ctas > 1
+        return SM_SMEM // facts.config.ctas - 1024 if shared else facts.spec.smem
 
 
 def early_problems(cubin: bytes) -> list[str]:

@@ -1,6 +1,7 @@
 """What the forward kernels are compiled from: fakes of their arguments."""
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
+from cute_kernels.tile.element import element_of
 
 from .config import FlashFacts
 
@@ -11,10 +12,13 @@ def tensor_args(facts: FlashFacts) -> tuple:
 
     rank = 3 if facts.packed else 4
 
-    def heads(width: int):
-        return fake_tensor(facts.dtype, rank, rank - 1, 8, (*(cute.sym_int32() for _ in range(rank - 1)), width))
+    def heads(width: int, dtype: str = facts.dtype):
+        align = element_of(dtype).vector
+        return fake_tensor(dtype, rank, rank - 1, align, (*(cute.sym_int32() for _ in range(rank - 1)), width))
 
-    tensors = (heads(w) for w in (facts.head_dim, facts.head_dim, facts.head_dim_v, facts.head_dim_v))
+    cache = getattr(facts, "cache", None) or facts.dtype
+    tensors = heads(facts.head_dim), heads(facts.head_dim, cache), heads(facts.head_dim_v, cache)
+    tensors += (heads(facts.head_dim_v),)
     return *tensors, fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
 
 

@@ -10,6 +10,7 @@ from cute_kernels.tile.element import Element, element_of
 from ..masks.element_mask import ElementMask
 from ..score_mod import ScoreMod
 
+SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
 
@@ -157,8 +158,46 @@ class DecodeFacts(FlashFacts):
     spans: bool = False  # whether it has a first row, too; then the window has a left bound
     page_size: int = 0  # rows of a page of K and V; 0 without pages
     split: bool = False  # whether an item's tiles are split among CTAs; a second kernel then combines their results
+    cache: str | None = None  # dtype of K and V where they are of 8 bits; then each warp has tiles of its own
+    k_scale: bool = False  # whether such a K has scales, and V
+    v_scale: bool = False
 
     @property
     def box(self) -> int:
         """Rows of K and V that one TMA load brings."""
         return min(self.page_size or self.config.tile_n, self.config.tile_n)
+
+    @property
+    def columns(self) -> int:
+        """Of K and V, that a CTA computes at a time."""
+        return self.config.tile_n * (self.config.groups if self.cache else 1)
+
+    @property
+    def early(self) -> bool:
+        """Of 8-bit caches: whether kernels may be launched before the ones before them have ended."""
+        return self.spec.name == "sm_90"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of Q and of the rings of K and V; of 8-bit caches, of all warps' rings, or of their sums."""
+        if self.cache is None:
+            return super().smem_bytes
+        cfg = self.config
+        rings = cfg.groups * cfg.stages * cfg.tile_n * (self.head_dim + self.head_dim_v)
+        sums = cfg.groups * cfg.tile_m * (self.head_dim_v + SUMS_PAD) * 4
+        return self.softmax_bytes + self.q_bytes + max(rings, sums)
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Of 8-bit caches: whether Q's fragments stay in registers, beside O."""
+        return super().q_in_registers if self.cache is None else max(self.head_dim, self.head_dim_v) <= 128
+
+    @property
+    def q_bytes(self) -> int:
+        """Of 8-bit caches: shared memory of Q's fragments where they do not."""
+        return 0 if self.q_in_registers else self.config.tile_m * self.head_dim * 2
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Of 8-bit caches: shared memory of all warps' largest scores and sums of their rows."""
+        return self.config.groups * self.config.tile_m * 2 * 4

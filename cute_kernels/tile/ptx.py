@@ -119,6 +119,39 @@ def zero_of(count: Int32) -> Int32:
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[count])
 
 
+# -- 8-bit floats ---------------------------------------------------------------------------------------------
+
+TWO_HALVES = "{{ .reg .b16 a, b; mov.b32 {{ a, b }}, {source}; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }}"
+# An e5m2 is the upper byte of an fp16: byte 4 is one of zeros.
+ALONG = {
+    "float8_e4m3fn": TWO_HALVES.format(source="$2"),
+    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+}
+ACROSS = {
+    "float8_e4m3fn": "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x3120; " + TWO_HALVES.format(source="t") + " }",
+    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+}
+
+
+@dsl_user_op
+def _two_words(word: Int32, text: str, *, loc=None, ip=None) -> tuple[Int32, Int32]:
+    result = llvm.StructType.get_literal([T.i32(), T.i32()])
+    operand = Int32(word).ir_value(loc=loc, ip=ip)
+    out = _asm(result, [operand], text, "=&r,=&r,r", side_effects=False, loc=loc, ip=ip)
+    first, second = (Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(2))
+    return first, second
+
+
+def halves_along(word: Int32, dtype: str) -> tuple[Int32, Int32]:
+    """Four 8-bit floats of a register as fp16, exactly: the first two and the last two. e4m3 needs sm_89."""
+    return _two_words(word, ALONG[dtype])
+
+
+def halves_across(word: Int32, dtype: str) -> tuple[Int32, Int32]:
+    """The same: the first and the third, the second and the fourth."""
+    return _two_words(word, ACROSS[dtype])
+
+
 # -- loads ----------------------------------------------------------------------------------------------------
 
 VECTOR_WORDS = VECTOR_BYTES // 4  # registers
