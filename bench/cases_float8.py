@@ -1,7 +1,7 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
 block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
-those of few tokens beside a copy of as many bytes; decoding from caches of 8-bit floats beside caches of bfloat16, and
-beside a copy of as many bytes.
+those of few tokens beside a copy of as many bytes; decoding from caches of 8-bit floats beside caches of bfloat16,
+and beside a copy of as many bytes.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
 say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
@@ -16,9 +16,11 @@ from attention import attention
 from cute_kernels import explain, gemm
 from sparse_collective import bsr_linear
 
+from . import ceilings
 from . import peers_float8 as peers
 from .cases import COPY, CUBE, of_rows, product, randn
 from .cases_attention import CACHE_HEADS, AttentionProblem
+from .cases_attention import COPY as CACHE_COPY
 from .peers import Call, Operands, own_call
 from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledSparse
 from .rows import Candidate, Case, Problem
@@ -111,7 +113,8 @@ def cached(
 ) -> Case:
     """attention(q, k, v, k_scale=, v_scale=) of one query a sequence to full caches.
 
-    against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, which reads and writes as many bytes.
+    against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, by bytes of K and V over the time, where a copy
+        reads and writes.
     """
     H, Hkv, D = heads
     problem = CacheProblem("attention", batch, 1, keys, H, Hkv, D, page_size=page_size)
@@ -121,14 +124,10 @@ def cached(
     def call_of(args: tuple, terms: dict) -> tuple:
         return own_call(x, attention, *args, out=x.out().transpose(1, 2), **terms)
 
-    def copy() -> Call:
-        src = x.quantised[0][0].view(torch.uint8).flatten()  # K, half of what is read
-        to = torch.empty_like(src)
-        return Call(lambda: to.copy_(src))
-
+    as_many = problem.flops * 2 * ceilings.COPY_BYTES / problem.kv_bytes
     others = [
         Candidate(WIDE_CACHE, problem.flops, lambda: call_of(*x.wide_call())[0]),
-        Candidate(COPY, problem.flops, copy),
+        Candidate(CACHE_COPY, as_many, ceilings.copy),
     ]
     row = f"decoding B{batch}, {keys // 1024}k keys, {H}/{Hkv} heads D{D}, pages of {page_size}, e4m3fn, over {against}"
     return Case(SUITE, row, problem, lambda: call_of(*x.narrow_call()), others, against, asked)
@@ -148,7 +147,7 @@ def float8_cases(mode: str) -> Iterator[Case]:
         for tokens in (1, 8, 32, 64):
             yield few_tokens(tokens, block)
     yield cached(8, 16384, WIDE_CACHE, 1.75)
-    yield cached(8, 16384, COPY)
+    yield cached(8, 16384, CACHE_COPY)
     if mode == "full":
         for batch, keys in ((16, 16384), (1, 131072), (1, 16384)):
             yield cached(batch, keys, WIDE_CACHE)

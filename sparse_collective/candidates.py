@@ -26,6 +26,8 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
     found = [sm90(64, 64, k, 1, 2, **few), sm90(64, 32, k, 1, 2, **few)]
     if not low:  # fewer rows of B a byte of A
         found += [sm90(128, 32, k, 2, 1, **few), sm90(128, 16, k, 2, 1, **few)]
+    if k == element.rows[1]:  # bound by L2, which a pair of column tiles asks less of
+        found.insert(0, sm90(64, 256, k, 1, 2, 1, 2, **of))
     if k < element.rows[0]:  # wide_sm90 has the low ones
         high = [sm90(128, 256, k, 2, 1, **of), sm90(128, 128, k, 2, 1, **of)]
         return found if low else [*high, *found]
