@@ -19,7 +19,7 @@ LIMIT = 400  # seconds
 CPU = ("tests/test_choice.py",)
 QUICK = ("tests/test_dense.py", "tests/test_attention_gpu.py")
 FULL = (*QUICK, "tests/test_conformance.py", "tests/test_bsr_gemm.py", "tests/test_packed.py", "tests/test_decode.py")
-MOST_JOBS = 8  # each holds a CUDA context: some 500 MB of the device
+MOST_JOBS = 32  # each holds a CUDA context: some 500 MB of the device
 
 
 def arguments(gpu: bool, quick: bool) -> list[str]:
