@@ -6,6 +6,20 @@ KEPT = 2.0**-13  # of the largest of what tensor cores add at once, the least th
 TERMS = 33  # that are added at once: the products of 32 of K, and the sum before
 
 
+def some(kernels: list, facts=lambda kernel: kernel) -> list:
+    """The first kernel of each kind: those that differ in more are compiled by test_kernels_compile, and run on a GPU.
+
+    facts: of an element of `kernels`.
+    """
+    found = {}
+    for kernel in kernels:
+        f, e = facts(kernel), facts(kernel).epilogue
+        loop = f.path, f.promotes, f.takes_turns, f.a_in_registers, f.config.split > 1, f.config.consumer_groups > 1
+        blocks = f.block and (f.block.bm >= 128, f.block.bk % 128, f.block.scaled)
+        found.setdefault((loop, blocks, f.dtype, f.out_dtype, e.scale_m, e.scale_n, e.is_light), kernel)
+    return list(found.values())
+
+
 def assert_as_tensor_cores(ours, exact, a, b, *, fast: bool = False, alpha: float = 1.0, alone: bool = False) -> None:
     """`ours` differs from `exact`, its fp64 truth, by what tensor cores may drop of a @ b, and by one rounding.
 

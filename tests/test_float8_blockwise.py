@@ -16,9 +16,9 @@ from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores
+from .float8_parts import assert_as_tensor_cores, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
-from .test_float8 import BF16, DTYPES, FP32, ON_ARCHS, needs_compiler, numbers, refused
+from .test_float8 import BF16, DTYPES, FP32, needs_compiler, numbers, refused
 
 SIZES = [(256, 256, 256), (129, 264, 400), (33, 71, 149), (1, 384, 512), (300, 1, 640), (40, 200, 128), (5, 7, 16)]
 KINDS = list(itertools.product(("1x128", "row", "tensor", None), ("128x128", "column", "tensor", None)))
@@ -309,7 +309,7 @@ def test_compiled(place):
 # -- kernels --------------------------------------------------------------------------------------------------------
 
 KERNELS = [(n, f) for n in ("sm_89", "sm_90") for f in catalogue.float8_kernels(DENSE, n, False)]
-KERNELS = [(name, facts) for name, facts in KERNELS if facts.epilogue.scales_blocks]
+KERNELS = some([(n, f) for n, f in KERNELS if f.epilogue.scales_blocks], lambda kernel: kernel[1])
 USUAL = {"dtype": "float8_e4m3fn", "aligns": (16, 16, 8), "majors": ("k", "k", "n")}
 BOTH = EpilogueSpec(scale_m="1x128", scale_n="128x128")
 
@@ -352,13 +352,13 @@ def configurations(arch: str) -> list:
     spec = ARCHS[arch]
     configs = DENSE.candidates(spec.path, None, spec, element_of("float8_e4m3fn"))
     made = [catalogue.dense(spec, spec.path, config, **USUAL, epilogue=BOTH) for config in configs]
-    return [pytest.param(facts, id=f"{arch}: {facts.config.short}") for facts in made if not DENSE.unsupported(facts)]
+    made = some([facts for facts in made if not DENSE.unsupported(facts)])
+    return [pytest.param(facts, K, id=f"{arch}: {facts.config.short}, {K}") for facts in made for K in (400, 1040, 128)]
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", [*configurations("sm_90"), *configurations("sm_89")])
-@pytest.mark.parametrize("K", [400, 1040, 128])
+@pytest.mark.parametrize(("facts", "K"), [*configurations("sm_90"), *configurations("sm_89")])
 def test_each_configuration_on_the_emulator(facts, K):
     """Even and odd numbers of K-tiles, and of blocks in K-tiles of two; tiles with tails."""
     M, N = facts.config.tile_m + 72, facts.config.tile_n * facts.config.cluster_n + 40
@@ -374,8 +374,9 @@ def test_each_configuration_on_the_emulator(facts, K):
 
 @needs_compiler
 @pytest.mark.slow
-@ON_ARCHS
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("sm_90", KINDS[0]), ("sm_89", KINDS[0]), ("sm_90", ("row", "128x128"))], ids=str
+)
 def test_calls_on_the_emulator(arch, kind):
     with on_emulator(arch, sms=4):
         for M, N, K in ((70, 90, 330), (1, 264, 700), (33, 136, 149)):

@@ -74,6 +74,9 @@ def _float8(facts: GemmFacts) -> str:
     if facts.path == "sm_80":  # the compiler starts the products of all steps of a period, and spills
         several = "sums promoted to fp32 of K-tiles of several lengths: they leave no registers"
         return several if len(facts.k_blocks) > 1 else ""
+    several = len(facts.k_blocks) > 1 and facts.epilogue.scales_each and facts.epilogue.residual
+    if several and cfg.tile_m * cfg.tile_n > 64 * threads:  # compiled: 32 bytes of stack
+        return "promoted sums of K-tiles of several lengths leave no registers for scales of columns and a residual"
     if cfg.consumer_groups > 1:
         return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:

@@ -197,6 +197,7 @@ class PromotedMainloopSm90(MainloopSm90):
                         warpgroup.wait_group(0)
                         read_after_wait(part)
                         self.promote(acc[None, m, n], part[None, 0, 0], m, n, self.factors_of(factors, 0))
+                        read_after_wait(acc[None, m, n])  # added before the next product writes the fragment
             pipeline.consumer_release(release)
             read.advance()
             release.advance()
