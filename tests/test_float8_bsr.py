@@ -15,7 +15,6 @@ from cute_kernels.tile.element import element_of
 from sparse_collective import (
     BsrMatrix,
     bsr_gated_linear,
-    bsr_grouped_linear,
     bsr_linear,
     bsr_matmul,
     catalogue,
@@ -368,12 +367,6 @@ def test_calls_that_are_refused(call, words):
         (lambda W, x: bsr_linear(x.float(), W.float(), scale_x=torch.ones(1)), "scale_x of torch.float32 operands"),
         (lambda W, x: bsr_linear(x, W, out=torch.empty(40, 256).to(E4M3)), "output of torch.float8_e4m3fn"),
         (lambda W, x: bsr_gated_linear(x, W), "W is torch.float8_e4m3fn; .*cast with .to"),
-        (
-            lambda W, x: bsr_grouped_linear(
-                x[:24].repeat(8, 1), BsrMatrix.stack([W]), torch.zeros(3, dtype=torch.int32)
-            ),
-            "W is torch.float8_e4m3fn; .*cast with .to",
-        ),
         (lambda W, x: sddmm(numbers(256, 64), numbers(64, 320), W), "a is torch.float8_e4m3fn"),
     ],
 )
