@@ -125,7 +125,9 @@ def _scales(plan: Plan, W, scale_b) -> tuple:
     """Those of W and b as the kernel takes them."""
     of_w = W.stored_scales
     if of_w is not None:
-        of_w = of_w.view(-1) if W.nnz else of_w.new_ones(1)
+        # Without blocks there is one in their place, of a batch of one pattern in each item.
+        items = W.shape[0] if W.batch == "values" and W.scaled_per == "block" else 1
+        of_w = of_w.view(-1) if W.nnz else of_w.new_ones(items)
     return of_w, *viewed(plan.scales, scale_b)
 
 
