@@ -1,7 +1,7 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
 block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
-those of few tokens beside a copy of as many bytes; decoding from caches of 8-bit floats beside caches of bfloat16,
-and beside a copy of as many bytes.
+those of few tokens beside a copy of as many bytes; grouped ones beside the same of bfloat16; decoding from caches of
+8-bit floats beside caches of bfloat16, and beside a copy of as many bytes.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
 say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
@@ -14,7 +14,7 @@ import torch
 
 from attention import attention
 from cute_kernels import explain, gemm
-from sparse_collective import bsr_linear
+from sparse_collective import bsr_grouped_linear, bsr_linear
 
 from . import ceilings
 from . import peers_float8 as peers
@@ -22,7 +22,7 @@ from .cases import COPY, CUBE, of_rows, product, randn
 from .cases_attention import CACHE_HEADS, AttentionProblem
 from .cases_attention import COPY as CACHE_COPY
 from .peers import Call, Operands, own_call
-from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledSparse
+from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledExperts, ScaledSparse
 from .rows import Candidate, Case, Problem
 
 SUITE = "float8"
@@ -86,6 +86,28 @@ def few_tokens(
 
     name = f"bsr_linear {block[0]}x{block[1]}, {density:.3g}, e4m3fn, {epilogue}, {tokens} tokens, {size} squared"
     return Case(SUITE, name, problem, lambda: layer(x), [Candidate(COPY, problem.flops, copy)], COPY, asked)
+
+
+def grouped(
+    tokens: int, K: int, M: int, block: tuple[int, int], density: float, experts: int = 8, run: int = 128,
+    asked: float | None = None,
+) -> Case:  # fmt: skip
+    """bsr_grouped_linear(x, W, scale_x=), tokens shared equally, beside ours of the same in bfloat16."""
+    per_row = round(density * K / block[1])
+    kept, epilogue = per_row * block[1] / K, "scales per block and token"
+    problem = Problem(
+        "bsr_grouped_linear", M, tokens, K, block, kept, items=experts, dtype="float8_e4m3fn", epilogue=epilogue
+    )  # fmt: skip
+    x = ScaledExperts(lambda: of_rows(M, K, block, per_row), lambda: randn(tokens, K), experts, run)
+
+    def call_of(W, values, scale=None) -> tuple:
+        terms = {"scale_x": scale, "out": values.new_empty(tokens, M, dtype=torch.bfloat16)}
+        call = Call(lambda: bsr_grouped_linear(values, W, x.groups, **terms))
+        return x.verified(call), explain(bsr_grouped_linear, values, W, x.groups, **terms)
+
+    name = f"bsr_grouped_linear {block[0]}x{block[1]}, {kept:.3g}, {experts} experts, runs of {run}, e4m3fn, {epilogue}"
+    wide = Candidate(WIDE, problem.flops, lambda: call_of(*x.wide)[0])
+    return Case(SUITE, f"{name}, over {WIDE}", problem, lambda: call_of(*x.quantised), [wide], WIDE, asked)
 
 
 def layer(x: ScaledSparse) -> tuple:
@@ -160,6 +182,8 @@ def float8_cases(mode: str) -> Iterator[Case]:
         yield float8(8192, 8192, 8192, "tensor", False, dtype=torch.float8_e5m2)
         for block in ((128, 64), (256, 128), (64, 128), (32, 32)):
             yield sparse(block, 1 / 8, WIDE)
+        for run in (128, 256):
+            yield grouped(CUBE, 4096, 14336, (128, 128), 1 / 8, run=run)
 
 
 def host_calls() -> dict[str, Callable]:

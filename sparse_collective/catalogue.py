@@ -169,7 +169,33 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
             found += buildable(family, made)[:1]
         terms = usual | {"majors": ("k", "k", "n"), "scaled": True, "epilogue": replace(COL, scale_n="column")}
         found += buildable(family, (bsr(spec, spec.path, config, block, **terms) for config in configs))[:1]
-    return buildable(family, found)
+    return buildable(family, found) + grouped_float8(family, spec)
+
+
+def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
+    """Grouped products of 8-bit floats: each configuration of long runs, and the main one of others in variations."""
+    element = element_of("float8_e4m3fn")
+    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    values, patterns = {"batch": "values", "ranks": (4, 2, 2)}, {"batch": "patterns", "ranks": (3, 2, 2)}
+    tokens = {"epilogue": EpilogueSpec(scale_n="column"), "scaled": True}
+    loaded = replace(LINEAR, residual=None, bias_items=True, scale_n="column")
+    changes = [
+        values | tokens | {"run": 64},
+        patterns | tokens | {"run": 128},
+        values | tokens | {"run": 256, "ordered": True},
+        patterns | tokens | {"run": 256, "dtype": "float8_e5m2", "index_dtype": "int64"},
+        patterns | {"run": 256, "epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor")},
+        patterns | {"run": 256, "epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+        values | {"run": 128, "epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+    ]
+    found = []
+    for block in ((128, 128), (64, 64), (128, 64)):
+        every = patterns | {"run": 256, "epilogue": loaded, "scaled": True}
+        for change in (every, *changes):
+            configs = family.candidates(spec.path, BlockFacts(*block, "int32", run=change["run"]), spec, element)
+            made = buildable(family, [linear(spec, spec.path, c, block, **usual | change) for c in configs])
+            found += made if change is every else made[:1]
+    return found
 
 
 def small_blocks_kernels(family, arch: str) -> list[GemmFacts]:
@@ -283,6 +309,8 @@ def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
         for config in family.candidates(path, BlockFacts(128, 128, "int32", scaled=scaled), spec, element):
             more = usual | {"scaled": scaled, "dtype": "float8_e5m2"}
             yield linear(spec, path, config, (128, 128), **more, epilogue=tokens)
+            runs = {"batch": "patterns", "run": 64, "ranks": (3, 2, 2)}
+            yield linear(spec, path, config, (128, 128), **more, **runs, epilogue=replace(loaded, bias_items=True))
             more |= {"batch": "patterns", "ranks": (3, 3, 3), "index_dtype": "int64", "majors": ("k", "k", "n")}
             yield bsr(spec, path, config, (128, 128), **more, epilogue=replace(full(), scale_n="column"))
 

@@ -125,7 +125,9 @@ def _scales(plan: Plan, W, scale_b) -> tuple:
     """Those of W and b as the kernel takes them."""
     of_w = W.stored_scales
     if of_w is not None:
-        of_w = of_w.view(-1) if W.nnz else of_w.new_ones(1)
+        # Without blocks there is one in their place, of a batch of one pattern in each item.
+        items = W.shape[0] if W.batch == "values" and W.scaled_per == "block" else 1
+        of_w = of_w.view(-1) if W.nnz else of_w.new_ones(items)
     return of_w, *viewed(plan.scales, scale_b)
 
 
@@ -221,7 +223,7 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
     checks.check_tensor(f"{op}: {name}", b)
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
-    also = tuple(FLOAT8) if op in ("bsr_matmul", "bsr_linear") else ()
+    also = () if op == GATED else tuple(FLOAT8)
     checks.check_operands(op, kernel=plans_kernel(W.device), also=also, W=W.stored, **{name: b})
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
@@ -461,9 +463,11 @@ def plan_bsr_gated_linear(x, W, activation="silu", out=None) -> Plan:
 
 
 def plan_bsr_grouped_linear(
-    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None
-) -> Plan:
+    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None,
+    scale_x=None, fast_accumulation=False,
+) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     groups = groups_of(op, x, groups, offsets, group_rows)
-    return _explained(op, W, x, Terms(bias, activation, epilogue=epilogue), out, groups)
+    more = {"epilogue": epilogue, "scale_b": scale_x, "fast_accumulation": fast_accumulation}
+    return _explained(op, W, x, Terms(bias, activation, **more), out, groups)

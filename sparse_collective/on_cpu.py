@@ -47,14 +47,15 @@ def grouped_linear(W: BsrMatrix, x: Tensor, groups: Tensor) -> Tensor:
     for item in groups.unique().tolist():
         if not 0 <= item < W.shape[0]:
             continue
-        taken = groups == item
+        taken, scales = groups == item, W.stored_scales
         if W.batch == "values":
             blocks, part = W.stored[item], slice(None)
+            scales = scales[item] if W.scaled_per == "block" else scales
         else:
             blocks, part = W.stored, slice(*W.crow_indices[item, [0, -1]].tolist())
         rows, columns = W.row_of_block()[part] % max(W.n_block_rows, 1), W.col_indices[part]
         tokens = runs[taken].flatten(0, 1).t()  # (K, tokens)
-        found = _multiply(W, blocks, rows, columns, tokens, W.shape[-2], part.start or 0)
+        found = _multiply(W, blocks, rows, columns, tokens, W.shape[-2], part.start or 0, scales)
         out[taken] = found.t().unflatten(0, (-1, runs.shape[1]))
     return out.flatten(0, 1)
 

@@ -148,6 +148,8 @@ def bsr_grouped_linear(
     offsets: Tensor | None = None,
     group_rows: int | None = None,
     epilogue: Epilogue | None = None,
+    scale_x: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
 
@@ -156,14 +158,16 @@ def bsr_grouped_linear(
 
     Args:
         x: (T, K) of W's dtype, of any strides; T a multiple of group_rows.
-        W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form.
+        W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
         groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
         bias: (E, M), or (M,) for all items.
-        activation, out, epilogue: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation: see bsr_matmul.
         offsets: in place of groups, (E,) int32 on x's device: where each expert's tokens end, ascending, each a
             multiple of group_rows, as torch._grouped_mm takes them. Two small kernels make groups of it.
         group_rows: tokens in a run, a multiple of 64; needed with offsets, else T / len(groups). With 256, tiles
             are as large as those of bsr_linear; with 128 and 64 they are smaller, and slower.
+        scale_x: float32, of float8 operands alone: one element, or (T,) or (T, 1), one for each token, finite for
+            those of padding, too.
 
     Returns:
         (T, M), `out` if it was given.
@@ -173,11 +177,15 @@ def bsr_grouped_linear(
     multiply nothing, and what they get is epilogue(activation(bias)) with the bias of the nearest item. W's indices
     are checked as in bsr_matmul.
 
+    Of float8 operands W has no scales, one for all items, or one for each stored block (BsrMatrix.stack makes these of
+    matrices with one each). Sums, copies of x and gradients are as in bsr_linear.
+
     Raises as bsr_matmul does.
     """
     op = "bsr_grouped_linear"
     groups = eager.groups_of(op, x, groups, offsets, group_rows)
-    return called(op, W, x, bias, activation, None, out, epilogue, groups)
+    terms = bias, activation, None, out, epilogue, groups
+    return called(op, W, x, *terms, scale_b=scale_x, fast_accumulation=fast_accumulation)
 
 
 def sddmm(

@@ -85,6 +85,12 @@ def test_a_row_of_few_tokens(emulated):
     assert moved == 256 * 64 and case.against == cases_float8.COPY
 
 
+def test_a_grouped_row(emulated):
+    row = measured(cases_float8.grouped(512, 256, 384, (128, 128), 0.5, experts=4, run=64))
+    assert row.problem.flops == 2 * 512 * 256 * 384 / 2 and row.problem.items == 4 and row.plan.startswith("sm_90 ")
+    assert row.ours.note.startswith("error 1.") and not row.rival.error and row.ratio == 0.5
+
+
 def test_a_row_of_caches(emulated, monkeypatch):
     monkeypatch.setattr(cases_float8.ceilings, "copy", lambda: lambda: None)
     row = measured(cases_float8.cached(2, 1024, cases_float8.WIDE_CACHE, 1.75, heads=(8, 2, 64)))

@@ -28,7 +28,10 @@ def kernel_for(facts: GemmFacts):
     elif facts.block and facts.block.scaled:
         mainloop = ScaledMainloopSm90
     rows = facts.config.tile_m if facts.a_in_registers else 0
-    return GemmSm90(facts, partial(mainloop, takes_turns=facts.takes_turns, rows_in_registers=rows))
+    grouped = facts.block is not None and facts.block.run > 0
+    return GemmSm90(
+        facts, partial(mainloop, takes_turns=facts.takes_turns, rows_in_registers=rows, grouped=grouped)
+    )  # fmt: skip
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:

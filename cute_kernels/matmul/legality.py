@@ -112,8 +112,6 @@ def _float8_blocks(facts: GemmFacts) -> str:
             f"a transposed view of blocks of {facts.dtype}: tensor cores read them contiguous along K alone; "
             "W.transpose() stores the transpose"
         )
-    if block.run:
-        return f"a grouped product of {facts.dtype}: there is none yet; cast to torch.bfloat16, or multiply each item"
     if block.scaled and facts.fast_accumulation:
         return (
             "scales of stored blocks with fast accumulation: they multiply sums when those are promoted to fp32, and "

@@ -51,18 +51,19 @@ class PromotedMainloopSm90(MainloopSm90):
     """Steps of one work tile; loads are those of the plain mainloop.
 
     takes_turns, rows_in_registers: GemmFacts.takes_turns, and with A in registers the rows of a tile, else 0.
+    grouped: whether columns come in runs of an item each, for whose numbers the producer needs registers.
 
     Sums are multiplied by factors as they are added. Subclasses say where these come from: `first_factors`,
     `load_factors`, `factors_of`, `promote`. There are two sets of registers for them, so that they can be loaded ahead.
     In turns a K-tile's are in the set of its parity; one by one they are in the first.
     """
 
-    def __init__(self, *terms, takes_turns: bool, rows_in_registers: int):
+    def __init__(self, *terms, takes_turns: bool, rows_in_registers: int, grouped: bool = False):
         super().__init__(*terms)
         self.takes_turns = takes_turns
         self.a_in_registers, self.stage_bytes = rows_in_registers > 0, rows_in_registers * LINE
         self.columns = 64 if self.a_in_registers else 128
-        if takes_turns and not self.a_in_registers:
+        if takes_turns and (grouped or not self.a_in_registers):
             self.registers = (40, 232)  # consumers have at most 64 + 128 sums
         self.multiplies_by_one = takes_turns and type(self) is PromotedMainloopSm90
 
