@@ -233,9 +233,14 @@ def test_kernels_have_their_instructions_and_no_spills(arch, facts, outcome_of):
 
 @needs_compiler
 @pytest.mark.slow
-@ON_ARCHS
-@DTYPES
-@PER
+@pytest.mark.parametrize(
+    ("arch", "dtype", "per"),
+    [
+        ("sm_80", E4M3, "block"), ("sm_80", E5M2, None), ("sm_86", E4M3, "tensor"), ("sm_89", E5M2, "block"),
+        ("sm_90", E4M3, "block"), ("sm_90", E4M3, None),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_on_the_emulator(arch, dtype, per):
     """Rows of different length, one without blocks; a bias and an activation; both ops."""
     with on_emulator(arch, sms=4):
