@@ -15,7 +15,7 @@ from sparse_collective.family import BSR
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, some
+from .float8_parts import assert_as_tensor_cores, assert_instructions, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import numbers
 from .test_float8_bsr import scales_of, sparse, wide
@@ -332,13 +332,7 @@ KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.g
 def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error
-    report, cfg = outcome.value, facts.config
-    codes = report.resources.opcodes
-    assert report.problems == () and "HMMA" not in codes and report.resources.hgmma == 0
-    assert codes["QGMMA" if facts.path == "sm_90" else "QMMA"] >= 1
-    sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.path == "sm_90" else 32))
-    if facts.promotes:
-        assert codes["FFMA" if facts.block.scaled or facts.takes_turns else "FADD"] >= sums
+    assert_instructions(outcome.value, facts)
 
 
 def configurations(arch: str) -> list:
