@@ -65,6 +65,7 @@ class PromotedMainloopSm90(MainloopSm90):
         self.columns = 64 if self.a_in_registers else 128
         if takes_turns and (grouped or not self.a_in_registers):
             self.registers = (40, 232)  # consumers have at most 64 + 128 sums
+        # By a 1.0 that the compiler does not know: with FADD for FFMA ptxas serialised products in turns, and spilled.
         self.multiplies_by_one = takes_turns and type(self) is PromotedMainloopSm90
 
     def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: Int32):
