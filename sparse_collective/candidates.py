@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec
-from cute_kernels.matmul.candidates import float8_sm90 as dense_float8_sm90
-from cute_kernels.matmul.candidates import sm80, sm90, split_sm90, tile_k_of
+from cute_kernels.matmul.candidates import paired_sm90, sm80, sm90, split_sm90, tile_k_of
 from cute_kernels.matmul.config import BlockFacts, GemmConfig
 from cute_kernels.tile.element import Element
 
@@ -33,7 +32,12 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
         return found if low else [*high, *found]
     if low:
         return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found]
-    return [*dense_float8_sm90(k, spec, element, (2, 1) if block.bm % 256 == 0 else (1, 2)), *found]
+    return [paired_sm90(k, *pair_of(block), **of), *found]
+
+
+def pair_of(block: BlockFacts) -> tuple[int, int]:
+    """(cluster_m, cluster_n): two row tiles of one block share B, two column tiles A."""
+    return (2, 1) if block.bm % 256 == 0 else (1, 2)
 
 
 def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
@@ -60,7 +64,7 @@ def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmC
         ]
     if -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64:  # 192 rows are three tiles of 64, not two of 128
         return wide_sm90(replace(block, bm=64), spec, element)
-    pair = (2, 1) if block.bm % 256 == 0 else (1, 2)  # two row tiles of one block share B, two column tiles A
+    pair = pair_of(block)
     # No pair fits into a run of 128.
     unpaired = [sm90(128, 128, k, 1, 1, consumer_groups=2, **of)] if block.run else []
     return [

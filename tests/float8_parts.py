@@ -1,6 +1,9 @@
 """What tensor cores may err in products of 8-bit floats."""
 
+import pytest
 import torch
+
+from cute_kernels.runtime.families import family_of
 
 KEPT = 2.0**-13  # of the largest of what tensor cores add at once, the least that they keep
 TERMS = 33  # that are added at once: the products of 32 of K, and the sum before
@@ -18,6 +21,13 @@ def some(kernels: list, facts=lambda kernel: kernel) -> list:
         blocks = f.block and (f.block.bm >= 128, f.block.bk % 128, f.block.scaled)
         found.setdefault((loop, blocks, f.dtype, f.out_dtype, e.scale_m, e.scale_n, e.is_light), kernel)
     return list(found.values())
+
+
+def compiled(kernels: list) -> list:
+    """Parameters of a test that compiles (architecture, facts)."""
+    marks = [getattr(pytest.mark, arch) for arch, _ in kernels]
+    ids = [f"{arch}: {family_of(facts).title(facts)}" for arch, facts in kernels]
+    return [pytest.param(f, id=i, marks=m) for (_, f), i, m in zip(kernels, ids, marks, strict=True)]
 
 
 def assert_instructions(report, facts) -> None:

@@ -18,7 +18,7 @@ from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, some
+from .float8_parts import assert_as_tensor_cores, compiled, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -373,14 +373,10 @@ def test_opcheck(place):
 # -- kernels --------------------------------------------------------------------------------------------------------
 
 KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.float8_kernels(DENSE, name, False)]
-COMPILED = some(KERNELS, lambda kernel: kernel[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "facts",
-    [pytest.param(facts, id=f"{n}: {DENSE.title(facts)}", marks=getattr(pytest.mark, n)) for n, facts in COMPILED],
-)
+@pytest.mark.parametrize("facts", compiled(some(KERNELS, lambda kernel: kernel[1])))
 def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error

@@ -16,7 +16,7 @@ from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, some
+from .float8_parts import assert_as_tensor_cores, compiled, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import BF16, DTYPES, FP32, needs_compiler, numbers, refused
 
@@ -315,10 +315,7 @@ BOTH = EpilogueSpec(scale_m="1x128", scale_n="128x128")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "facts",
-    [pytest.param(facts, id=f"{n}: {DENSE.title(facts)}", marks=getattr(pytest.mark, n)) for n, facts in KERNELS],
-)
+@pytest.mark.parametrize("facts", compiled(KERNELS))
 def test_sums_are_scaled_as_they_are_added(facts, outcome_of):
     """By FFMAs: on sm_90 one for each accumulator and 128 of K, twice in the loop and once after it; on sm_89 one for
     each accumulator and MMA step, of which a K-tile has two."""

@@ -15,7 +15,7 @@ from sparse_collective.family import BSR
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, assert_instructions, some
+from .float8_parts import assert_as_tensor_cores, assert_instructions, compiled, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import numbers
 from .test_float8_bsr import scales_of, sparse, wide
@@ -322,13 +322,7 @@ KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "facts",
-    [
-        pytest.param(facts, id=f"{n}: {BSR.title(facts)}", marks=getattr(pytest.mark, n))
-        for n, facts in some(KERNELS, lambda kernel: kernel[1])
-    ],
-)
+@pytest.mark.parametrize("facts", compiled(some(KERNELS, lambda kernel: kernel[1])))
 def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error

@@ -23,11 +23,10 @@ from cute_kernels.tile.ptx import BY_BITS_SCALE
 from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm80 import first_vector, lines_at_once, vectors
 from ..forward.mask_and_softmax import QueryWork
-from ..forward.seqlen import DenseSeqlens
 from .combine import Combine
 from .mainloop_float8 import ROWS, MainloopFloat8
 from .merge_float8 import Merge
-from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
+from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from .pages import box_of_tile
 from .store import packed, read_sinks
 
@@ -69,13 +68,9 @@ class DecodeFloat8:
     ):
         cfg, facts = self.cfg, self.facts
         batch, heads, rows, _ = mQ.shape
-        kv_heads, capacity = mK.shape[1], mK.shape[2]
+        kv_heads = mK.shape[1]
         qhead_per_kvhead = heads // kv_heads
-        if const_expr(facts.page_size):
-            capacity = mTable.shape[1] * facts.page_size
-        seqlens = DenseSeqlens(rows, capacity)
-        if const_expr(facts.seqlens):
-            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
+        seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, ROWS), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(

@@ -17,10 +17,9 @@ from cute_kernels.tile.ampere import WARP
 from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
 from ..forward.mask_and_softmax import QueryWork
-from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from .combine import Combine
-from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
+from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from .pages import place_of_row
 from .store import packed, read_sinks, store_tile
 
@@ -59,13 +58,9 @@ class DecodeSm80:
     ):
         cfg, facts = self.cfg, self.facts
         batch, heads, rows, _ = mQ.shape
-        kv_heads, capacity = mK.shape[1], mK.shape[2]
+        kv_heads = mK.shape[1]
         qhead_per_kvhead = heads // kv_heads
-        if const_expr(facts.page_size):
-            capacity = mTable.shape[1] * facts.page_size
-        seqlens = DenseSeqlens(rows, capacity)
-        if const_expr(facts.seqlens):
-            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
+        seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         self.kernel(

@@ -33,11 +33,10 @@ from cute_kernels.tile.barriers import DECODE_CONSUMERS
 from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm90 import ROWS, WARPGROUP, MainloopSm90, permuted
 from ..forward.mask_and_softmax import QueryWork
-from ..forward.seqlen import DenseSeqlens
 from ..forward.softmax import rows_and_columns
 from ..forward.store_o import VECTOR
 from .combine import Combine
-from .packing import CacheSeqlens, CacheSpans, DecodeScheduler, PackedWindowSource
+from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from .pages import box_of_tile, pages_of_tile
 from .store import packed, read_sinks, store_tile
 
@@ -86,12 +85,7 @@ class DecodeSm90:
         batch, heads, rows, _ = mQ.shape
         kv_heads = mK.shape[1]
         qhead_per_kvhead = heads // kv_heads
-        capacity = mK.shape[2]
-        if const_expr(facts.page_size):
-            capacity = mTable.shape[1] * facts.page_size
-        seqlens = DenseSeqlens(rows, capacity)
-        if const_expr(facts.seqlens):
-            seqlens = (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
+        seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
         tK = permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
         tV = permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
         _, sK, sV = loop.layouts()

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..forward.kv_tiles import KvTiles, WindowSource
-from ..forward.seqlen import SeqlenInfo
+from ..forward.seqlen import DenseSeqlens, SeqlenInfo
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ class CacheSpans:
     def of(self, b) -> SeqlenInfo:
         end = cutlass.min(cutlass.max(self.spans[b, 1], 0), self.capacity)
         return SeqlenInfo(b, self.rows, end, begin=cutlass.min(cutlass.max(self.spans[b, 0], 0), end))
+
+
+def cache_seqlens(facts, rows: Int32, mK: cute.Tensor, mSeqlens: cute.Tensor | None, mTable: cute.Tensor | None):
+    """Which rows of K and V (B or pages, Hkv, S, ..) each item has: all, or as mSeqlens (B,) or (B, 2) says, of those
+    that mTable (B, pages of an item) has places for. rows: of Q."""
+    capacity = mTable.shape[1] * facts.page_size if facts.page_size else mK.shape[2]
+    if not facts.seqlens:
+        return DenseSeqlens(rows, capacity)
+    return (CacheSpans if facts.spans else CacheSeqlens)(rows, capacity, mSeqlens)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ BLOCK_SHIFT = 7  # 128 of K, and of B's columns, have one scale
 
 
 def block_scales(spec, args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> tuple:
-    """What BlockScaledMainloopSm90.mma needs of a work tile: scales of A and B, and which of them are this thread's.
+    """What BlockScaledMainloopSm90.mma needs of a work tile: scales of A and B, and for each where the tile's begin and
+    which are this thread's, from there.
 
     spec: EpilogueSpec; args: EpilogueArgs; thr_mma: the thread's slice of the warpgroups' tiled MMA;
     tile: (tile_m, tile_n); out: (rest_m, rest_n, ...) of D; batch: items of A and B. An operand whose scales are not of
@@ -32,16 +33,15 @@ def block_scales(spec, args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> 
     """
     # (MMA, MMA_M, MMA_N): (row, column) of each accumulator inside of the tile
     cC = thr_mma.partition_C(cute.make_identity_tensor(tile))
-    slabs, parts = cute.size(cC, mode=[1]), cute.size(cC, mode=[2])
     scale_a = args.scale_m if spec.scale_m == "1x128" else None
     scale_b = args.scale_n if spec.scale_n == "128x128" else None
     rows, blocks = [], []
     if scale_a is not None:  # values 0 and 2 lie in the thread's two rows; clamped, since others are not stored
-        rows = [cC[2 * r, m, 0][0] for m in range(slabs) for r in range(2)]
-        rows = [out[0] * tile[0], *(cutlass.min(row, scale_a.shape[0] - 1 - out[0] * tile[0]) for row in rows)]
+        first = out[0] * tile[0]
+        rows = [first, *(cutlass.min(cC[2 * r, 0, 0][0], scale_a.shape[0] - 1 - first) for r in range(2))]
     if scale_b is not None:
         each = max(1, (1 << BLOCK_SHIFT) // (2 * cute.size(cC, mode=[0])))  # products with the columns of one block
-        blocks = [cC[0, 0, n][1] for n in range(0, parts, each)]
+        blocks = [cC[0, 0, n][1] for n in range(0, cute.size(cC, mode=[2]), each)]
         first, blocks = out[1] * tile[1] >> BLOCK_SHIFT, [out[1] * tile[1] + column >> BLOCK_SHIFT for column in blocks]
         blocks = [first, *(cutlass.min(block, scale_b.shape[0] - 1) - first for block in blocks)]
     return (scale_a, scale_b), (rows, blocks), batch
@@ -50,9 +50,11 @@ def block_scales(spec, args, thr_mma, tile: tuple, out: tuple, batch: tuple) -> 
 class BlockScaledMainloopSm90(PromotedMainloopSm90):
     """Steps of one work tile, whose K-tiles follow each other along K; loads are those of the plain mainloop."""
 
+    loads_factors = True
+
     @cute.jit
     def first_factors(self, k_tiles, scales: tuple):
-        """(scales, places, the two sets); scales: block_scales."""
+        """(scales, where they are, the two sets); scales: block_scales."""
         # Of the thread: scales of A, (rows,), and of B, (blocks of columns,)
         sets = [[self.fragment(Float32, len(places) - 1) for places in scales[1]] for _ in range(2)]
         # Of each operand: the address of its first scale, which all threads share, and each scale's distance from it
@@ -103,9 +105,9 @@ class BlockScaledMainloopSm90(PromotedMainloopSm90):
             if of_a is None:
                 factor = of_b[block]
             elif of_b is None:
-                factor = of_a[2 * m + r]
+                factor = of_a[r]
             else:
-                factor = of_a[2 * m + r] * of_b[block]
+                factor = of_a[r] * of_b[block]
             for j in range(cute.size(part) // 4):  # of 8 columns, of which a thread has two
                 for c in range(2):
                     v = 4 * j + 2 * r + c

@@ -54,15 +54,14 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
         sm90(64, 64, k, 1, 2, 2, 1, ring=2, **of),
         *shared_high,
         *shared_low,
-        *(float8_sm90(k, spec, element) if element.width == 1 else []),
+        *([paired_sm90(k, *pair, **of) for pair in ((2, 1), (1, 2))] if element.width == 1 else []),
     ]
 
 
-def float8_sm90(k: int, spec: ArchSpec, element: Element, *pairs: tuple[int, int]) -> list[GemmConfig]:
-    """Of 8-bit floats, whose promoted sums leave registers for two products of 64x128 where tiles are 128x128: a
-    cluster has such tiles share an operand. pairs: (cluster_m, cluster_n); none: both."""
-    pairs = pairs or ((2, 1), (1, 2))
-    return [sm90(128, 128, k, 2, 1, *pair, spec=spec, element=element) for pair in pairs]
+def paired_sm90(k: int, cluster_m: int, cluster_n: int, **of) -> GemmConfig:
+    """For 8-bit floats, whose promoted sums leave registers for two products of 64x128 where tiles are 128x128. Two
+    such tiles share an operand."""
+    return sm90(128, 128, k, 2, 1, cluster_m, cluster_n, **of)
 
 
 def split_sm90(k: int, spec: ArchSpec, element: Element) -> tuple[list[GemmConfig], list[GemmConfig]]:

@@ -227,17 +227,16 @@ class GemmFacts:
         cfg = self.config
         if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m or len(self.k_blocks) > 1:
             return False
-        return self.a_in_registers or cfg.tile_n <= 128 * cfg.warps_n and self.k_blocks[0] <= 4
+        if cfg.tile_n <= 128 * cfg.warps_n:
+            return self.k_blocks[0] <= 4
+        line = cfg.tile_k * self.element.width == 128 and self.k_blocks == (4,)  # MMA steps of a K-tile
+        return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
 
     @property
     def a_in_registers(self) -> bool:
         """Whether a warpgroup reads its 64 rows of A once a K-tile of 128 bytes, by ldmatrix (promoted_sm90), since it
         has several products of 64 columns."""
-        cfg = self.config
-        if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m:
-            return False
-        line = cfg.tile_k * self.element.width == 128 and self.k_blocks == (4,)  # MMA steps of a K-tile
-        return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0 and cfg.tile_n > 128
+        return self.takes_turns and self.config.tile_n > 128 * self.config.warps_n
 
     @property
     def out_bytes(self) -> int:

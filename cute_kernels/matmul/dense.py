@@ -27,11 +27,12 @@ def kernel_for(facts: GemmFacts):
         mainloop = BlockScaledMainloopSm90
     elif facts.block and facts.block.scaled:
         mainloop = ScaledMainloopSm90
-    rows = facts.config.tile_m if facts.a_in_registers else 0
-    grouped = facts.block is not None and facts.block.run > 0
-    return GemmSm90(
-        facts, partial(mainloop, takes_turns=facts.takes_turns, rows_in_registers=rows, grouped=grouped)
-    )  # fmt: skip
+    terms = {
+        "takes_turns": facts.takes_turns,
+        "rows_in_registers": facts.config.tile_m if facts.a_in_registers else 0,
+        "grouped": facts.block is not None and facts.block.run > 0,
+    }
+    return GemmSm90(facts, partial(mainloop, **terms))
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:

@@ -72,10 +72,10 @@ def _float8(facts: GemmFacts) -> str:
     if cfg.tile_m * cfg.tile_n > most * threads:
         return f"{cfg.tile_m * cfg.tile_n // threads} accumulators a thread; {most} leave registers for promoted sums"
     if facts.path == "sm_80":  # the compiler starts the products of all steps of a period, and spills
-        several = "sums promoted to fp32 of K-tiles of several lengths: they leave no registers"
-        return several if len(facts.k_blocks) > 1 else ""
-    several = len(facts.k_blocks) > 1 and facts.epilogue.scales_each and facts.epilogue.residual
-    if several and cfg.tile_m * cfg.tile_n > 64 * threads:  # compiled: 32 bytes of stack
+        refused = "sums promoted to fp32 of K-tiles of several lengths: they leave no registers"
+        return refused if len(facts.k_blocks) > 1 else ""
+    loaded = len(facts.k_blocks) > 1 and facts.epilogue.scales_each and facts.epilogue.residual
+    if loaded and cfg.tile_m * cfg.tile_n > 64 * threads:  # compiled: 32 bytes of stack
         return "promoted sums of K-tiles of several lengths leave no registers for scales of columns and a residual"
     if cfg.consumer_groups > 1:
         return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"

@@ -58,6 +58,8 @@ class PromotedMainloopSm90(MainloopSm90):
     In turns a K-tile's are in the set of its parity; one by one they are in the first.
     """
 
+    loads_factors = False
+
     def __init__(self, *terms, takes_turns: bool, rows_in_registers: int, grouped: bool = False):
         super().__init__(*terms)
         self.takes_turns = takes_turns
@@ -66,7 +68,7 @@ class PromotedMainloopSm90(MainloopSm90):
         if takes_turns and (grouped or not self.a_in_registers):
             self.registers = (40, 232)  # consumers have at most 64 + 128 sums
         # By a 1.0 that the compiler does not know: with FADD for FFMA ptxas serialised products in turns, and spilled.
-        self.multiplies_by_one = takes_turns and type(self) is PromotedMainloopSm90
+        self.multiplies_by_one = takes_turns and not self.loads_factors
 
     def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: Int32):
         """What `mma` takes as A: fragments. With A in registers it is a tuple: the MMA that takes A from shared memory,
@@ -237,6 +239,8 @@ class ScaledMainloopSm90(PromotedMainloopSm90):
 
     A scale is loaded a period of K-tiles before it is used, by all threads of a warpgroup from one address.
     """
+
+    loads_factors = True
 
     @cute.jit
     def first_factors(self, k_tiles, scales: tuple):
