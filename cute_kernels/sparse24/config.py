@@ -95,7 +95,9 @@ def unsupported(facts: GemmFacts) -> str:
     if spec.stores_z or spec.gated:
         return "a 2:4 sparse A with a second result or a gate in the epilogue: there is none yet"
     if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.split > 1:
-        return f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of the stored half of A; K is not split"
+        return (
+            f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
+        )
     return legality.tma_operands(facts) or legality.sm90(facts)
 
 
@@ -126,5 +128,3 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
     ]
     for change in changes:
         yield from catalogue.first(family, catalogue.dense, spec, spec.path, None, **usual | change)
-
-

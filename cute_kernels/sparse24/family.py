@@ -48,7 +48,16 @@ class Sparse24Family(ProductFamily):
         """Fakes of all arguments of product.Sparse24Gemm."""
         metadata = fake_tensor("int32", 3, 2, 4)
         bias, residual, _, *scalars = epilogue_args(facts)
-        return matrix(facts, 0), metadata, matrix(facts, 1), matrix(facts, 2), bias, residual, *scalars, *launch_args(facts)
+        return (
+            matrix(facts, 0),
+            metadata,
+            matrix(facts, 1),
+            matrix(facts, 2),
+            bias,
+            residual,
+            *scalars,
+            *launch_args(facts),
+        )
 
     def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
         """None: no op has only a Sparse24 as its operand, and bundles name ops."""

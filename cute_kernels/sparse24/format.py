@@ -17,7 +17,7 @@ of the lanes, those of the other selector, is not read. So the words of two inst
 lie in one register of each thread: lanes of s = 0 have the first one's, those of s = 1 the second one's. Then 64 rows
 and 64 columns are 128 words, word t for thread t of a warpgroup:
 
-    metadata    (K / 64, M / 64, 128) int32; M rounded up to 256, K to 64
+    metadata    (K / 64, M / 64, 128) int32; M rounded up to 256, K to 128
 
 Row tiles of 64, 128 or 256 rows find what they need of 64 columns in one piece of memory, which a warp reads in order.
 What is only there to fill up has the places 0 and 1, since two equal places are not defined.
@@ -32,7 +32,7 @@ GROUP = 4  # columns, of which KEPT are stored
 KEPT = 2
 SLAB, SPAN = 64, 64  # rows and columns whose metadata are WORDS words of 32 bits
 WORDS = 128
-ROWS = 256  # what metadata rounds M up to: the highest tile
+ROWS, COLUMNS = 256, 128  # what metadata rounds M and K up to: the highest tile, the longest K-tile
 PITCH = 8  # elements; rows of values begin at multiples of 16 bytes, as TMA wants
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FILL = 0b0100  # places 0 and 1
@@ -78,7 +78,7 @@ class Sparse24:
 
     Attributes:
         values: (M, K / 2), contiguous along K / 2, rows at multiples of 16 bytes.
-        metadata: int32 (K / 64, M / 64, 128), K rounded up to 64 and M to 256; see cute_kernels.sparse24.format.
+        metadata: int32 (K / 64, M / 64, 128), K rounded up to 128 and M to 256; see cute_kernels.sparse24.format.
         shape: torch.Size((M, K)).
 
     `gemm(W, b)` multiplies it. Immutable but for the contents of `values`; the tensors are shared, not copied.
@@ -196,7 +196,7 @@ def rows_for_tma(values: Tensor) -> Tensor:
 
 def metadata_shape(M: int, K: int) -> tuple[int, int, int]:
     """Of the metadata of M rows and K columns."""
-    return -(-K // SPAN), -(-M // ROWS) * (ROWS // SLAB), WORDS
+    return -(-K // COLUMNS) * (COLUMNS // SPAN), -(-M // ROWS) * (ROWS // SLAB), WORDS
 
 
 def pack_metadata(places: Tensor) -> Tensor:

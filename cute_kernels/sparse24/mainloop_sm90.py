@@ -42,6 +42,7 @@ class Sparse24MainloopSm90(MainloopSm90):
         self.row_a = cfg.tile_k * width // self.stored  # bytes
         self.stage_a, self.stage_b = cfg.tile_m * self.row_a, cfg.tile_n * cfg.tile_k * width
         self.ring_a = cfg.stages * self.stage_a
+        self.cluster_m, self.share_a = cfg.cluster_m, self.stage_a // cfg.cluster_n
         self.b_n_major = facts.majors[1] == "n"
         line = next(columns for columns in facts.element.rows if cfg.tile_n % columns == 0) * width  # of N
         self.row_b = line if self.b_n_major else LINE
@@ -79,8 +80,10 @@ class Sparse24MainloopSm90(MainloopSm90):
     ):
         MainloopSm90.load_a(self, tile, tma_a, tAgA, tAsA, mask_a, barrier, stage)
         size = cutlass.const_expr(self.tile_m // MMA_M * SLAB_BYTES)  # of 64 columns
+        to = tAsA.iterator.toint() + self.ring_a + stage * self.metadata_bytes
+        if cutlass.const_expr(self.multicast_a):  # tAsA begins with the rows that this CTA loads for both
+            to -= cute.arch.block_idx_in_cluster() // self.cluster_m * self.share_a
         with cute.arch.elect_one():
-            to = tAsA.iterator.toint() + self.ring_a + stage * self.metadata_bytes
             for span in range_constexpr(len(tile.metadata)):
                 bulk_load(to + span * size, tile.metadata[span], size, barrier.toint())
 
