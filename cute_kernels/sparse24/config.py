@@ -95,9 +95,7 @@ def unsupported(facts: GemmFacts) -> str:
     if spec.stores_z or spec.gated:
         return "a 2:4 sparse A with a second result or a gate in the epilogue: there is none yet"
     if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.split > 1:
-        return (
-            f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
-        )
+        return f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
     return legality.tma_operands(facts) or legality.sm90(facts)
 
 

@@ -47,17 +47,9 @@ class Sparse24Family(ProductFamily):
     def arguments(self, facts: GemmFacts) -> tuple:
         """Fakes of all arguments of product.Sparse24Gemm."""
         metadata = fake_tensor("int32", 3, 2, 4)
+        a, b, d = (matrix(facts, operand) for operand in range(3))
         bias, residual, _, *scalars = epilogue_args(facts)
-        return (
-            matrix(facts, 0),
-            metadata,
-            matrix(facts, 1),
-            matrix(facts, 2),
-            bias,
-            residual,
-            *scalars,
-            *launch_args(facts),
-        )
+        return a, metadata, b, d, bias, residual, *scalars, *launch_args(facts)
 
     def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
         """None: no op has only a Sparse24 as its operand, and bundles name ops."""

@@ -69,7 +69,7 @@ def prune_2_4(w: Tensor) -> Tensor:
 def check_groups(name: str, w: Tensor) -> None:
     if w.dim() < 1 or w.shape[-1] % GROUP:
         raise ValueError(
-            f"{name} has shape {tuple(w.shape)}; its last extent must be a multiple of {GROUP}, of which {KEPT} are kept"
+            f"{name} has shape {tuple(w.shape)}; its last must be a multiple of {GROUP}, of which {KEPT} are kept"
         )
 
 

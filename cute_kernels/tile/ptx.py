@@ -136,10 +136,8 @@ def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def load_shared_word(address: Int32, *, loc=None, ip=None) -> Int32:
     """The same of 32 bits at an address."""
-    text = "ld.volatile.shared.b32 $0, [$1];"
-    return Int32(
-        _asm(T.i32(), [Int32(address).ir_value(loc=loc, ip=ip)], text, "=r,r", side_effects=True, loc=loc, ip=ip)
-    )
+    operands, text = [Int32(address).ir_value(loc=loc, ip=ip)], "ld.volatile.shared.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), operands, text, "=r,r", side_effects=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
