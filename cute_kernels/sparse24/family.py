@@ -52,8 +52,11 @@ class Sparse24Family(ProductFamily):
         return a, metadata, b, d, bias, residual, *scalars, *launch_args(facts)
 
     def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
-        """None: no op has only a Sparse24 as its operand, and bundles name ops."""
+        """None yet: its kernels are compiled on their first call."""
         return iter(())
+
+    def describe(self, facts: GemmFacts) -> dict[str, str]:
+        return super().describe(facts) | {"problem": "2:4"}
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         spec = arch_named(arch)

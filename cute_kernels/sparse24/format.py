@@ -160,9 +160,9 @@ class Sparse24:
         groups = self.values.new_zeros(M, K // GROUP, GROUP)
         return groups.scatter_(-1, places, self.values.reshape(M, K // GROUP, KEPT)).view(M, K)
 
-    def to(self, device=None, dtype: torch.dtype | None = None) -> "Sparse24":
-        """On another device, or with values of another dtype; itself where nothing changes."""
-        values = self.values.to(device=device, dtype=dtype)
+    def to(self, *device_or_dtype, **terms) -> "Sparse24":
+        """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes."""
+        values = self.values.to(*device_or_dtype, **terms)
         if values is self.values:
             return self
         return type(self)(rows_for_tma(values), self.metadata.to(values.device), self.shape)

@@ -87,7 +87,6 @@ class Sparse24MainloopSm90(MainloopSm90):
             for span in range_constexpr(len(tile.metadata)):
                 bulk_load(to + span * size, tile.metadata[span], size, barrier.toint())
 
-    @cute.jit
     def multiply(
         self,
         tiled_mma: cute.TiledMma,
@@ -95,18 +94,18 @@ class Sparse24MainloopSm90(MainloopSm90):
         tCrA: tuple,  # operand_a
         tCrB: Int32,  # operand_b
         stage: Int32,
-        steps: cutlass.Constexpr,  # of dense WGMMAs, of half as many columns
-        clear: cutlass.Constexpr,
+        steps: int,  # of dense WGMMAs, of half as many columns
+        clear: bool,
     ):
         a, metadata = tCrA
-        per_slab = cutlass.const_expr(self.n // 2)
-        slabs = cutlass.const_expr(cute.size(acc) // per_slab)
+        per_slab = self.n // 2
+        slabs = cute.size(acc) // per_slab
         words = []  # of each 64 columns, of each slab
-        for span in range_constexpr(steps * STEP_K // 2 // SPAN):
+        for span in range(steps * STEP_K // 2 // SPAN):
             at = metadata + stage * self.metadata_bytes + span * (self.tile_m // MMA_M * SLAB_BYTES)
             words.append([load_shared_word(at + slab * self.warps_m * SLAB_BYTES) for slab in range(slabs)])
         warpgroup.fence()
-        for k in range_constexpr(steps // 2):
+        for k in range(steps // 2):
             result = sparse_wgmma_slabs(
                 [acc[i] for i in range(slabs * per_slab)],
                 self.n,
@@ -121,6 +120,6 @@ class Sparse24MainloopSm90(MainloopSm90):
                 k % 2,
                 k > 0 or not clear,
             )
-            for i in range_constexpr(slabs * per_slab):
+            for i in range(slabs * per_slab):
                 acc[i] = result[i]
         warpgroup.commit_group()
