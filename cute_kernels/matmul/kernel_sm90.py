@@ -271,9 +271,8 @@ class GemmSm90:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
             groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
             thr_mma = tiled_mma.get_slice(groups(warpgroup % self.warpgroups))
-            thread = (tidx - WARPGROUP) % (WARPGROUP * self.warpgroups)
-            tCrA = self.mainloop.operand_a(tiled_mma, thr_mma, sA, thread)
-            tCrB = self.mainloop.operand_b(tiled_mma, thr_mma, sB, thread)
+            tCrA = self.mainloop.operand_a(tiled_mma, thr_mma, sA, (tidx - WARPGROUP) % (WARPGROUP * self.warpgroups))
+            tCrB = self.mainloop.operand_b(tiled_mma, thr_mma, sB, warpgroup % self.warpgroups)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
             thr_mma_group = tiled_mma_group.get_slice(tidx % WARPGROUP)
             outs = [(tma_d, self.store.tiles(mD))]

@@ -47,8 +47,8 @@ class MainloopSm90:
         """What `mma` takes as A: fragments (MMA, MMA_M, MMA_K, PIPE). `thread`: among those that share a tile."""
         return tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
 
-    def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, thread: cutlass.Int32):
-        """What `mma` takes as B: fragments (MMA, MMA_N, MMA_K, PIPE)."""
+    def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, warpgroup: cutlass.Int32):
+        """What `mma` takes as B: fragments (MMA, MMA_N, MMA_K, PIPE). `warpgroup`: among those that share a tile."""
         return tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
 
     @cute.jit

@@ -61,11 +61,11 @@ class Sparse24MainloopSm90(MainloopSm90):
         metadata = start + self.ring_a + slab * SLAB_BYTES + thread % WARPGROUP * 4
         return cute.arch.make_warp_uniform(a), metadata
 
-    def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, thread: Int32):
+    def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, warpgroup: Int32):
         """The descriptor of this warpgroup's columns in stage 0."""
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP) // self.warps_m
         leading = self.next_row_b >> 4 if self.b_n_major else 1
-        return cute.arch.make_warp_uniform(descriptor_low(sB.iterator.toint() + group * self.group_b, leading))
+        start = sB.iterator.toint() + warpgroup // self.warps_m * self.group_b
+        return cute.arch.make_warp_uniform(descriptor_low(start, leading))
 
     @cute.jit
     def load_a(
