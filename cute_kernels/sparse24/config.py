@@ -50,6 +50,7 @@ def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
     shapes = [
         # tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring
         (128, 256, 64, 2, 1, 2, 1, 1, 1),
+        (256, 192, 64, 2, 1, 2, 1, 1, 1),
         (128, 256, 64, 2, 1, 1, 1, 1, 1),
         (128, 192, 64, 1, 1, 2, 1, 2, 1),
         (256, 128, 64, 2, 1, 1, 2, 1, 1),

@@ -36,8 +36,10 @@ class Sparse24KTiles(DenseKTiles):
     def at(self, i) -> Sparse24KTile:
         tile_m, tile_k = self.tile
         spans, start = tile_k // SPAN, self.metadata.iterator.toint()
-        rows = self.metadata.shape[1]
-        places = (Int64(i * spans + span) * rows + self.m * (tile_m // SLAB) for span in range(spans))
+        rows, slabs = self.metadata.shape[1], tile_m // SLAB
+        # A cluster's last row tile may lie past M rounded up: A is zeros there, and any metadata do.
+        slab = cutlass.min(self.m * slabs, rows - slabs)
+        places = (Int64(i * spans + span) * rows + slab for span in range(spans))
         addresses = tuple(start + place * (WORDS * 4) for place in places)
         return Sparse24KTile((self.m, i, self.l), (i, Int32(0)), addresses)
 
