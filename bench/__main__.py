@@ -9,6 +9,7 @@
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
+    structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's semi-structured ones
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     variants        configurations of attention's backward beside each other
@@ -36,6 +37,7 @@ from . import (
     cases_attention_backward,
     cases_float8,
     cases_generation,
+    cases_structured,
     cases_training,
     ceilings,
     compare,
@@ -184,6 +186,7 @@ SUITES = {
     ),
     cases_float8.SUITE: Suite(cases_float8.float8_cases, cases_float8.host_calls, findings_float8.measure),
     cases_generation.SUITE: Suite(cases_generation.generation_cases, dict),
+    cases_structured.SUITE: Suite(cases_structured.structured_cases, cases_structured.host_calls),
 }
 # What runs with no command. Attention's run alone: their first peer to be imported changes CuTe DSL for the process.
 PRODUCTS = ("block-sparse", "gemm")

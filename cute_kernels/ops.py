@@ -10,10 +10,12 @@ from torch import Tensor
 
 from . import eager
 from .checks import scaled, watched
+from .sparse24 import eager as sparse24
+from .sparse24.format import Sparse24
 
 
 def gemm(
-    a: Tensor,
+    a: Tensor | Sparse24,
     b: Tensor,
     *,
     bias: Tensor | None = None,
@@ -34,7 +36,8 @@ def gemm(
 
     Args:
         a: (..., M, K) bfloat16 or float16, of any strides; on sm_89 and sm_90 also float8_e4m3fn or float8_e5m2; on the
-            CPU all of them, and float32 or float64.
+            CPU all of them, and float32 or float64. Or a Sparse24 (M, K), a matrix with 2:4 structured sparsity: on
+            sm_90, in bfloat16 or float16, with b (K, N), without scales and gradients.
         b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
         bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype,
             but no float8.
@@ -69,6 +72,9 @@ def gemm(
         RuntimeError: an argument requires a gradient, and `out` is given or operands are float8; or the GPU is older
             than sm_80.
     """
+    terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
+    if isinstance(a, Sparse24) or isinstance(b, Sparse24):
+        return sparse24.gemm(a, b, *terms, scale_a, scale_b, fast_accumulation)
     run = eager.gemm
     if torch.compiler.is_compiling():
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
@@ -76,5 +82,4 @@ def gemm(
         from .gradients import Gemm
 
         return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue)
-    terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     return run(a, b, *terms, scale_a=scale_a, scale_b=scale_b, fast_accumulation=fast_accumulation)

@@ -106,7 +106,7 @@ def problem_class(problem: Problem, path: str) -> str:
     the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80 how many elements one copy of each holds.
     """
     e, out_bytes = problem.extents, 4 if problem.out_dtype == "float32" else 2
-    words = ["gemm"]
+    words = ["gemm 2:4" if problem.structured else "gemm"]
     if problem.block:
         words = ["bsr_linear" if problem.transposed else "bsr_matmul", f"{problem.block.bm}x{problem.block.bk}"]
     words.append("x".join(str(round(octave(extent, 8))) for extent in (e.M, e.N, e.K)))

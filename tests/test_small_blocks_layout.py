@@ -9,9 +9,9 @@ import torch
 
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.tile.descriptors import SWIZZLE, descriptor_low
 from cute_kernels.tile.element import Element, element_of
 from sparse_collective import catalogue
-from sparse_collective.small_blocks.descriptors import SWIZZLE, descriptor_low
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
 from sparse_collective.small_blocks.kernel_sm90 import SmallBlocksSm90
 
@@ -63,6 +63,6 @@ def test_products_read_what_was_copied(bm, k_bytes, dtype, permuted, slot):
     if kernel.fold > 1:  # odd groups of 8 have come with neighbours swapped
         rows = rows ^ rows // 8 % 2
     for k in range(width // e.mma_k):
-        low = descriptor_low(address, not permuted) + k * kernel.a_step
+        low = descriptor_low(address, int(not permuted)) + k * kernel.a_step
         found = read(smem, e, low, kernel.a_high, bm, permuted)
         assert torch.equal(found, block[rows, k * e.mma_k : (k + 1) * e.mma_k])

@@ -70,7 +70,7 @@ def tuned_pick(
 
 def candidates_for(path: str, problem: Problem, spec: ArchSpec) -> list[tuple[ProductFamily, object]]:
     """(family, configuration) of all families that serve the problem, in the order of their registration."""
-    serving = (family for family in families(ProductFamily) if family.serves(problem.block))
+    serving = (family for family in families(ProductFamily) if family.serves_problem(problem))
     return [
         (family, config)
         for family in serving

@@ -27,6 +27,10 @@ class ProductFamily(Family):
         """Whether it has kernels for products with an A of such blocks; None is a dense A."""
         raise NotImplementedError
 
+    def serves_problem(self, problem: Problem) -> bool:
+        """Whether it has kernels for products of this kind."""
+        return not problem.structured and self.serves(problem.block)
+
     def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
         """Configurations worth trying for operands of such elements, best first among equals."""
         raise NotImplementedError

@@ -59,6 +59,7 @@ class GemmSm90:
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster  # CTAs that take work tiles together
         self.mainloop = mainloop(facts.k_blocks, cfg.consumer_groups, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.k_of_a = cfg.tile_k // self.mainloop.stored  # columns of A that are stored of a K-tile
         self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
@@ -79,15 +80,16 @@ class GemmSm90:
         """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
         cfg, store = self.cfg, self.store
         a_k, b_k = self.facts.majors[0] == "k", self.facts.majors[1] == "k"
-        sA = smem_layout(self.dtype, cfg.tile_m, cfg.tile_k, cfg.stages, a_k)
+        sA = smem_layout(self.dtype, cfg.tile_m, self.k_of_a, cfg.stages, a_k)
         sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, cfg.stages, b_k, cfg.boxes_b)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * self.consumers, store.n_major)
         return sA, sB, sD
 
     def boxes_of_a(self):
-        """sA as TMA writes it, (tile_m / parts, tile_k, parts x PIPE): a stage's parts lie one behind the other."""
+        """sA as TMA writes it, (tile_m / parts, k_of_a, parts x PIPE): a stage's parts lie one behind the other."""
         cfg, parts = self.cfg, self.parts
-        return smem_layout(self.dtype, cfg.tile_m // parts, cfg.tile_k, cfg.stages * parts, self.facts.majors[0] == "k")
+        a_k = self.facts.majors[0] == "k"
+        return smem_layout(self.dtype, cfg.tile_m // parts, self.k_of_a, cfg.stages * parts, a_k)
 
     def boxes_of_b(self):
         """sB as TMA writes it, (tile_n / boxes, tile_k, boxes x PIPE)."""
@@ -96,6 +98,7 @@ class GemmSm90:
 
     def make_storage(self, sA_layout, sB_layout, sD_layout):
         sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
+        sizes[0] += self.cfg.stages * self.mainloop.metadata_bytes * 8 // self.dtype.width
         if not self.store.tma:
             sizes[2] = 8
         exchange = self.exchange
@@ -113,6 +116,11 @@ class GemmSm90:
 
         self.storage = SharedStorage
         self.smem_bytes = SharedStorage.size_in_bytes()
+
+    def stage_bytes(self) -> int:
+        """What TMA and bulk copies write to a stage."""
+        elements = self.cfg.tile_m * self.k_of_a + self.cfg.tile_n * self.cfg.tile_k
+        return elements * self.dtype.width // 8 + self.mainloop.metadata_bytes
 
     # ------------------------------------------------------------------ atoms
 
@@ -132,17 +140,17 @@ class GemmSm90:
             a_source=sources.RMEM if a_in_registers else sources.SMEM,
         )
 
-    def make_load(self, tensor: cute.Tensor, layout, rows: int, multicast: bool, sharers: int):
+    def make_load(self, tensor: cute.Tensor, layout, tile: tuple, multicast: bool, sharers: int):
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
         smem = cute.slice_(layout, (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, tensor, smem, (rows, self.cfg.tile_k), num_multicast=sharers)
+        return cpasync.make_tiled_tma_atom(op, tensor, smem, tile, num_multicast=sharers)
 
     # ------------------------------------------------------------------ launch
 
     @cute.jit
     def __call__(
         self,
-        mA: cute.Tensor,  # (M, K, outer_a)
+        mA: cute.Tensor,  # (M, K, outer_a), or of K what is stored
         mB: cute.Tensor,  # (N, K, outer_k, L)
         mD: cute.Tensor,  # (M, N, outer_m, L)
         source,
@@ -159,8 +167,9 @@ class GemmSm90:
         columns = min(self.group_n, self.mainloop.columns)
         tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n, columns, self.mainloop.a_in_registers)
         tiled_mma_group = self.make_mma(1, 1, self.group_n)
-        tma_a, tA = self.make_load(mA, self.boxes_of_a(), cfg.tile_m // self.parts, cfg.cluster_n > 1, self.sharers_a)
-        tma_b, tB = self.make_load(mB, self.boxes_of_b(), self.box_n, cfg.cluster_m > 1, cfg.cluster_m)
+        tile_a, tile_b = (cfg.tile_m // self.parts, self.k_of_a), (self.box_n, cfg.tile_k)
+        tma_a, tA = self.make_load(mA, self.boxes_of_a(), tile_a, cfg.cluster_n > 1, self.sharers_a)
+        tma_b, tB = self.make_load(mB, self.boxes_of_b(), tile_b, cfg.cluster_m > 1, cfg.cluster_m)
         tma_d, tD = self.store.make_tma(mD, sD_layout)
         tma_z, tZ = None, None
         if const_expr(self.facts.epilogue.stores_z):
@@ -225,7 +234,7 @@ class GemmSm90:
 
         sA_layout, sB_layout, sD_layout = self.layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (tile_m, tile_k, PIPE)
+        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)  # (tile_m, k_of_a, PIPE)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)  # (tile_n, tile_k, PIPE)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)  # (64, epi_n, PIPE)
         if const_expr(self.store.anchored or self.mainloop.multiplies_by_one):
@@ -263,7 +272,7 @@ class GemmSm90:
             groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
             thr_mma = tiled_mma.get_slice(groups(warpgroup % self.warpgroups))
             tCrA = self.mainloop.operand_a(tiled_mma, thr_mma, sA, (tidx - WARPGROUP) % (WARPGROUP * self.warpgroups))
-            tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))  # (MMA, MMA_N, MMA_K, PIPE)
+            tCrB = self.mainloop.operand_b(tiled_mma, thr_mma, sB, warpgroup % self.warpgroups)
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
             thr_mma_group = tiled_mma_group.get_slice(tidx % WARPGROUP)
             outs = [(tma_d, self.store.tiles(mD))]
@@ -314,7 +323,7 @@ class GemmSm90:
         self,
         tma_a: cute.CopyAtom,
         mA: cute.Tensor,
-        sA_boxes: cute.Tensor,  # (tile_m / parts, tile_k, parts x PIPE)
+        sA_boxes: cute.Tensor,  # (tile_m / parts, k_of_a, parts x PIPE)
         tma_b: cute.CopyAtom,
         mB: cute.Tensor,
         sB_boxes: cute.Tensor,  # (tile_n / boxes, tile_k, boxes x PIPE)
@@ -328,8 +337,8 @@ class GemmSm90:
         cfg = self.cfg
         rank, rank_m, rank_n, rank_k = ranks
         block, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        # (tile_m / parts, tile_k, rest_m, rest_k, outer_a) and (tile_n / boxes, tile_k, rest_n, rest_k, outer_k, L)
-        gA = cute.local_tile(mA, (cfg.tile_m // self.parts, cfg.tile_k), (None, None, None))
+        # (tile_m / parts, k_of_a, rest_m, rest_k, outer_a) and (tile_n / boxes, tile_k, rest_n, rest_k, outer_k, L)
+        gA = cute.local_tile(mA, (cfg.tile_m // self.parts, self.k_of_a), (None, None, None))
         gB = cute.local_tile(mB, (self.box_n, cfg.tile_k), (None, None, None, None))
         tAsA, tAgA = cpasync.tma_partition(
             tma_a,
@@ -416,7 +425,7 @@ class GemmSm90:
             num_stages=cfg.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
-            tx_count=(cfg.tile_m + cfg.tile_n) * cfg.tile_k * self.dtype.width // 8,
+            tx_count=self.stage_bytes(),
             # CTAs that differ in the last mode, K, share no operands: each arrives at its own barriers.
             cta_layout_vmnk=cute.make_layout((1, cfg.cluster_m, cfg.cluster_n, cfg.split)),
             defer_sync=True,

@@ -30,6 +30,8 @@ class MainloopSm90:
     a_in_registers = False
     multiplies_by_one = False  # which it takes from shared memory
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
+    stored = 1  # of so many columns of A one is stored
+    metadata_bytes = 0  # of A, of a stage; those of all stages lie behind A's ring
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
     # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's
     # temporaries.
@@ -44,6 +46,10 @@ class MainloopSm90:
     def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: cutlass.Int32):
         """What `mma` takes as A: fragments (MMA, MMA_M, MMA_K, PIPE). `thread`: among those that share a tile."""
         return tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
+
+    def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, warpgroup: cutlass.Int32):
+        """What `mma` takes as B: fragments (MMA, MMA_N, MMA_K, PIPE). `warpgroup`: among those that share a tile."""
+        return tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
 
     @cute.jit
     def load(

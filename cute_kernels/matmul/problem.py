@@ -51,6 +51,7 @@ class Problem:
     density: float = 1.0  # of a sparse operand, as its statistics
     stats: PatternStats = NOT_KNOWN
     fast_accumulation: bool = False  # see GemmFacts
+    structured: bool = False  # whether A is 2:4 sparse: its layout is that of the stored half
 
     @property
     def element(self) -> Element:

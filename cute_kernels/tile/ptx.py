@@ -133,6 +133,24 @@ def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
     return Float32(_asm(T.f32(), [address], text, "=f,r", side_effects=True, loc=loc, ip=ip))
 
 
+@dsl_user_op
+def load_shared_word(address: Int32, *, loc=None, ip=None) -> Int32:
+    """The same of 32 bits at an address."""
+    operands, text = [Int32(address).ir_value(loc=loc, ip=ip)], "ld.volatile.shared.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), operands, text, "=r,r", side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def bulk_load(to: Int32, source: Int64, size: int, barrier: Int32, *, loc=None, ip=None) -> None:
+    """Copy `size` bytes from global to this CTA's shared memory, both at multiples of 16 bytes, as a bulk operation.
+
+    One thread calls it; the mbarrier at the address `barrier` counts the bytes.
+    """
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(to), Int64(source), Int32(barrier))]
+    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
+    _asm(None, operands, text, "r,l,r", side_effects=True, loc=loc, ip=ip)
+
+
 def load_vector(at: Int64, valid, stream: bool, words: int = VECTOR_WORDS) -> tuple:
     """16 bytes of global memory as four registers, or fewer; zeros where not `valid` (None: always valid).
 
@@ -352,5 +370,49 @@ def wgmma_slabs(
     operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     result = llvm.StructType.get_literal([T.f32()] * total)
     constraints = ",".join(["=f"] * total + [str(i) for i in range(total)] + ["r", "r"])
+    out = _asm(result, operands, "{ " + " ".join(lines) + " }", constraints, side_effects=True, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(total)]
+
+
+@dsl_user_op
+def sparse_wgmma_slabs(
+    acc: list,
+    n: int,
+    dtype: str,
+    a: Int32,
+    a_high: int,
+    a_step: int,
+    b: Int32,
+    b_high: int,
+    b_transposed: bool,
+    metadata: list,
+    selector: int,
+    accumulate: bool,
+    *,
+    loc=None,
+    ip=None,
+) -> list:
+    """acc + A @ B, or A @ B, for several 64-row slabs of a 2:4 sparse A and one B: 64 bytes of K, of A half are stored.
+
+    Args:
+        metadata: of each slab this thread's register, of which the lanes of `selector` (0 or 1) are read: see
+            cute_kernels.sparse24.format.
+        accumulate: whether to add to acc.
+        others: as of wgmma_slabs; A is K-major, 64 rows of 32 bytes, and B has 64 bytes of K.
+    """
+    per_slab, total = n // 2, len(acc)
+    slabs, kind = total // per_slab, WGMMA_TYPE[dtype]
+    name = f"wgmma.mma_async.sp.sync.aligned.m64n{n}k{2 * element_of(dtype).mma_k}.f32.{kind}.{kind}"
+    lines = [f".reg .pred p; .reg .b32 low; .reg .b64 da, db; setp.ne.u32 p, {int(accumulate)}, 0;"]
+    lines.append(f"mov.b64 db, {{${2 * total + 1}, {b_high}}};")
+    for slab in range(slabs):
+        registers = ", ".join(f"${slab * per_slab + v}" for v in range(per_slab))
+        lines.append(f"add.u32 low, ${2 * total}, {slab * a_step}; mov.b64 da, {{low, {a_high}}};")
+        word = f"${2 * total + 2 + slab}"
+        lines.append(f"{name} {{{registers}}}, da, db, {word}, {selector}, p, 1, 1, 0, {int(b_transposed)};")
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in acc]
+    operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, *metadata)]
+    result = llvm.StructType.get_literal([T.f32()] * total)
+    constraints = ",".join(["=f"] * total + [str(i) for i in range(total)] + ["r"] * (2 + slabs))
     out = _asm(result, operands, "{ " + " ".join(lines) + " }", constraints, side_effects=True, loc=loc, ip=ip)
     return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(total)]

@@ -121,7 +121,7 @@ class SmallBlocks(BsrFamily):
     def sources(self, path: str) -> tuple[str, ...]:
         return (
             *super().sources(path),
-            "sparse_collective.small_blocks.descriptors",
+            "cute_kernels.tile.descriptors",
             "sparse_collective.small_blocks.gemm",
             "sparse_collective.small_blocks.kernel_sm90",
             "sparse_collective.small_blocks.tables",

@@ -36,10 +36,10 @@ from cute_kernels.matmul.config import GemmConfig, GemmFacts
 from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.matmul.store_sm90 import WARPGROUP, StoreSm90
 from cute_kernels.scheduler import TileScheduler
+from cute_kernels.tile.descriptors import MMA_M, descriptor_high, descriptor_low
 from cute_kernels.tile.hopper import ALIGN, smem_layout
 from cute_kernels.tile.ptx import wgmma_slabs
 
-from .descriptors import MMA_M, descriptor_high, descriptor_low
 from .tables import BATCH
 from .tile import CHUNK, CONSUMERS, ROWS, Geometry, chunk_arrivals
 
@@ -229,8 +229,8 @@ class SmallBlocksSm90:
                 outs += [(tma_z, self.store.tiles(mZ))]
             # Opaque to the compiler, which would compute them again for each block.
             ring = storage.sA.data_ptr().toint() + consumer * self.ring_bytes
-            ring = cute.arch.make_warp_uniform(descriptor_low(ring, not self.a_m_major))
-            chunks_at = descriptor_low(storage.sB.data_ptr().toint(), not self.b_n_major)
+            ring = cute.arch.make_warp_uniform(descriptor_low(ring, int(not self.a_m_major)))
+            chunks_at = descriptor_low(storage.sB.data_ptr().toint(), int(not self.b_n_major))
             chunks_at = cute.arch.make_warp_uniform(chunks_at)
             stage, phase, head = Int32(0), Int32(0), Int32(0)
             for index in cutlass.range(first, scheduler.count, step, unroll=1):

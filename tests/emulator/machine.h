@@ -123,6 +123,7 @@ struct WgmmaCall {
     const Ins* ins;
     u64 a, b, group;
     bool accumulate;
+    std::vector<u32> metadata;               // of the lanes, where A is sparse
 };
 
 struct Warp {

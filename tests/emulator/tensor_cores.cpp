@@ -114,10 +114,17 @@ static void read_matrix(Warp& w, const Matrix& m, u32 first, u32 rows, int k, Fo
 }
 
 // wgmma.mma_async.m64n128k16.f32.bf16.bf16 {d}, a-desc or {a}, b-desc, scale-d, scale-a, scale-b (, tnsp-a, tnsp-b)
+// wgmma.mma_async.sp.m64n128k32.f32.bf16.bf16 has the metadata, and which lanes' are read (0 or 1), after b-desc.
+static bool is_sparse(const Ins& i) { return i.name.find(".sp.") != std::string::npos; }
+
 Step wgmma(Warp& w, const Ins& i, u32) {
-    int nd = i.group[0], na = i.group[1], b = nd + na, p = b + 1;
+    int nd = i.group[0], na = i.group[1], b = nd + na, p = b + 1 + 2 * is_sparse(i);
     if (w.cta->machine->block[0] < 128) fail("wgmma in a CTA of fewer than 128 threads");
-    WgmmaCall call{&i, na == 1 ? src<u64>(w, i, nd)[0] : 0, src<u64>(w, i, b)[0], w.wgmma_group, bool(pred(w, i, p) & 1)};
+    WgmmaCall call{&i, na == 1 ? src<u64>(w, i, nd)[0] : 0, src<u64>(w, i, b)[0], w.wgmma_group, bool(pred(w, i, p) & 1), {}};
+    if (is_sparse(i)) {  // read when it is issued: only accumulators and A's registers must be left alone until a wait
+        const u32* words = src<u32>(w, i, b + 1);
+        call.metadata.assign(words, words + LANES);
+    }
     for (int k = 0; k < (na > 1 ? b : nd); k++) {
         u32 row = i.op[k].offset / ROW;
         if (w.written[row] == w.fences && (k >= nd || call.accumulate))
@@ -130,12 +137,32 @@ Step wgmma(Warp& w, const Ins& i, u32) {
     return DONE;
 }
 
+// a (16, 32) of a warp's rows, from the 16 elements of each that are stored. As the ISA's figure has it: of each four
+// lanes the first two, or with selector 1 the last two, hold the places of columns 0 to 15, and 16 to 31; in their lower
+// halves those of row lane / 4, in their upper halves of the row 8 below; 4 bits for 4 columns, of which 2 are stored.
+static void expand(const std::vector<u32>& metadata, u32 selector, const float* stored, float a[16][32]) {
+    if (selector > 1) fail("a sparsity selector of ", selector);
+    for (int lane = 0; lane < LANES; lane++) {
+        if (lane % 4 / 2 != int(selector)) continue;
+        for (int bit = 0; bit < 32; bit += 4) {
+            int row = lane / 4 + (bit < 16 ? 0 : 8), group = 4 * (lane % 2) + bit % 16 / 4;
+            u32 first = metadata[lane] >> bit & 3, second = metadata[lane] >> (bit + 2) & 3;
+            if (first == second) fail("metadata of lane ", lane, ": both elements of a group are at place ", first);
+            for (int c = 0; c < 4; c++) a[row][4 * group + c] = 0.f;
+            a[row][4 * group + first] = stored[2 * group * 16 + row];
+            a[row][4 * group + second] = stored[(2 * group + 1) * 16 + row];
+        }
+    }
+}
+
 void land_one_wgmma(Warp& w) {
     WgmmaCall call = w.wgmmas.front();
     w.wgmmas.pop_front();
     const Ins& i = *call.ins;
-    int nd = i.group[0], na = i.group[1], flags = nd + na + 2;
+    bool sparse = is_sparse(i);
+    int nd = i.group[0], na = i.group[1], flags = nd + na + 2 + 2 * sparse;
     std::vector<std::string> part = split(i.name);
+    if (sparse) part.erase(part.begin() + 2);
     size_t n_at = part[2].find('n'), k_at = part[2].find('k');
     int n = atoi(part[2].c_str() + n_at + 1), k = atoi(part[2].c_str() + k_at + 1);
     Format fa = format_named(part[4]), fb = format_named(part[5]);
@@ -144,7 +171,11 @@ void land_one_wgmma(Warp& w) {
     int sign = flag(0) * flag(1);
     static thread_local float rows[32 * 16], columns[32 * 256];
     float a[16][32];
-    if (na > 1) a_from_registers(w, i, nd, na, fa, a);
+    if (sparse) {
+        if (na > 1 || format_bytes(fa) != 2) fail(i.name, " with such an A is not emulated");
+        read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k / 2, fa, rows);
+        expand(call.metadata, src<u32>(w, i, nd + na + 2)[0], rows, a);
+    } else if (na > 1) a_from_registers(w, i, nd, na, fa, a);
     else {
         read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k, fa, rows);
         for (int r = 0; r < 16; r++) for (int c = 0; c < k; c++) a[r][c] = rows[c * 16 + r];
@@ -187,7 +218,10 @@ void add_tensor_cores(Table& t) {
                 t[std::string("mma.m16n8") + k + ".row.col.f32." + a + "." + b + ".f32"] = {mma, true};
     for (int n = 8; n <= 256; n += 8) {
         std::string shape = "wgmma.mma_async.m64n" + std::to_string(n);
-        for (const char* type : {"bf16", "f16"}) t[shape + "k16.f32." + type + "." + type] = {wgmma, true};
+        for (const char* type : {"bf16", "f16"}) {
+            t[shape + "k16.f32." + type + "." + type] = {wgmma, true};
+            t["wgmma.mma_async.sp.m64n" + std::to_string(n) + "k32.f32." + type + "." + type] = {wgmma, true};
+        }
         t[shape + "k8.f32.tf32.tf32"] = {wgmma, true};
         for (const char* a : {"e4m3", "e5m2"})
             for (const char* b : {"e4m3", "e5m2"}) t[shape + "k32.f32." + a + "." + b] = {wgmma, true};

@@ -1,4 +1,4 @@
-"""Descriptors of WGMMA's operands as numbers, for operands that are chosen at run time.
+"""Descriptors of WGMMA's operands as numbers, for operands that are chosen at run time, and for inline PTX.
 
 CuTe's `cute.gemm` takes tensors whose shared-memory descriptors it rebuilds wherever they are used. In a kernel that
 branches for each small block those few instructions cost more than the product. Here a descriptor is its two halves:
@@ -19,6 +19,10 @@ def descriptor_high(row_bytes: int) -> int:
     return SWIZZLE[row_bytes] << 30 | 8 * row_bytes >> 4
 
 
-def descriptor_low(address: Int32, k_major: bool) -> Int32:
-    """Lower half of the descriptor of a tile at a shared-memory address; no tile here uses the leading offset."""
-    return ((address >> 4) & 0x3FFF) | (int(k_major) << 16)
+def descriptor_low(address: Int32, leading: int = 0) -> Int32:
+    """Lower half of the descriptor of a tile at a shared-memory address.
+
+    leading: of an M- or N-major tile of several swizzled rows side by side, from one to the next, in units of 16 bytes;
+    1 of a K-major one, whose rows of an instruction are whole.
+    """
+    return ((address >> 4) & 0x3FFF) | (leading << 16)

@@ -1,0 +1,11 @@
+"""Products with a left operand of which two of every four neighbours along K are zero (2:4 structured sparsity).
+
+format         Sparse24, the compressed matrix, and prune_2_4
+config         which kernels there are, what they ask, what they cost; family registers them
+mainloop_sm90  the products; product is the kernel around them
+eager          gemm of a Sparse24
+"""
+
+from .family import SPARSE24
+
+__all__ = ["SPARSE24"]

@@ -1,0 +1,129 @@
+"""Which kernels there are for products with a 2:4 sparse A, what they ask, and what they cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..arch import ArchSpec
+from ..matmul import catalogue, cost, legality
+from ..matmul.candidates import with_stages
+from ..matmul.config import EpilogueSpec, GemmConfig, GemmFacts
+from ..matmul.problem import Problem
+from ..tile.element import Element
+from .format import SLAB, SPAN, WORDS
+
+STORED = 2  # of so many columns one is stored
+SMEM_BYTES_PER_CLOCK = 128  # that WGMMA reads
+MMA_BYTES = 64  # of K of a sparse WGMMA, of B
+
+
+@dataclass(frozen=True)
+class Sparse24Config(GemmConfig):
+    """GemmConfig of a product with a 2:4 sparse A; `tile_k` counts columns of the whole A, half of which are stored."""
+
+    family: ClassVar[str] = "sparse24"
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Of a stage."""
+        return self.tile_m // SLAB * (self.tile_k // SPAN) * WORDS * 4
+
+    @property
+    def stage_elements(self) -> int:
+        """A, B and metadata, in elements of 2 bytes."""
+        return self.tile_m * self.tile_k // STORED + self.tile_n * self.tile_k + self.metadata_bytes // 2
+
+    @property
+    def short(self) -> str:
+        return super().short + " 2:4"
+
+    def __str__(self) -> str:
+        return super().__str__() + " 2:4"
+
+
+def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
+    """Configurations worth trying, best first among equals.
+
+    By the model of `clocks`: those with products of 256 columns read the fewest bytes of shared memory for each
+    multiplication, and a cluster that shares B the fewest from L2.
+    """
+    shapes = [
+        # tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring
+        (128, 256, 64, 2, 1, 2, 1, 1, 1),
+        (256, 192, 64, 2, 1, 2, 1, 1, 1),
+        (128, 256, 64, 2, 1, 1, 1, 1, 1),
+        (128, 192, 64, 1, 1, 2, 1, 2, 1),
+        (256, 128, 64, 2, 1, 1, 2, 1, 1),
+        (128, 128, 64, 1, 1, 2, 1, 2, 2),
+        (128, 128, 64, 2, 1, 1, 1, 1, 2),
+        (64, 256, 64, 1, 2, 1, 1, 1, 2),
+        (128, 64, 128, 2, 1, 1, 1, 1, 1),
+        (64, 128, 128, 1, 2, 1, 1, 1, 1),
+        (64, 64, 128, 1, 2, 1, 1, 1, 1),
+    ]
+    found = []
+    for *tile, ring in shapes:
+        m, n, k, warps_m, warps_n, *rest = tile
+        store = ring * warps_m * warps_n * rest[-1] * 64 * 128
+        found.append(with_stages(Sparse24Config(m, n, k, 0, warps_m, warps_n, *rest, ring), spec, element, store))
+    return found
+
+
+def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
+    """As cost.cost, with products at twice the dense rate, or as fast as shared memory feeds them.
+
+    WGMMA reads B once for every 64 rows of A: of a product of 64 x n x 32 it reads 64 x 16 stored elements of A and
+    n x 32 of B. The tensor cores take n / 2 clocks for that, and 128 bytes a clock n / 2 + 16.
+    """
+    rows, columns = cfg.tile_m // SLAB, cfg.tile_n // cfg.warps_n
+    reads = cfg.tile_k * problem.width / MMA_BYTES * rows * cfg.warps_n * (SLAB // 2 + columns) * MMA_BYTES
+    mma, _ = cost.k_tile_clocks(cfg, problem.width, l2_bytes_per_clock)
+    a, b = cfg.tile_m * cfg.tile_k // STORED / cfg.cluster_n, cfg.tile_n * cfg.tile_k / cfg.cluster_m
+    loads = ((a + b) * problem.width + cfg.metadata_bytes) / l2_bytes_per_clock
+    loop = max(1.0, problem.extents.K / cfg.tile_k) * max(mma / STORED, reads / SMEM_BYTES_PER_CLOCK, loads)
+    return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
+
+
+def unsupported(facts: GemmFacts) -> str:
+    """What a 2:4 sparse A asks, and then what all sm_90 kernels do."""
+    cfg, spec = facts.config, facts.epilogue
+    if reason := legality.general(facts):
+        return reason
+    if facts.path != "sm_90" or facts.spec.path != "sm_90":
+        return f"a 2:4 sparse A: {facts.spec.name}'s kernels of the path {facts.path} have none; sm_90's WGMMA has"
+    if facts.majors[0] != "k" or facts.ranks != (2, 2, 2) or facts.block is not None:
+        return "a 2:4 sparse A is one matrix, contiguous along K, and so are b and the result single matrices"
+    if spec.stores_z or spec.gated:
+        return "a 2:4 sparse A with a second result or a gate in the epilogue: there is none yet"
+    if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.split > 1:
+        return f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
+    return legality.tma_operands(facts) or legality.sm90(facts)
+
+
+def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[GemmFacts]:
+    """The catalogue: each configuration plain and with the heaviest epilogue; one with what else varies."""
+    usual = {"aligns": (element.vector,) * 3}
+    fp32, direct = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}
+    configs = family.candidates(spec.path, None, spec, element)
+    for config in configs[:1] if quick else configs:
+        yield catalogue.dense(spec, spec.path, config, **usual)
+        if not quick:
+            yield catalogue.dense(spec, spec.path, config, **usual, epilogue=catalogue.COL)
+            yield catalogue.dense(spec, spec.path, config, **usual, majors=("k", "k", "n"))
+    if quick:
+        return
+    changes = [
+        {"dtype": "float16", "out_dtype": "float16"},
+        {"majors": ("k", "k", "m")},
+        {"epilogue": catalogue.LIGHT},
+        {"epilogue": catalogue.ROW},
+        {"epilogue": catalogue.LINEAR, "majors": ("k", "k", "m")},
+        {"epilogue": catalogue.full()},
+        {"epilogue": EpilogueSpec(bias="col", bias_dtype="float16", activation="silu"), "dtype": "float16"},
+        fp32,
+        {**fp32, "epilogue": catalogue.full()},
+        direct,
+        {**direct, "epilogue": catalogue.COL},
+    ]
+    for change in changes:
+        yield from catalogue.first(family, catalogue.dense, spec, spec.path, None, **usual | change)

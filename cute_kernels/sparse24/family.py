@@ -1,0 +1,69 @@
+"""The family of products with a 2:4 sparse A, which cute_kernels.gemm of a Sparse24 takes."""
+
+from collections.abc import Iterator
+
+from ..arch import ArchSpec, arch_named
+from ..matmul import cost
+from ..matmul.arguments import epilogue_args, launch_args, matrix
+from ..matmul.config import BlockFacts, GemmFacts
+from ..matmul.family import ProductFamily
+from ..matmul.problem import Problem
+from ..runtime.fake import fake_tensor
+from ..runtime.families import Request, register
+from ..tile.element import BITS_16, Element
+from . import config
+
+
+class Sparse24Family(ProductFamily):
+    """gemm of a Sparse24; its facts' a is the stored half."""
+
+    name = config.Sparse24Config.family
+    config = config.Sparse24Config
+
+    def serves(self, block: BlockFacts | None) -> bool:
+        return False
+
+    def serves_problem(self, problem: Problem) -> bool:
+        return problem.structured
+
+    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+        return config.candidates(spec, element) if path == "sm_90" else []
+
+    def cost(self, cfg, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
+        return config.clocks(cfg, problem, sms, l2_bytes_per_clock)
+
+    def unsupported(self, facts: GemmFacts) -> str:
+        return config.unsupported(facts)
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        own = tuple(f"cute_kernels.sparse24.{name}" for name in ("product", "mainloop_sm90", "format"))
+        return (*super().sources(path), *own, "cute_kernels.tile.descriptors")
+
+    def entry(self, facts: GemmFacts):
+        from .product import Sparse24Gemm
+
+        return Sparse24Gemm(facts)
+
+    def arguments(self, facts: GemmFacts) -> tuple:
+        """Fakes of all arguments of product.Sparse24Gemm."""
+        metadata = fake_tensor("int32", 3, 2, 4)
+        a, b, d = (matrix(facts, operand) for operand in range(3))
+        bias, residual, _, *scalars = epilogue_args(facts)
+        return a, metadata, b, d, bias, residual, *scalars, *launch_args(facts)
+
+    def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
+        """None yet: its kernels are compiled on their first call."""
+        return iter(())
+
+    def describe(self, facts: GemmFacts) -> dict[str, str]:
+        return super().describe(facts) | {"problem": "2:4"}
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
+        spec = arch_named(arch)
+        if spec.path != "sm_90":
+            return []
+        found = dict.fromkeys(config.kernels(self, spec, BITS_16, quick))
+        return [facts for facts in found if not self.unsupported(facts)]
+
+
+SPARSE24 = register(Sparse24Family())

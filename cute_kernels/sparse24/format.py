@@ -1,0 +1,224 @@
+"""2:4 structured sparsity: of every 4 neighbours in a row at most 2 are not zero, and only 2 are stored.
+
+Two tensors make a matrix of M rows and K columns:
+
+    values      (M, K / 2): of each group of 4 the two stored elements, in their order
+    metadata    which two of 4 they are, 2 bits for each; as sm_90's sparse WGMMA reads it
+
+An instruction multiplies 64 rows by 32 columns, so of 16 rows and 32 columns each of a warpgroup's four warps has the
+metadata: 16 x 8 groups x 4 bits are 16 words of 32 bits. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the
+figure of mma.sp.m16n8k32) lane 4 g + 2 s + h of a warp, with g < 8, h < 2 and a sparsity selector s of 0 or 1, has
+
+    bits 0 to 15    row g, columns 16 h to 16 h + 15: four groups, the first one in the lowest 4 bits
+    bits 16 to 31   row g + 8, the same columns
+
+and of a group bits 0 and 1 are the place of its first stored element, bits 2 and 3 that of the second. The other half
+of the lanes, those of the other selector, is not read. So the words of two instructions, one after the other along K,
+lie in one register of each thread: lanes of s = 0 have the first one's, those of s = 1 the second one's. Then 64 rows
+and 64 columns are 128 words, word t for thread t of a warpgroup:
+
+    metadata    (K / 64, M / 64, 128) int32; M rounded up to 256, K to 128
+
+Row tiles of 64, 128 or 256 rows find what they need of 64 columns in one piece of memory, which a warp reads in order.
+What is only there to fill up has the places 0 and 1, since two equal places are not defined.
+"""
+
+import torch
+from torch import Tensor
+
+from ..checks import check_tensor
+
+GROUP = 4  # columns, of which KEPT are stored
+KEPT = 2
+SLAB, SPAN = 64, 64  # rows and columns whose metadata are WORDS words of 32 bits
+WORDS = 128
+ROWS, COLUMNS = 256, 128  # what metadata rounds M and K up to: the highest tile, the longest K-tile
+PITCH = 8  # elements; rows of values begin at multiples of 16 bytes, as TMA wants
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FILL = 0b0100  # places 0 and 1
+
+
+def prune_2_4(w: Tensor) -> Tensor:
+    """w with the 2 smallest magnitudes of every 4 neighbours along the last dimension set to zero.
+
+    Args:
+        w: (..., K) of a floating-point dtype, float8 too, on any device; K a multiple of 4.
+
+    Returns:
+        A new tensor of w's shape and dtype. Of equal magnitudes the first ones are kept; NaN counts as the largest.
+        A gradient passes to what is kept.
+
+    Raises:
+        TypeError: w is no floating-point tensor.
+        ValueError: K is no multiple of 4.
+    """
+    check_tensor("prune_2_4: w", w)
+    if not w.is_floating_point():
+        raise TypeError(f"prune_2_4: w is {w.dtype}; it must be of a floating-point dtype")
+    check_groups("prune_2_4: w", w)
+    with torch.no_grad():
+        wide = w.detach() if w.dtype.itemsize > 1 else w.detach().to(torch.float32)
+        magnitudes = wide.abs().unflatten(-1, (-1, GROUP))  # (..., K / 4, 4)
+        order = magnitudes.argsort(dim=-1, descending=True, stable=True)
+        keep = torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(-1, order[..., :KEPT], True).flatten(-2)
+    if w.dtype.itemsize == 1:  # torch selects no 8-bit floats
+        return torch.where(keep, w.detach().view(torch.uint8), 0).view(w.dtype)
+    return torch.where(keep, w, 0.0)
+
+
+def check_groups(name: str, w: Tensor) -> None:
+    if w.dim() < 1 or w.shape[-1] % GROUP:
+        raise ValueError(
+            f"{name} has shape {tuple(w.shape)}; its last must be a multiple of {GROUP}, of which {KEPT} are kept"
+        )
+
+
+class Sparse24:
+    """A matrix of which at most 2 of every 4 neighbours in a row are not zero; `Sparse24.from_dense(w)` makes one.
+
+    Attributes:
+        values: (M, K / 2), contiguous along K / 2, rows at multiples of 16 bytes.
+        metadata: int32 (K / 64, M / 64, 128), K rounded up to 128 and M to 256; see cute_kernels.sparse24.format.
+        shape: torch.Size((M, K)).
+
+    `gemm(W, b)` multiplies it. Immutable but for the contents of `values`; the tensors are shared, not copied.
+    """
+
+    __slots__ = ("metadata", "shape", "values")
+
+    def __init__(self, values: Tensor, metadata: Tensor, shape: tuple[int, int]):
+        """Of tensors as `from_dense` makes them.
+
+        Raises:
+            TypeError, ValueError: dtypes, shapes, strides or devices do not fit; the contents are not looked at.
+        """
+        check_tensor("Sparse24: values", values)
+        check_tensor("Sparse24: metadata", metadata)
+        M, K = shape
+        if values.dtype not in DTYPES or metadata.dtype != torch.int32:
+            raise TypeError(f"Sparse24: values of {values.dtype} and metadata of {metadata.dtype}; the latter is int32")
+        if K % GROUP or tuple(values.shape) != (M, K // KEPT):
+            raise ValueError(f"Sparse24: values have shape {tuple(values.shape)}, of {M}x{K} it is {(M, K // KEPT)}")
+        if tuple(metadata.shape) != metadata_shape(M, K) or not metadata.is_contiguous():
+            raise ValueError(
+                f"Sparse24: metadata has shape {tuple(metadata.shape)} and strides {metadata.stride()}; of {M}x{K} it "
+                f"is {metadata_shape(M, K)}, contiguous"
+            )
+        if metadata.device != values.device:
+            raise ValueError(f"Sparse24: metadata is on {metadata.device}, values are on {values.device}")
+        self.values, self.metadata, self.shape = values, metadata, torch.Size(shape)
+
+    @classmethod
+    def from_dense(cls, w: Tensor) -> "Sparse24":
+        """The compressed form of w (M, K), of bfloat16, float16, float32 or float64 and any strides, K a multiple of 4.
+
+        On a GPU it waits for the device once, to check w.
+
+        Raises:
+            TypeError: w is of another dtype.
+            ValueError: w is no matrix, or a group of 4 has more than 2 elements that are not zero; see prune_2_4.
+        """
+        check_tensor("Sparse24.from_dense: w", w)
+        if w.dtype not in DTYPES:
+            raise TypeError(f"Sparse24.from_dense: w is {w.dtype}; known are {', '.join(map(str, DTYPES))}")
+        if w.dim() != 2:
+            raise ValueError(f"Sparse24.from_dense: w has {w.dim()} dimensions; it must be a matrix (M, K)")
+        check_groups("Sparse24.from_dense: w", w)
+        M, K = w.shape
+        groups = w.detach().reshape(M, K // GROUP, GROUP)
+        nonzero = groups != 0
+        crowded = nonzero.sum(-1) > KEPT
+        if crowded.any():
+            row, group = (int(i) for i in crowded.nonzero()[0])
+            raise ValueError(
+                f"Sparse24.from_dense: {int(crowded.sum())} groups of {GROUP} columns have more than {KEPT} nonzeros, "
+                f"the first in row {row}, columns {GROUP * group} to {GROUP * group + GROUP - 1}; prune_2_4(w) leaves "
+                f"{KEPT} of each"
+            )
+        # The nonzeros first, then zeros, each in their order; and of these the first two, in their order.
+        places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
+        values = rows_for_tma(groups.gather(-1, places).flatten(1))
+        return cls(values, pack_metadata(places), (M, K))
+
+    @classmethod
+    def from_semi_structured(cls, w: Tensor) -> "Sparse24":
+        """Of what `torch.sparse.to_sparse_semi_structured` makes, of either of torch's backends, by way of `to_dense`.
+
+        The other way is `torch.sparse.to_sparse_semi_structured(W.to_dense())`.
+
+        Raises:
+            TypeError: w is no such tensor.
+        """
+        if not isinstance(w, torch.sparse.SparseSemiStructuredTensor):
+            raise TypeError(f"from_semi_structured: w must be a SparseSemiStructuredTensor, got {type(w).__name__}")
+        return cls.from_dense(w.to_dense())
+
+    def to_dense(self) -> Tensor:
+        """(M, K), contiguous, with zeros where nothing is stored."""
+        M, K = self.shape
+        places = unpack_metadata(self.metadata, M, K)
+        groups = self.values.new_zeros(M, K // GROUP, GROUP)
+        return groups.scatter_(-1, places, self.values.reshape(M, K // GROUP, KEPT)).view(M, K)
+
+    def to(self, *device_or_dtype, **terms) -> "Sparse24":
+        """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes."""
+        values = self.values.to(*device_or_dtype, **terms)
+        if values is self.values:
+            return self
+        return type(self)(rows_for_tma(values), self.metadata.to(values.device), self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.metadata.nbytes
+
+    def __repr__(self) -> str:
+        return f"Sparse24({self.shape[0]}x{self.shape[1]}, {self.dtype}, {self.device})"
+
+
+def rows_for_tma(values: Tensor) -> Tensor:
+    """The values in rows that begin at multiples of 16 bytes; those of a matrix that is so already."""
+    M, columns = values.shape
+    if values.stride(-1) == 1 and values.stride(0) % PITCH == 0 or columns % PITCH == 0 and values.is_contiguous():
+        return values
+    pitch = -(-columns // PITCH) * PITCH
+    wide = values.new_zeros(M, pitch)
+    wide[:, :columns] = values
+    return wide[:, :columns]
+
+
+def metadata_shape(M: int, K: int) -> tuple[int, int, int]:
+    """Of the metadata of M rows and K columns."""
+    return -(-K // COLUMNS) * (COLUMNS // SPAN), -(-M // ROWS) * (ROWS // SLAB), WORDS
+
+
+def pack_metadata(places: Tensor) -> Tensor:
+    """(K / 64, M / 64, 128) int32, as the head of this file says, of the places (M, K / 4, 2) of stored elements."""
+    M, groups, _ = places.shape
+    spans, slabs, _ = metadata_shape(M, groups * GROUP)
+    bits = places.new_full((slabs * SLAB, spans * SPAN // GROUP), FILL)
+    bits[:M, :groups] = places[..., 0] | places[..., 1] << 2
+    shifts = 4 * torch.arange(4, device=bits.device)
+    halves = (bits.unflatten(-1, (-1, 4)) << shifts).sum(-1)  # (M, K / 16), of 16 bits
+    # (slab, warp, row g or g + 8, g, span, selector, half of 32 columns)
+    halves = halves.view(slabs, 4, 2, 8, spans, 2, 2)
+    low, high = halves.permute(4, 0, 1, 3, 5, 6, 2).unbind(-1)  # (span, slab, warp, g, selector, half)
+    words = low | high << 16
+    return (words - ((words >> 31) << 32)).to(torch.int32).reshape(spans, slabs, WORDS)
+
+
+def unpack_metadata(metadata: Tensor, M: int, K: int) -> Tensor:
+    """The places (M, K / 4, 2) int64 that pack_metadata packed."""
+    spans, slabs, _ = metadata.shape
+    words = metadata.to(torch.int64).view(spans, slabs, 4, 8, 2, 2)
+    halves = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), -1).permute(1, 2, 6, 3, 0, 4, 5)
+    halves = halves.reshape(slabs * SLAB, spans * SPAN // 16, 1)
+    bits = (halves >> 4 * torch.arange(4, device=halves.device)).flatten(1)[:M, : K // GROUP]
+    return torch.stack((bits & 3, bits >> 2 & 3), -1)

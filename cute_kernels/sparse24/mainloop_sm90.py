@@ -1,0 +1,125 @@
+"""The sm_90 mainloop with a 2:4 sparse A: the plain one's steps, with wgmma.mma_async.sp and metadata beside A.
+
+    producer warp      acquire empty[s] -> expect bytes on full[s] -> TMA A (its stored half), bulk copies of metadata,
+                       TMA B -> s += 1
+    consumer groups    wait full[s] -> read this thread's metadata -> issue the stage's WGMMAs, commit
+                       -> wait until one group is in flight -> release empty[s - 1] -> s += 1
+
+Each thread reads one word for 64 rows and 64 columns, 4 lanes of 4 neighbouring bytes each: a warp reads 128 bytes.
+CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added:
+
+    A    (tile_m, tile_k / 2)    K-major, a swizzled row of tile_k bytes, 32 of them a step
+    B    (tile_n, tile_k)        K-major, swizzled rows of 128 bytes, 64 of them a step, tile_k / 64 rows one behind the
+                                 other; or N-major, swizzled rows of up to 64 columns, 32 of them a step
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from ..matmul.mainloop_sm90 import MainloopSm90
+from ..tile.descriptors import MMA_M, descriptor_high, descriptor_low
+from ..tile.hopper import WARPGROUP
+from ..tile.ptx import bulk_load, load_shared_word, sparse_wgmma_slabs
+from .format import SPAN, WORDS
+
+STEP_K = 32  # columns of one sparse WGMMA of 16-bit elements
+SLAB_BYTES = WORDS * 4  # of metadata
+LINE = 128  # bytes of B's swizzled row, where it is K-major
+
+
+class Sparse24MainloopSm90(MainloopSm90):
+    """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`); facts: GemmFacts."""
+
+    stored = 2
+
+    def __init__(self, *terms, facts):
+        super().__init__(*terms)
+        cfg, width = facts.config, facts.element.width
+        self.dtype, self.metadata_bytes = facts.dtype, cfg.metadata_bytes
+        self.tile_m, self.warps_m, self.n = cfg.tile_m, cfg.warps_m, cfg.tile_n // cfg.warps_n
+        self.row_a = cfg.tile_k * width // self.stored  # bytes
+        self.stage_a, self.stage_b = cfg.tile_m * self.row_a, cfg.tile_n * cfg.tile_k * width
+        self.ring_a = cfg.stages * self.stage_a
+        self.cluster_m, self.share_a = cfg.cluster_m, self.stage_a // cfg.cluster_n
+        self.b_n_major = facts.majors[1] == "n"
+        line = next(columns for columns in facts.element.rows if cfg.tile_n % columns == 0) * width  # of N
+        self.row_b = line if self.b_n_major else LINE
+        # Swizzled rows of N, one for each column of K, from one to the next; and B's columns of a warpgroup.
+        self.next_row_b = cfg.tile_k * line
+        self.group_b = self.n * width // line * self.next_row_b if self.b_n_major else self.n * LINE
+        spans = [k * STEP_K * width for k in range(cfg.tile_k // STEP_K)]  # bytes of K before each step
+        k_major = [at // LINE * cfg.tile_n * LINE + at % LINE for at in spans]
+        self.steps_b = [at // width * line for at in spans] if self.b_n_major else k_major
+
+    def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: Int32):
+        """(the descriptor of this warpgroup's first slab in stage 0, the address of this thread's metadata there)."""
+        start = sA.iterator.toint()
+        slab = cute.arch.make_warp_uniform(thread // WARPGROUP) % self.warps_m
+        a = descriptor_low(start + slab * (MMA_M * self.row_a), 1)
+        metadata = start + self.ring_a + slab * SLAB_BYTES + thread % WARPGROUP * 4
+        return cute.arch.make_warp_uniform(a), metadata
+
+    def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, warpgroup: Int32):
+        """The descriptor of this warpgroup's columns in stage 0."""
+        leading = self.next_row_b >> 4 if self.b_n_major else 1
+        start = sB.iterator.toint() + warpgroup // self.warps_m * self.group_b
+        return cute.arch.make_warp_uniform(descriptor_low(start, leading))
+
+    @cute.jit
+    def load_a(
+        self,
+        tile,  # Sparse24KTile
+        tma_a: cute.CopyAtom,
+        tAgA: cute.Tensor,  # (TMA, rest_m, rest_k, outer_a)
+        tAsA: cute.Tensor,  # (TMA, PIPE)
+        mask_a: cutlass.Int16,
+        barrier: cute.Pointer,
+        stage: Int32,
+    ):
+        MainloopSm90.load_a(self, tile, tma_a, tAgA, tAsA, mask_a, barrier, stage)
+        size = cutlass.const_expr(self.tile_m // MMA_M * SLAB_BYTES)  # of 64 columns
+        to = tAsA.iterator.toint() + self.ring_a + stage * self.metadata_bytes
+        if cutlass.const_expr(self.multicast_a):  # tAsA begins with the rows that this CTA loads for both
+            to -= cute.arch.block_idx_in_cluster() // self.cluster_m * self.share_a
+        with cute.arch.elect_one():
+            for span in range_constexpr(len(tile.metadata)):
+                bulk_load(to + span * size, tile.metadata[span], size, barrier.toint())
+
+    def multiply(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,  # (MMA, MMA_M, 1)
+        tCrA: tuple,  # operand_a
+        tCrB: Int32,  # operand_b
+        stage: Int32,
+        steps: int,  # of dense WGMMAs, of half as many columns
+        clear: bool,
+    ):
+        a, metadata = tCrA
+        per_slab = self.n // 2
+        slabs = cute.size(acc) // per_slab
+        words = []  # of each 64 columns, of each slab
+        for span in range(steps * STEP_K // 2 // SPAN):
+            at = metadata + stage * self.metadata_bytes + span * (self.tile_m // MMA_M * SLAB_BYTES)
+            words.append([load_shared_word(at + slab * self.warps_m * SLAB_BYTES) for slab in range(slabs)])
+        warpgroup.fence()
+        for k in range(steps // 2):
+            result = sparse_wgmma_slabs(
+                [acc[i] for i in range(slabs * per_slab)],
+                self.n,
+                self.dtype,
+                a + stage * (self.stage_a >> 4) + (k * STEP_K >> 4),
+                descriptor_high(self.row_a),
+                self.warps_m * MMA_M * self.row_a >> 4,
+                tCrB + stage * (self.stage_b >> 4) + (self.steps_b[k] >> 4),
+                descriptor_high(self.row_b),
+                self.b_n_major,
+                words[k * STEP_K // SPAN],
+                k % 2,
+                k > 0 or not clear,
+            )
+            for i in range(slabs * per_slab):
+                acc[i] = result[i]
+        warpgroup.commit_group()

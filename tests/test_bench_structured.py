@@ -1,0 +1,40 @@
+"""The structured suite's rows, small and on the CPU: what they compute, what they are held against, what is asked."""
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import cases_structured
+from bench.cases_structured import structured, structured_cases
+from bench.peers import CUBLAS, SEMI_STRUCTURED
+from bench.rows import OURS
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(cases_structured, "randn", lambda *shape: torch.randn(*shape, dtype=torch.bfloat16))
+
+
+def measured(case):
+    case.timer = lambda calls, *, warm_s, rounds: {name: [1.0 + (name == OURS)] * rounds for name in calls}
+    return case.measure(3)
+
+
+def test_rows_and_what_is_asked_of_them():
+    quick, full = (list(structured_cases(mode)) for mode in ("quick", "full"))
+    assert [case.asked for case in quick] == [1.45, 1.10] * 4
+    assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
+    assert all(case.against in [peer.name for peer in case.peers] for case in full)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+def test_a_row(layout):
+    """cuBLAS's product counts as many operations as ours. torch has no semi-structured product on the CPU."""
+    row = measured(structured(136, 80, 96, layout, CUBLAS, 1.45))
+    assert row.ratio == 0.5 and row.ours.flops == row.rival.flops == 136 * 80 * 96
+    assert row.peer(SEMI_STRUCTURED) is None
+
+
+def test_the_command_knows_the_suite():
+    suite = command.SUITES[cases_structured.SUITE]
+    assert [call() is not None for call in suite.host_calls().values()] == [True, True]

@@ -1,0 +1,364 @@
+"""Products with a 2:4 sparse A: the format, the op, refusals, kernels compiled, on the emulator and on a GPU."""
+
+import re
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch.sparse import _semi_structured_conversions as conversions
+from torch.sparse import semi_structured
+
+import cute_kernels
+from cute_kernels import Sparse24, explain, gemm, prune_2_4
+from cute_kernels.arch import ARCHS
+from cute_kernels.dtypes import TORCH
+from cute_kernels.runtime.compile import cubin_of
+from cute_kernels.runtime.families import compile_kernel
+from cute_kernels.runtime.inspect import disassemble
+from cute_kernels.runtime.parallel import inspect_kernel
+from cute_kernels.sparse24 import SPARSE24
+from cute_kernels.sparse24.format import metadata_shape
+
+from .emulator import emulate
+from .emulator.ops import on_emulator
+from .reference import ACTIVATIONS, assert_as_good_as_torch, normal, poisoned
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FLOATS = [BF16, FP16, FP32, FP64]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(64, 64), (1, 4), (130, 68), (300, 136), (256, 128), (0, 8), (5, 0)]
+needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
+
+
+def pruned(M: int, K: int, dtype=BF16, device="cpu") -> torch.Tensor:
+    """2:4 sparse, with groups of fewer than two nonzeros."""
+    w = prune_2_4(normal(M, K, dtype=dtype, device=device))
+    return w * (torch.rand(M, K, device=device) > 0.2).to(dtype)
+
+
+# -- pruning and the format -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, E4M3, E5M2], ids=str)
+def test_pruning_keeps_the_largest_two_of_four(dtype):
+    w = torch.tensor([[1.0, -4.0, 2.0, 0.5, 3.0, 3.0, -3.0, 3.0], [0.0, 0.0, 0.0, 1.0, -0.5, 0.25, 0.5, 1.5]]).to(dtype)
+    kept = [[0.0, -4.0, 2.0, 0.0, 3.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0, -0.5, 0.0, 0.0, 1.5]]
+    assert prune_2_4(w).dtype == dtype and torch.equal(prune_2_4(w).float(), torch.tensor(kept))
+    assert torch.equal(prune_2_4(w[None].mT.contiguous().mT).float(), torch.tensor([kept]))
+
+
+def test_pruning_keeps_nan_and_passes_gradients():
+    w = torch.tensor([1.0, float("nan"), 3.0, 2.0], requires_grad=True)
+    out = prune_2_4(w)
+    assert out[1].isnan() and out[2] == 3 and out[0] == out[3] == 0
+    out[2].backward()
+    assert torch.equal(w.grad, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_there_and_back(shape, dtype):
+    w = pruned(*shape, dtype=dtype)
+    for given in (w, w.t().contiguous().t()):
+        W = Sparse24.from_dense(given)
+        assert torch.equal(W.to_dense(), w) and W.shape == w.shape and W.dtype == dtype
+        assert W.values.shape == (shape[0], shape[1] // 2) and W.metadata.shape == metadata_shape(*shape)
+        assert shape[0] < 2 or shape[1] == 0 or W.values.stride(0) * dtype.itemsize % 16 == 0
+    assert W.to(FP32 if dtype != FP32 else FP64).to_dense().double().equal(w.double()) and W.to(dtype) is W
+
+
+def places_of(W: Sparse24, row: int, group: int) -> tuple[int, int]:
+    """Of the two stored elements of a group, by what the PTX ISA says of m64nNk32: of row r of a warp's 16, lanes
+    4 (r % 8) and the next (selector 0; 2 and 3 more of selector 1) have columns 0 to 15 and 16 to 31 of 32, in their
+    lower halves where r < 8."""
+    step, quarter = divmod(group, 8)  # of 32 columns
+    slab, rest = divmod(row, 64)
+    warp, r = divmod(rest, 16)
+    lane = 4 * (r % 8) + 2 * (step % 2) + quarter // 4
+    bits = int(W.metadata[step // 2, slab, 32 * warp + lane]) >> (16 * (r // 8) + 4 * (quarter % 4)) & 15
+    return bits & 3, bits >> 2
+
+
+def test_metadata_are_where_the_isa_says():
+    w = pruned(130, 132)
+    W = Sparse24.from_dense(w)
+    for row in (*range(0, 130, 7), 8, 15, 16, 63, 64, 129):
+        for group in range(33):
+            first, second = places_of(W, row, group)
+            four, stored = w[row, 4 * group : 4 * group + 4], W.values[row, 2 * group : 2 * group + 2]
+            assert first < second and torch.equal(four[[first, second]], stored)
+            assert four.count_nonzero() == stored.count_nonzero()
+    # What fills up is defined, too.
+    assert places_of(W, 255, 63) == places_of(W, 129, 40) == (0, 1)
+
+
+def test_words_are_those_of_torch_s_conversion():
+    """Of 32 rows and 32 columns torch has the words for mma.sp of the first and the second 16 rows, for lanes 0 and 1
+    and lanes 2 and 3 of every four. One word is the same 16 rows and 32 columns here."""
+    w = prune_2_4(normal(128, 128))
+    W, (_, meta) = Sparse24.from_dense(w), conversions.sparse_semi_structured_from_dense_cutlass(w)
+    words = meta.reshape(-1).view(torch.int32).view(4, 128)  # (32 columns, M)
+    for step in range(4):
+        for row in range(128):
+            block, rest = divmod(row, 32)
+            g, half, h = rest // 4, rest % 4 // 2, rest % 2
+            rows = 32 * block + 16 * half  # the first of 16
+            slab, warp = rows // 64, rows % 64 // 16
+            ours = W.metadata[step // 2, slab, 32 * warp + 4 * g + 2 * (step % 2) + h]
+            assert ours == words[step, row]
+
+
+def test_torch_s_semi_structured_tensors():
+    w = pruned(64, 128)
+    packed, meta = conversions.sparse_semi_structured_from_dense_cutlass(w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        theirs = semi_structured.SparseSemiStructuredTensorCUTLASS(w.shape, packed, meta, None, None, None)
+    assert torch.equal(Sparse24.from_semi_structured(theirs).to_dense(), w)
+    with pytest.raises(TypeError, match="got Tensor"):
+        Sparse24.from_semi_structured(w)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (
+            lambda: Sparse24.from_dense(torch.ones(8, 8)),
+            ValueError,
+            "16 groups of 4 .*row 0, columns 0 to 3; prune_2_4",
+        ),
+        (lambda: Sparse24.from_dense(torch.ones(8, 6)), ValueError, r"\(8, 6\).*multiple of 4"),
+        (lambda: Sparse24.from_dense(torch.ones(2, 8, 8)), ValueError, "3 dimensions"),
+        (lambda: Sparse24.from_dense(torch.ones(8, 8).to(E4M3)), TypeError, "float8_e4m3fn"),
+        (lambda: Sparse24.from_dense([[1.0]]), TypeError, "torch.Tensor"),
+        (lambda: prune_2_4(torch.ones(8, 6)), ValueError, "multiple of 4"),
+        (lambda: prune_2_4(torch.ones(4).int()), TypeError, "floating-point"),
+        (lambda: Sparse24(torch.ones(8, 4), torch.zeros(2, 4, 128), (8, 8)), TypeError, "int32"),
+        (lambda: Sparse24(torch.ones(8, 4), torch.zeros(2, 4, 128).int(), (8, 16)), ValueError, r"\(8, 8\)"),
+        (lambda: Sparse24(torch.ones(8, 4), torch.zeros(1, 4, 128).int(), (8, 8)), ValueError, r"\(2, 4, 128\)"),
+    ],
+)
+def test_what_is_no_such_matrix(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+# -- the op -----------------------------------------------------------------------------------------------------------
+
+
+def check(w, b, *, out=None, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, **terms):
+    """gemm of the compressed w against fp64 products of w."""
+    given = {"bias": bias, "activation": activation, "residual": residual, "alpha": alpha, "beta": beta, **terms}
+    ours = gemm(Sparse24.from_dense(w), b, out=out, **given)
+
+    def result(dtype):
+        x = alpha * (w.to(dtype) @ b.to(dtype))
+        x = x if bias is None else x + bias.to(dtype)
+        return ACTIVATIONS[activation](x if residual is None else x + beta * residual.to(dtype))
+
+    assert_as_good_as_torch(ours, result(FP64), result(FP32).to(ours.dtype), k=w.shape[1])
+    return ours
+
+
+def calls(device: str, dtype) -> None:
+    """Tails, both layouts of b and of the result, every dtype of it, and the terms of an epilogue."""
+    M, N, K = 200, 136, 200
+    w, b = pruned(M, K, dtype, device), normal(K, N, dtype=dtype, device=device)
+    out = poisoned(M, N, dtype=dtype, device=device)
+    assert check(w, b, out=out) is out
+    x = normal(N, K, dtype=dtype, device=device)
+    check(w, x.t(), out=poisoned(N, M, dtype=dtype, device=device).t(), bias=torch.randn(M, 1, device=device))
+    check(w, b, out_dtype=FP32, bias=torch.randn(N, device=device), activation="gelu", alpha=0.5)
+    residual = normal(M, N, dtype=dtype, device=device)
+    check(w, b, residual=residual, beta=-1.5, activation="silu", bias=torch.randn(N, 2, device=device)[:, 1])
+    check(w, b[:, :133], out=poisoned(M, 133, dtype=dtype, device=device))
+    check(pruned(1, 8, dtype, device), normal(8, 8, dtype=dtype, device=device))
+    double = gemm(Sparse24.from_dense(w), b, epilogue=lambda t: t * 2.0, out_dtype=FP32)
+    assert (double - 2.0 * (w.float() @ b.float())).abs().max() < 1e-3 * K
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_on_the_cpu(dtype):
+    w, b = pruned(40, 24, dtype), torch.randn(24, 56).to(dtype)
+    W, terms = Sparse24.from_dense(w), {"bias": torch.randn(56), "activation": "gelu"}
+    assert torch.equal(gemm(W, b, **terms), gemm(w, b, **terms))
+    for M, N, K in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
+        W, b = Sparse24.from_dense(pruned(M, K, dtype)), torch.randn(K, N).to(dtype)
+        assert torch.equal(gemm(W, b, bias=torch.ones(N)), gemm(W.to_dense(), b, bias=torch.ones(N)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_calls_on_the_emulator(dtype):
+    with on_emulator("sm_90", sms=3, seed=11):
+        calls("cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm_90
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_calls_on_a_gpu(dtype):
+    calls("cuda", dtype)
+    for M, N, K in ((4096, 4096, 4096), (8192, 512, 1024), (100, 72, 4096)):
+        check(pruned(M, K, dtype, "cuda"), normal(K, N, dtype=dtype, device="cuda", k=K))
+
+
+def meta(M: int, K: int, dtype=BF16) -> Sparse24:
+    metadata = torch.empty(metadata_shape(M, K), dtype=torch.int32, device="meta")
+    return Sparse24(torch.empty(M, K // 2, dtype=dtype, device="meta"), metadata, (M, K))
+
+
+def test_plans():
+    """Large products share B in a cluster; explain says what runs."""
+    b = torch.empty(8192, 8192, dtype=BF16, device="meta")
+    plan = explain(gemm, meta(8192, 8192), b, arch="sm_90")
+    assert plan.facts.family == "sparse24" and plan.facts.config.cluster_m == 2 and "2:4" in str(plan)
+    config = explain(gemm, meta(512, 8192), b[:, :64], arch="sm_90").facts.config
+    assert config.tile_m * config.tile_n < 128 * 256
+    assert explain(gemm, b, b, arch="sm_90").facts.family == "dense"
+    assert "CPU" in str(explain(gemm, Sparse24.from_dense(pruned(8, 8)), torch.randn(8, 8).to(BF16)))
+
+
+def refusals() -> list:
+    W, b = Sparse24.from_dense(pruned(32, 48)), torch.randn(48, 24).to(BF16)
+    one = torch.ones(1)
+
+    def leaf(t):
+        return t.clone().requires_grad_()
+
+    return [
+        (lambda: gemm(b.t().contiguous(), W), TypeError, r"b is a Sparse24.*gemm\(W, a.mT\).mT"),
+        (lambda: gemm(W, W), TypeError, "b must be a torch.Tensor"),
+        (lambda: gemm(W, b[None]), ValueError, "b has 3 dimensions.*fold a batch"),
+        (lambda: gemm(W, b[:40]), ValueError, "48 columns meet 40 rows"),
+        (lambda: gemm(W, b.half()), TypeError, "b is torch.float16 but a is torch.bfloat16"),
+        (lambda: gemm(W, b, scale_a=one), ValueError, "scales and fast_accumulation"),
+        (lambda: gemm(W, b, fast_accumulation=True), ValueError, "scales and fast_accumulation"),
+        (lambda: gemm(W, b, bias=torch.ones(7)), ValueError, "bias has shape"),
+        (lambda: gemm(W, b, out=torch.empty(32, 25).to(BF16)), ValueError, "out has shape"),
+        (lambda: gemm(W, leaf(b)), RuntimeError, "Sparse24 does not compute gradients"),
+        (lambda: gemm(W, b, bias=leaf(torch.ones(24))), RuntimeError, "Sparse24 does not compute gradients"),
+        (lambda: gemm(Sparse24(leaf(W.values), W.metadata, W.shape), b), RuntimeError, "does not compute gradients"),
+        (lambda: gemm(W, b, out=b[:32]), ValueError, "out shares memory with an operand"),
+        (lambda: explain(gemm, W, b, arch="sm_80"), ValueError, r"sm_90's WGMMA.*gemm\(a.to_dense\(\), b\)"),
+        (lambda: explain(gemm, W, b, arch="sm_89"), ValueError, "sm_90's WGMMA"),
+        (lambda: explain(gemm, W.to(FP32), b.float(), arch="sm_90"), TypeError, "torch.float32; the kernels multiply"),
+        (lambda: explain(gemm, W, b.repeat(1, 2)[:, 1:24], arch="sm_90"), ValueError, "multiples of 16 bytes"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(17))
+def test_refusals(number):
+    call, error, words = refusals()[number]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_the_other_path_is_refused():
+    W, b = Sparse24.from_dense(pruned(32, 48)), torch.randn(48, 24).to(BF16)
+    with cute_kernels.path("sm_80"), pytest.raises(ValueError, match="sm_90's WGMMA"):
+        explain(gemm, W, b, arch="sm_90")
+
+
+def test_torch_compile_is_refused():
+    W, b = Sparse24.from_dense(pruned(32, 48)), torch.randn(48, 24).to(BF16)
+    with pytest.raises(Exception, match="not traced by torch.compile"):
+        torch.compile(lambda b: gemm(W, b), backend="eager", fullgraph=True)(b)
+    torch._dynamo.reset()
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+KERNELS = SPARSE24.catalogue("sm_90")
+PLAIN = [facts for facts in KERNELS if facts.epilogue.is_light and not facts.epilogue.scale]
+
+
+def titled(kernels) -> list:
+    return [pytest.param(facts, id=SPARSE24.title(facts), marks=pytest.mark.sm_90) for facts in kernels]
+
+
+def test_other_architectures_have_none():
+    assert len(KERNELS) == len({SPARSE24.title(facts) for facts in KERNELS}) > 30
+    assert not any(SPARSE24.catalogue(name) for name in ARCHS if name != "sm_90")
+    assert {facts.config for facts in KERNELS} == set(SPARSE24.candidates("sm_90", None, ARCHS["sm_90"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", titled(KERNELS))
+def test_kernels_have_no_spills(facts, outcome_of):
+    outcome = outcome_of(inspect_kernel, facts)
+    assert not outcome.error
+    found, cfg = outcome.value, facts.config
+    assert found.problems == ()
+    # Twice in the code, for the first K-tile and the others.
+    assert found.resources.hgmma == 2 * (cfg.tile_k // 32) * (cfg.tile_m // (64 * cfg.warps_m))
+
+
+def test_products_are_sparse_ones():
+    sass = disassemble(cubin_of(compile_kernel(KERNELS[0], keep_cubin=True).compiled))
+    products = re.findall(r"HGMMA\S*", sass)
+    assert products and set(products) == {"HGMMA.SP.64x256x32.F32.BF16"}
+
+
+def on_the_emulator(facts, seed: int, K: int) -> None:
+    """More tiles than one, with tails."""
+    cfg, dtype, out_dtype = facts.config, TORCH[facts.dtype], TORCH[facts.out_dtype]
+    M, N = cfg.tile_m * cfg.cluster_m + 72, cfg.tile_n * cfg.cluster_n + 40
+    w = pruned(M, K, dtype)
+    W, b = Sparse24.from_dense(w), normal(K, N, dtype=dtype)
+    b = b if facts.majors[1] == "n" else b.t().contiguous().t()
+    d = poisoned(M, N, dtype=out_dtype) if facts.majors[2] == "n" else poisoned(N, M, dtype=out_dtype).t()
+    with emulate.emulator(sms=4, seed=seed):
+        emulate.emulated(facts)(W.values, W.metadata, b, d, None, None, 1.0, 1.0, *facts.counts(1, 4))
+    assert_as_good_as_torch(d, w.double() @ b.double(), (w.float() @ b.float()).to(out_dtype), k=K)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", titled([f for f in PLAIN if f.epilogue.activation is None]))
+def test_kernels_on_the_emulator(facts):
+    on_the_emulator(facts, 1, 456)
+    on_the_emulator(facts, 2, 8)
+
+
+@needs_compiler
+def test_several_seeds_on_the_emulator():
+    for seed in range(4):
+        on_the_emulator(KERNELS[0], seed, 200)
+
+
+@needs_compiler
+def test_faults_are_seen_on_the_emulator():
+    """The other selector, and a bulk copy of metadata that is left out, which the barrier then waits for."""
+    facts, seen = KERNELS[0], []
+    swapped = {"0": "1", "1": "0"}
+    changes = (
+        lambda ptx: re.sub(r"(db, %r\d+), ([01]), p", lambda m: seen.append(1) or f"{m[1]}, {swapped[m[2]]}, p", ptx),
+        lambda ptx: re.sub(
+            r"cp\.async\.bulk\.shared::cluster\.global\S* \[[^;]*;", lambda m: seen.append(2) or "", ptx
+        ),
+    )
+    w = prune_2_4(normal(128, 128))
+    W, b = Sparse24.from_dense(w), normal(128, 256)
+    for number, change in enumerate(changes, 1):
+        d = poisoned(128, 256)
+        run = emulate.emulate_entry(facts.arch, SPARSE24.entry(facts), SPARSE24.arguments(facts), change)
+        with emulate.emulator(sms=2):
+            arguments = (W.values, W.metadata, b, d, None, None, 1.0, 1.0, 1, 2)
+            if number == 2:
+                with pytest.raises(emulate.EmulatorError, match="waits|go on"):
+                    run(*arguments)
+            else:
+                run(*arguments)
+        assert number in seen and (number == 2 or (d - w.float() @ b.float()).abs().max() > 1)
+
+
+@needs_compiler
+def test_the_emulator_refuses_equal_places():
+    """Two elements of a group at one place are not defined."""
+    w = pruned(64, 64)
+    W, b = Sparse24.from_dense(w), normal(64, 64)
+    W.metadata[0, 0, 5] = 0
+    with on_emulator("sm_90", sms=1), pytest.raises(emulate.EmulatorError, match="lane 5: both elements"):
+        gemm(W, b)
