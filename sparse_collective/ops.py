@@ -16,6 +16,7 @@ from cute_kernels.reference import GATE, gate
 
 from . import eager
 from .bsr import BsrMatrix
+from .bsr24.matrix import Bsr24
 from .gradients import differentiable
 from .sampled import eager as sampled
 
@@ -227,6 +228,8 @@ def sddmm(
 
 def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False) -> Tensor:
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    if isinstance(terms[0], Bsr24):
+        return structured(op, terms, scale_b, fast_accumulation)
     if scaled(terms[1], None, scale_b, fast_accumulation):
         return without_gradient(op, terms, scale_b, fast_accumulation)
     run = eager.call
@@ -239,6 +242,18 @@ def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bo
         if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
             run = differentiable
     return run(op, *terms)
+
+
+def structured(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
+    """The same of a W with 2:4 sparse blocks, which neither torch.compile nor torch.func takes; eager.call refuses
+    gradients."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} of a Bsr24 is not traced by torch.compile; call it under torch.compiler.disable")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
+    if scale_b is not None or fast_accumulation is not False:
+        raise ValueError(f"{op}: scales and fast_accumulation belong to float8 operands, which no Bsr24 has")
+    return eager.call(op, *terms)
 
 
 def without_gradient(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:

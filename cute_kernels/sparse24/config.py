@@ -70,18 +70,24 @@ def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
 
 
 def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
-    """As cost.cost, with products at twice the dense rate, or as fast as shared memory feeds them.
+    """As cost.cost, with K-tiles of `k_tile_clocks`."""
+    loop = max(1.0, problem.extents.K / cfg.tile_k) * max(k_tile_clocks(cfg, problem.width, l2_bytes_per_clock))
+    return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
+
+
+def k_tile_clocks(cfg: Sparse24Config, width: int, l2_bytes_per_clock: float) -> tuple[float, float]:
+    """Of one K-tile: (products, loads). Products are twice as fast as dense ones, or as fast as shared memory feeds
+    them.
 
     WGMMA reads B once for every 64 rows of A: of a product of 64 x n x 32 it reads 64 x 16 stored elements of A and
     n x 32 of B. The tensor cores take n / 2 clocks for that, and 128 bytes a clock n / 2 + 16.
     """
     rows, columns = cfg.tile_m // SLAB, cfg.tile_n // cfg.warps_n
-    reads = cfg.tile_k * problem.width / MMA_BYTES * rows * cfg.warps_n * (SLAB // 2 + columns) * MMA_BYTES
-    mma, _ = cost.k_tile_clocks(cfg, problem.width, l2_bytes_per_clock)
+    reads = cfg.tile_k * width / MMA_BYTES * rows * cfg.warps_n * (SLAB // 2 + columns) * MMA_BYTES
+    mma, _ = cost.k_tile_clocks(cfg, width, l2_bytes_per_clock)
     a, b = cfg.tile_m * cfg.tile_k // STORED / cfg.cluster_n, cfg.tile_n * cfg.tile_k / cfg.cluster_m
-    loads = ((a + b) * problem.width + cfg.metadata_bytes) / l2_bytes_per_clock
-    loop = max(1.0, problem.extents.K / cfg.tile_k) * max(mma / STORED, reads / SMEM_BYTES_PER_CLOCK, loads)
-    return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
+    loads = ((a + b) * width + cfg.metadata_bytes) / l2_bytes_per_clock
+    return max(mma / STORED, reads / SMEM_BYTES_PER_CLOCK), loads
 
 
 def unsupported(facts: GemmFacts) -> str:

@@ -24,7 +24,7 @@ class Sparse24Family(ProductFamily):
         return False
 
     def serves_problem(self, problem: Problem) -> bool:
-        return problem.structured
+        return problem.structured and problem.block is None
 
     def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
         return config.candidates(spec, element) if path == "sm_90" else []

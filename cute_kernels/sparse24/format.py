@@ -125,9 +125,7 @@ class Sparse24:
             raise ValueError(f"Sparse24.from_dense: w has {w.dim()} dimensions; it must be a matrix (M, K)")
         check_groups("Sparse24.from_dense: w", w)
         M, K = w.shape
-        groups = w.detach().reshape(M, K // GROUP, GROUP)
-        nonzero = groups != 0
-        crowded = nonzero.sum(-1) > KEPT
+        values, places, crowded = compress(w.detach())
         if crowded.any():
             row, group = (int(i) for i in crowded.nonzero()[0])
             raise ValueError(
@@ -135,9 +133,7 @@ class Sparse24:
                 f"the first in row {row}, columns {GROUP * group} to {GROUP * group + GROUP - 1}; prune_2_4(w) leaves "
                 f"{KEPT} of each"
             )
-        # The nonzeros first, then zeros, each in their order; and of these the first two, in their order.
-        places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
-        values = rows_for_tma(groups.gather(-1, places).flatten(1))
+        values = rows_for_tma(values)
         return cls(values, pack_metadata(places), (M, K))
 
     @classmethod
@@ -155,10 +151,7 @@ class Sparse24:
 
     def to_dense(self) -> Tensor:
         """(M, K), contiguous, with zeros where nothing is stored."""
-        M, K = self.shape
-        places = unpack_metadata(self.metadata, M, K)
-        groups = self.values.new_zeros(M, K // GROUP, GROUP)
-        return groups.scatter_(-1, places, self.values.reshape(M, K // GROUP, KEPT)).view(M, K)
+        return expand(self.values, unpack_metadata(self.metadata, *self.shape))
 
     def to(self, *device_or_dtype, **terms) -> "Sparse24":
         """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes."""
@@ -181,6 +174,23 @@ class Sparse24:
 
     def __repr__(self) -> str:
         return f"Sparse24({self.shape[0]}x{self.shape[1]}, {self.dtype}, {self.device})"
+
+
+def compress(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(values (..., K / 2), places (..., K / 4, 2) int64, (..., K / 4) bool: groups with too many nonzeros) of w.
+
+    Of each group the nonzeros first, then zeros, each in their order; and of these the first two, in their order.
+    """
+    groups = w.unflatten(-1, (w.shape[-1] // GROUP, GROUP))
+    nonzero = groups != 0
+    places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
+    return groups.gather(-1, places).flatten(-2), places, nonzero.sum(-1) > KEPT
+
+
+def expand(values: Tensor, places: Tensor) -> Tensor:
+    """(..., K) of values (..., K / 2) at places (..., K / 4, 2), contiguous, with zeros where nothing is stored."""
+    groups = values.new_zeros(*places.shape[:-1], GROUP)
+    return groups.scatter_(-1, places, values.unflatten(-1, (places.shape[-2], KEPT))).flatten(-2)
 
 
 def rows_for_tma(values: Tensor) -> Tensor:
