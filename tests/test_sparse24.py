@@ -109,15 +109,55 @@ def test_words_are_those_of_torch_s_conversion():
             assert ours == words[step, row]
 
 
-def test_torch_s_semi_structured_tensors():
-    w = pruned(64, 128)
+def theirs(w: torch.Tensor):
+    """torch's CUTLASS tensor of w, made as to_sparse_semi_structured does, which wants a GPU."""
     packed, meta = conversions.sparse_semi_structured_from_dense_cutlass(w)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype
-        theirs = semi_structured.SparseSemiStructuredTensorCUTLASS(w.shape, packed, meta, None, None, None)
-    assert torch.equal(Sparse24.from_semi_structured(theirs).to_dense(), w)
-    with pytest.raises(TypeError, match="got Tensor"):
-        Sparse24.from_semi_structured(w)
+        return semi_structured.SparseSemiStructuredTensorCUTLASS(w.shape, packed, meta, None, None, None)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 64), (96, 192), (256, 128), (64, 448)], ids=str)
+def test_torch_s_semi_structured_tensors(shape, dtype):
+    """From torch's and back, bit by bit; and from ours and back, with what torch makes of it in between."""
+    w = pruned(*shape, dtype=dtype)
+    t, W = theirs(w), Sparse24.from_dense(w)
+    V = Sparse24.from_torch(t)
+    assert torch.equal(V.to_dense(), w) and torch.equal(V.values, t.packed) and V.values is not t.packed
+    again, ours = V.to_torch(), W.to_torch()
+    assert torch.equal(again.packed, t.packed) and torch.equal(again.meta, t.meta) and again.shape == t.shape
+    assert again.meta.dtype == t.meta.dtype and again.meta.stride() == t.meta.stride()
+    assert torch.equal(ours.to_dense(), w)
+    back = Sparse24.from_torch(ours)
+    assert torch.equal(back.values, W.values) and torch.equal(
+        back.metadata[: shape[1] // 64], W.metadata[: shape[1] // 64]
+    )
+    b = normal(shape[1], 8, dtype=dtype)
+    assert torch.equal(gemm(V, b), gemm(w, b))
+
+
+def test_torch_s_tensors_of_float32_keep_one_of_two():
+    """torch's own to_dense() moves them in halves, some of which are NaN, and change."""
+    w = torch.randn(32, 64) * torch.nn.functional.one_hot(torch.randint(2, (32, 32)), 2).flatten(1)
+    assert torch.equal(Sparse24.from_torch(theirs(w)).to_dense(), w)
+    with pytest.raises(TypeError, match="torch.float32; torch keeps 2 of 4 of bfloat16"):
+        Sparse24.from_dense(w).to_torch()
+
+
+@pytest.mark.gpu
+def test_torch_s_tensors_of_either_backend_on_a_gpu():
+    w = pruned(256, 512, device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for cutlass in (True, False):
+            if not cutlass and not torch.backends.cusparselt.is_available():
+                continue
+            made = semi_structured.SparseSemiStructuredTensorCUTLASS if cutlass else torch.sparse
+            t = made.from_dense(w) if cutlass else made.to_sparse_semi_structured(w)
+            assert torch.equal(Sparse24.from_torch(t).to_dense(), w)
+        x = normal(512, 64, device="cuda")
+        assert torch.allclose((Sparse24.from_dense(w).to_torch() @ x).float(), (w @ x).float(), rtol=1e-2, atol=1e-1)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +172,9 @@ def test_torch_s_semi_structured_tensors():
         (lambda: Sparse24.from_dense(torch.ones(2, 8, 8)), ValueError, "3 dimensions"),
         (lambda: Sparse24.from_dense(torch.ones(8, 8).to(E4M3)), TypeError, "float8_e4m3fn"),
         (lambda: Sparse24.from_dense([[1.0]]), TypeError, "torch.Tensor"),
+        (lambda: Sparse24.from_torch(pruned(32, 64)), TypeError, "SparseSemiStructuredTensor, got Tensor"),
+        (lambda: Sparse24.from_torch(theirs(pruned(32, 64)).t()), ValueError, r"pass t.t\(\)"),
+        (lambda: Sparse24.from_dense(pruned(40, 64)).to_torch(), ValueError, "40x64; torch takes rows in multiples"),
         (lambda: prune_2_4(torch.ones(8, 6)), ValueError, "multiple of 4"),
         (lambda: prune_2_4(torch.ones(4).int()), TypeError, "floating-point"),
         (lambda: Sparse24(torch.ones(8, 4), torch.zeros(2, 4, 128), (8, 8)), TypeError, "int32"),

@@ -99,7 +99,8 @@ def unsupported(facts: GemmFacts) -> str:
     if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.split > 1:
         return f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
     if block.bm % cfg.tile_m or block.bk % cfg.tile_k:
-        return f"tile {cfg}: blocks of {block.bm}x{block.bk} are no whole tiles of {cfg.tile_m} rows and {cfg.tile_k} columns"
+        tiles = f"tiles of {cfg.tile_m} rows and {cfg.tile_k} columns"
+        return f"tile {cfg}: blocks of {block.bm}x{block.bk} are no whole {tiles}"
     return legality.tma_operands(facts) or legality.sm90(facts)
 
 
@@ -113,9 +114,8 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
         configs = family.candidates(spec.path, BlockFacts(*shape, "int32"), spec, element)
         for config in configs[:1] if quick else configs:
             yield catalogue.linear(spec, spec.path, config, shape)
-            if not quick:
-                yield catalogue.bsr(spec, spec.path, config, shape)
             if not quick and shape == BLOCKS[0]:
+                yield catalogue.bsr(spec, spec.path, config, shape)
                 yield catalogue.linear(spec, spec.path, config, shape, epilogue=LINEAR)
     if quick:
         return

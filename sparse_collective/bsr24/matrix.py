@@ -131,6 +131,10 @@ class Bsr24:
         """bsr_matmul(self, b); of a vector b (K,) the vector (M,)."""
         return FUNCTIONS[torch.matmul](self, b)
 
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        """TypeError: there is no transposed view, which x @ W would multiply."""
+        return FUNCTIONS[torch.matmul](x, self)
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """torch.matmul(W, b) and torch.nn.functional.linear(x, W, bias); TypeError of any other function."""
