@@ -1,6 +1,6 @@
 """The metadata of torch's semi-structured tensors, as its CUTLASS backend stores them.
 
-torch/sparse/_semi_structured_conversions.py says so: of M rows and K columns of 16 bits meta is (M, K / 16) int16, a
+torch.sparse._semi_structured_conversions says so: of M rows and K columns of 16 bits meta is (M, K / 16) int16, a
 word for each row and four groups of 4, two bits for the place of each stored element. Words are stored in another
 order. Of float32 a group is two elements, and meta (M, K / 8): the places of the halves of the one that is stored.
 """

@@ -5,13 +5,13 @@ A BsrMatrix (M, K) with blocks (bm, bk), of which two of every four neighbours i
     compressed    the BsrMatrix (M, K / 2) with blocks (bm, bk / 2) of what is stored: the pattern, and half the values
     metadata      (nnz, bk / 64, bm / 64, 128) int32: which two of four they are, as sm_90's sparse WGMMA reads it
 
+BsrMatrix's own module imports this one, which knows it as a LikeTensor.
+
 Of 64 rows and 64 columns metadata are 128 words, in the order of cute_kernels.sparse24.format. Those of a row tile of a
 block and 64 columns are one piece of memory.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from cute_kernels.sparse24.format import unpack_metadata as unpack
 
 from .. import checks as arguments
 from ..like_tensor import FUNCTIONS, LikeTensor
-
-if TYPE_CHECKING:
-    from ..bsr import BsrMatrix
 
 WORKS = (
     "with a Bsr24 W these work: W @ b, torch.matmul(W, b), torch.nn.functional.linear(x, W, bias), bsr_matmul, "
@@ -59,7 +56,7 @@ class Bsr24:
     stored_scales = scaled_per = base = numbers = None  # what only a BsrMatrix may have
     __slots__ = ("compressed", "metadata")
 
-    def __init__(self, compressed: BsrMatrix, metadata: Tensor):
+    def __init__(self, compressed: LikeTensor, metadata: Tensor):
         if not isinstance(compressed, LikeTensor):
             raise TypeError(f"Bsr24: compressed must be a BsrMatrix, got {type(compressed).__name__}")
         if compressed.dtype in FLOAT8:
@@ -79,7 +76,7 @@ class Bsr24:
         self.compressed, self.metadata = compressed, metadata
 
     @classmethod
-    def from_bsr(cls, W: BsrMatrix) -> Bsr24:
+    def from_bsr(cls, W: LikeTensor) -> Bsr24:
         """The compressed form of W, whose stored blocks are 2:4 sparse; copies. No gradient passes.
 
         On a GPU it waits for the device once, to check the values.
@@ -99,7 +96,7 @@ class Bsr24:
             )
         return _made(W, values, places)
 
-    def to_bsr(self) -> BsrMatrix:
+    def to_bsr(self) -> LikeTensor:
         """A new BsrMatrix of the same numbers, with zeros inside of its blocks where nothing is stored."""
         bm, bk = self.blocksize
         values = expand(self.values, unpack_blocks(self.metadata, bm, bk))
@@ -208,7 +205,7 @@ for _name, _text in {
     setattr(Bsr24, _name, _forward(_name, _text))
 
 
-def pruned(W: BsrMatrix) -> Bsr24:
+def pruned(W: LikeTensor) -> Bsr24:
     """BsrMatrix.prune_2_4."""
     check_matrix("BsrMatrix.prune_2_4: W", W)
     values, places, _ = compress(prune_2_4(W.values.detach()))
@@ -229,13 +226,13 @@ def check_matrix(name: str, W) -> None:
     check_blocks(name, *W.blocksize)
 
 
-def _made(W: BsrMatrix, values: Tensor, places: Tensor) -> Bsr24:
+def _made(W: LikeTensor, values: Tensor, places: Tensor) -> Bsr24:
     """Of W's pattern."""
     shape = (*W.shape[:-1], W.shape[-1] // KEPT)
     return Bsr24(_of_pattern(W, values, shape), pack_blocks(places))
 
 
-def _of_pattern(W: BsrMatrix, values: Tensor, shape: tuple) -> BsrMatrix:
+def _of_pattern(W: LikeTensor, values: Tensor, shape: tuple) -> LikeTensor:
     """A matrix of the same pattern with narrower or wider blocks. Its indices are copies: what is known of a pattern is
     kept with its tensors, and depends on the blocks' sides."""
     state = {"check": W.check, "checked": W.checked, "even": W.even, "stats": W.stats}
