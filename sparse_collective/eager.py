@@ -392,11 +392,8 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     try:
         plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
     except ValueError as reason:
-        if W.structured and (plan.op != GATED or arch.path != "sm_90"):
-            raise ValueError(
-                f"{plan.op}: {reason}; 2:4 sparse blocks are multiplied by sm_90's WGMMA, whose operands' rows and "
-                "addresses are multiples of 16 bytes; W.to_bsr() is a BsrMatrix of the same numbers"
-            ) from None
+        if plan.op != GATED and W.structured:
+            raise ValueError(f"{plan.op}: {reason}; W.to_bsr() is a BsrMatrix of the same numbers") from None
         if plan.op != GATED:
             raise
         plan.unfused = True

@@ -1,5 +1,6 @@
 """Block-sparse matrices whose blocks are 2:4 sparse: the matrix, products, refusals, kernels, emulator and GPU."""
 
+import contextlib
 import copy
 import io
 import re
@@ -238,9 +239,10 @@ def test_calls_on_the_cpu(dtype):
 
 @needs_compiler
 @pytest.mark.slow
-def test_calls_on_the_emulator():
-    with on_emulator("sm_90", sms=4, seed=5):
-        calls("cpu", BF16)
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_90", BF16), ("sm_80", FP16)])
+def test_calls_on_the_emulator(arch, dtype):
+    with on_emulator(arch, sms=4, seed=5):
+        calls("cpu", dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
@@ -309,24 +311,28 @@ def refusals() -> list:
         (lambda: torch.func.vmap(lambda x: bsr_linear(x, V))(x[None]), RuntimeError, "outside of torch.func"),
         (lambda: bsr_grouped_linear(x, V, torch.zeros(1).int()), ValueError, "W is one matrix"),
         (lambda: bsr_linear(x, V.values), TypeError, "must be a BsrMatrix, a Bsr24 or"),
-        (lambda: explain(bsr_linear, x, V, arch="sm_80"), ValueError, r"sm_90's WGMMA.*W.to_bsr\(\)"),
-        (lambda: explain(bsr_matmul, V, x.t(), arch="sm_86"), ValueError, "bsr_matmul: .*sm_90's WGMMA"),
-        (lambda: explain(bsr_gated_linear, x, V, arch="sm_89"), ValueError, "sm_90's WGMMA"),
-        (lambda: explain(bsr_linear, normal(24, 641)[:, 1:], V, arch="sm_90"), ValueError, "multiples of 16 bytes"),
         (lambda: explain(bsr_linear, x.float(), V.to(FP32), arch="sm_90"), TypeError, "torch.float32; the kernels"),
     ]
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(12))
 def test_refusals(number):
     call, error, words = refusals()[number]
     with pytest.raises(error, match=words):
         call()
 
 
-def test_the_other_path_is_refused():
-    with cute_kernels.path("sm_80"), pytest.raises(ValueError, match="sm_90's WGMMA"):
-        explain(bsr_linear, normal(24, 640), sparse(), arch="sm_90")
+def test_paths():
+    """Ampere and Ada have mma.sp, and Hopper where TMA cannot read x, or where it is asked for."""
+    V, x = sparse(), normal(24, 641)[:, 1:]
+    for arch in ("sm_80", "sm_86", "sm_89"):
+        assert explain(bsr_linear, x, V, arch=arch).facts.path == "sm_80"
+        assert "not fused" in str(explain(bsr_gated_linear, x, V, arch=arch))
+    assert "not on path sm_90: B's address" in str(explain(bsr_linear, x, V, arch="sm_90"))
+    with cute_kernels.path("sm_80"):
+        assert explain(bsr_linear, normal(24, 640), V, arch="sm_90").facts.path == "sm_80"
+    with cute_kernels.path("sm_90"), pytest.raises(ValueError, match=r"bsr_linear: .*16 bytes.*; W.to_bsr\(\)"):
+        explain(bsr_linear, x, V, arch="sm_90")
 
 
 def test_wrong_indices_are_seen():
@@ -348,10 +354,12 @@ def test_torch_compile_is_refused():
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 KERNELS = BSR24.catalogue("sm_90")
+AMPERE = BSR24.catalogue("sm_80")
 
 
 def titled(kernels) -> list:
-    return [pytest.param(facts, id=BSR24.title(facts), marks=pytest.mark.sm_90) for facts in kernels]
+    marks = [getattr(pytest.mark, facts.spec.name) for facts in kernels]
+    return [pytest.param(facts, id=BSR24.title(facts), marks=m) for facts, m in zip(kernels, marks, strict=True)]
 
 
 def some(kernels) -> list:
@@ -363,32 +371,38 @@ def some(kernels) -> list:
     return list(found.values())
 
 
-def test_other_architectures_have_none():
-    assert not any(BSR24.catalogue(name) for name in ARCHS if name != "sm_90")
+def test_each_architecture_has_kernels():
     assert len(KERNELS) == len({BSR24.title(facts) for facts in KERNELS}) > 60
-    assert not BSR24.candidates("sm_90", BlockFacts(32, 32, "int32"), ARCHS["sm_90"])
+    for name, spec in ARCHS.items():
+        own = {facts.config for facts in BSR24.catalogue(name) if facts.path == spec.path}
+        for block in BLOCKS:
+            assert own >= set(BSR24.candidates(spec.path, BlockFacts(*block, "int32"), spec))
+        assert not BSR24.candidates(spec.path, BlockFacts(32, 32, "int32"), spec)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(some(KERNELS)))
+@pytest.mark.parametrize("facts", titled(some(KERNELS) + some(AMPERE)))
 def test_kernels_have_no_spills(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error
     found, cfg = outcome.value, facts.config
     assert found.problems == ()
-    # Twice in the code, for the first K-tile and the others.
-    assert found.resources.hgmma == 2 * (cfg.tile_k // 32) * (cfg.tile_m // (64 * cfg.warps_m))
+    if facts.path == "sm_90":  # twice in the code, for the first K-tile and the others
+        assert found.resources.hgmma == 2 * (cfg.tile_k // 32) * (cfg.tile_m // (64 * cfg.warps_m))
 
 
-def test_products_are_sparse_ones():
-    sass = disassemble(cubin_of(compile_kernel(KERNELS[0], keep_cubin=True).compiled))
-    products = re.findall(r"HGMMA\S*", sass)
-    assert products and set(products) == {"HGMMA.SP.64x192x32.F32.BF16"}
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_products_are_sparse_ones(arch):
+    facts = (AMPERE if arch == "sm_80" else KERNELS)[0]
+    sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+    products = set(re.findall(r"HG?MMA\S*", sass))
+    assert products == {"HMMA.SP.16832.F32.BF16" if arch == "sm_80" else "HGMMA.SP.64x192x32.F32.BF16"}
 
 
 def configurations() -> list:
     """Facts of each configuration, of the first block that has it."""
-    found = {facts.config: facts for facts in reversed(KERNELS) if facts.transposed and facts.majors[1] == "k"}
+    kernels = [facts for facts in reversed(KERNELS + AMPERE) if facts.transposed and facts.majors[1] == "k"]
+    found = {facts.config: facts for facts in kernels if facts.path == facts.spec.path}
     return [facts for facts in found.values() if not facts.block.batch and facts.aligns == (8, 8, 8)]
 
 
@@ -432,14 +446,14 @@ def test_metadata_of_another_block_are_seen_on_the_emulator():
 
 
 @pytest.mark.gpu
-@pytest.mark.sm_90
+@pytest.mark.parametrize("path", [None, "sm_80"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_calls_on_a_gpu(dtype):
-    calls("cuda", dtype)
+def test_calls_on_a_gpu(dtype, path):
+    with cute_kernels.path(path) if path else contextlib.nullcontext():
+        calls("cuda", dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.sm_90
 @BOTH_OPS
 @pytest.mark.parametrize("block", [*BLOCKS, (512, 128)], ids=str)
 def test_large_products(op, block):
@@ -454,7 +468,6 @@ def test_large_products(op, block):
 
 
 @pytest.mark.gpu
-@pytest.mark.sm_90
 def test_values_and_metadata_change_in_a_graph():
     V = holes(random_bsr((512, 768), (128, 128), density=0.4, device="cuda")).prune_2_4()
     V.check_indices()

@@ -10,9 +10,16 @@ from cute_kernels.matmul.candidates import with_stages
 from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, full
 from cute_kernels.matmul.config import BlockFacts, GemmFacts
 from cute_kernels.matmul.problem import Problem
-from cute_kernels.sparse24.config import STORED, Sparse24Config, k_tile_clocks
+from cute_kernels.sparse24.config import (
+    STORED,
+    Sparse24Config,
+    Sparse24Sm80Config,
+    candidates_sm80,
+    k_tile_clocks,
+    of_stored_halves,
+)
 from cute_kernels.sparse24.format import SLAB, SPAN
-from cute_kernels.tile.element import Element
+from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
 from ..candidates import pair_of
@@ -29,8 +36,22 @@ class Bsr24Config(Sparse24Config):
     family: ClassVar[str] = "bsr24"
 
 
+@dataclass(frozen=True)
+class Bsr24Sm80Config(Bsr24Config, Sparse24Sm80Config):
+    """Those of the mma.sync path."""
+
+
+def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
+    """Configurations worth trying, best first among equals."""
+    if block.bm % SLAB or block.bk % SPAN:
+        return []
+    if path == "sm_90":
+        return candidates(block, spec, element)
+    return [Bsr24Sm80Config(**vars(c)) for c in candidates_sm80(spec, element) if block.bm % c.tile_m == 0]
+
+
 def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
-    """Configurations worth trying, best first among equals.
+    """Those of the sm_90 path.
 
     Row tiles of one block share B in a cluster, which halves what L2 delivers; blocks as high as a tile have only A to
     share. K-tiles of narrow tiles are 128 long where blocks are, for more bytes of A under way.
@@ -84,39 +105,34 @@ def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: flo
 
 
 def unsupported(facts: GemmFacts) -> str:
-    """What 2:4 sparse blocks ask, and then what all sm_90 kernels do."""
-    cfg, block, spec = facts.config, facts.block, facts.epilogue
+    """What 2:4 sparse blocks ask, and then what all kernels with an A of which half is stored do."""
+    cfg, block = facts.config, facts.block
     if reason := legality.general(facts):
         return reason
-    if facts.path != "sm_90" or facts.spec.path != "sm_90":
-        return f"2:4 sparse blocks: {facts.spec.name}'s kernels of the path {facts.path} have none; sm_90's WGMMA has"
     if block is None or block.operand != "a" or block.permuted or facts.majors[0] != "k":
         return "2:4 sparse blocks are those of the left operand, contiguous along K, and of no transposed view"
-    if spec.stores_z or spec.gated:
-        return "2:4 sparse blocks with a second result or a gate in the epilogue: there is none yet"
     if block.bm % SLAB or block.bk % SPAN:
-        return f"blocks of {block.bm}x{block.bk}: sparse WGMMA takes multiples of {SLAB} rows and {SPAN} columns"
-    if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.split > 1:
-        return f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
+        return f"blocks of {block.bm}x{block.bk}: metadata are those of multiples of {SLAB} rows and {SPAN} columns"
     if block.bm % cfg.tile_m or block.bk % cfg.tile_k:
         tiles = f"tiles of {cfg.tile_m} rows and {cfg.tile_k} columns"
         return f"tile {cfg}: blocks of {block.bm}x{block.bk} are no whole {tiles}"
-    return legality.tma_operands(facts) or legality.sm90(facts)
+    return of_stored_halves(facts)
 
 
 BLOCKS = ((128, 128), (64, 64), (256, 128), (192, 64), (128, 64))
 
 
 def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[GemmFacts]:
-    """The catalogue: each configuration of several blocks, plain and with the heaviest epilogue; one with all else."""
-    first = BLOCKS[:1] if quick else BLOCKS
-    for shape in first:
-        configs = family.candidates(spec.path, BlockFacts(*shape, "int32"), spec, element)
+    """The catalogue: each configuration of several blocks, and of the first with the heaviest epilogue; one with all
+    else."""
+    path = spec.path
+    for shape in BLOCKS[:1] if quick else BLOCKS:
+        configs = family.candidates(path, BlockFacts(*shape, "int32"), spec, element)
         for config in configs[:1] if quick else configs:
-            yield catalogue.linear(spec, spec.path, config, shape)
+            yield catalogue.linear(spec, path, config, shape)
             if not quick and shape == BLOCKS[0]:
-                yield catalogue.bsr(spec, spec.path, config, shape)
-                yield catalogue.linear(spec, spec.path, config, shape, epilogue=LINEAR)
+                yield catalogue.bsr(spec, path, config, shape)
+                yield catalogue.linear(spec, path, config, shape, epilogue=LINEAR)
     if quick:
         return
     fp32, runs = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"ranks": (3, 2, 2), "batch": "patterns"}
@@ -145,9 +161,19 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
         {**runs, "run": 64, "epilogue": items, "ordered": True},
         {"batch": "values", "ranks": (4, 2, 2), "run": 256},
     ]
+    if path == "sm_80":
+        layer += [{"aligns": (8, 1, 1)}, {"aligns": (8, 1, 8), "majors": ("k", "any", "m")}]
     for make, changes in ((catalogue.bsr, matmul), (catalogue.linear, layer)):
         for shape in BLOCKS[:2]:
             for change in changes if shape == BLOCKS[0] else changes[:1]:
-                block = BlockFacts(*shape, "int32", run=change.get("run", 0))
-                configs = family.candidates(spec.path, block, spec, element)
-                yield from buildable(family, (make(spec, spec.path, c, shape, **change) for c in configs))[:1]
+                yield from main(family, make, spec, path, shape, **change)
+    if path == "sm_90":  # where TMA cannot read b
+        yield from main(family, catalogue.linear, spec, "sm_80", BLOCKS[0])
+        yield from main(family, catalogue.linear, spec, "sm_80", BLOCKS[0], aligns=(8, 1, 1))
+
+
+def main(family, make, spec: ArchSpec, path: str, shape: tuple[int, int], **change) -> list[GemmFacts]:
+    """The first configuration that supports these changes, in a list."""
+    block = BlockFacts(*shape, "int32", run=change.get("run", 0))
+    configs = family.candidates(path, block, spec, BITS_16)
+    return buildable(family, (make(spec, path, config, shape, **change) for config in configs))[:1]

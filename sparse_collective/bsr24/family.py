@@ -27,8 +27,7 @@ class Bsr24Family(BsrFamily):
         return problem.structured and self.serves(problem.block)
 
     def candidates(self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16) -> list:
-        whole = block.bm % config.SLAB == 0 and block.bk % config.SPAN == 0
-        return config.candidates(block, spec, element) if path == "sm_90" and whole else []
+        return config.candidates_of(path, block, spec, element)
 
     def cost(self, cfg, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         return config.clocks(cfg, problem, sms, l2_bytes_per_clock)
@@ -41,8 +40,9 @@ class Bsr24Family(BsrFamily):
         return config.unsupported(facts)
 
     def sources(self, path: str) -> tuple[str, ...]:
-        own = ("sparse_collective.bsr24.gemm", "cute_kernels.sparse24.product", "cute_kernels.sparse24.mainloop_sm90")
-        return (*super().sources(path), *own, "cute_kernels.tile.descriptors")
+        own = ("product", f"mainloop_{path.replace('_', '')}", "format")
+        own = ("sparse_collective.bsr24.gemm", *(f"cute_kernels.sparse24.{name}" for name in own))
+        return (*super().sources(path), *own, *(("cute_kernels.tile.descriptors",) if path == "sm_90" else ()))
 
     def entry(self, facts: GemmFacts):
         from .gemm import Bsr24Gemm
@@ -73,10 +73,7 @@ class Bsr24Family(BsrFamily):
         return found | {"problem": f"{found['problem']} 2:4"}
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        spec = arch_named(arch)
-        if spec.path != "sm_90":
-            return []
-        return buildable(self, config.kernels(self, spec, BITS_16, quick))
+        return buildable(self, config.kernels(self, arch_named(arch), BITS_16, quick))
 
 
 BSR24 = register(Bsr24Family())

@@ -1,8 +1,7 @@
-"""A product with 2:4 sparse blocks as a kernel sees it: the source of stored blocks and their metadata, and the sm_90
-kernel with the mainloop of cute_kernels.sparse24."""
+"""A product with 2:4 sparse blocks as a kernel sees it: the source of stored blocks and their metadata, and a
+kernel of either path with the mainloop of cute_kernels.sparse24."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -12,10 +11,8 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
 from cute_kernels.matmul.epilogue import EpilogueArgs
-from cute_kernels.matmul.kernel_sm90 import GemmSm90
 from cute_kernels.sparse24.format import KEPT, SLAB, SPAN, WORDS
-from cute_kernels.sparse24.mainloop_sm90 import Sparse24MainloopSm90
-from cute_kernels.sparse24.product import Sparse24KTile
+from cute_kernels.sparse24.product import Sparse24KTile, kernel_for
 
 from ..bsr_gemm import BsrGemm
 from ..k_tiles import BsrKTiles, BsrSource
@@ -58,7 +55,7 @@ class Bsr24Gemm(BsrGemm):
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
-        self.kernel = GemmSm90(facts, partial(Sparse24MainloopSm90, facts=facts))
+        self.kernel = kernel_for(facts)
 
     @cute.jit
     def __call__(
@@ -76,8 +73,8 @@ class Bsr24Gemm(BsrGemm):
         z: None,
         alpha: Float32,
         beta: Float32,
-        group: Int32,
-        max_ctas: Int32,
+        group: Int32 | None,
+        max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
         args = EpilogueArgs(bias, residual, None, alpha, beta)
