@@ -246,7 +246,7 @@ class Conversions:
 
     def prune_2_4(self) -> Bsr24:
         """The same pattern with the 2 largest magnitudes of every 4 neighbours in a row of a block, and those alone
-        stored: 2:4 structured sparsity, which sm_90's tensor cores multiply at up to twice the rate.
+        stored: 2:4 structured sparsity, which tensor cores multiply at up to twice the rate.
 
         Copies; no gradient passes, and a transposed view gives a matrix of its own. Of equal magnitudes the first ones
         are kept; NaN counts as the largest. `Bsr24.from_bsr(W)` is for blocks that are pruned already.

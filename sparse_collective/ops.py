@@ -41,6 +41,7 @@ def bsr_matmul(
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
             blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
             them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
+            Or a Bsr24 of bfloat16 or float16, whose blocks are 2:4 sparse: without gradients and torch.compile.
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
@@ -84,7 +85,7 @@ def bsr_linear(
 
     Args:
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
-        W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
+        W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
         activation, out, epilogue, fast_accumulation: see bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also

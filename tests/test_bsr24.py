@@ -362,15 +362,6 @@ def titled(kernels) -> list:
     return [pytest.param(facts, id=BSR24.title(facts), marks=m) for facts, m in zip(kernels, marks, strict=True)]
 
 
-def some(kernels) -> list:
-    """The first of each tile, and of each kind of source and epilogue."""
-    found = {}
-    for f in kernels:
-        kind = f.ordered, f.block.batch, f.block.run, f.dtype, f.out_dtype, f.aligns, f.epilogue
-        found.setdefault(kind if f.config == kernels[0].config else (f.config.tile_m, f.config.tile_n), f)
-    return list(found.values())
-
-
 def test_each_architecture_has_kernels():
     assert len(KERNELS) == len({BSR24.title(facts) for facts in KERNELS}) > 60
     for name, spec in ARCHS.items():
@@ -381,8 +372,9 @@ def test_each_architecture_has_kernels():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(some(KERNELS) + some(AMPERE)))
+@pytest.mark.parametrize("facts", titled(KERNELS[:6:2] + AMPERE[:3]))
 def test_kernels_have_no_spills(facts, outcome_of):
+    """A few; test_kernels_compile has more."""
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error
     found, cfg = outcome.value, facts.config

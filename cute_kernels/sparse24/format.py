@@ -3,7 +3,7 @@
 Two tensors make a matrix of M rows and K columns:
 
     values      (M, K / 2): of each group of 4 the two stored elements, in their order
-    metadata    which two of 4 they are, 2 bits for each; as sm_90's sparse WGMMA reads it
+    metadata    which two of 4 they are, 2 bits for each; as sparse WGMMA reads it, and mma.sp
 
 An instruction multiplies 64 rows by 32 columns, so of 16 rows and 32 columns each of a warpgroup's four warps has the
 metadata: 16 x 8 groups x 4 bits are 16 words of 32 bits. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the

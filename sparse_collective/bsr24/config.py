@@ -126,7 +126,7 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
     """The catalogue: each configuration of several blocks, and of the first with the heaviest epilogue; one with all
     else."""
     path = spec.path
-    for shape in BLOCKS[:1] if quick else BLOCKS:
+    for shape in BLOCKS[:1] if quick else BLOCKS if path == "sm_90" else BLOCKS[:2]:
         configs = family.candidates(path, BlockFacts(*shape, "int32"), spec, element)
         for config in configs[:1] if quick else configs:
             yield catalogue.linear(spec, path, config, shape)

@@ -3,7 +3,7 @@
 A BsrMatrix (M, K) with blocks (bm, bk), of which two of every four neighbours in a row are stored, is two things:
 
     compressed    the BsrMatrix (M, K / 2) with blocks (bm, bk / 2) of what is stored: the pattern, and half the values
-    metadata      (nnz, bk / 64, bm / 64, 128) int32: which two of four they are, as sm_90's sparse WGMMA reads it
+    metadata      (nnz, bk / 64, bm / 64, 128) int32: which two of four they are, as sparse WGMMA and mma.sp read it
 
 BsrMatrix's own module imports this one, which knows it as a LikeTensor.
 
@@ -33,9 +33,10 @@ class Bsr24:
     """An (M, K) matrix, or a batch (L, M, K), of which some (bm, bk) blocks are stored, and half of each.
 
     `W.prune_2_4()` of a BsrMatrix W makes one, and `Bsr24.from_bsr(W)` of one whose blocks are 2:4 sparse already.
-    `bsr_matmul(V, b)` and `bsr_linear(x, V)` multiply it, as do V @ b and torch.nn.functional.linear(x, V, bias). On
-    sm_90 kernels multiply bfloat16 and float16; on the CPU torch multiplies the stored blocks, in all dtypes. There is
-    no gradient, no transposed view, and no product under torch.compile: these raise.
+    `bsr_matmul(V, b)` and `bsr_linear(x, V)` multiply it, as do V @ b and torch.nn.functional.linear(x, V, bias).
+    Kernels multiply bfloat16 and float16, by sparse WGMMA on sm_90 and by mma.sp on sm_80 and newer; on the CPU torch
+    multiplies the stored blocks, in all dtypes. There is no gradient, no transposed view, and no product under
+    torch.compile: these raise.
 
     Args:
         compressed: (M, K / 2) BsrMatrix with blocks (bm, bk / 2), or a batch: of every four neighbours in a row of a
@@ -214,7 +215,9 @@ def pruned(W: LikeTensor) -> Bsr24:
 
 def check_blocks(name: str, bm: int, bk: int) -> None:
     if bm % SLAB or bk % SPAN:
-        raise ValueError(f"{name}: blocks of {bm}x{bk}; sparse WGMMA takes multiples of {SLAB} rows and {SPAN} columns")
+        raise ValueError(
+            f"{name}: blocks of {bm}x{bk}; metadata are those of multiples of {SLAB} rows and {SPAN} columns"
+        )
 
 
 def check_matrix(name: str, W) -> None:
