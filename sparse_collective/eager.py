@@ -210,7 +210,7 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
     if not isinstance(W, torch.Tensor) or W.layout is not torch.sparse_bsr:
         what = f"a tensor of layout {W.layout}" if isinstance(W, torch.Tensor) else type(W).__name__
         raise TypeError(
-            f"{op}: W must be a BsrMatrix, a Bsr24 or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense"
+            f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense"
         )
     checks.check_no_grad(op, W)
     matrix = _FROM_TORCH.get(W)
