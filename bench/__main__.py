@@ -9,7 +9,7 @@
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
-    structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's semi-structured ones
+    structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's, and with 2:4 sparse blocks
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
     variants        configurations of attention's backward beside each other

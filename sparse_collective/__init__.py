@@ -5,14 +5,17 @@ bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)
 bsr_linear(x, W, ...)     x (..., K) @ W.T
 bsr_gated_linear(x, W)    silu(x @ G.T) * (x @ U.T), of a W that holds both
 bsr_grouped_linear(...)   bsr_linear with an item of a batch W for each run of x's rows: a mixture of experts
+Bsr24                     one whose stored blocks are 2:4 sparse, `W.prune_2_4()`; these products take it, too
 sddmm(a, b, pattern)      the stored blocks of a dense a @ b: a weight's gradient
 """
 
 from . import torch_functions  # noqa: F401 (importing it makes W @ b a product)
 from .bsr import BsrMatrix, random_bsr
+from .bsr24.matrix import Bsr24
 from .ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, interleaved, sddmm
 
 __all__ = [
+    "Bsr24",
     "BsrMatrix",
     "bsr_gated_linear",
     "bsr_grouped_linear",

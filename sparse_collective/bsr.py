@@ -106,6 +106,7 @@ class BsrMatrix(Conversions, LikeTensor):
         ValueError: a device, dimension, stride, length or extent is wrong.
     """
 
+    structured = False  # whether two of every four neighbours in a row of a block are stored, as of a Bsr24
     crow_indices: Tensor  # (M / bm + 1,) or (L, M / bm + 1)
     col_indices: Tensor  # (nnz,)
     stored: Tensor  # what kernels read: the values; of a transposed view those of `base`

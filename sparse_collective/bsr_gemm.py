@@ -59,7 +59,7 @@ class BsrGemm:
         groups: cute.Tensor | None,
         numbers: cute.Tensor | None,
         values: cute.Tensor,
-        scales: cute.Tensor | None,  # (blocks,) fp32
+        of_blocks: cute.Tensor | None,  # what each stored block has besides its values; see source
         b: cute.Tensor,
         d: cute.Tensor,
         args: EpilogueArgs,  # of torch's tensors; scales as the kernel has them
@@ -95,12 +95,17 @@ class BsrGemm:
             else:
                 bias = view(bias, (bias.shape[0], rows), (stride, 0))
         tiles_m, tiles_run = -(-bm // cfg.tile_m), max(1, facts.block.run // cfg.tile_n)
-        source = BsrSource(
-            crow_indices, col_indices, tiles_m, facts.k_tiles_per_block, order, batch, items, groups, tiles_run,
-            numbers, scales,
+        source = self.source(
+            of_blocks, crow_indices=crow_indices, col_indices=col_indices, tiles_m=tiles_m,
+            steps=facts.k_tiles_per_block, order=order, batch=batch, items=items, groups=groups, tiles_run=tiles_run,
+            numbers=numbers,
         )  # fmt: skip
         args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, args.scale_m, args.scale_n)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
+
+    def source(self, of_blocks: cute.Tensor | None, **terms) -> BsrSource:
+        """of_blocks: (blocks,) fp32, the scale of each."""
+        return BsrSource(**terms, scales=of_blocks)
 
     def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:
         """(bm, bk, blocks)"""

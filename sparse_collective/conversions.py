@@ -12,6 +12,7 @@ from cute_kernels.dtypes import FLOAT8
 from cute_kernels.quantize import quantize
 
 from . import checks as arguments
+from .bsr24.matrix import Bsr24, pruned
 
 
 class Conversions:
@@ -242,6 +243,19 @@ class Conversions:
         values, scales = quantize(self.stored.detach().flatten(-2), dtype, "row" if per == "block" else "tensor")
         scales = scales.squeeze(-1) if per == "block" else scales
         return self.with_values(values.view(self.stored.shape), scales)
+
+    def prune_2_4(self) -> Bsr24:
+        """The same pattern with the 2 largest magnitudes of every 4 neighbours in a row of a block, and those alone
+        stored: 2:4 structured sparsity, which tensor cores multiply at up to twice the rate.
+
+        Copies; no gradient passes, and a transposed view gives a matrix of its own. Of equal magnitudes the first ones
+        are kept; NaN counts as the largest. `Bsr24.from_bsr(W)` is for blocks that are pruned already.
+
+        Raises:
+            TypeError: values are float8.
+            ValueError: the sides of a block are no multiples of 64.
+        """
+        return pruned(self)
 
 
 def bits(values: Tensor) -> Tensor:

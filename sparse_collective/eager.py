@@ -28,6 +28,7 @@ from cute_kernels.tile.element import VECTOR_BYTES
 
 from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
+from .bsr24.matrix import Bsr24
 from .checks import RUN_MULTIPLE, check_group_numbers
 from .tile_order import reference as tile_order
 
@@ -178,6 +179,8 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     if plan.empty:
         return (plan.new_out(), plan.new_out()) if terms.with_z else plan.new_out() if out is None else out
     bias = terms.bias
+    if W.structured:
+        W = W.to_bsr()
     if groups is not None:
         acc = on_cpu.grouped_linear(W, b, groups)
         if bias is not None and bias.dim() == 2:
@@ -200,9 +203,9 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     return reference.finish(acc, terms, out, plan.out_dtype)
 
 
-def as_bsr(op: str, W) -> BsrMatrix:
-    """W as a BsrMatrix; one made of a torch tensor is kept as long as the tensor lives, so it is checked once."""
-    if isinstance(W, BsrMatrix):
+def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
+    """W as a BsrMatrix or Bsr24; one made of a torch tensor is kept as long as it lives, so it is checked once."""
+    if isinstance(W, BsrMatrix | Bsr24):
         return W
     if not isinstance(W, torch.Tensor) or W.layout is not torch.sparse_bsr:
         what = f"a tensor of layout {W.layout}" if isinstance(W, torch.Tensor) else type(W).__name__
@@ -381,6 +384,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         W.density,
         W.stats,
         terms.fast_accumulation,
+        W.structured,
     )
     if spec.scales_operands or problem.block.scaled:
         plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)
@@ -388,6 +392,8 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     try:
         plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
     except ValueError as reason:
+        if plan.op != GATED and W.structured:
+            raise ValueError(f"{plan.op}: {reason}; W.to_bsr() is a BsrMatrix of the same numbers") from None
         if plan.op != GATED:
             raise
         plan.unfused = True

@@ -5,15 +5,15 @@ from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.runtime.fake import fake_tensor
 
 
-def bsr_args(facts: GemmFacts, tables: tuple) -> tuple:
-    """Fakes of all arguments of a BsrFamily's entry."""
+def bsr_args(facts: GemmFacts, tables: tuple, stored: int = 1) -> tuple:
+    """Fakes of all arguments of a BsrFamily's entry. stored: of so many columns of a block one is stored."""
     import cutlass.cute as cute
 
     block = facts.block
     rank = 2 if block.batch == "patterns" else 1
     crow = fake_tensor(block.index_dtype, rank, rank - 1, 1)
     outer = [cute.sym_int32() for _ in range(2 if block.batch == "values" else 1)]
-    sides = (block.bk, block.bm) if block.permuted else (block.bm, block.bk)
+    sides = (block.bk, block.bm) if block.permuted else (block.bm, block.bk // stored)
     values = fake_tensor(facts.dtype, len(outer) + 2, len(outer) + 1, facts.element.vector, (*outer, *sides))
     operands = values, matrix(facts, 1), matrix(facts, 2)
     return crow, *tables, *operands, *scale_args(facts), *epilogue_args(facts), *launch_args(facts)

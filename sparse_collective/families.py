@@ -1,5 +1,6 @@
 """The families of block-sparse products, and of the kernels that make their tables. Importing registers them."""
 
+from .bsr24.family import BSR24
 from .family import BSR
 from .regrowth.family import BLOCK_MOVES, REGROWTH
 from .row_pairs.family import ROW_PAIRS
@@ -16,6 +17,7 @@ __all__ = [
     "BLOCK_MOVES",
     "BOX_GROUPS",
     "BSR",
+    "BSR24",
     "REGROWTH",
     "ROW_PAIRS",
     "ROW_PAIR_TABLES",

@@ -16,6 +16,7 @@ from cute_kernels.reference import GATE, gate
 
 from . import eager
 from .bsr import BsrMatrix
+from .bsr24.matrix import Bsr24
 from .gradients import differentiable
 from .sampled import eager as sampled
 
@@ -40,6 +41,7 @@ def bsr_matmul(
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
             blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
             them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
+            Or a Bsr24 of bfloat16 or float16, whose blocks are 2:4 sparse: without gradients and torch.compile.
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
@@ -83,7 +85,7 @@ def bsr_linear(
 
     Args:
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
-        W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
+        W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
         activation, out, epilogue, fast_accumulation: see bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
@@ -227,6 +229,8 @@ def sddmm(
 
 def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False) -> Tensor:
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    if isinstance(terms[0], Bsr24):
+        return structured(op, terms, scale_b, fast_accumulation)
     if scaled(terms[1], None, scale_b, fast_accumulation):
         return without_gradient(op, terms, scale_b, fast_accumulation)
     run = eager.call
@@ -239,6 +243,18 @@ def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bo
         if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
             run = differentiable
     return run(op, *terms)
+
+
+def structured(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
+    """The same of a W with 2:4 sparse blocks, which neither torch.compile nor torch.func takes; eager.call refuses
+    gradients."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} of a Bsr24 is not traced by torch.compile; call it under torch.compiler.disable")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
+    if scale_b is not None or fast_accumulation is not False:
+        raise ValueError(f"{op}: scales and fast_accumulation belong to float8 operands, which no Bsr24 has")
+    return eager.call(op, *terms)
 
 
 def without_gradient(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:

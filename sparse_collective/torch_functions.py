@@ -7,17 +7,23 @@ from torch import Tensor
 
 from . import ops
 from .bsr import BsrMatrix
+from .bsr24 import matrix as bsr24
+from .bsr24.matrix import Bsr24
 from .like_tensor import FUNCTIONS, WORKS
 
 
 def matmul(input: BsrMatrix | Tensor, other: BsrMatrix | Tensor, *, out: Tensor | None = None) -> Tensor:
     """W @ b, or x @ V."""
+    if isinstance(other, Bsr24):
+        raise TypeError(
+            f"torch.matmul takes a Bsr24 as its left operand alone, since it has no transpose; {bsr24.WORKS}"
+        )
     if isinstance(input, BsrMatrix) and isinstance(other, BsrMatrix):
         raise TypeError(
             "a BsrMatrix times a BsrMatrix has no kernel; make one of them dense, as in W @ W2.to_dense(), or multiply "
             "one after the other, as in W @ (W2 @ b)"
         )
-    if not isinstance(input, BsrMatrix):
+    if not isinstance(input, BsrMatrix | Bsr24):
         return ops.bsr_linear(input, other.t(), out=out)
     if isinstance(other, Tensor) and other.dim() == 1:
         return ops.bsr_linear(other, input, out=out)
@@ -26,7 +32,8 @@ def matmul(input: BsrMatrix | Tensor, other: BsrMatrix | Tensor, *, out: Tensor 
 
 def linear(input: Tensor, weight: BsrMatrix, bias: Tensor | None = None) -> Tensor:
     """bsr_linear"""
-    if isinstance(input, BsrMatrix) or isinstance(bias, BsrMatrix) or not isinstance(weight, BsrMatrix):
+    sparse = BsrMatrix | Bsr24
+    if isinstance(input, sparse) or isinstance(bias, sparse) or not isinstance(weight, sparse):
         raise TypeError(f"linear takes a BsrMatrix as its weight alone; {WORKS}")
     return ops.bsr_linear(input, weight, bias)
 

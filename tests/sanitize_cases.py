@@ -119,6 +119,22 @@ def of_sparse_float8(path: str) -> None:
         near(out.cpu(), bsr_linear(x, W, bias, "gelu", wide, scale_x=scale_x).double())
 
 
+def of_2_4(path: str) -> None:
+    """A 2:4 sparse matrix with tails, and 2:4 sparse blocks of an uneven pattern."""
+    W = cute_kernels.Sparse24.from_dense(cute_kernels.prune_2_4(torch.randn(200, 136).bfloat16()))
+    b, out = torch.randn(136, 72).bfloat16(), poisoned(200, 72).to(DEVICE)
+    with cute_kernels.path(path):
+        cute_kernels.gemm(W.to(DEVICE), b.to(DEVICE), out=out)
+    near(out.cpu(), cute_kernels.gemm(W, b, out_dtype=FP32).double())
+    for block in ((128, 128), (64, 64), (256, 64)):
+        V = bsr("power_law", block, "cpu").prune_2_4()
+        x, bias, out = torch.randn(200, V.shape[1]).bfloat16(), torch.randn(V.shape[0]), poisoned(200, V.shape[0])
+        out = out.to(DEVICE)
+        with cute_kernels.path(path):
+            bsr_linear(x.to(DEVICE), V.to(DEVICE), bias.to(DEVICE), "gelu", out)
+        near(out.cpu(), bsr_linear(x, V, bias, "gelu", torch.empty(200, V.shape[0])).double())
+
+
 def of_float8_cache(path: str) -> None:
     """Decoding from pages of 8-bit floats with a scale for each head, split and not."""
     from .test_float8_cache import case
@@ -159,6 +175,7 @@ CASES = {  # a maker's arguments, or a function of the path
     "bsr batch of patterns": partial(batched, False, 136),
     "bsr grouped, one pattern": partial(grouped, True),
     "bsr grouped, patterns": partial(grouped, False),
+    "2:4 sparsity, dense and of blocks": of_2_4,
     "a pattern that changes": changed,
     "attention": partial(attend, "dense", 1, 2, 2, 300, 177, 128),
     "attention, causal, tiles drawn": partial(attend, "dense", 2, 68, 17, 65, 70, 64, causal=True),

@@ -5,14 +5,16 @@ import torch
 
 from bench import __main__ as command
 from bench import cases_structured
-from bench.cases_structured import structured, structured_cases
+from bench.cases_structured import BSR, blocks, structured, structured_cases
 from bench.peers import CUBLAS, SEMI_STRUCTURED
 from bench.rows import OURS
+from sparse_collective import random_bsr
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(cases_structured, "randn", lambda *shape: torch.randn(*shape, dtype=torch.bfloat16))
+    monkeypatch.setattr(cases_structured, "of_rows", lambda M, K, block, n: random_bsr((M, K), block, per_row=n))
 
 
 def measured(case):
@@ -22,7 +24,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(structured_cases(mode)) for mode in ("quick", "full"))
-    assert [case.asked for case in quick] == [1.45, 1.10] * 4
+    assert [case.asked for case in quick] == [*[1.45, 1.10] * 4, 1.4, 1.45]
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     assert all(case.against in [peer.name for peer in case.peers] for case in full)
 
@@ -35,6 +37,12 @@ def test_a_row(layout):
     assert row.peer(SEMI_STRUCTURED) is None
 
 
+def test_a_row_of_blocks():
+    """Both count the stored elements."""
+    row = measured(blocks((64, 128), 0.5, 40, 1.4, size=256))
+    assert row.ratio == 0.5 and row.against == BSR and row.ours.flops == row.rival.flops == 256 * 256 * 40 * 0.5
+
+
 def test_the_command_knows_the_suite():
     suite = command.SUITES[cases_structured.SUITE]
-    assert [call() is not None for call in suite.host_calls().values()] == [True, True]
+    assert [call() is not None for call in suite.host_calls().values()] == [True, True, True]

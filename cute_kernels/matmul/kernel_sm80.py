@@ -10,6 +10,8 @@ Two CTAs share an SM where registers and shared memory allow it, so that one mul
 Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
 """
 
+from collections.abc import Callable
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +30,7 @@ from .store_sm80 import StoreSm80
 class GemmSm80:
     """Compiles to one kernel per `GemmFacts`; called with operands in the kernel's modes (see k_tiles)."""
 
-    def __init__(self, facts: GemmFacts):
+    def __init__(self, facts: GemmFacts, mainloop: Callable = MainloopSm80):
         cfg = facts.config
         assert cfg.stages >= 3, "the last MMA step of a K-tile waits for the next one, with one more in flight"
         self.facts, self.cfg = facts, cfg
@@ -37,9 +39,10 @@ class GemmSm80:
         self.threads = WARP * cfg.warps_m * cfg.warps_n
         vectors = [1 if major == "any" else align for major, align in zip(facts.majors, facts.aligns)]
         a_k, b_k = facts.majors[0] != "m", facts.majors[1] != "n"
-        a = OperandTile(cfg.tile_m, cfg.tile_k, a_k, vectors[0], self.threads, cfg.warps_m, False, facts.element)
+        k_of_a = cfg.tile_k // mainloop.stored
+        a = OperandTile(cfg.tile_m, k_of_a, a_k, vectors[0], self.threads, cfg.warps_m, False, facts.element)
         b = OperandTile(cfg.tile_n, cfg.tile_k, b_k, vectors[1], self.threads, cfg.warps_n, True, facts.element)
-        self.mainloop = MainloopSm80(facts, self.dtype, a, b)
+        self.mainloop = mainloop(facts, self.dtype, a, b)
         self.store = StoreSm80(facts, self.out_dtype)
         self.smem_bytes = max(cfg.stages * self.mainloop.stage_bytes, self.store.bytes)
 
@@ -95,6 +98,8 @@ class GemmSm80:
         if const_expr(self.facts.epilogue.scales_blocks):
             origin = (k_tiles.out(n)[0] * cfg.tile_m, k_tiles.out(n)[1] * cfg.tile_n)
             scaling = block_scaling(self.facts, args, main.mmas_m, origin, index_warp, (k_tiles.l, l))
+        elif const_expr(main.stored > 1):
+            scaling = main.metadata_words(index_warp[0])
         main.mma(k_tiles, mA, mB[None, None, None, l], k_tiles.out(n)[1], acc, smem, index_warp, scaling)
 
         # The last copies, zero fills, and other warps' reads must be done before the ring becomes store buffers.

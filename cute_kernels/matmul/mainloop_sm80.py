@@ -28,6 +28,8 @@ def of_mma(fragments: cute.Tensor, i: int) -> cute.Tensor:
 class MainloopSm80(TileSteps):
     """Steps of one work tile; see the schedule above."""
 
+    stored = 1  # of so many columns of A one is stored
+
     def __init__(self, facts, dtype, a, b):  # OperandTiles
         super().__init__(dtype)
         self.stages = facts.config.stages
@@ -57,7 +59,7 @@ class MainloopSm80(TileSteps):
         """Issue and commit the copies of one K-tile, as one group."""
         cols = const_expr(self.k_blocks[j % self.period] * self.element.mma_k)
         self.copy(self.a, mA, tile.a[1:], left, cols, threads[0], stage)
-        self.copy(self.b, mB, tile.b, left, cols, threads[1], stage + self.a.bytes)
+        self.copy(self.b, mB, tile.b, left, cols * self.stored, threads[1], stage + self.a.bytes)
         cute.arch.cp_async_commit_group()
 
     def thread_part(self, op, mX: cute.Tensor, rest: Int32) -> tuple:
@@ -167,20 +169,18 @@ class MainloopSm80(TileSteps):
         acc: cute.Tensor,  # (MMA, MMA_M, MMA_N), zeros
         ring: Int32,  # PIPE stages of A and B
         index_warp: tuple,  # (warp_m, warp_n)
-        scaling=None,  # BlockScaling, where there are scales of blocks
+        scaling=None,  # what products need of A or B besides: BlockScaling, where there are scales of blocks
     ):
         """Accumulate every K-tile into acc."""
         count = k_tiles.count
         if count > 0:
             lane = cute.arch.lane_idx()
             lanes = (self.a.lane_offset(lane, index_warp[0]), self.b.lane_offset(lane, index_warp[1]))
-            # Two of each, for this MMA step and the next: 16 bytes of each MMA_M, and 8 of each MMA_N
-            rA = [cute.make_rmem_tensor((self.element.vector, self.mmas_m), self.dtype) for _ in range(2)]
-            rB = [cute.make_rmem_tensor((self.element.vector // 2, self.mmas_n), self.dtype) for _ in range(2)]
+            rA, rB = self.fragments()
             tile = k_tiles.at(Int32(0))
             if const_expr(scaling is not None):
-                load_scales(scaling, tile, self.a.tile_k)
-                multiply_scales(scaling)
+                self.load_ahead(scaling, tile)
+                self.use_next(scaling)
             threads = (self.thread_part(self.a, mA, tile.a[0]), self.thread_part(self.b, mB, n))
             for s in range_constexpr(self.stages - 1):
                 self.load(tile, count - s, s, mA, mB, threads, ring + s * self.stage_bytes)
@@ -222,7 +222,7 @@ class MainloopSm80(TileSteps):
         lanes: tuple,
         rA: list,
         rB: list,
-        scaling,  # BlockScaling or None
+        scaling,  # BlockScaling, or None
         scales: cute.Tensor | None,  # (2,)
     ):
         """Multiply one period of K-tiles, and load as many ahead."""
@@ -241,7 +241,7 @@ class MainloopSm80(TileSteps):
                     left = left - 1
                     if const_expr(scaling is not None):  # of the K-tile after this one
                         following = k_tiles.count - left - (self.stages - 1)
-                        load_scales(scaling, k_tiles.at(cutlass.min(following, k_tiles.count - 1)), self.a.tile_k)
+                        self.load_ahead(scaling, k_tiles.at(cutlass.min(following, k_tiles.count - 1)))
                     # The mask says that the number is not negative, which makes a source's divisions cheap.
                     tile = k_tiles.at((k_tiles.count - cutlass.max(left, 1)) & 0x7FFFFFFF)
                 if const_expr(k + 1 == blocks):
@@ -256,9 +256,9 @@ class MainloopSm80(TileSteps):
                     factors = None if const_expr(scaling is None) else scaling.factors
                     self.add_product(acc, rA[buffer], rB[buffer], factors, scales)
                 else:
-                    self.multiply(acc, rA[buffer], rB[buffer])
+                    self.product(acc, rA[buffer], rB[buffer], scaling, k)
                 if const_expr(scaling is not None and k + 1 == blocks):
-                    multiply_scales(scaling)
+                    self.use_next(scaling)
                 step = const_expr(step + 1)
         return tile, left, read, write
 
@@ -278,6 +278,24 @@ class MainloopSm80(TileSteps):
                     product = part[v] if const_expr(factors is None) else part[v] * factors[v // 2, m]
                     product = product * scales[0] if const_expr(self.scaled) else product
                     acc[v, m, n] = acc[v, m, n] + product
+
+    def fragments(self) -> tuple:
+        """Two of A and two of B, for this MMA step and the next: 16 bytes of each MMA_M, and 8 of each MMA_N."""
+        rA = [cute.make_rmem_tensor((self.element.vector, self.mmas_m), self.dtype) for _ in range(2)]
+        rB = [cute.make_rmem_tensor((self.element.vector // 2, self.mmas_n), self.dtype) for _ in range(2)]
+        return rA, rB
+
+    def load_ahead(self, scaling, tile) -> None:
+        """Issue the loads of what a K-tile's products need besides A and B."""
+        load_scales(scaling, tile, self.a.tile_k)
+
+    def use_next(self, scaling) -> None:
+        """The K-tile that was loaded ahead is the next one to multiply."""
+        multiply_scales(scaling)
+
+    def product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, scaling, k: int) -> None:
+        """MMA step k of a K-tile."""
+        self.multiply(acc, rA, rB)
 
     def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):
         self.read(self.a, k, lanes[0], stage, rA)

@@ -2,7 +2,8 @@
 
 format         Sparse24, the compressed matrix, and prune_2_4
 config         which kernels there are, what they ask, what they cost; family registers them
-mainloop_sm90  the products; product is the kernel around them
+mainloop_sm90  the products by sparse WGMMA, mainloop_sm80 by mma.sp; product is the kernel around them
+cutlass        the order of metadata in torch's semi-structured tensors
 eager          gemm of a Sparse24
 """
 

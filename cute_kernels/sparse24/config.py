@@ -41,6 +41,25 @@ class Sparse24Config(GemmConfig):
         return super().__str__() + " 2:4"
 
 
+@dataclass(frozen=True)
+class Sparse24Sm80Config(Sparse24Config):
+    """Those of the mma.sync path, whose metadata go from global memory to registers."""
+
+    @property
+    def metadata_bytes(self) -> int:
+        return 0
+
+
+def candidates_sm80(spec: ArchSpec, element: Element) -> list[Sparse24Sm80Config]:
+    """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
+
+    An MMA step takes twice a dense one's registers of B, so a warp's part has 64 accumulators a thread.
+    """
+    shapes = [(128, 128, 2, 4), (128, 64, 2, 2), (64, 128, 1, 4), (64, 64, 2, 2)]
+    tiles = [Sparse24Sm80Config(m, n, SPAN, 0, warps_m, warps_n) for m, n, warps_m, warps_n in shapes]
+    return [with_stages(tile, spec, element, 0, 4) for tile in tiles]
+
+
 def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
     """Configurations worth trying, best first among equals.
 
@@ -70,46 +89,68 @@ def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
 
 
 def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
-    """As cost.cost, with products at twice the dense rate, or as fast as shared memory feeds them.
+    """As cost.cost, with K-tiles of `k_tile_clocks`."""
+    loop = max(1.0, problem.extents.K / cfg.tile_k) * max(k_tile_clocks(cfg, problem.width, l2_bytes_per_clock))
+    return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
+
+
+def k_tile_clocks(cfg: Sparse24Config, width: int, l2_bytes_per_clock: float) -> tuple[float, float]:
+    """Of one K-tile: (products, loads). Products are twice as fast as dense ones, or as fast as shared memory feeds
+    them.
 
     WGMMA reads B once for every 64 rows of A: of a product of 64 x n x 32 it reads 64 x 16 stored elements of A and
     n x 32 of B. The tensor cores take n / 2 clocks for that, and 128 bytes a clock n / 2 + 16.
     """
+    if isinstance(cfg, Sparse24Sm80Config):
+        mma, loads = cost.k_tile_clocks(cfg, width, l2_bytes_per_clock)
+        return mma / STORED, loads
     rows, columns = cfg.tile_m // SLAB, cfg.tile_n // cfg.warps_n
-    reads = cfg.tile_k * problem.width / MMA_BYTES * rows * cfg.warps_n * (SLAB // 2 + columns) * MMA_BYTES
-    mma, _ = cost.k_tile_clocks(cfg, problem.width, l2_bytes_per_clock)
+    reads = cfg.tile_k * width / MMA_BYTES * rows * cfg.warps_n * (SLAB // 2 + columns) * MMA_BYTES
+    mma, _ = cost.k_tile_clocks(cfg, width, l2_bytes_per_clock)
     a, b = cfg.tile_m * cfg.tile_k // STORED / cfg.cluster_n, cfg.tile_n * cfg.tile_k / cfg.cluster_m
-    loads = ((a + b) * problem.width + cfg.metadata_bytes) / l2_bytes_per_clock
-    loop = max(1.0, problem.extents.K / cfg.tile_k) * max(mma / STORED, reads / SMEM_BYTES_PER_CLOCK, loads)
-    return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
+    loads = ((a + b) * width + cfg.metadata_bytes) / l2_bytes_per_clock
+    return max(mma / STORED, reads / SMEM_BYTES_PER_CLOCK), loads
 
 
 def unsupported(facts: GemmFacts) -> str:
-    """What a 2:4 sparse A asks, and then what all sm_90 kernels do."""
-    cfg, spec = facts.config, facts.epilogue
+    """What a 2:4 sparse A asks, and then what all kernels of its path do."""
     if reason := legality.general(facts):
         return reason
-    if facts.path != "sm_90" or facts.spec.path != "sm_90":
-        return f"a 2:4 sparse A: {facts.spec.name}'s kernels of the path {facts.path} have none; sm_90's WGMMA has"
     if facts.majors[0] != "k" or facts.ranks != (2, 2, 2) or facts.block is not None:
         return "a 2:4 sparse A is one matrix, contiguous along K, and so are b and the result single matrices"
+    return of_stored_halves(facts)
+
+
+def of_stored_halves(facts: GemmFacts) -> str:
+    """What the kernels of both paths ask of products with an A of which half is stored."""
+    cfg, spec = facts.config, facts.epilogue
     if spec.stores_z or spec.gated:
         return "a 2:4 sparse A with a second result or a gate in the epilogue: there is none yet"
-    if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.split > 1:
-        return f"tile {cfg}: K-tiles of {SPAN} or {2 * SPAN} fill a swizzled row of A's stored half; K is not split"
-    return legality.tma_operands(facts) or legality.sm90(facts)
+    if cfg.tile_k not in (SPAN, 2 * SPAN) or cfg.tile_m % SLAB or cfg.split > 1:
+        return f"tile {cfg}: metadata are those of {SLAB} rows and {SPAN} or {2 * SPAN} columns; K is not split"
+    if (facts.path == "sm_80") != isinstance(cfg, Sparse24Sm80Config):
+        return f"tile {cfg}: a configuration of the other path"
+    if facts.path == "sm_90":
+        return legality.tma_operands(facts) or legality.sm90(facts)
+    span_m, span_n, threads = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n, 32 * cfg.warps_m * cfg.warps_n
+    accumulators = span_m * span_n // 32
+    fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 4) + 2 * cfg.tile_k // SPAN * span_m // 16  # and metadata
+    registers = min(255, 65_536 // threads)
+    if accumulators + fragments + legality.SM80_OTHER_REGISTERS > registers:
+        return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+    return legality.sm80(facts)
 
 
 def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[GemmFacts]:
     """The catalogue: each configuration plain and with the heaviest epilogue; one with what else varies."""
-    usual = {"aligns": (element.vector,) * 3}
+    usual, path = {"aligns": (element.vector,) * 3}, spec.path
     fp32, direct = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}
-    configs = family.candidates(spec.path, None, spec, element)
+    configs = family.candidates(path, None, spec, element)
     for config in configs[:1] if quick else configs:
-        yield catalogue.dense(spec, spec.path, config, **usual)
+        yield catalogue.dense(spec, path, config, **usual)
         if not quick:
-            yield catalogue.dense(spec, spec.path, config, **usual, epilogue=catalogue.COL)
-            yield catalogue.dense(spec, spec.path, config, **usual, majors=("k", "k", "n"))
+            yield catalogue.dense(spec, path, config, **usual, epilogue=catalogue.COL)
+            yield catalogue.dense(spec, path, config, **usual, majors=("k", "k", "n"))
     if quick:
         return
     changes = [
@@ -125,5 +166,10 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
         direct,
         {**direct, "epilogue": catalogue.COL},
     ]
+    if path == "sm_80":
+        changes += [{"aligns": (4, 1, 1)}, {"aligns": (8, 1, 8), "majors": ("k", "any", "n")}]
     for change in changes:
-        yield from catalogue.first(family, catalogue.dense, spec, spec.path, None, **usual | change)
+        yield from catalogue.first(family, catalogue.dense, spec, path, None, **usual | change)
+    if path == "sm_90":  # where TMA cannot read b
+        yield from catalogue.first(family, catalogue.dense, spec, "sm_80", None, **usual)
+        yield from catalogue.first(family, catalogue.dense, spec, "sm_80", None, aligns=(8, 1, 1))

@@ -124,10 +124,7 @@ def _plan_kernel(plan: Plan, a: Sparse24, b, terms: Terms, out, spec) -> None:
     try:
         plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
     except ValueError as error:
-        raise ValueError(
-            f"{OP}: {error}; 2:4 sparse products are those of sm_90's WGMMA, whose operands' rows and addresses are "
-            "multiples of 16 bytes; gemm(a.to_dense(), b) multiplies the same numbers"
-        ) from None
+        raise ValueError(f"{OP}: {error}; gemm(a.to_dense(), b) multiplies the same numbers") from None
     plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     plan.function = function_for(plan.facts)

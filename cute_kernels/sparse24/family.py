@@ -24,10 +24,10 @@ class Sparse24Family(ProductFamily):
         return False
 
     def serves_problem(self, problem: Problem) -> bool:
-        return problem.structured
+        return problem.structured and problem.block is None
 
     def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
-        return config.candidates(spec, element) if path == "sm_90" else []
+        return (config.candidates if path == "sm_90" else config.candidates_sm80)(spec, element)
 
     def cost(self, cfg, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
         return config.clocks(cfg, problem, sms, l2_bytes_per_clock)
@@ -36,8 +36,9 @@ class Sparse24Family(ProductFamily):
         return config.unsupported(facts)
 
     def sources(self, path: str) -> tuple[str, ...]:
-        own = tuple(f"cute_kernels.sparse24.{name}" for name in ("product", "mainloop_sm90", "format"))
-        return (*super().sources(path), *own, "cute_kernels.tile.descriptors")
+        mainloop = f"mainloop_{path.replace('_', '')}"
+        own = tuple(f"cute_kernels.sparse24.{name}" for name in ("product", mainloop, "format"))
+        return (*super().sources(path), *own, *(("cute_kernels.tile.descriptors",) if path == "sm_90" else ()))
 
     def entry(self, facts: GemmFacts):
         from .product import Sparse24Gemm
@@ -59,10 +60,7 @@ class Sparse24Family(ProductFamily):
         return super().describe(facts) | {"problem": "2:4"}
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        spec = arch_named(arch)
-        if spec.path != "sm_90":
-            return []
-        found = dict.fromkeys(config.kernels(self, spec, BITS_16, quick))
+        found = dict.fromkeys(config.kernels(self, arch_named(arch), BITS_16, quick))
         return [facts for facts in found if not self.unsupported(facts)]
 
 

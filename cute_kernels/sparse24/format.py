@@ -3,7 +3,7 @@
 Two tensors make a matrix of M rows and K columns:
 
     values      (M, K / 2): of each group of 4 the two stored elements, in their order
-    metadata    which two of 4 they are, 2 bits for each; as sm_90's sparse WGMMA reads it
+    metadata    which two of 4 they are, 2 bits for each; as sparse WGMMA reads it, and mma.sp
 
 An instruction multiplies 64 rows by 32 columns, so of 16 rows and 32 columns each of a warpgroup's four warps has the
 metadata: 16 x 8 groups x 4 bits are 16 words of 32 bits. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
+from .cutlass import meta_of_cutlass, places_of_cutlass
 
 GROUP = 4  # columns, of which KEPT are stored
 KEPT = 2
@@ -125,9 +126,7 @@ class Sparse24:
             raise ValueError(f"Sparse24.from_dense: w has {w.dim()} dimensions; it must be a matrix (M, K)")
         check_groups("Sparse24.from_dense: w", w)
         M, K = w.shape
-        groups = w.detach().reshape(M, K // GROUP, GROUP)
-        nonzero = groups != 0
-        crowded = nonzero.sum(-1) > KEPT
+        values, places, crowded = compress(w.detach())
         if crowded.any():
             row, group = (int(i) for i in crowded.nonzero()[0])
             raise ValueError(
@@ -135,30 +134,55 @@ class Sparse24:
                 f"the first in row {row}, columns {GROUP * group} to {GROUP * group + GROUP - 1}; prune_2_4(w) leaves "
                 f"{KEPT} of each"
             )
-        # The nonzeros first, then zeros, each in their order; and of these the first two, in their order.
-        places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
-        values = rows_for_tma(groups.gather(-1, places).flatten(1))
+        values = rows_for_tma(values)
         return cls(values, pack_metadata(places), (M, K))
 
     @classmethod
-    def from_semi_structured(cls, w: Tensor) -> "Sparse24":
-        """Of what `torch.sparse.to_sparse_semi_structured` makes, of either of torch's backends, by way of `to_dense`.
+    def from_torch(cls, t: Tensor) -> "Sparse24":
+        """Of what `torch.sparse.to_sparse_semi_structured` makes, with the same stored elements; copies.
 
-        The other way is `torch.sparse.to_sparse_semi_structured(W.to_dense())`.
+        Of torch's CUTLASS tensors metadata are put into sm_90's order: values are those of t, bit by bit, nothing is
+        compressed again, and nothing waits for the device. Of float32 torch keeps 1 of 2, which is 2 of 4.
+        cuSPARSELt's tensors, whose metadata's order NVIDIA does not tell, go by t.to_dense(), a product on their GPU.
 
         Raises:
-            TypeError: w is no such tensor.
+            TypeError: t is no such tensor, or of int8 or float8.
+            ValueError: t has only its transpose's compressed form.
         """
-        if not isinstance(w, torch.sparse.SparseSemiStructuredTensor):
-            raise TypeError(f"from_semi_structured: w must be a SparseSemiStructuredTensor, got {type(w).__name__}")
-        return cls.from_dense(w.to_dense())
+        if not isinstance(t, torch.sparse.SparseSemiStructuredTensor):
+            raise TypeError(f"Sparse24.from_torch: t must be a SparseSemiStructuredTensor, got {type(t).__name__}")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"Sparse24.from_torch: t is {t.dtype}; known are {', '.join(map(str, DTYPES))}")
+        if t.packed is None:
+            raise ValueError("Sparse24.from_torch: t is a transposed view, and has no compressed rows; pass t.t()")
+        if t.meta is None or t.meta.dim() != 2:
+            return cls.from_dense(t.to_dense())
+        places = places_of_cutlass(t.meta)
+        if t.dtype.itemsize == 4:  # a word's four bits are of two elements, which count as four halves
+            places = places[..., 0].unflatten(-1, (-1, 2)) // 2 + torch.tensor([0, 2], device=places.device)
+        return cls(rows_for_tma(t.packed.detach().clone()), pack_metadata(places), tuple(t.shape))
+
+    def to_torch(self) -> Tensor:
+        """A torch.sparse.SparseSemiStructuredTensorCUTLASS with the same stored elements, on any device; copies.
+
+        For torch's cuSPARSELt tensors, on a GPU that has it: torch.sparse.to_sparse_semi_structured(W.to_dense()).
+
+        Raises:
+            TypeError: values are neither bfloat16 nor float16; torch's tensors of float32 keep 1 of 2.
+            ValueError: M is no multiple of 32, or K of 64, or there are none.
+        """
+        M, K = self.shape
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"Sparse24.to_torch: values are {self.dtype}; torch keeps 2 of 4 of bfloat16 and float16")
+        if M % 32 or K % 64 or M * K == 0:
+            raise ValueError(f"Sparse24.to_torch: {M}x{K}; torch takes rows in multiples of 32, columns of 64; pad W")
+        meta = meta_of_cutlass(unpack_metadata(self.metadata, M, K))
+        values = self.values.clone(memory_format=torch.contiguous_format)
+        return torch.sparse.SparseSemiStructuredTensorCUTLASS(self.shape, values, meta, None, None, None)
 
     def to_dense(self) -> Tensor:
         """(M, K), contiguous, with zeros where nothing is stored."""
-        M, K = self.shape
-        places = unpack_metadata(self.metadata, M, K)
-        groups = self.values.new_zeros(M, K // GROUP, GROUP)
-        return groups.scatter_(-1, places, self.values.reshape(M, K // GROUP, KEPT)).view(M, K)
+        return expand(self.values, unpack_metadata(self.metadata, *self.shape))
 
     def to(self, *device_or_dtype, **terms) -> "Sparse24":
         """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes."""
@@ -181,6 +205,23 @@ class Sparse24:
 
     def __repr__(self) -> str:
         return f"Sparse24({self.shape[0]}x{self.shape[1]}, {self.dtype}, {self.device})"
+
+
+def compress(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(values (..., K / 2), places (..., K / 4, 2) int64, (..., K / 4) bool: groups with too many nonzeros) of w.
+
+    Of each group the nonzeros first, then zeros, each in their order; and of these the first two, in their order.
+    """
+    groups = w.unflatten(-1, (w.shape[-1] // GROUP, GROUP))
+    nonzero = groups != 0
+    places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
+    return groups.gather(-1, places).flatten(-2), places, nonzero.sum(-1) > KEPT
+
+
+def expand(values: Tensor, places: Tensor) -> Tensor:
+    """(..., K) of values (..., K / 2) at places (..., K / 4, 2), contiguous, with zeros where nothing is stored."""
+    groups = values.new_zeros(*places.shape[:-1], GROUP)
+    return groups.scatter_(-1, places, values.unflatten(-1, (places.shape[-2], KEPT))).flatten(-2)
 
 
 def rows_for_tma(values: Tensor) -> Tensor:

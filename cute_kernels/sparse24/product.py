@@ -1,4 +1,5 @@
-"""A product with a 2:4 sparse A as a kernel sees it: torch's tensors re-viewed, the source, and the sm_90 kernel."""
+"""A product with a 2:4 sparse A as a kernel sees it: torch's tensors re-viewed, the source, and a kernel of
+either path."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +14,10 @@ from ..k_tiles import DenseKTiles, DenseSource
 from ..matmul.config import GemmFacts
 from ..matmul.dense import DenseGemm, batched, view
 from ..matmul.epilogue import EpilogueArgs
+from ..matmul.kernel_sm80 import GemmSm80
 from ..matmul.kernel_sm90 import GemmSm90
 from .format import SLAB, SPAN, WORDS
+from .mainloop_sm80 import Sparse24MainloopSm80
 from .mainloop_sm90 import Sparse24MainloopSm90
 
 
@@ -55,12 +58,19 @@ class Sparse24Source(DenseSource):
         return Sparse24KTiles(self.count, m, Int32(0), self.metadata, self.tile)
 
 
+def kernel_for(facts: GemmFacts):
+    """The kernel of the facts' path, with the mainloop of a 2:4 sparse A."""
+    if facts.path != "sm_90":
+        return GemmSm80(facts, Sparse24MainloopSm80)
+    return GemmSm90(facts, partial(Sparse24MainloopSm90, facts=facts))
+
+
 class Sparse24Gemm(DenseGemm):
     """A (M, K), of which values (M, K / 2) are stored, times b (K, N) into d; what a kernel is compiled from."""
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
-        self.kernel = GemmSm90(facts, partial(Sparse24MainloopSm90, facts=facts))
+        self.kernel = kernel_for(facts)
 
     @cute.jit
     def __call__(
@@ -74,7 +84,7 @@ class Sparse24Gemm(DenseGemm):
         alpha: Float32,
         beta: Float32,
         group: Int32,
-        max_ctas: Int32,
+        max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
         cfg = self.facts.config

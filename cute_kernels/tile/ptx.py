@@ -416,3 +416,27 @@ def sparse_wgmma_slabs(
     constraints = ",".join(["=f"] * total + [str(i) for i in range(total)] + ["r"] * (2 + slabs))
     out = _asm(result, operands, "{ " + " ".join(lines) + " }", constraints, side_effects=True, loc=loc, ip=ip)
     return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(total)]
+
+
+@dsl_user_op
+def sparse_mma(acc: list, a: list, b: list, metadata: Int32, selector: int, dtype: str, *, loc=None, ip=None) -> list:
+    """acc + A @ B of a 2:4 sparse A (16, 32) and B (32, 8), of elements of 16 bits; returns the new accumulators.
+
+    Args:
+        acc: 4 fp32 registers of this thread, as of mma.m16n8k16.
+        a: 4 registers, those of a dense A (16, 16), for the 16 stored elements of each row.
+        b: 4 registers, those of two dense B (16, 8), one after the other.
+        metadata: of the lanes of `selector` (0 or 1): see cute_kernels.sparse24.format.
+
+    All lanes of a warp execute it.
+    """
+    kind = WGMMA_TYPE[dtype]
+    name = f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32"
+    d, of_a, of_b = (", ".join(f"${first + v}" for v in range(4)) for first in (0, 4, 8))
+    text = f"{name} {{{d}}}, {{{of_a}}}, {{{of_b}}}, {{{d}}}, $12, {selector};"
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b, metadata)]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in acc]
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    constraints = ",".join(["=f"] * 4 + ["r"] * 9 + [str(v) for v in range(4)])
+    out = _asm(result, operands, text, constraints, side_effects=False, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), out, [v], loc=loc, ip=ip)) for v in range(4)]

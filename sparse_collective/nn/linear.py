@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bsr import BsrMatrix
+from ..bsr24.matrix import Bsr24
 from ..ops import bsr_linear, called
 from .module import BsrModule, any_autocast, block_grid, multiply
 
@@ -128,6 +129,11 @@ class BsrLinear(BsrModule):
             TypeError: W is no BsrMatrix.
             ValueError: W is a batch or has wrong indices, or bias is not (M,).
         """
+        if isinstance(W, Bsr24):
+            raise TypeError(
+                "from_bsr needs a BsrMatrix, got a Bsr24, whose products have no gradients; bsr_linear(x, W, bias) "
+                "multiplies by it, and W.to_bsr() is a BsrMatrix of the same numbers"
+            )
         if not isinstance(W, BsrMatrix):
             raise TypeError(f"from_bsr needs a BsrMatrix, got {type(W).__name__}")
         if W.batch is not None:

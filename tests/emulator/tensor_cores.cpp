@@ -68,6 +68,50 @@ Step mma(Warp& w, const Ins& i, u32) {
     return DONE;
 }
 
+// a (16, 32) of a warp's rows, from the 16 elements of each that are stored. As the ISA's figure has it: of each four
+// lanes the first two, or with selector 1 the last two, hold the places of columns 0 to 15, and 16 to 31; in their lower
+// halves those of row lane / 4, in their upper halves of the row 8 below; 4 bits for 4 columns, of which 2 are stored.
+// stored(row, j): the j-th stored element of a row.
+template <class Stored> static void expand(const u32* metadata, u32 selector, Stored stored, float a[16][32]) {
+    if (selector > 1) fail("a sparsity selector of ", selector);
+    for (int lane = 0; lane < LANES; lane++) {
+        if (lane % 4 / 2 != int(selector)) continue;
+        for (int bit = 0; bit < 32; bit += 4) {
+            int row = lane / 4 + (bit < 16 ? 0 : 8), group = 4 * (lane % 2) + bit % 16 / 4;
+            u32 first = metadata[lane] >> bit & 3, second = metadata[lane] >> (bit + 2) & 3;
+            if (first == second) fail("metadata of lane ", lane, ": both elements of a group are at place ", first);
+            for (int c = 0; c < 4; c++) a[row][4 * group + c] = 0.f;
+            a[row][4 * group + first] = stored(row, 2 * group);
+            a[row][4 * group + second] = stored(row, 2 * group + 1);
+        }
+    }
+}
+
+// mma.sp::ordered_metadata.m16n8k32.row.col.f32.bf16.bf16.f32 d, a, b, c, metadata, selector. A's registers are those of
+// 16 rows and 16 columns of a dense A; the places of a group's elements must ascend.
+Step sparse_mma(Warp& w, const Ins& i, u32) {
+    std::vector<std::string> part = split(i.name);
+    Format f = format_named(part[6]);
+    int c = 12, meta = 16;
+    if (i.group[0] != 4 || i.group[1] != 4 || i.group[2] != 4) fail(i.name, " is not emulated");
+    float stored[16][32], a[16][32], b[32 * 8];
+    a_from_registers(w, i, 4, 4, f, stored);
+    const u32* words = src<u32>(w, i, meta);
+    u32 selector = src<u32>(w, i, meta + 1)[0];
+    for (int lane = 0; lane < LANES; lane++)
+        for (int bit = 0; bit < 32 && lane % 4 / 2 == int(selector); bit += 4)
+            if ((words[lane] >> bit & 3) > (words[lane] >> (bit + 2) & 3))
+                fail("metadata of lane ", lane, ": places of a group do not ascend");
+    expand(words, selector, [&](int row, int j) { return stored[row][j]; }, a);
+    for (int r = 0; r < 4; r++)
+        for (int t = 0; t < LANES; t++) {
+            u32 word = src<u32>(w, i, 8 + r)[t];
+            for (int e = 0; e < 2; e++) b[(2 * (t % 4) + 8 * r + e) * 8 + t / 4] = decode(f, (u8*)&word + 2 * e);
+        }
+    multiply(w, i, 0, c, 8, 32, a, b, true);
+    return DONE;
+}
+
 // -- wgmma -----------------------------------------------------------------------------------------------------
 
 struct Matrix {  // what a descriptor says of an operand in shared memory
@@ -137,24 +181,6 @@ Step wgmma(Warp& w, const Ins& i, u32) {
     return DONE;
 }
 
-// a (16, 32) of a warp's rows, from the 16 elements of each that are stored. As the ISA's figure has it: of each four
-// lanes the first two, or with selector 1 the last two, hold the places of columns 0 to 15, and 16 to 31; in their lower
-// halves those of row lane / 4, in their upper halves of the row 8 below; 4 bits for 4 columns, of which 2 are stored.
-static void expand(const std::vector<u32>& metadata, u32 selector, const float* stored, float a[16][32]) {
-    if (selector > 1) fail("a sparsity selector of ", selector);
-    for (int lane = 0; lane < LANES; lane++) {
-        if (lane % 4 / 2 != int(selector)) continue;
-        for (int bit = 0; bit < 32; bit += 4) {
-            int row = lane / 4 + (bit < 16 ? 0 : 8), group = 4 * (lane % 2) + bit % 16 / 4;
-            u32 first = metadata[lane] >> bit & 3, second = metadata[lane] >> (bit + 2) & 3;
-            if (first == second) fail("metadata of lane ", lane, ": both elements of a group are at place ", first);
-            for (int c = 0; c < 4; c++) a[row][4 * group + c] = 0.f;
-            a[row][4 * group + first] = stored[2 * group * 16 + row];
-            a[row][4 * group + second] = stored[(2 * group + 1) * 16 + row];
-        }
-    }
-}
-
 void land_one_wgmma(Warp& w) {
     WgmmaCall call = w.wgmmas.front();
     w.wgmmas.pop_front();
@@ -174,7 +200,8 @@ void land_one_wgmma(Warp& w) {
     if (sparse) {
         if (na > 1 || format_bytes(fa) != 2) fail(i.name, " with such an A is not emulated");
         read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k / 2, fa, rows);
-        expand(call.metadata, src<u32>(w, i, nd + na + 2)[0], rows, a);
+        auto stored = [&](int row, int j) { return rows[j * 16 + row]; };
+        expand(call.metadata.data(), src<u32>(w, i, nd + na + 2)[0], stored, a);
     } else if (na > 1) a_from_registers(w, i, nd, na, fa, a);
     else {
         read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k, fa, rows);
@@ -211,6 +238,8 @@ void add_tensor_cores(Table& t) {
     for (const char* type : {"bf16", "f16"})
         for (const char* k : {"k8", "k16"})
             t[std::string("mma.m16n8") + k + ".row.col.f32." + type + "." + type + ".f32"] = {mma, true};
+    for (const char* type : {"bf16", "f16"})
+        t[std::string("mma.sp::ordered_metadata.m16n8k32.row.col.f32.") + type + "." + type + ".f32"] = {sparse_mma, true};
     for (const char* k : {"k4", "k8"}) t[std::string("mma.m16n8") + k + ".row.col.f32.tf32.tf32.f32"] = {mma, true};
     for (const char* a : {"e4m3", "e5m2"})
         for (const char* b : {"e4m3", "e5m2"})

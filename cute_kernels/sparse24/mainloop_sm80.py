@@ -1,0 +1,84 @@
+"""The sm_80 mainloop with a 2:4 sparse A: the plain one's schedule, with mma.sp of 32 columns, of which 16 are stored.
+
+    cp.async     A's stored half, (tile_m, tile_k / 2), and B, (tile_n, tile_k)
+    ldmatrix     of one step 16 rows by 16 stored elements of A, as of a dense product, and two dense steps of B
+    metadata     from global memory to registers, a K-tile ahead
+
+A warp's 16 rows and 64 columns have 32 words of metadata, one for each lane, in the order in which the instruction
+wants them (format): the lanes of sparsity selector 0 have the first 32 columns', those of selector 1 the others'. So a
+lane loads one word for two steps, and a warp 128 neighbouring bytes.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..matmul.mainloop_sm80 import MainloopSm80
+from ..tile.ampere import WARP
+from ..tile.ptx import load_vector, sparse_mma
+from .format import KEPT, SPAN
+
+STEPS = 2  # of 32 columns, whose metadata are one word
+WORD = 4  # bytes
+
+
+class MetadataWords(NamedTuple):
+    """A thread's metadata of one K-tile: of each 64 columns, of each 16 rows."""
+
+    start: Int32  # bytes from those of the tile's first 64 rows and 64 columns to this thread's first word
+    ahead: cute.Tensor  # (MMA_M, tile_k / 64), loaded last
+    now: cute.Tensor  # of the K-tile that is multiplied
+
+
+class Sparse24MainloopSm80(MainloopSm80):
+    """Steps of one work tile."""
+
+    stored = KEPT
+
+    def __init__(self, facts, dtype, a, b):
+        super().__init__(facts, dtype, a, b)
+        self.kind = facts.dtype
+        self.spans = facts.config.tile_k // SPAN
+        self.k_blocks = tuple(steps // STEPS for steps in self.k_blocks)
+        self.unroll = 1 + sum(self.k_blocks) % 2
+
+    def metadata_words(self, warp_m: Int32) -> MetadataWords:
+        start = (warp_m * (self.mmas_m * WARP) + cute.arch.lane_idx()) * WORD
+        return MetadataWords(start, *(cute.make_rmem_tensor((self.mmas_m, self.spans), Int32) for _ in range(2)))
+
+    def load_ahead(self, words: MetadataWords, tile) -> None:
+        for span in range(self.spans):
+            for m in range(self.mmas_m):
+                at = tile.metadata[span] + words.start + m * (WARP * WORD)
+                words.ahead[m, span] = load_vector(at, None, False, 1)[0]
+
+    def use_next(self, words: MetadataWords) -> None:
+        for i in range(cute.size(words.now)):
+            words.now[i] = words.ahead[i]
+
+    def fragments(self) -> tuple:
+        """Of A as of a dense product; of B two steps, (8 bytes, MMA_N, 2)."""
+        shape = (self.element.vector // 2, self.mmas_n, KEPT)
+        rA = [cute.make_rmem_tensor((self.element.vector, self.mmas_m), self.dtype) for _ in range(2)]
+        return rA, [cute.make_rmem_tensor(shape, self.dtype) for _ in range(2)]
+
+    def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):
+        self.read(self.a, k, lanes[0], stage, rA)
+        for half in range(KEPT):
+            self.read(self.b, KEPT * k + half, lanes[1], stage + self.a.bytes, rB[None, None, half])
+
+    def product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, words: MetadataWords, k: int):
+        a, b = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)  # (4, MMA_M), (2, MMA_N, 2)
+        for m in range(self.mmas_m):
+            for n in range(self.mmas_n):
+                sums = sparse_mma(
+                    [acc[v, m, n] for v in range(4)],
+                    [a[v, m] for v in range(4)],
+                    [b[v % 2, n, v // 2] for v in range(4)],
+                    words.now[m, k // STEPS],
+                    k % STEPS,
+                    self.kind,
+                )
+                for v in range(4):
+                    acc[v, m, n] = sums[v]

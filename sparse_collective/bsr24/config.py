@@ -1,0 +1,179 @@
+"""Which kernels there are for products with 2:4 sparse blocks, what they ask, and what they cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cute_kernels.arch import ArchSpec
+from cute_kernels.matmul import cost, legality
+from cute_kernels.matmul.candidates import with_stages
+from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, full
+from cute_kernels.matmul.config import BlockFacts, GemmFacts
+from cute_kernels.matmul.problem import Problem
+from cute_kernels.sparse24.config import (
+    STORED,
+    Sparse24Config,
+    Sparse24Sm80Config,
+    candidates_sm80,
+    k_tile_clocks,
+    of_stored_halves,
+)
+from cute_kernels.sparse24.format import SLAB, SPAN
+from cute_kernels.tile.element import BITS_16, Element
+
+from .. import catalogue
+from ..candidates import pair_of
+from ..family import values_bytes
+
+STORED_BYTES = 1 / STORED + 1 / 16  # of a dense block's: values, and 2 bits for each of them
+DRAM_SHARE = 0.8  # of DRAM's rate: as of block-sparse products by TMA; an estimate
+
+
+@dataclass(frozen=True)
+class Bsr24Config(Sparse24Config):
+    """GemmConfig of a product with 2:4 sparse blocks; `tile_k` counts columns of the whole block."""
+
+    family: ClassVar[str] = "bsr24"
+
+
+@dataclass(frozen=True)
+class Bsr24Sm80Config(Bsr24Config, Sparse24Sm80Config):
+    """Those of the mma.sync path."""
+
+
+def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
+    """Configurations worth trying, best first among equals."""
+    if block.bm % SLAB or block.bk % SPAN:
+        return []
+    if path == "sm_90":
+        return candidates(block, spec, element)
+    return [Bsr24Sm80Config(**vars(c)) for c in candidates_sm80(spec, element) if block.bm % c.tile_m == 0]
+
+
+def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
+    """Those of the sm_90 path.
+
+    Row tiles of one block share B in a cluster, which halves what L2 delivers; blocks as high as a tile have only A to
+    share. K-tiles of narrow tiles are 128 long where blocks are, for more bytes of A under way.
+    """
+    wide = 2 * SPAN if block.bk % (2 * SPAN) == 0 else SPAN
+    narrow = [
+        # tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring
+        (64, 64, wide, 1, 1, 1, 1, 2, 1),
+        (64, 32, wide, 1, 1, 1, 1, 2, 1),
+        (64, 16, wide, 1, 1, 1, 1, 2, 1),
+    ]
+    if block.bm % 128:
+        shapes = [
+            (64, 256, SPAN, 1, 1, 1, 2, 2, 1),
+            (64, 256, SPAN, 1, 1, 1, 1, 2, 1),
+            (64, 128, SPAN, 1, 1, 1, 1, 2, 2),
+        ]
+    else:
+        pair = pair_of(block)
+        high = [(256, 192, SPAN, 2, 1, 1, 2, 1, 1)] if block.bm % 256 == 0 else []
+        shapes = [
+            (128, 192, SPAN, 1, 1, *pair, 2, 1),
+            (128, 256, SPAN, 2, 1, *pair, 1, 1),
+            *high,
+            (128, 256, SPAN, 2, 1, 1, 1, 1, 1),
+            (128, 128, SPAN, 1, 1, *pair, 2, 2),
+            (128, 128, SPAN, 2, 1, 1, 1, 1, 2),
+            (128, 64, wide, 2, 1, 1, 1, 1, 1),
+        ]
+    found = []
+    for *tile, ring in (*shapes, *narrow):
+        m, n, k, warps_m, warps_n, *rest = tile
+        store = ring * warps_m * warps_n * rest[-1] * 64 * 128
+        found.append(with_stages(Bsr24Config(m, n, k, 0, warps_m, warps_n, *rest, ring), spec, element, store))
+    return found
+
+
+def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
+    """As cost.cost, of K-tiles as sparse24.config has them. Loads go on while a cooperative kernel stores: its ring is
+    full again when the store is done."""
+    products, loads = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock)
+    k_tiles = max(1.0, problem.density * problem.extents.K / cfg.tile_k)
+    hidden = 0.0
+    if cfg.consumer_groups == 1:
+        accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
+        hidden = min(accumulators * cost.store_clocks(problem), cfg.stages * loads)
+    loop = max(k_tiles * products, k_tiles * loads - hidden)
+    found = cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, problem.block), loop)
+    least = cost.PIPELINE_FILL + STORED_BYTES * values_bytes(problem) / (DRAM_SHARE * cost.DRAM_BYTES_PER_CLOCK)
+    return found if found > least else least + 0.02 * found
+
+
+def unsupported(facts: GemmFacts) -> str:
+    """What 2:4 sparse blocks ask, and then what all kernels with an A of which half is stored do."""
+    cfg, block = facts.config, facts.block
+    if reason := legality.general(facts):
+        return reason
+    if block is None or block.operand != "a" or block.permuted or facts.majors[0] != "k":
+        return "2:4 sparse blocks are those of the left operand, contiguous along K, and of no transposed view"
+    if block.bm % SLAB or block.bk % SPAN:
+        return f"blocks of {block.bm}x{block.bk}: metadata are those of multiples of {SLAB} rows and {SPAN} columns"
+    if block.bm % cfg.tile_m or block.bk % cfg.tile_k:
+        tiles = f"tiles of {cfg.tile_m} rows and {cfg.tile_k} columns"
+        return f"tile {cfg}: blocks of {block.bm}x{block.bk} are no whole {tiles}"
+    return of_stored_halves(facts)
+
+
+BLOCKS = ((128, 128), (64, 64), (256, 128), (192, 64), (128, 64))
+
+
+def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[GemmFacts]:
+    """The catalogue: each configuration of several blocks, and of the first with the heaviest epilogue; one with all
+    else."""
+    path = spec.path
+    for shape in BLOCKS[:1] if quick else BLOCKS if path == "sm_90" else BLOCKS[:2]:
+        configs = family.candidates(path, BlockFacts(*shape, "int32"), spec, element)
+        for config in configs[:1] if quick else configs:
+            yield catalogue.linear(spec, path, config, shape)
+            if not quick and shape == BLOCKS[0]:
+                yield catalogue.bsr(spec, path, config, shape)
+                yield catalogue.linear(spec, path, config, shape, epilogue=LINEAR)
+    if quick:
+        return
+    fp32, runs = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"ranks": (3, 2, 2), "batch": "patterns"}
+    items = replace(LINEAR, residual=None, bias_items=True)
+    matmul = [
+        {"ordered": True},
+        {"dtype": "float16", "out_dtype": "float16"},
+        {"majors": ("k", "k", "n")},
+        {"index_dtype": "int64"},
+        {"ranks": (3, 3, 3)},
+        {"epilogue": COL},
+        {"epilogue": ROW},
+        {"epilogue": LIGHT},
+        {"epilogue": full()},
+        {"aligns": (8, 8, 1)},
+        fp32,
+        {**fp32, "epilogue": full()},
+        {"batch": "values", "ranks": (4, 3, 3)},
+    ]
+    layer = [
+        {"ordered": True},
+        {"majors": ("k", "n", "m")},
+        {**fp32, "epilogue": LINEAR},
+        {"aligns": (8, 8, 1)},
+        {**runs, "run": 256, "epilogue": items},
+        {**runs, "run": 64, "epilogue": items, "ordered": True},
+        {"batch": "values", "ranks": (4, 2, 2), "run": 256},
+    ]
+    if path == "sm_80":
+        layer += [{"aligns": (8, 1, 1)}, {"aligns": (8, 1, 8), "majors": ("k", "any", "m")}]
+    for make, changes in ((catalogue.bsr, matmul), (catalogue.linear, layer)):
+        for shape in BLOCKS[:2]:
+            for change in changes if shape == BLOCKS[0] else changes[:1]:
+                yield from main(family, make, spec, path, shape, **change)
+    if path == "sm_90":  # where TMA cannot read b
+        yield from main(family, catalogue.linear, spec, "sm_80", BLOCKS[0])
+        yield from main(family, catalogue.linear, spec, "sm_80", BLOCKS[0], aligns=(8, 1, 1))
+
+
+def main(family, make, spec: ArchSpec, path: str, shape: tuple[int, int], **change) -> list[GemmFacts]:
+    """The first configuration that supports these changes, in a list."""
+    block = BlockFacts(*shape, "int32", run=change.get("run", 0))
+    configs = family.candidates(path, block, spec, BITS_16)
+    return buildable(family, (make(spec, path, config, shape, **change) for config in configs))[:1]
