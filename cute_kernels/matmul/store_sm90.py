@@ -33,6 +33,23 @@ SLAB_M = 64  # rows of one WGMMA
 PIECE = 32  # accumulators that an epilogue works on at a time
 
 
+def values_of(acc: cute.Tensor, first: int, rD: cute.Tensor) -> None:
+    """rD = as many accumulators, from number `first` on, in fp32.
+
+    Those of fp16 are read as words of two: read one by one, the compiler keeps each in a register of its own while they
+    are added up, and serialises the WGMMAs.
+    """
+    count = cute.size(rD)
+    if acc.element_type is Float32:
+        for v in range(count):
+            rD[v] = acc[first + v]
+        return
+    words = cute.make_rmem_tensor(count // 2, Int32)
+    for v in range(count // 2):
+        words[v] = cute.recast_tensor(acc, Int32)[first // 2 + v]
+    rD.store(cute.recast_tensor(words, acc.element_type).load().to(Float32))
+
+
 class StoreSm90:
     """Stores the accumulators of one consumer warpgroup."""
 
@@ -85,7 +102,7 @@ class StoreSm90:
     @cute.jit
     def store(
         self,
-        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup; of a split tile, this CTA's share of it
+        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup, fp32 or fp16; of a split tile, this CTA's share of it
         args: epilogue.EpilogueArgs,
         outs: tuple,  # (TMA atom, gD) of D and, where the epilogue stores it, of z
         sD: cute.Tensor,  # (64, epi_n, PIPE)
@@ -144,8 +161,8 @@ class StoreSm90:
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_volatile(anchor) if const_expr(self.anchored) else None
+                values_of(acc, at + first, rD)
                 for v in range_constexpr(piece):
-                    rD[v] = acc[at + first + v]
                     if const_expr(self.anchored and not self.by_bias):
                         rD[v] = rD[v] * one
                 self.multiply(rD, rows, columns, first)
