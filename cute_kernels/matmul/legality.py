@@ -184,7 +184,8 @@ def sm80(facts: GemmFacts) -> str:
     line = span_n if n_major else span_m
     if line > 32 * vector:
         return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
-    accumulators = facts.acc_registers(span_m * span_n // 32)
+    sums = span_m * span_n // 32
+    accumulators = facts.acc_registers(sums)
     fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 2)  # of A and B, double-buffered
     registers = min(255, 65_536 // threads)
     if accumulators + fragments + SM80_OTHER_REGISTERS > registers:
@@ -192,14 +193,15 @@ def sm80(facts: GemmFacts) -> str:
     block, steps = facts.block, facts.k_blocks
     if (
         block
-        and accumulators > 64
+        and sums > 64
         and block.bm > cfg.tile_m
         and len(steps) > 2
         and sum(steps) % 2
-        and facts.ranks[1] > 2
+        and (facts.ranks[1] > 2 or facts.acc_dtype == "float16")
     ):
-        # compiled: 8 and 24 bytes of stack
-        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
+        # compiled: 8 and 24 bytes of stack; of sums in fp16 8, since the compiler takes all registers for operands
+        of = "a batch" if facts.acc_dtype == "float32" else "sums in float16"
+        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves no registers for {of}"
     pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
     store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n * (1 + facts.epilogue.stores_z)
     needed = max(facts.operand_bytes, store)

@@ -66,17 +66,18 @@ Step mma(Warp& w, const Ins& i, u32) {
     std::vector<std::string> part = split(i.name);
     Format fa = format_named(part[5]), fb = format_named(part[6]);
     int k = atoi(part[1].c_str() + part[1].find('k') + 1), bytes = format_bytes(fa);
-    int na = i.group[1], nb = i.group[2], first_b = 4 + na;
-    if (part[4] != part[7] || na * 8 != k * bytes || nb * 2 != na) fail(i.name, " is not emulated");
+    int nd = i.group[0], na = i.group[1], nb = i.group[2], first_b = nd + na;
+    bool half = fp16_sums(i, part[4], fa, fb);
+    if (part[4] != part[7] || nd != (half ? 2 : 4) || na * 8 != k * bytes || nb * 2 != na) fail(i.name, " is not emulated");
     float a[16][32], b[32 * 8];
-    a_from_registers(w, i, 4, na, fa, a);
+    a_from_registers(w, i, nd, na, fa, a);
     for (int r = 0; r < nb; r++)
         for (int t = 0; t < LANES; t++) {
             u32 word = src<u32>(w, i, first_b + r)[t];
             for (int e = 0; e < 4 / bytes; e++)
                 b[((4 * (t % 4) + 16 * r) / bytes + e) * 8 + t / 4] = decode(fb, (u8*)&word + e * bytes);
         }
-    multiply(w, i, 0, first_b + nb, 8, k, a, b, true, fp16_sums(i, part[4], fa, fb));
+    multiply(w, i, 0, first_b + nb, 8, k, a, b, true, half);
     return DONE;
 }
 
