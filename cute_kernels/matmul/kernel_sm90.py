@@ -42,7 +42,7 @@ from .config import GemmFacts
 from .epilogue import EpilogueArgs
 from .mainloop_sm90 import MainloopSm90
 from .split_k_sm90 import SplitKSm90
-from .store_sm90 import StoreSm90, values_of
+from .store_sm90 import StoreSm90, in_fp32
 
 
 class GemmSm90:
@@ -309,7 +309,7 @@ class GemmSm90:
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
                 sums = acc
                 if const_expr(self.exchange is not None):
-                    sums = self.widened(acc)
+                    sums = in_fp32(acc, 0, cute.size(acc))[0]
                     self.exchange.reduce(sums, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
                     phase = phase ^ 1
                 self.store.store(
@@ -400,14 +400,6 @@ class GemmSm90:
             return (k_tiles.out(n),)
         first = warpgroup % self.warpgroups // self.cfg.warps_m * boxes
         return tuple(k_tiles.out(first + box) for box in range(boxes))
-
-    def widened(self, acc: cute.Tensor) -> cute.Tensor:
-        """acc in fp32, as the CTAs of a split add up their sums."""
-        if self.acc_dtype is Float32:
-            return acc
-        wide = cute.make_rmem_tensor(acc.layout, Float32)
-        values_of(acc, 0, wide)
-        return wide
 
     def share(self, k_tiles, rank_k: Int32):
         """This CTA's part of a work tile's K-tiles."""

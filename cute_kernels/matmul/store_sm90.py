@@ -33,21 +33,20 @@ SLAB_M = 64  # rows of one WGMMA
 PIECE = 32  # accumulators that an epilogue works on at a time
 
 
-def values_of(acc: cute.Tensor, first: int, rD: cute.Tensor) -> None:
-    """rD = as many accumulators, from number `first` on, in fp32.
+def in_fp32(acc: cute.Tensor, first: int, count: int) -> tuple[cute.Tensor, int]:
+    """(tensor, where they begin) of `count` accumulators from number `first` on, in fp32.
 
-    Those of fp16 are read as words of two: read one by one, the compiler keeps each in a register of its own while they
-    are added up, and serialises the WGMMAs.
+    Those in fp16 are read as words of two: read one by one, the compiler keeps each in a register of its own while
+    products are added up, and serialises the WGMMAs of 192 columns.
     """
-    count = cute.size(rD)
     if acc.element_type is Float32:
-        for v in range(count):
-            rD[v] = acc[first + v]
-        return
+        return acc, first
     words = cute.make_rmem_tensor(count // 2, Int32)
     for v in range(count // 2):
         words[v] = cute.recast_tensor(acc, Int32)[first // 2 + v]
-    rD.store(cute.recast_tensor(words, acc.element_type).load().to(Float32))
+    wide = cute.make_rmem_tensor(count, Float32)
+    wide.store(cute.recast_tensor(words, acc.element_type).load().to(Float32))
+    return wide, 0
 
 
 class StoreSm90:
@@ -161,8 +160,9 @@ class StoreSm90:
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_volatile(anchor) if const_expr(self.anchored) else None
-                values_of(acc, at + first, rD)
+                sums, begin = in_fp32(acc, at + first, piece)
                 for v in range_constexpr(piece):
+                    rD[v] = sums[begin + v]
                     if const_expr(self.anchored and not self.by_bias):
                         rD[v] = rD[v] * one
                 self.multiply(rD, rows, columns, first)
