@@ -12,6 +12,7 @@ class ArchSpec:
     `smem` is the shared memory one block may ask for (bytes), `path` the family of kernels that runs there by
     default, `target` the compiler's name, `tensor_core` the SASS instruction that kernels of that family contain.
     `float8` is the path whose instruction multiplies 8-bit floats: Ampere has none, Hopper's WGMMA alone does.
+    `fp16_sums_rate` is how many times as fast tensor cores multiply fp16 numbers where their sums are fp16, too.
     """
 
     name: str
@@ -21,14 +22,15 @@ class ArchSpec:
     path: str
     tensor_core: str
     float8: str = ""
+    fp16_sums_rate: float = 1.0
 
 
 ARCHS = {
     spec.name: spec
     for spec in (
         ArchSpec("sm_80", "sm_80", (8, 0), 166_912, "sm_80", "HMMA"),
-        ArchSpec("sm_86", "sm_86", (8, 6), 101_376, "sm_80", "HMMA"),
-        ArchSpec("sm_89", "sm_89", (8, 9), 101_376, "sm_80", "HMMA", "sm_80"),
+        ArchSpec("sm_86", "sm_86", (8, 6), 101_376, "sm_80", "HMMA", fp16_sums_rate=2.0),
+        ArchSpec("sm_89", "sm_89", (8, 9), 101_376, "sm_80", "HMMA", "sm_80", 2.0),
         ArchSpec("sm_90", "sm_90a", (9, 0), 232_448, "sm_90", "HGMMA", "sm_90"),
     )
 }

@@ -19,17 +19,39 @@ def check_operands(op: str, *, kernel: bool = True, also: tuple = (), **tensors)
     also: other types that the op takes.
     """
     (first_name, first), *rest = tensors.items()
-    if first.dtype not in (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also):
-        known = " and ".join(map(str, OPERANDS))
-        more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
-        on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
-        raise TypeError(
-            f"{op}: {first_name} is {first.dtype}; the kernels multiply {known} (cast with .to()){more}{on_cpu}"
-        )
+    taken = (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in taken:
+            known = " and ".join(map(str, OPERANDS))
+            more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
+            on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
+            known += f" ({in_place_of(tensor.dtype)}){more}{on_cpu}"
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; the kernels multiply {known}")
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
-            raise TypeError(f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; cast one of them")
+            how = one_dtype((name, tensor.dtype), (first_name, first.dtype))
+            raise TypeError(f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; {how}")
     check_device(op, first.device, **tensors)
+
+
+def in_place_of(dtype: torch.dtype) -> str:
+    """What works in the place of operands that no kernel multiplies."""
+    if dtype.is_complex:
+        return "multiply real and imaginary parts apart, cast with .to()"
+    wide = dtype in (torch.float32, torch.float64)
+    return "cast with .to(), or use torch.matmul" if wide else "cast with .to()"
+
+
+def one_dtype(operand: tuple[str, torch.dtype], other: tuple[str, torch.dtype]) -> str:
+    """How two operands, (name, dtype), come to have one dtype."""
+    narrow = [given for given in (operand, other) if given[1] in FLOAT8]
+    if len(narrow) == 2:
+        return "cast both to torch.bfloat16, or quantize both to one of these"
+    if narrow:
+        ((small, _),) = narrow
+        wide, to = other if operand in narrow else operand
+        return f"cast one of them: {small}.to({to}), times its scale, or quantize {wide} (see cute_kernels.quantize)"
+    return f"cast one of them: {operand[0]}.to({other[1]})"
 
 
 def check_device(op: str, device, **tensors) -> None:

@@ -14,7 +14,14 @@ from .dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
 from .matmul.choose import choose
 from .matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
 from .matmul.problem import Extents, Problem
-from .matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
+from .matmul.terms import (
+    Terms,
+    bias_kind,
+    check_accumulation_dtype,
+    check_fast_accumulation,
+    epilogue_program,
+    scale_kind,
+)
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
@@ -25,7 +32,7 @@ _PLANS = PlanCache()
 
 def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False, scale_a=None, scale_b=None,
-    fast_accumulation=False,
+    fast_accumulation=False, accumulation_dtype=None,
 ):  # fmt: skip
     """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -43,18 +50,22 @@ def gemm(
         terms = (
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
             out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
-            type(fast_accumulation),
+            type(fast_accumulation), accumulation_dtype,
         )  # fmt: skip
     except AttributeError:
         terms = None  # whatever it is, the plan's checks will name it
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         given = Terms(
-            bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation
-        )
+            bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation,
+            accumulation_dtype,
+        )  # fmt: skip
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if plan.function is None:
-        given = Terms(bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b)
+        given = Terms(
+            bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b,
+            accumulation_dtype=accumulation_dtype,
+        )  # fmt: skip
         return without_kernel(plan, a, b, given, out)
     if out is None:
         out = plan.new_out()
@@ -102,6 +113,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
         raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
     scales = scale_kind("gemm", "scale_a", terms.scale_a, a), scale_kind("gemm", "scale_b", terms.scale_b, b)
     check_fast_accumulation("gemm", terms.fast_accumulation, a.dtype, scales)
+    check_accumulation_dtype("gemm", terms.accumulation_dtype, a.dtype)
     wide = default_out_dtype(a.dtype)
     out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide)
     shape = (*batch, M, N)
@@ -167,6 +179,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         (va.dim(), vb.dim(), vd.dim()),
         spec,
         fast_accumulation=terms.fast_accumulation,
+        acc_dtype=terms.acc_dtype,
     )
     arch, sms, card = device_arch(a.get_device())
     plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)

@@ -72,14 +72,15 @@ def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 class Gemm(torch.autograd.Function):
-    """gemm, differentiable once in a, b, bias and residual."""
+    """gemm, differentiable once in a, b, bias and residual. Backward's products have fp32 sums, whatever forward's."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue):
+    def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype):
         epilogue = None if epilogue is None else epilogue_program("gemm", epilogue)  # as it is now
 
         def run(with_z):
-            return eager.gemm(a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue, with_z)
+            terms = bias, activation, residual, alpha, beta, None, out_dtype, epilogue
+            return eager.gemm(a, b, *terms, with_z, accumulation_dtype=accumulation_dtype)
 
         y, saved = with_saved(run, activation, epilogue)
         ctx.save_for_backward(a, b, bias, residual, saved)
@@ -100,7 +101,7 @@ def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 def gemm_backward(
     product: Callable, gradient: Callable, saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor
 ) -> tuple:
-    """The gradients of all nine inputs of Gemm. product(a, b, alpha) is alpha * a @ b, gradient epilogue_gradient, or
+    """The gradients of all ten inputs of Gemm. product(a, b, alpha) is alpha * a @ b, gradient epilogue_gradient, or
     both the ops of them."""
     (a, b, bias, _, kept), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
     sums = needs_bias and of_columns(bias)
@@ -112,4 +113,4 @@ def gemm_backward(
     if needs_bias:
         dbias = total.view_as(bias).to(bias.dtype) if sums else sum_to(dz, bias)
     dresidual = dz * beta if needs_residual else None
-    return da, db, dbias, None, dresidual, None, None, None, None
+    return da, db, dbias, None, dresidual, *(None,) * 5

@@ -29,6 +29,7 @@ def gemm(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     fast_accumulation: bool = False,
+    accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
 
@@ -56,13 +57,17 @@ def gemm(
             of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize.
         fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
             mantissas. By default sums of at most 128 products are added up in fp32. Not with scales of blocks.
+        accumulation_dtype: of float16 operands alone: torch.float16 keeps the sums of products in fp16, which GeForce
+            cards (sm_86, sm_89) add up at twice the rate. Each addition rounds to 11 bits, and a sum beyond 65504 is
+            infinite. All that the sum then goes through is in fp32. None or torch.float32: fp32 sums.
 
     Returns:
         (..., M, N), `out` if it was given.
 
     CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
-    run a plain torch reference in fp32, of float64 in float64. Results are the same bits on every run.
+    run a plain torch reference in fp32, of float64 in float64; sums in fp16 are fp32 ones there, rounded once. Results
+    are the same bits on every run. Gradients are products with fp32 sums.
 
     A float8 operand that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied
     first, and so are both where K is no multiple of 16.
@@ -74,12 +79,13 @@ def gemm(
     """
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
-        return sparse24.gemm(a, b, *terms, scale_a, scale_b, fast_accumulation)
+        return sparse24.gemm(a, b, *terms, scale_a, scale_b, fast_accumulation, accumulation_dtype)
     run = eager.gemm
     if torch.compiler.is_compiling():
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
     elif out is None and watched(a, b, bias, residual) and not scaled(a, scale_a, scale_b, fast_accumulation):
         from .gradients import Gemm
 
-        return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue)
-    return run(a, b, *terms, scale_a=scale_a, scale_b=scale_b, fast_accumulation=fast_accumulation)
+        return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype)
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    return run(a, b, *terms, scale_a=scale_a, scale_b=scale_b, **more)

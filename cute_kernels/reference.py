@@ -65,8 +65,13 @@ def gate(z, activation):
 
 
 def finish(acc, terms, out, out_dtype):
-    """The epilogue of an accumulator, rounded once; into `out`, or contiguous. (y, z) if the terms are with z."""
+    """The epilogue of an accumulator, rounded once; into `out`, or contiguous. (y, z) if the terms are with z.
+
+    Sums in fp16 are fp32 ones, rounded once: kernels round each addition.
+    """
     t = terms
+    if t.accumulation_dtype == torch.float16:
+        acc = acc.half().float()
     if t.gated:
         result = gate(acc, t.activation)
         return result.to(out_dtype).contiguous() if out is None else out.copy_(result)

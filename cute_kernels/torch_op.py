@@ -124,7 +124,7 @@ def _fake(a, b, *, out_dtype, **terms):
 
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, float alpha=1.0, float beta=1.0, "
-    "ScalarType? out_dtype=None, str? epilogue=None"
+    "ScalarType? out_dtype=None, str? epilogue=None, ScalarType? accumulation_dtype=None"
 )
 
 
@@ -135,18 +135,18 @@ def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | N
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, bias, activation, residual, alpha, beta, _, epilogue = inputs
+    a, b, bias, activation, residual, alpha, beta, _, epilogue, accumulation_dtype = inputs
     ctx.save_for_backward(a, b, bias, residual, result_to_save(output, activation, epilogue))
-    ctx.terms = activation, alpha, beta, epilogue
+    ctx.terms, ctx.accumulation_dtype = (activation, alpha, beta, epilogue), accumulation_dtype
 
 
 def _backward(ctx, dy, *_):
     activation, alpha, beta, epilogue = ctx.terms
     given, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # without the last that are their defaults
-    needed = (*ctx.needs_input_grad, *(False,) * (9 - given))
+    needed = (*ctx.needs_input_grad, *(False,) * (10 - given))
     a, b, bias, residual, kept = ctx.saved_tensors
     if kept is None and saved_of(activation, epilogue):
-        kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype)
+        kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None, ctx.accumulation_dtype)
 
     def product(a, b, alpha):
         return gemm(a, b, None, None, None, alpha)
@@ -205,10 +205,11 @@ library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS
 
 def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False,
+    fast_accumulation=False, accumulation_dtype=None,
 ):  # fmt: skip
     """gemm inside a torch.compile trace."""
-    terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named_function(epilogue)
+    named = named_function(epilogue)
+    terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype
     if scaled(a, scale_a, scale_b, fast_accumulation):
         check_no_grad("gemm of float8", a, b, bias, residual, scale_a, scale_b)
         terms = scale_a, scale_b, fast_accumulation, *terms

@@ -102,8 +102,9 @@ def problem_class(problem: Problem, path: str) -> str:
     with its block shape; M x N x K, each rounded to an eighth of an octave; the batch, if there is one, and how one of
     sparse operands is stored and grouped; the kept density of a sparse operand, rounded to a quarter of an octave, and
     whether its rows are known to share columns more than random ones; the contiguous modes of A, B and D; the operands'
-    type and the bytes of an output element; whether the epilogue is light (EpilogueSpec.is_light) or loaded; and how
-    the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80 how many elements one copy of each holds.
+    type and the bytes of an output element, and of a sum that is not of 4; whether the epilogue is light
+    (EpilogueSpec.is_light) or loaded; and how the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80
+    how many elements one copy of each holds.
     """
     e, out_bytes = problem.extents, 4 if problem.out_dtype == "float32" else 2
     words = ["gemm 2:4" if problem.structured else "gemm"]
@@ -120,6 +121,7 @@ def problem_class(problem: Problem, path: str) -> str:
         if problem.stats.listed is not None and problem.stats.listed < 0.8 * random:
             words.append("shared columns")
     words += [",".join(problem.majors), problem.dtype, f"out {out_bytes}B"]
+    words += ["sums 2B"] if problem.acc_dtype == "float16" else []
     words.append("light" if problem.epilogue.is_light else "loaded")
     if path == "sm_90":
         tma = problem.majors[2] != "any" and problem.layouts[2].vector * out_bytes % 16 == 0

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec
-from cute_kernels.matmul.candidates import paired_sm90, sm80, sm90, split_sm90, tile_k_of
+from cute_kernels.matmul.candidates import fp16_sums_sm90, paired_sm90, sm80, sm90, split_sm90, tile_k_of
 from cute_kernels.matmul.config import BlockFacts, GemmConfig
 from cute_kernels.tile.element import Element
 
@@ -77,6 +77,7 @@ def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmC
         sm90(128, 64, k, 2, 1, ring=1, **of),
         *narrow,
         *shared_high,
+        *(fp16_sums_sm90(k, pair, **of) if element.width == 2 else []),
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
-from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
+from cute_kernels.matmul.catalogue import COL, FP16_SUMS, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.tile.element import BITS_16, element_of
 
@@ -170,6 +170,25 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         terms = usual | {"majors": ("k", "k", "n"), "scaled": True, "epilogue": replace(COL, scale_n="column")}
         found += buildable(family, (bsr(spec, spec.path, config, block, **terms) for config in configs))[:1]
     return buildable(family, found) + grouped_float8(family, spec)
+
+
+def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """With sums in fp16: the configurations that have no others, and the main one of some blocks."""
+    spec = arch_named(arch)
+    if quick:
+        return []
+    found = []
+    for config in family.candidates(spec.path, BlockFacts(128, 128, "int32"), spec):
+        if family.unsupported(linear(spec, spec.path, config, (128, 128))):
+            found += [
+                linear(spec, spec.path, config, (128, 128), **FP16_SUMS, epilogue=e) for e in (EpilogueSpec(), LINEAR)
+            ]
+    for block in ((128, 128), (64, 64), (512, 112), (32, 32)):
+        found += main(family, bsr, spec, spec.path, block, **FP16_SUMS)
+    changes = ({"epilogue": LINEAR, "ordered": True}, {"epilogue": kept("row")})
+    for change in (*changes, {"batch": "patterns", "ranks": (3, 2, 2), "run": 128}):
+        found += main(family, linear, spec, spec.path, (128, 128), **FP16_SUMS | change)
+    return buildable(family, found)
 
 
 def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.checks import in_place_of
 from cute_kernels.dtypes import FLOAT8
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,7 +78,10 @@ def check_dtypes(
         raise TypeError(f"values cannot be {value_dtype} on {device}, only on the CPU; use one of {known}")
     if value_dtype not in (*VALUE_DTYPES, torch.float64, *(FLOAT8 if float8 else ())):
         known = ", ".join(map(str, (*VALUE_DTYPES, *(FLOAT8 if float8 else ()))))
-        raise TypeError(f"values cannot be {value_dtype}; use one of {known}")
+        raise TypeError(
+            f"values cannot be {value_dtype}; use one of {known}, on the CPU also torch.float64 "
+            f"({in_place_of(value_dtype)})"
+        )
     if index_dtype not in INDEX_DTYPES:
         raise TypeError(f"indices cannot be {index_dtype}; use one of {', '.join(map(str, INDEX_DTYPES))}")
 

@@ -19,7 +19,14 @@ from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
 from cute_kernels.matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
 from cute_kernels.matmul.problem import Extents, Problem
-from cute_kernels.matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
+from cute_kernels.matmul.terms import (
+    Terms,
+    bias_kind,
+    check_accumulation_dtype,
+    check_fast_accumulation,
+    epilogue_program,
+    scale_kind,
+)
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -64,7 +71,7 @@ def groups_of(op, x, groups, offsets, group_rows):
 
 def call(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
-    fast_accumulation=False,
+    fast_accumulation=False, accumulation_dtype=None,
 ):  # fmt: skip
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -89,6 +96,7 @@ def call(
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
             groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
+            accumulation_dtype,
         )  # fmt: skip
     except AttributeError:
         terms = None
@@ -96,13 +104,13 @@ def call(
     if plan is None:
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
-            fast_accumulation=fast_accumulation,
+            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype,
         )  # fmt: skip
         plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups))
     if plan.function is None:
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
-            fast_accumulation=fast_accumulation,
+            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype,
         )  # fmt: skip
         return _without_kernel(plan, W, b, given, out, groups)
     if out is None:
@@ -316,6 +324,7 @@ def _epilogue(op, W, b, terms: Terms):
 def _scale_kinds(op, W, b, terms: Terms) -> tuple:
     """EpilogueSpec's (scale_m, scale_n): of W, but for scales of its blocks, and of b's columns or x's rows."""
     check_fast_accumulation(op, terms.fast_accumulation, W.dtype)
+    check_accumulation_dtype(op, terms.accumulation_dtype, W.dtype)
     linear = op != "bsr_matmul"
     kind = scale_kind(op, "scale_x" if linear else "scale_b", terms.scale_b, torch.atleast_2d(b))
     if W.scaled_per == "block" and terms.fast_accumulation:
@@ -384,7 +393,8 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         W.density,
         W.stats,
         terms.fast_accumulation,
-        W.structured,
+        structured=W.structured,
+        acc_dtype=terms.acc_dtype,
     )
     if spec.scales_operands or problem.block.scaled:
         plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)
@@ -448,18 +458,22 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
 
 
 def plan_bsr_matmul(
-    W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, scale_b=None, fast_accumulation=False
-) -> Plan:
+    W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, scale_b=None, fast_accumulation=False,
+    accumulation_dtype=None,
+) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_matmul."""
     more = {"epilogue": epilogue, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
+    more["accumulation_dtype"] = accumulation_dtype
     return _explained("bsr_matmul", W, b, Terms(bias, activation, residual, **more), out)
 
 
 def plan_bsr_linear(
-    x, W, bias=None, activation=None, out=None, *, epilogue=None, scale_x=None, fast_accumulation=False
-) -> Plan:
+    x, W, bias=None, activation=None, out=None, *, epilogue=None, scale_x=None, fast_accumulation=False,
+    accumulation_dtype=None,
+) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_linear."""
     more = {"epilogue": epilogue, "scale_b": scale_x, "fast_accumulation": fast_accumulation}
+    more["accumulation_dtype"] = accumulation_dtype
     return _explained("bsr_linear", W, x, Terms(bias, activation, **more), out)
 
 
@@ -470,10 +484,11 @@ def plan_bsr_gated_linear(x, W, activation="silu", out=None) -> Plan:
 
 def plan_bsr_grouped_linear(
     x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None,
-    scale_x=None, fast_accumulation=False,
+    scale_x=None, fast_accumulation=False, accumulation_dtype=None,
 ) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     groups = groups_of(op, x, groups, offsets, group_rows)
     more = {"epilogue": epilogue, "scale_b": scale_x, "fast_accumulation": fast_accumulation}
+    more["accumulation_dtype"] = accumulation_dtype
     return _explained(op, W, x, Terms(bias, activation, **more), out, groups)

@@ -29,15 +29,16 @@ class Bsr(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, stored, b, bias, residual, groups):
-        op, W, activation, epilogue = call
+        op, W, activation, epilogue, sums = call
         epilogue = None if epilogue is None else epilogue_program(op, epilogue)  # as it is now
 
         if activation is None and epilogue is None:
-            y, saved = eager.call(op, W, b, bias, None, residual, None, None, groups), None
+            y, saved = eager.call(op, W, b, bias, None, residual, None, None, groups, accumulation_dtype=sums), None
         else:
 
             def run(with_z):
-                return eager.call(op, W, b, bias, activation, residual, None, epilogue, groups, with_z)
+                terms = bias, activation, residual, None, epilogue, groups
+                return eager.call(op, W, b, *terms, with_z, accumulation_dtype=sums)
 
             y, saved = with_saved(run, activation, epilogue)
         ctx.save_for_backward(stored, b, bias, residual, groups, saved)
@@ -64,9 +65,11 @@ class Bsr(torch.autograd.Function):
 _apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without torch.func's part, some 3 us a call
 
 
-def differentiable(op, W, b, bias, activation, residual, out, epilogue, groups=None) -> Tensor:
+def differentiable(
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None
+) -> Tensor:
     """An op without out, of arguments that autograd watches and no transform of torch.func."""
-    return _apply((op, W, activation, epilogue), W.stored, b, bias, residual, groups)
+    return _apply((op, W, activation, epilogue, accumulation_dtype), W.stored, b, bias, residual, groups)
 
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:

@@ -34,6 +34,7 @@ def bsr_matmul(
     epilogue: Epilogue | None = None,
     scale_b: Tensor | None = None,
     fast_accumulation: bool = False,
+    accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
@@ -53,6 +54,8 @@ def bsr_matmul(
             a matrix also (N,), one for each column.
         fast_accumulation: of float8 operands alone, see cute_kernels.gemm. Not for a W with a scale for each block:
             those multiply the sums when they are promoted to fp32.
+        accumulation_dtype: of float16 operands alone, see cute_kernels.gemm. Kernels for special shapes (few columns,
+            small blocks, pairs of rows) add up in fp32 all the same; `explain` says which.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
@@ -67,7 +70,8 @@ def bsr_matmul(
     There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does.
     """
     terms = bias, activation, residual, out, epilogue
-    return called("bsr_matmul", W, b, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    return called("bsr_matmul", W, b, *terms, scale_b=scale_b, **more)
 
 
 def bsr_linear(
@@ -80,6 +84,7 @@ def bsr_linear(
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
     fast_accumulation: bool = False,
+    accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
@@ -87,7 +92,7 @@ def bsr_linear(
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, fast_accumulation: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation, accumulation_dtype: see bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
 
@@ -97,7 +102,8 @@ def bsr_linear(
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
     terms = bias, activation, None, out, epilogue
-    return called("bsr_linear", W, x, *terms, scale_b=scale_x, fast_accumulation=fast_accumulation)
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    return called("bsr_linear", W, x, *terms, scale_b=scale_x, **more)
 
 
 def bsr_gated_linear(
@@ -152,6 +158,7 @@ def bsr_grouped_linear(
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
     fast_accumulation: bool = False,
+    accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
 
@@ -163,7 +170,7 @@ def bsr_grouped_linear(
         W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
         groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
         bias: (E, M), or (M,) for all items.
-        activation, out, epilogue, fast_accumulation: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation, accumulation_dtype: see bsr_matmul.
         offsets: in place of groups, (E,) int32 on x's device: where each expert's tokens end, ascending, each a
             multiple of group_rows, as torch._grouped_mm takes them. Two small kernels make groups of it.
         group_rows: tokens in a run, a multiple of 64; needed with offsets, else T / len(groups). With 256, tiles
@@ -187,7 +194,8 @@ def bsr_grouped_linear(
     op = "bsr_grouped_linear"
     groups = eager.groups_of(op, x, groups, offsets, group_rows)
     terms = bias, activation, None, out, epilogue, groups
-    return called(op, W, x, *terms, scale_b=scale_x, fast_accumulation=fast_accumulation)
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    return called(op, W, x, *terms, scale_b=scale_x, **more)
 
 
 def sddmm(
@@ -227,12 +235,19 @@ def sddmm(
     return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype, groups)
 
 
-def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False) -> Tensor:
+def called(
+    op: str,
+    *terms,
+    scale_b: Tensor | None = None,
+    fast_accumulation: bool = False,
+    accumulation_dtype: torch.dtype | None = None,
+) -> Tensor:
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
     if isinstance(terms[0], Bsr24):
-        return structured(op, terms, scale_b, fast_accumulation)
+        return structured(op, terms, scale_b, fast_accumulation, accumulation_dtype)
     if scaled(terms[1], None, scale_b, fast_accumulation):
-        return without_gradient(op, terms, scale_b, fast_accumulation)
+        more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+        return without_gradient(op, terms, scale_b=scale_b, **more)
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
@@ -242,10 +257,10 @@ def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bo
         W, b, bias, _, residual, out, *_ = terms
         if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
             run = differentiable
-    return run(op, *terms)
+    return run(op, *terms, accumulation_dtype=accumulation_dtype)
 
 
-def structured(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
+def structured(op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype) -> Tensor:
     """The same of a W with 2:4 sparse blocks, which neither torch.compile nor torch.func takes; eager.call refuses
     gradients."""
     if torch.compiler.is_compiling():
@@ -254,18 +269,20 @@ def structured(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
         raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
     if scale_b is not None or fast_accumulation is not False:
         raise ValueError(f"{op}: scales and fast_accumulation belong to float8 operands, which no Bsr24 has")
+    if accumulation_dtype is not None:
+        raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
     return eager.call(op, *terms)
 
 
-def without_gradient(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
+def without_gradient(op: str, terms: tuple, **more) -> Tensor:
     """The same of a product of 8-bit floats; which calls it refuses, eager.call says."""
     if torch.compiler.is_compiling():
         from .torch_op import traced_scaled_bsr
 
-        return traced_scaled_bsr(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+        return traced_scaled_bsr(op, *terms, **more)
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} of float8 does not compute gradients: call it outside of torch.func's transforms")
-    return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+    return eager.call(op, *terms, **more)
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)

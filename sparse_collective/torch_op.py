@@ -19,10 +19,10 @@ MATRIX = "bool transposed, Tensor crow_indices, Tensor col_indices, Tensor value
 INPUTS = f"str op, {MATRIX}, Tensor b"
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, str? epilogue=None, "
-    "Tensor? groups=None"
+    "Tensor? groups=None, ScalarType? accumulation_dtype=None"
 )
 MATRIX_ARGUMENTS = 6
-GRADIENTS = (None,) * 14  # of all inputs and terms
+GRADIENTS = (None,) * 15  # of all inputs and terms
 
 
 def _run(op, *inputs, out, out_dtype, epilogue, with_z=False, **terms):
@@ -43,15 +43,16 @@ def _fake(op, *inputs, out_dtype, **terms):
 
 def _setup_context(ctx, inputs, output):
     op, *inputs = inputs
-    matrix, (b, bias, activation, residual, _, epilogue, groups) = inputs[:MATRIX_ARGUMENTS], inputs[MATRIX_ARGUMENTS:]
+    matrix, inputs = inputs[:MATRIX_ARGUMENTS], inputs[MATRIX_ARGUMENTS:]
+    b, bias, activation, residual, _, epilogue, groups, accumulation_dtype = inputs
     transposed, crow, col, values, columns, check = matrix
     saved = result_to_save(output, activation, epilogue)
     ctx.save_for_backward(crow, col, values, b, bias, residual, groups, saved)
-    ctx.call = op, transposed, columns, check, activation, epilogue
+    ctx.call = op, transposed, columns, check, activation, epilogue, accumulation_dtype
 
 
 def _backward(ctx, dy, *_):
-    op, transposed, columns, check, activation, epilogue = ctx.call
+    op, transposed, columns, check, activation, epilogue, accumulation_dtype = ctx.call
     if op == GATED:
         raise RuntimeError(f"{op} as an op has no gradient; the function of this name goes through bsr_linear for one")
     crow, col, values, b, bias, residual, groups, kept = ctx.saved_tensors
@@ -60,7 +61,7 @@ def _backward(ctx, dy, *_):
     needs_values, needs_b, needs_bias, needs_residual = needed[4], needed[7], needed[8], needed[10]
     inputs = op, transposed, crow, col, values, columns, check, b
     if kept is None and saved_of(activation, epilogue):
-        kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups)
+        kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups, accumulation_dtype)
     sums = needs_bias and of_columns(bias)
     dz, total = through_epilogue(dy, activation, epilogue, kept, sums, epilogue_gradient)
     gradients = list(GRADIENTS)
@@ -147,29 +148,29 @@ def _shape(op: str, *inputs) -> tuple:
     return (*b.shape[:-1], rows)
 
 
-def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None):
+def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None):
     """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
     any other is checked in each call, with a synchronisation.
     """
-    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups)
+    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
     if out is None and wants_z(activation, epilogue, inputs[4], b, bias, residual):
         return torch.ops.sparse_collective.bsr_and_z(*inputs, *terms)[0]
     return library.call(NAME, inputs, out, terms)
 
 
 def traced_scaled_bsr(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation, accumulation_dtype
 ):  # fmt: skip
     """A product of 8-bit floats inside a torch.compile trace; see traced_bsr."""
-    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups)
+    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
     scales = W.stored_scales
     check_no_grad(f"{op} of float8", inputs[4], scales, b, bias, residual, scale_b)
     return library.call(SCALED, inputs, out, (scales, scale_b, fast_accumulation, *terms))
 
 
-def flat(op, W, b, bias, activation, residual, epilogue, groups) -> tuple[tuple, tuple]:
+def flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype) -> tuple[tuple, tuple]:
     """(inputs, terms) of the registered op."""
     if not isinstance(W, BsrMatrix):
         raise TypeError(
@@ -177,4 +178,5 @@ def flat(op, W, b, bias, activation, residual, epilogue, groups) -> tuple[tuple,
         )
     base = W if W.base is None else W.base
     matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
-    return (op, W.base is not None, *matrix, b), (bias, activation, residual, None, named_function(epilogue), groups)
+    terms = bias, activation, residual, None, named_function(epilogue), groups, accumulation_dtype
+    return (op, W.base is not None, *matrix, b), terms

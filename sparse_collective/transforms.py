@@ -48,10 +48,10 @@ class Backward(torch.autograd.Function):
         raise RuntimeError("the block-sparse ops are differentiable once; this is a derivative of their gradients")
 
 
-def transformed_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None):
+def transformed_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None):
     """bsr_matmul, bsr_linear or bsr_grouped_linear while a transform of torch.func is active."""
     if out is not None:
         raise RuntimeError(f"{op}: under a transform of torch.func it has no out=; leave it out")
     with torch._C._DisableFuncTorch():  # an epilogue function is traced with tensors of its own
-        inputs, terms = torch_op.flat(op, W, b, bias, activation, residual, epilogue, groups)
+        inputs, terms = torch_op.flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
     return Transformed.apply(*inputs, *terms)

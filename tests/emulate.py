@@ -79,6 +79,7 @@ class Emulated:
         self.insist("d", d, 2)
         self.insist_on_whole_granules(d)
         spec = self.facts.epilogue
+        acc = acc.half().float() if self.facts.acc_dtype == "float16" else acc
         if spec.gated:
             assert acc.shape[:-1] == d.shape[:-1] and acc.shape[-1] == 2 * d.shape[-1]
             d.copy_(reference.gate(acc, spec.activation))

@@ -55,6 +55,7 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
         *shared_high,
         *shared_low,
         *([paired_sm90(k, *pair, **of) for pair in ((2, 1), (1, 2))] if element.width == 1 else []),
+        *(fp16_sums_sm90(k, (2, 1), **of) if element.width == 2 else []),
     ]
 
 
@@ -62,6 +63,13 @@ def paired_sm90(k: int, cluster_m: int, cluster_n: int, **of) -> GemmConfig:
     """For 8-bit floats, whose promoted sums leave registers for two products of 64x128 where tiles are 128x128. Two
     such tiles share an operand."""
     return sm90(128, 128, k, 2, 1, cluster_m, cluster_n, **of)
+
+
+def fp16_sums_sm90(k: int, pair: tuple[int, int], **of) -> list[GemmConfig]:
+    """With 256 sums a thread, for which it has registers where they are fp16: 128x256 of each ping-pong group, in a
+    cluster that shares an operand and alone."""
+    shape, more = (128, 256, k, 1, 1), {"consumer_groups": 2, "ring": 1}
+    return [sm90(*shape, *pair, **more, **of), sm90(*shape, **more, **of)]
 
 
 def split_sm90(k: int, spec: ArchSpec, element: Element) -> tuple[list[GemmConfig], list[GemmConfig]]:

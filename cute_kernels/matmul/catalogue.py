@@ -175,6 +175,37 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     return buildable(family, found)
 
 
+FP16_SUMS = {"dtype": "float16", "out_dtype": "float16", "acc_dtype": "float16"}
+
+
+def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """With sums in fp16: each configuration plain, those that have no others loaded, and the main one in variations."""
+    spec = arch_named(arch)
+    if quick:
+        return []
+    fp32, direct = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}
+    changes = [
+        {"epilogue": COL},
+        {"epilogue": full(), **fp32},
+        {"epilogue": kept("col")},
+        {"majors": ("m", "k", "m")},
+        {"epilogue": COL, **direct},
+        {"ranks": (3, 3, 3)},
+    ]
+    found = []
+    for config in family.candidates(spec.path, None, spec):
+        plain, usual = dense(spec, spec.path, config), dense(spec, spec.path, config, **FP16_SUMS)
+        majors = ("k", "k" if family.unsupported(usual) else "n", "n")
+        found.append(replace(usual, majors=majors))
+        if family.unsupported(replace(plain, majors=majors)):
+            found += [replace(usual, epilogue=epilogue) for epilogue in (COL, full(), kept("col"))]
+        elif config.split > 1:
+            found.append(replace(usual, epilogue=COL))
+    for change in changes:
+        found += first(family, dense, spec, spec.path, None, **FP16_SUMS | change)
+    return buildable(family, found)
+
+
 def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
     """None, a bias, and a bias with each activation."""
     with_bias = EpilogueSpec(bias=bias, bias_dtype=dtype)
@@ -224,6 +255,7 @@ def operands_text(facts: GemmFacts) -> str:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
     text += " scaled" if facts.block and facts.block.scaled else ""
     text += " fast" if facts.fast_accumulation else ""
+    text += f" sums {SHORT[facts.acc_dtype]}" if facts.acc_dtype != "float32" else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 
 

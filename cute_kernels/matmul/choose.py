@@ -1,11 +1,13 @@
 """Which kernel serves a product: of the candidates that can be built the one of least cost, or what was measured."""
 
+from dataclasses import replace
+
 from .. import tuned
 from ..arch import ArchSpec
 from ..operand import Layout
 from ..runtime.families import families, family_of
 from ..tile.element import element_of
-from .config import GemmFacts
+from .config import GemmConfig, GemmFacts
 from .cost import LAST_RESORT
 from .family import ProductFamily
 from .problem import Problem
@@ -20,6 +22,8 @@ def choose(
     a path that serves the problem, what was measured on `card` (see tuned) goes before the cost model; "" is no card.
     """
     notes = []
+    if problem.acc_dtype == "float16":
+        problem = replace(problem, mma_rate=spec.fp16_sums_rate)
     order = [forced] if forced else ["sm_90", "sm_80"] if spec.path == "sm_90" else ["sm_80"]
     for path in order:
         reasons, best = [], None
@@ -37,6 +41,8 @@ def choose(
                 notes.append(f"slow: only the {facts.family} kernels serve this call, which are not made for its shape")
             if problem.fast_accumulation and facts.converts:
                 notes.append("fast_accumulation changes nothing: this kernel adds up in fp32, of operands made fp16")
+            if problem.acc_dtype != facts.acc_dtype:
+                notes.append(f"accumulation_dtype changes nothing: the {facts.family} kernels add up in fp32")
             if facts.warp_specialised and not facts.tma_store:
                 notes.append(
                     "store: element by element, since D's address, strides or contiguous extent are not multiples of "
@@ -109,4 +115,5 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         block=problem.block,
         epilogue=problem.epilogue,
         fast_accumulation=problem.fast_accumulation and not config.converts,
+        acc_dtype=problem.acc_dtype if type(config) is GemmConfig else "float32",
     )

@@ -158,6 +158,7 @@ class GemmFacts:
     tensors a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and
     output. `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
     `fast_accumulation` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
+    `acc_dtype`: what tensor cores keep sums in; float16 takes half the registers, and has 11 bits.
     """
 
     arch: str  # the compiler's target
@@ -173,6 +174,7 @@ class GemmFacts:
     ordered: bool = False
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
     fast_accumulation: bool = False
+    acc_dtype: str = "float32"
 
     @property
     def family(self) -> str:
@@ -241,6 +243,10 @@ class GemmFacts:
     @property
     def out_bytes(self) -> int:
         return BYTES[self.out_dtype]
+
+    def acc_registers(self, accumulators: int) -> int:
+        """Of so many accumulators."""
+        return accumulators * BYTES[self.acc_dtype] // 4
 
     @property
     def operand_bytes(self) -> int:

@@ -32,7 +32,8 @@ def cost(cfg: GemmConfig, problem: Problem, sms: int, l2_bytes_per_clock: float 
     """Clocks the product takes under this configuration; `l2_bytes_per_clock`: what L2 feeds one SM, where measured."""
     width = k_width(cfg, problem.block)
     k_tiles = max(1.0, problem.density * problem.extents.K / width / cfg.split)
-    loop = k_tiles * max(k_tile_clocks(cfg, problem.width, l2_bytes_per_clock))
+    mma, load = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock)
+    loop = k_tiles * max(mma / problem.mma_rate, load)
     return persistent(cfg, problem, sms, row_tiles(cfg, problem.extents, problem.block), loop)
 
 

@@ -124,7 +124,8 @@ class Dense(ProductFamily):
                     yield catalogue.dense(spec, spec.path, config, **terms)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return catalogue.dense_kernels(self, arch, quick) + catalogue.float8_kernels(self, arch, quick)
+        made = catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels
+        return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:
         own = ("cute_kernels.matmul.promoted_sm90", "cute_kernels.matmul.block_scaled_sm90")

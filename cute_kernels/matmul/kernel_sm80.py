@@ -15,7 +15,7 @@ from collections.abc import Callable
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from ..dtypes import cutlass_dtype
 from ..scheduler import TileScheduler
@@ -36,6 +36,7 @@ class GemmSm80:
         self.facts, self.cfg = facts, cfg
         self.dtype = cutlass_dtype(facts.dtype)
         self.out_dtype = cutlass_dtype(facts.out_dtype)
+        self.acc_dtype = cutlass_dtype(facts.acc_dtype)
         self.threads = WARP * cfg.warps_m * cfg.warps_n
         vectors = [1 if major == "any" else align for major, align in zip(facts.majors, facts.aligns)]
         a_k, b_k = facts.majors[0] != "m", facts.majors[1] != "n"
@@ -92,7 +93,7 @@ class GemmSm80:
         k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
         main = self.mainloop
         # (MMA, MMA_M, MMA_N)
-        acc = cute.make_rmem_tensor((4, main.mmas_m, main.mmas_n), Float32)
+        acc = cute.make_rmem_tensor((4, main.mmas_m, main.mmas_n), self.acc_dtype)
         acc.fill(0.0)
         scaling = None
         if const_expr(self.facts.epilogue.scales_blocks):

@@ -42,7 +42,7 @@ from .config import GemmFacts
 from .epilogue import EpilogueArgs
 from .mainloop_sm90 import MainloopSm90
 from .split_k_sm90 import SplitKSm90
-from .store_sm90 import StoreSm90
+from .store_sm90 import StoreSm90, in_fp32
 
 
 class GemmSm90:
@@ -53,6 +53,7 @@ class GemmSm90:
         self.facts, self.cfg = facts, cfg
         self.dtype = cutlass_dtype(facts.dtype)
         self.out_dtype = cutlass_dtype(facts.out_dtype)
+        self.acc_dtype = cutlass_dtype(facts.acc_dtype)
         self.warpgroups = cfg.warps_m * cfg.warps_n  # of a consumer group
         self.consumers = self.warpgroups * cfg.consumer_groups
         self.threads = WARPGROUP * (1 + self.consumers)
@@ -134,7 +135,7 @@ class GemmSm90:
             self.dtype,
             major[self.facts.majors[0]],
             major[self.facts.majors[1]],
-            Float32,
+            self.acc_dtype,
             (warps_m, warps_n, 1),
             tiler_mn=(64, columns),
             a_source=sources.RMEM if a_in_registers else sources.SMEM,
@@ -273,7 +274,7 @@ class GemmSm90:
             thr_mma = tiled_mma.get_slice(groups(warpgroup % self.warpgroups))
             tCrA = self.mainloop.operand_a(tiled_mma, thr_mma, sA, (tidx - WARPGROUP) % (WARPGROUP * self.warpgroups))
             tCrB = self.mainloop.operand_b(tiled_mma, thr_mma, sB, warpgroup % self.warpgroups)
-            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
+            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((cfg.tile_m, cfg.tile_n)), self.acc_dtype)
             thr_mma_group = tiled_mma_group.get_slice(tidx % WARPGROUP)
             outs = [(tma_d, self.store.tiles(mD))]
             if const_expr(self.facts.epilogue.stores_z):
@@ -306,11 +307,13 @@ class GemmSm90:
                 )
                 if const_expr(cfg.consumer_groups > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
+                sums = acc
                 if const_expr(self.exchange is not None):
-                    self.exchange.reduce(acc, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
+                    sums = in_fp32(acc, 0, cute.size(acc))[0]
+                    self.exchange.reduce(sums, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
                     phase = phase ^ 1
                 self.store.store(
-                    acc, args, outs, sD, thr_mma_group, tiled_mma_group, extent,
+                    sums, args, outs, sD, thr_mma_group, tiled_mma_group, extent,
                     self.places(k_tiles, n * cfg.cluster_n + rank_n, warpgroup), (l, k_tiles.l), warpgroup,
                     storage.one.data_ptr(), rank_k,
                 )  # fmt: skip

@@ -13,6 +13,7 @@ SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 WITH_FLOAT8 = ("dense", "bsr", "skinny")  # families
+WITH_FP16_SUMS = ("dense", "bsr")  # families
 # Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
 PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 
@@ -29,7 +30,7 @@ def general(facts: GemmFacts) -> str:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
-    if reason := _float8(facts):
+    if reason := _float8(facts) or _fp16_sums(facts):
         return reason
     if reason := majors(facts):
         return reason
@@ -120,6 +121,19 @@ def _float8_blocks(facts: GemmFacts) -> str:
     return ""
 
 
+def _fp16_sums(facts: GemmFacts) -> str:
+    """What sums in fp16 ask."""
+    if facts.acc_dtype == "float32":
+        return ""
+    if facts.acc_dtype != "float16" or facts.dtype != "float16":
+        return f"sums in {facts.acc_dtype} of {facts.dtype}: tensor cores add up float16 operands alone in float16"
+    if facts.epilogue.gated:
+        return "sums in float16 of a gated product: it multiplies sums in float32"
+    if facts.family not in WITH_FP16_SUMS:
+        return f"sums in float16: kernels of {' and '.join(WITH_FP16_SUMS)} products have them"
+    return ""
+
+
 def majors(facts: GemmFacts) -> str:
     """Which contiguous modes tensor cores take."""
     if facts.element.transposes or facts.majors[0] != "m" and facts.majors[1] != "n":
@@ -170,22 +184,24 @@ def sm80(facts: GemmFacts) -> str:
     line = span_n if n_major else span_m
     if line > 32 * vector:
         return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
-    accumulators = span_m * span_n // 32
+    sums = span_m * span_n // 32
+    accumulators = facts.acc_registers(sums)
     fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 2)  # of A and B, double-buffered
     registers = min(255, 65_536 // threads)
     if accumulators + fragments + SM80_OTHER_REGISTERS > registers:
-        return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+        return f"{accumulators} registers of accumulators and {fragments} of operands a thread, of {registers}"
     block, steps = facts.block, facts.k_blocks
     if (
         block
-        and accumulators > 64
+        and sums > 64
         and block.bm > cfg.tile_m
         and len(steps) > 2
         and sum(steps) % 2
-        and facts.ranks[1] > 2
+        and (facts.ranks[1] > 2 or facts.acc_dtype == "float16")
     ):
-        # compiled: 8 and 24 bytes of stack
-        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves a batch no registers"
+        # compiled: 8 and 24 bytes of stack; of sums in fp16 8, since the compiler takes all registers for operands
+        of = "a batch" if facts.acc_dtype == "float32" else "sums in float16"
+        return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves no registers for {of}"
     pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
     store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n * (1 + facts.epilogue.stores_z)
     needed = max(facts.operand_bytes, store)
@@ -247,14 +263,19 @@ def _tile_sm90(facts: GemmFacts) -> str:
     if group_n % chunk:
         return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
     accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
-    if accumulators > 192:
-        return f"{accumulators} accumulators a thread; 192 fit into its 240 registers"
+    registers = facts.acc_registers(accumulators)
+    if registers > 192:
+        return f"{registers} registers of accumulators a thread; 192 fit into its 240"
     spec = facts.epilogue
-    if accumulators > 128 and (spec.residual or spec.function or not facts.tma_store):
+    if registers > 128 and (spec.residual or spec.function or not facts.tma_store):
         return (
-            f"{accumulators} accumulators a thread leave no registers for a residual, a user's function, or a store "
+            f"{registers} registers of accumulators a thread leave none for a residual, a user's function, or a store "
             "element by element"
         )
+    if accumulators > 128 and not facts.tma_store:  # compiled: 48 to 1100 bytes of stack, of sums in float16 too
+        return f"{accumulators} accumulators a thread leave no registers for a store element by element"
+    if accumulators > 192 and group_n < 256 and (spec.residual or spec.function):  # 72 to 88 bytes
+        return f"{accumulators} accumulators in 64x{group_n} leave no registers for a residual or a user's function"
     return ""
 
 

@@ -32,7 +32,7 @@ class Plan(CallPlan):
         f = self.facts
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
-        if f.element.width == 1:
+        if f.element.width == 1 or f.acc_dtype != "float32":
             lines.append(f"sums: {sums_text(f)}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
@@ -44,7 +44,9 @@ class Plan(CallPlan):
 
 
 def sums_text(f) -> str:
-    """What adds up 8-bit floats of these facts."""
+    """What adds up the products of these facts."""
+    if f.acc_dtype != "float32":
+        return f"of the tensor cores, in {f.acc_dtype}"
     if not f.promotes and not f.converts:
         return "of the tensor cores, which keep fewer bits than fp32"
     products = 32 * min(4, max(f.k_blocks)) if f.warp_specialised else 32

@@ -52,6 +52,8 @@ class Problem:
     stats: PatternStats = NOT_KNOWN
     fast_accumulation: bool = False  # see GemmFacts
     structured: bool = False  # whether A is 2:4 sparse: its layout is that of the stored half
+    acc_dtype: str = "float32"  # what sums may be kept in; see GemmFacts
+    mma_rate: float = 1.0  # how many times as fast tensor cores are as with fp32 sums
 
     @property
     def element(self) -> Element:

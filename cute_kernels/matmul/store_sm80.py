@@ -53,7 +53,7 @@ class StoreSm80:
     @cute.jit
     def store(
         self,
-        acc: cute.Tensor,  # (MMA, MMA_M, MMA_N)
+        acc: cute.Tensor,  # (MMA, MMA_M, MMA_N), fp32 or fp16
         args: epilogue.EpilogueArgs,
         mD: cute.Tensor,  # (M, N, outer_m, L)
         smem: Int32,  # address of this CTA's buffers
@@ -105,7 +105,7 @@ class StoreSm80:
         cD = [(m + v // 2 % 2 * 8, n + v // 4 * 8 + v % 2) for v in range(4 * count)]
         rD = cute.make_rmem_tensor(4 * count, Float32)
         for v in range_constexpr(4 * count):
-            rD[v] = acc[v % 4, first[0], first[1] + v // 4]
+            rD[v] = acc[v % 4, first[0], first[1] + v // 4].to(Float32)
         rZ = cute.make_rmem_tensor(4 * count, Float32) if const_expr(self.spec.stores_z) else None
         epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], None, rZ)
         for r, m in [(rD, mD), (rZ, args.z)][: self.outs]:

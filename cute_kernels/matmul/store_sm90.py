@@ -33,6 +33,22 @@ SLAB_M = 64  # rows of one WGMMA
 PIECE = 32  # accumulators that an epilogue works on at a time
 
 
+def in_fp32(acc: cute.Tensor, first: int, count: int) -> tuple[cute.Tensor, int]:
+    """(tensor, where they begin) of `count` accumulators from number `first` on, in fp32.
+
+    Those in fp16 are read as words of two: read one by one, the compiler keeps each in a register of its own while
+    products are added up, and serialises the WGMMAs of 192 columns.
+    """
+    if acc.element_type is Float32:
+        return acc, first
+    words = cute.make_rmem_tensor(count // 2, Int32)
+    for v in range(count // 2):
+        words[v] = cute.recast_tensor(acc, Int32)[first // 2 + v]
+    wide = cute.make_rmem_tensor(count, Float32)
+    wide.store(cute.recast_tensor(words, acc.element_type).load().to(Float32))
+    return wide, 0
+
+
 class StoreSm90:
     """Stores the accumulators of one consumer warpgroup."""
 
@@ -85,7 +101,7 @@ class StoreSm90:
     @cute.jit
     def store(
         self,
-        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup; of a split tile, this CTA's share of it
+        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup, fp32 or fp16; of a split tile, this CTA's share of it
         args: epilogue.EpilogueArgs,
         outs: tuple,  # (TMA atom, gD) of D and, where the epilogue stores it, of z
         sD: cute.Tensor,  # (64, epi_n, PIPE)
@@ -147,8 +163,9 @@ class StoreSm90:
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_volatile(anchor) if const_expr(self.anchored) else None
+                sums, begin = in_fp32(acc, at + first, piece)
                 for v in range_constexpr(piece):
-                    rD[v] = acc[at + first + v]
+                    rD[v] = sums[begin + v]
                     if const_expr(self.anchored and not self.by_bias):
                         rD[v] = rD[v] * one
                 self.multiply(rD, rows, columns, first)

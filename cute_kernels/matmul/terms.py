@@ -31,6 +31,12 @@ class Terms:
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
     fast_accumulation: bool = False
+    accumulation_dtype: torch.dtype | None = None
+
+    @property
+    def acc_dtype(self) -> str:
+        """Name of what sums are kept in."""
+        return "float32" if self.accumulation_dtype is None else NAMES[self.accumulation_dtype]
 
     def spec(self, op: str, kind: str | None, scales: tuple = (None, None)) -> EpilogueSpec:
         """The static half of the epilogue, with a bias and scales of these kinds (see bias_kind and scale_kind); checks
@@ -137,6 +143,25 @@ def check_fast_accumulation(op: str, value, dtype: torch.dtype, scales: tuple = 
         raise ValueError(
             f"{op}: fast_accumulation with scales of blocks: each sum of 128 products is multiplied by its own scales, "
             "so none stays in the tensor cores; leave fast_accumulation out"
+        )
+
+
+def check_accumulation_dtype(op: str, value, dtype: torch.dtype) -> None:
+    """TypeError for one that is no dtype; ValueError where operands have no such sums."""
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{op}: accumulation_dtype must be a torch.dtype or None, got {type(value).__name__}")
+    if dtype != torch.float16:
+        also = f"; {FLOAT8_TEXT} have fast_accumulation=True" if dtype in FLOAT8 else ""
+        raise ValueError(
+            f"{op}: accumulation_dtype={value} of {dtype} operands; those of torch.float16 have it, others add up in "
+            f"fp32 or wider (leave it out){also}"
+        )
+    if value not in (torch.float16, torch.float32):
+        raise ValueError(
+            f"{op}: accumulation_dtype={value}; products of torch.float16 are added up in torch.float32, the default, "
+            "or in torch.float16"
         )
 
 

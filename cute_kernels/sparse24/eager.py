@@ -17,16 +17,17 @@ from ..runtime.device import device_arch, forced_path, plans_kernel
 from .format import Sparse24
 
 OP = "gemm of a Sparse24"
-FLOAT8_TERMS = {"scale_a": None, "scale_b": None, "fast_accumulation": False}  # arguments of gemm, and their defaults
+# Arguments of gemm that a product with a Sparse24 has not, and their defaults.
+NOT_HERE = {"scale_a": None, "scale_b": None, "fast_accumulation": False, "accumulation_dtype": None}
 _PLANS = PlanCache()
 
 
 def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False,
+    fast_accumulation=False, accumulation_dtype=None,
 ):  # fmt: skip
     """ops.gemm where an operand is a Sparse24."""
-    _check_kind(a, b, scale_a, scale_b, fast_accumulation)
+    _check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype)
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
     if a.shape[1] == 0:  # a sum over nothing, which the dense kernel knows
@@ -61,14 +62,13 @@ def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
     """The plan of the same call of gemm, whatever its operands are."""
     if not isinstance(a, Sparse24) and not isinstance(b, Sparse24):
         return eager.plan_gemm(a, b, out=out, out_dtype=out_dtype, **terms)
-    of_float8 = [terms.pop(name, default) for name, default in FLOAT8_TERMS.items()]
-    _check_kind(a, b, *of_float8)
+    _check_kind(a, b, *(terms.pop(name, default) for name, default in NOT_HERE.items()))
     if a.shape[1] == 0:
         return eager.plan_gemm(a.to_dense(), b, out=out, out_dtype=out_dtype, **terms)
     return _plan(a, b, Terms(**terms), out, out_dtype)
 
 
-def _check_kind(a, b, scale_a, scale_b, fast_accumulation) -> None:
+def _check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype) -> None:
     """What a product with a Sparse24 has not."""
     if not isinstance(a, Sparse24):
         raise TypeError("gemm: b is a Sparse24, which only a may be; multiply the transposes, gemm(W, a.mT).mT")
@@ -76,6 +76,11 @@ def _check_kind(a, b, scale_a, scale_b, fast_accumulation) -> None:
         raise RuntimeError(f"{OP} is not traced by torch.compile; call it in a function under torch.compiler.disable")
     if scale_a is not None or scale_b is not None or fast_accumulation is not False:
         raise ValueError(f"{OP}: scales and fast_accumulation belong to float8 operands, which no Sparse24 has")
+    if accumulation_dtype is not None:
+        raise ValueError(
+            f"{OP}: accumulation_dtype={accumulation_dtype}; its kernels add up in fp32 (leave it out), and "
+            "gemm(a.to_dense(), b) takes it"
+        )
 
 
 def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:

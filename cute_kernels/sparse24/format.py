@@ -121,7 +121,9 @@ class Sparse24:
         """
         check_tensor("Sparse24.from_dense: w", w)
         if w.dtype not in DTYPES:
-            raise TypeError(f"Sparse24.from_dense: w is {w.dtype}; known are {', '.join(map(str, DTYPES))}")
+            raise TypeError(
+                f"Sparse24.from_dense: w is {w.dtype}; use one of {', '.join(map(str, DTYPES))} (cast with .to())"
+            )
         if w.dim() != 2:
             raise ValueError(f"Sparse24.from_dense: w has {w.dim()} dimensions; it must be a matrix (M, K)")
         check_groups("Sparse24.from_dense: w", w)

@@ -21,10 +21,10 @@ def log2(x: int) -> int:
     return x.bit_length() - 1
 
 
-def mma_op(dtype):
-    """mma.sync of 16 rows, 8 columns and 32 bytes of K, with fp32 sums, of operands of a compiler's numeric type."""
+def mma_op(dtype, acc_dtype=cutlass.Float32):
+    """mma.sync of 16 rows, 8 columns and 32 bytes of K, of operands and sums of the compiler's numeric types."""
     op = warp.MmaF16BF16Op if dtype.width == 16 else warp.MmaFP8Op
-    return op(dtype, cutlass.Float32, (16, 8, MMA_K_BYTES * 8 // dtype.width))
+    return op(dtype, acc_dtype, (16, 8, MMA_K_BYTES * 8 // dtype.width))
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,6 @@ class TileSteps:
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step."""
-        atom = cute.make_mma_atom(mma_op(self.dtype))
+        """One MMA step, with sums of acc's type."""
+        atom = cute.make_mma_atom(mma_op(self.dtype, acc.element_type))
         cute.gemm(atom, acc, rA, rB, acc)

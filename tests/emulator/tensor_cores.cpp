@@ -1,4 +1,4 @@
-// mma.sync and wgmma, with fp32 accumulators.
+// mma.sync and wgmma, with fp32 accumulators, of fp16 operands with fp16 ones too.
 #include "floats.h"
 
 static Format format_named(const std::string& s) {
@@ -30,12 +30,17 @@ static void a_from_registers(const Warp& w, const Ins& i, int first, int registe
 }
 
 // acc (16, n) += a (16, k) b (k, n). Lane t holds columns 8 j + 2 (t % 4) and the next of rows t / 4 and t / 4 + 8.
-static void multiply(Warp& w, const Ins& i, int d, int c, int n, int k, float a[16][32], const float* b, bool accumulate) {
+// With fp16 accumulators a register holds both columns of a row, the first in its lower half; sums are rounded once, at
+// the end. (Hardware may round them more often.)
+static void multiply(Warp& w, const Ins& i, int d, int c, int n, int k, float a[16][32], const float* b, bool accumulate,
+                     bool half) {
     static thread_local float acc[16][256];
     for (int j = 0; j < n / 2; j++)
         for (int t = 0; t < LANES; t++) {
             int row = t / 4 + 8 * (j >> 1 & 1), col = 8 * (j >> 2) + 2 * (t % 4) + (j & 1);
-            acc[row][col] = accumulate ? src<float>(w, i, c + j)[t] : 0.f;
+            if (!accumulate) acc[row][col] = 0.f;
+            else if (half) acc[row][col] = from_f16(u16(src<u32>(w, i, c + j / 2)[t] >> 16 * (j & 1)));
+            else acc[row][col] = src<float>(w, i, c + j)[t];
         }
     for (int row = 0; row < 16; row++)
         for (int kk = 0; kk < k; kk++) {
@@ -45,8 +50,15 @@ static void multiply(Warp& w, const Ins& i, int d, int c, int n, int k, float a[
     for (int j = 0; j < n / 2; j++)
         for (int t = 0; t < LANES; t++) {
             int row = t / 4 + 8 * (j >> 1 & 1), col = 8 * (j >> 2) + 2 * (t % 4) + (j & 1);
-            dst<float>(w, i, d + j)[t] = acc[row][col];
+            if (!half) dst<float>(w, i, d + j)[t] = acc[row][col];
+            else if (j % 2 == 0) dst<u32>(w, i, d + j / 2)[t] = to_f16(acc[row][col]) | u32(to_f16(acc[row][col + 1])) << 16;
         }
+}
+
+// Whether a product's accumulators, whose type is `name`, are fp16.
+static bool fp16_sums(const Ins& i, const std::string& name, Format a, Format b) {
+    if (name != "f32" && (name != "f16" || a != F16 || b != F16)) fail(i.name, " is not emulated");
+    return name == "f16";
 }
 
 // mma.m16n8k16.row.col.f32.bf16.bf16.f32 d, a, b, c
@@ -54,17 +66,18 @@ Step mma(Warp& w, const Ins& i, u32) {
     std::vector<std::string> part = split(i.name);
     Format fa = format_named(part[5]), fb = format_named(part[6]);
     int k = atoi(part[1].c_str() + part[1].find('k') + 1), bytes = format_bytes(fa);
-    int na = i.group[1], nb = i.group[2], first_b = 4 + na;
-    if (part[4] != "f32" || part[7] != "f32" || na * 8 != k * bytes || nb * 2 != na) fail(i.name, " is not emulated");
+    int nd = i.group[0], na = i.group[1], nb = i.group[2], first_b = nd + na;
+    bool half = fp16_sums(i, part[4], fa, fb);
+    if (part[4] != part[7] || nd != (half ? 2 : 4) || na * 8 != k * bytes || nb * 2 != na) fail(i.name, " is not emulated");
     float a[16][32], b[32 * 8];
-    a_from_registers(w, i, 4, na, fa, a);
+    a_from_registers(w, i, nd, na, fa, a);
     for (int r = 0; r < nb; r++)
         for (int t = 0; t < LANES; t++) {
             u32 word = src<u32>(w, i, first_b + r)[t];
             for (int e = 0; e < 4 / bytes; e++)
                 b[((4 * (t % 4) + 16 * r) / bytes + e) * 8 + t / 4] = decode(fb, (u8*)&word + e * bytes);
         }
-    multiply(w, i, 0, first_b + nb, 8, k, a, b, true);
+    multiply(w, i, 0, first_b + nb, 8, k, a, b, true, half);
     return DONE;
 }
 
@@ -192,7 +205,8 @@ void land_one_wgmma(Warp& w) {
     size_t n_at = part[2].find('n'), k_at = part[2].find('k');
     int n = atoi(part[2].c_str() + n_at + 1), k = atoi(part[2].c_str() + k_at + 1);
     Format fa = format_named(part[4]), fb = format_named(part[5]);
-    if (part[3] != "f32" || n != 2 * nd) fail(i.name, " is not emulated");
+    bool half = fp16_sums(i, part[3], fa, fb);
+    if (n != (half ? 4 : 2) * nd) fail(i.name, " is not emulated");
     auto flag = [&](int index) { return flags + index < int(i.op.size()) ? src<i32>(w, i, flags + index)[0] : 0; };
     int sign = flag(0) * flag(1);
     static thread_local float rows[32 * 16], columns[32 * 256];
@@ -209,7 +223,7 @@ void land_one_wgmma(Warp& w) {
     }
     read_matrix(w, matrix_of(call.b, na > 1 ? flag(2) : flag(3)), 0, n, k, fb, columns);
     if (sign < 0) for (auto& row : a) for (float& x : row) x = -x;
-    multiply(w, i, 0, 0, n, k, a, columns, call.accumulate);
+    multiply(w, i, 0, 0, n, k, a, columns, call.accumulate, half);
 }
 
 Step wgmma_commit(Warp& w, const Ins&, u32) {
@@ -240,6 +254,7 @@ void add_tensor_cores(Table& t) {
             t[std::string("mma.m16n8") + k + ".row.col.f32." + type + "." + type + ".f32"] = {mma, true};
     for (const char* type : {"bf16", "f16"})
         t[std::string("mma.sp::ordered_metadata.m16n8k32.row.col.f32.") + type + "." + type + ".f32"] = {sparse_mma, true};
+    for (const char* k : {"k8", "k16"}) t[std::string("mma.m16n8") + k + ".row.col.f16.f16.f16.f16"] = {mma, true};
     for (const char* k : {"k4", "k8"}) t[std::string("mma.m16n8") + k + ".row.col.f32.tf32.tf32.f32"] = {mma, true};
     for (const char* a : {"e4m3", "e5m2"})
         for (const char* b : {"e4m3", "e5m2"})
@@ -251,6 +266,7 @@ void add_tensor_cores(Table& t) {
             t[shape + "k16.f32." + type + "." + type] = {wgmma, true};
             t["wgmma.mma_async.sp.m64n" + std::to_string(n) + "k32.f32." + type + "." + type] = {wgmma, true};
         }
+        t[shape + "k16.f16.f16.f16"] = {wgmma, true};
         t[shape + "k8.f32.tf32.tf32"] = {wgmma, true};
         for (const char* a : {"e4m3", "e5m2"})
             for (const char* b : {"e4m3", "e5m2"}) t[shape + "k32.f32." + a + "." + b] = {wgmma, true};
