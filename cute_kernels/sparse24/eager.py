@@ -17,7 +17,8 @@ from ..runtime.device import device_arch, forced_path, plans_kernel
 from .format import Sparse24
 
 OP = "gemm of a Sparse24"
-FLOAT8_TERMS = {"scale_a": None, "scale_b": None, "fast_accumulation": False}  # arguments of gemm, and their defaults
+FLOAT8_TERMS = {"scale_a": None, "scale_b": None, "fast_accumulation": False}
+NARROW_TERMS = {"scale_out": None, "amax": None}  # arguments of gemm, and their defaults
 _PLANS = PlanCache()
 
 
@@ -62,6 +63,7 @@ def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
     if not isinstance(a, Sparse24) and not isinstance(b, Sparse24):
         return eager.plan_gemm(a, b, out=out, out_dtype=out_dtype, **terms)
     of_float8 = [terms.pop(name, default) for name, default in FLOAT8_TERMS.items()]
+    check_wide(*(terms.pop(name, default) for name, default in NARROW_TERMS.items()))
     _check_kind(a, b, *of_float8)
     if a.shape[1] == 0:
         return eager.plan_gemm(a.to_dense(), b, out=out, out_dtype=out_dtype, **terms)
@@ -76,6 +78,12 @@ def _check_kind(a, b, scale_a, scale_b, fast_accumulation) -> None:
         raise RuntimeError(f"{OP} is not traced by torch.compile; call it in a function under torch.compiler.disable")
     if scale_a is not None or scale_b is not None or fast_accumulation is not False:
         raise ValueError(f"{OP}: scales and fast_accumulation belong to float8 operands, which no Sparse24 has")
+
+
+def check_wide(scale_out, amax) -> None:
+    """Its output has no scale and no amax."""
+    if scale_out is not None or amax is not None:
+        raise ValueError(f"{OP}: scale_out and amax belong to float8 outputs, which it does not have; use quantize")
 
 
 def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
