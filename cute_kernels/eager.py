@@ -60,6 +60,7 @@ def gemm(
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if amax is not None:
         checks.check_amax("gemm", amax, a, b, out, bias, scale_a, scale_b, scale_out)
+        amax.zero_()
     if plan.function is None:
         given = Terms(
             bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, scale_out=scale_out,
@@ -75,8 +76,6 @@ def gemm(
     if plan.scales:
         scales = viewed(plan.scales[:2], scale_a, scale_b)
         if len(plan.scales) > 2:
-            if amax is not None:
-                amax.zero_()
             scales += viewed(plan.scales[2:], scale_out, amax)
         plan.function(a, b, d, *scales, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
     else:
@@ -88,8 +87,6 @@ def gemm(
 
 def without_kernel(plan: Plan, a, b, terms: Terms, out):
     """CPU tensors run the reference; an empty result needs nothing at all."""
-    if plan.empty and terms.amax is not None:
-        terms.amax.zero_()
     if not plan.empty:
         return reference.gemm(a, b, terms, out, plan.out_dtype)
     if terms.with_z:

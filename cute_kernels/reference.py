@@ -67,7 +67,7 @@ def gate(z, activation):
 def narrowed(x, terms, out_dtype):
     """x as 8-bit floats, times scale_out; its largest magnitude goes to amax."""
     if terms.amax is not None:
-        terms.amax.fill_(x.abs().amax() if x.numel() else 0.0)
+        terms.amax.fill_(x.abs().amax())
     if terms.scale_out is not None:
         x = x * terms.scale_out.reshape(()).to(x.dtype)
     top = torch.finfo(out_dtype).max

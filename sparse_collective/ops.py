@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.checks import scaled, watched
+from cute_kernels.checks import narrow, scaled, watched
 from cute_kernels.explain import explains
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
@@ -33,6 +33,9 @@ def bsr_matmul(
     epilogue: Epilogue | None = None,
     scale_b: Tensor | None = None,
     fast_accumulation: bool = False,
+    out_dtype: torch.dtype | None = None,
+    scale_out: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
@@ -51,6 +54,8 @@ def bsr_matmul(
             a matrix also (N,), one for each column.
         fast_accumulation: of float8 operands alone, see cute_kernels.gemm. Not for a W with a scale for each block:
             those multiply the sums when they are promoted to fp32.
+        out_dtype: in place of out's; also float8, see cute_kernels.gemm. No gradient is computed with it.
+        scale_out, amax: of float8 outputs alone, see cute_kernels.gemm.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
@@ -65,7 +70,8 @@ def bsr_matmul(
     There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does.
     """
     terms = bias, activation, residual, out, epilogue
-    return called("bsr_matmul", W, b, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+    more = {"fast_accumulation": fast_accumulation, "out_dtype": out_dtype, "scale_out": scale_out, "amax": amax}
+    return called("bsr_matmul", W, b, *terms, scale_b=scale_b, **more)
 
 
 def bsr_linear(
@@ -78,6 +84,9 @@ def bsr_linear(
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
     fast_accumulation: bool = False,
+    out_dtype: torch.dtype | None = None,
+    scale_out: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
@@ -85,7 +94,7 @@ def bsr_linear(
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, fast_accumulation: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation, out_dtype, scale_out, amax: see bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
 
@@ -95,7 +104,8 @@ def bsr_linear(
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
     terms = bias, activation, None, out, epilogue
-    return called("bsr_linear", W, x, *terms, scale_b=scale_x, fast_accumulation=fast_accumulation)
+    more = {"fast_accumulation": fast_accumulation, "out_dtype": out_dtype, "scale_out": scale_out, "amax": amax}
+    return called("bsr_linear", W, x, *terms, scale_b=scale_x, **more)
 
 
 def bsr_gated_linear(
@@ -225,10 +235,14 @@ def sddmm(
     return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype, groups)
 
 
-def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False) -> Tensor:
+def called(
+    op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False, out_dtype=None, scale_out=None,
+    amax=None,
+) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
-    if scaled(terms[1], None, scale_b, fast_accumulation):
-        return without_gradient(op, terms, scale_b, fast_accumulation)
+    of_output = out_dtype, scale_out, amax
+    if scaled(terms[1], None, scale_b, fast_accumulation) or narrow(terms[5], *of_output) or out_dtype is not None:
+        return without_gradient(op, terms, scale_b, fast_accumulation, *of_output)
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
@@ -241,15 +255,19 @@ def called(op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bo
     return run(op, *terms)
 
 
-def without_gradient(op: str, terms: tuple, scale_b, fast_accumulation) -> Tensor:
-    """The same of a product of 8-bit floats; which calls it refuses, eager.call says."""
+def without_gradient(op: str, terms: tuple, scale_b, fast_accumulation, out_dtype, scale_out, amax) -> Tensor:
+    """The same of a product of 8-bit floats, or into such; which calls it refuses, eager.call says."""
+    more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "out_dtype": out_dtype}
+    more |= {"scale_out": scale_out, "amax": amax}
     if torch.compiler.is_compiling():
         from .torch_op import traced_scaled_bsr
 
-        return traced_scaled_bsr(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+        return traced_scaled_bsr(op, *terms, **more)
     if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{op} of float8 does not compute gradients: call it outside of torch.func's transforms")
-    return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation)
+        raise RuntimeError(
+            f"{op} of float8, or with out_dtype, does not compute gradients: call it outside of torch.func's transforms"
+        )
+    return eager.call(op, *terms, **more)
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)

@@ -96,8 +96,8 @@ def _narrow(facts: GemmFacts) -> str:
         return f"outputs of {facts.out_dtype}: dense and BSR products have them"
     if facts.spec.capability < (8, 9):
         return (
-            f"outputs of {facts.out_dtype}: {facts.spec.name} has no instruction that rounds to 8 bits, which sm_89 and "
-            "sm_90 have; multiply into torch.bfloat16, and use cute_kernels.quantize"
+            f"outputs of {facts.out_dtype}: {facts.spec.name} has no instruction that rounds to 8 bits, which sm_89 "
+            "and sm_90 have; multiply into torch.bfloat16, and use cute_kernels.quantize"
         )
     if spec.residual or spec.stores_z or spec.gated:
         return f"outputs of {facts.out_dtype} with a residual, a gate, or what training needs"

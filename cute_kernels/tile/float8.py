@@ -8,7 +8,6 @@ of words, two neighbours of 8 bits. Where columns are contiguous in memory, lane
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16
-from cutlass._mlir.dialects import llvm
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import T, dsl_user_op, select_

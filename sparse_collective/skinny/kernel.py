@@ -38,7 +38,6 @@ from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.tile.ampere import mma_op
 from cute_kernels.tile.ptx import load_elements, load_vector, opaque
 
-from ..bsr_gemm import BsrGemm
 from .config import LANES_K, PAD, lane_words, loads_vectors, registers, span
 
 WARP = 32  # lanes
@@ -313,11 +312,3 @@ class SkinnyKernel:
                     args.z[coord[0], coord[1], row, l] = rZ[0].to(self.out_dtype)
         if const_expr(self.facts.narrow):
             epilogue.store_amax(self.facts.epilogue, args, rMax)
-
-
-class SkinnyGemm(BsrGemm):
-    """The same product as BsrGemm's by the kernel for few columns."""
-
-    def __init__(self, facts: GemmFacts):
-        self.facts = facts
-        self.kernel = SkinnyKernel(facts)
