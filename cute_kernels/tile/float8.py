@@ -66,6 +66,15 @@ def larger_magnitude(most: Float32, x: Float32, *, loc=None, ip=None) -> Float32
     return Float32(inline(T.f32(), operands, text, "=f,f,f", loc=loc, ip=ip))
 
 
+@dsl_user_op
+def larger_magnitudes(most: Int32, pair: Int32, dtype: str, *, loc=None, ip=None) -> Int32:
+    """The same of two numbers of 16 bits in a register each."""
+    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (most, pair)]
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    text = f"{{ .reg .b32 a; and.b32 a, $2, 0x7fff7fff; max.NaN.{kind} $0, $1, a; }}"
+    return Int32(inline(T.i32(), operands, text, "=r,r,r", loc=loc, ip=ip))
+
+
 # Bits of numbers that are not negative are in the order of the numbers, and those of NaN come last.
 RAISE = """{ .reg .b32 most, lane; .reg .pred p; mov.b32 most, $1; redux.sync.max.s32 most, most, 0xffffffff;
 mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p red.global.max.s32 [$0], most; }"""
@@ -77,3 +86,27 @@ def raise_to_magnitude(to: Int64, value: Float32, *, loc=None, ip=None) -> None:
     which is negative; NaN is larger than all numbers. In whatever order CTAs come, the bits are the same."""
     operands = [Int64(to).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)]
     inline(None, operands, RAISE, "l,f", side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def divided(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
+    """x / y, rounded to nearest, of all numbers."""
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
+    return Float32(inline(T.f32(), operands, "div.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip))
+
+
+# The first product is within two units in the last place, the second within one, and the third is rounded rightly, as
+# the remainder is exact. That of -0 would be 0.
+QUOTIENT = """{ .reg .f32 n, q, e; neg.f32 n, $2; mul.rn.f32 q, $1, $3;
+fma.rn.f32 e, q, n, $1; fma.rn.f32 q, e, $3, q; fma.rn.f32 e, q, n, $1; fma.rn.f32 q, e, $3, q;
+copysign.f32 $0, $1, q; }"""
+
+
+@dsl_user_op
+def quotient(x: Float32, y: Float32, inverse: Float32, *, loc=None, ip=None) -> Float32:
+    """x / y, rounded to nearest, with the inverse of a y > 0, also rounded to nearest.
+
+    Where y, its inverse and 2^-24 of x are normal numbers. Of a smaller x the error is below 2^-100 of y.
+    """
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y, inverse)]
+    return Float32(inline(T.f32(), operands, QUOTIENT, "=f,f,f,f", loc=loc, ip=ip))
