@@ -82,6 +82,12 @@ def scaled(a, scale_a, scale_b, fast_accumulation) -> bool:
     return given or getattr(a, "dtype", None) in FLOAT8
 
 
+def narrow(out, out_dtype, scale_out, amax) -> bool:
+    """Whether a call has what only outputs of 8-bit floats have: no gradient is computed of those, either."""
+    given = scale_out is not None or amax is not None or out_dtype in FLOAT8
+    return given or getattr(out, "dtype", None) in FLOAT8
+
+
 def check_no_grad(op: str, *tensors) -> None:
     """Of attention, sddmm, products of 8-bit floats and calls with out=: dropping a gradient silently would be worse
     than saying so."""
@@ -107,17 +113,31 @@ def check_out(op: str, out, *operands) -> None:
             raise ValueError(f"{op}: out shares memory with an operand, which the kernel still reads while it writes")
 
 
-def check_out_dtype(op: str, out, out_dtype, default):
-    """The output's dtype: out's, the one asked for, or the operands'."""
+def check_out_dtype(op: str, out, out_dtype, default, also: tuple = ()):
+    """The output's dtype: out's, the one asked for, or the operands'; `also`: other dtypes that the op writes."""
     if out is not None:
         check_tensor(f"{op}: out", out)
         if out_dtype is not None and out_dtype != out.dtype:
             raise TypeError(f"{op}: out is {out.dtype} but out_dtype={out_dtype}; pass one of the two")
         out_dtype = out.dtype
     out_dtype = default if out_dtype is None else out_dtype
-    if out_dtype not in NAMES and out_dtype != default:  # float64 of float64 operands
-        raise TypeError(f"{op}: output of {out_dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
+    if out_dtype not in (*NAMES, *also) and out_dtype != default:  # float64 of float64 operands
+        names = ", ".join(map(str, also))
+        more = f", on sm_89 and sm_90 also {names}" if also else ""
+        raise TypeError(
+            f"{op}: output of {out_dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported{more}"
+        )
     return out_dtype
+
+
+def check_amax(op: str, amax, *others) -> None:
+    """amax, which is written before anything is read, is none of the other tensors of a call, and no leaf."""
+    if amax.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{op}: amax requires a gradient; pass amax.detach() or call it under torch.no_grad()")
+    at = amax.data_ptr()
+    for other in others:
+        if other is not None and at and other.data_ptr() <= at < other.data_ptr() + dense_bytes(other):
+            raise ValueError(f"{op}: amax lies in another argument, and is written; pass a tensor of its own")
 
 
 def check_result(op: str, name: str, tensor, shape, dtype) -> None:

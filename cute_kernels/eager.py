@@ -10,15 +10,16 @@ from functools import partial
 import torch
 
 from . import checks, reference
-from .dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
+from .dtypes import FLOAT8, NAMES_OF_OPERANDS, default_out_dtype
 from .matmul.choose import choose
-from .matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
+from .matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, stage, viewed
 from .matmul.problem import Extents, Problem
 from .matmul.terms import (
     Terms,
     bias_kind,
     check_accumulation_dtype,
     check_fast_accumulation,
+    check_narrow,
     epilogue_program,
     scale_kind,
 )
@@ -32,7 +33,7 @@ _PLANS = PlanCache()
 
 def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None,
+    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None,
 ):  # fmt: skip
     """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -46,11 +47,15 @@ def gemm(
         tensors += (scale_a,)
     if scale_b is not None:
         tensors += (scale_b,)
+    if scale_out is not None:
+        tensors += (scale_out,)
+    if amax is not None:
+        tensors += (amax,)
     try:
         terms = (
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
             out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
-            type(fast_accumulation), accumulation_dtype,
+            type(fast_accumulation), accumulation_dtype, scale_out is None, amax is None,
         )  # fmt: skip
     except AttributeError:
         terms = None  # whatever it is, the plan's checks will name it
@@ -58,13 +63,16 @@ def gemm(
     if plan is None:
         given = Terms(
             bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation,
-            accumulation_dtype,
+            accumulation_dtype, scale_out, amax,
         )  # fmt: skip
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
+    if amax is not None:
+        checks.check_amax("gemm", amax, a, b, out, bias, scale_a, scale_b, scale_out)
+        amax.zero_()
     if plan.function is None:
         given = Terms(
             bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b,
-            accumulation_dtype=accumulation_dtype,
+            accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
         )  # fmt: skip
         return without_kernel(plan, a, b, given, out)
     if out is None:
@@ -74,7 +82,9 @@ def gemm(
     if plan.views:
         a, b, d, bias, residual, z = viewed((*plan.views, plan.views[2]), a, b, d, bias, residual, z)
     if plan.scales:
-        scales = viewed(plan.scales, scale_a, scale_b)
+        scales = viewed(plan.scales[:2], scale_a, scale_b)
+        if len(plan.scales) > 2:
+            scales += viewed(plan.scales[2:], scale_out, amax)
         plan.function(a, b, d, *scales, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
     else:
         plan.function(a, b, d, bias, residual, z, alpha, beta, plan.group, plan.max_ctas)
@@ -115,12 +125,14 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     check_fast_accumulation("gemm", terms.fast_accumulation, a.dtype, scales)
     check_accumulation_dtype("gemm", terms.accumulation_dtype, a.dtype)
     wide = default_out_dtype(a.dtype)
-    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide)
+    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide, tuple(FLOAT8))
+    check_narrow("gemm", terms, out_dtype, wide)
     shape = (*batch, M, N)
     checks.check_result("gemm", "out", out, shape, out_dtype)
     checks.check_result("gemm", "residual", terms.residual, shape, out_dtype)
     kind = bias_kind("gemm", terms.bias, M, N, wide)
     others = {"bias": terms.bias, "residual": terms.residual, "scale_a": terms.scale_a, "scale_b": terms.scale_b}
+    others |= {"scale_out": terms.scale_out, "amax": terms.amax}
     checks.check_device("gemm", a.device, out=out, **others)
     spec = terms.spec("gemm", kind, scales)
     plan = Plan("gemm", shape, out_dtype, a.device)
@@ -167,13 +179,15 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         vr = residual if views[4] is None else views[4](residual)
         spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
     L = vd.shape[0] if vd.dim() == 3 else 1
-    if spec.scales_operands:
+    if spec.scales_operands or plan.out_dtype in FLOAT8:
         kinds = zip((terms.scale_a, terms.scale_b), (spec.scale_m, spec.scale_n), strict=True)
         plan.scales = tuple(scale_view(t, batch, L, kind) if kind or t is None else _none for t, kind in kinds)
+    if plan.out_dtype in FLOAT8:
+        plan.scales += (as_vector, as_vector)
     problem = Problem(
         Extents(vd.shape[-2], N, va.shape[-1], L),
         NAMES_OF_OPERANDS[a.dtype],
-        NAMES[plan.out_dtype],
+        NAMES_OF_OPERANDS[plan.out_dtype],
         layouts,
         majors,
         (va.dim(), vb.dim(), vd.dim()),

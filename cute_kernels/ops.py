@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import eager
-from .checks import scaled, watched
+from .checks import narrow, scaled, watched
 from .sparse24 import eager as sparse24
 from .sparse24.format import Sparse24
 
@@ -30,6 +30,8 @@ def gemm(
     scale_b: Tensor | None = None,
     fast_accumulation: bool = False,
     accumulation_dtype: torch.dtype | None = None,
+    scale_out: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
 
@@ -46,7 +48,8 @@ def gemm(
         residual: of the result's shape and dtype.
         alpha, beta: Python floats.
         out: where to write the result, of any strides; it may be `residual`, but not `a` or `b`.
-        out_dtype: bfloat16, float16 or float32; by default a's dtype, of float8 bfloat16.
+        out_dtype: bfloat16, float16 or float32; by default a's dtype, of float8 bfloat16. On sm_89, sm_90 and the CPU
+            also float8_e4m3fn and float8_e5m2, of operands of any dtype, without a residual.
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
             tensor of the same shape, and captures numbers.
@@ -60,6 +63,12 @@ def gemm(
         accumulation_dtype: of float16 operands alone: torch.float16 keeps the sums of products in fp16, which GeForce
             cards (sm_86, sm_89) add up at twice the rate. Each addition rounds to 11 bits, and a sum beyond 65504 is
             infinite. All that the sum then goes through is in fp32. None or torch.float32: fp32 sums.
+        scale_out: float32 of one element, of float8 outputs alone: what the result is multiplied by before it is
+            rounded, as torch._scaled_mm does with scale_result on a GPU (on a CPU torch 2.13 divides by it). Whoever
+            reads the output multiplies by its reciprocal. Numbers beyond dtype's range, and infinities, become its
+            largest; NaN stays NaN.
+        amax: float32 of one element, of float8 outputs alone, which is written: the largest magnitude of the result
+            before scale_out and rounding; NaN if the result has one, 0 if it has no elements.
 
     Returns:
         (..., M, N), `out` if it was given.
@@ -74,18 +83,25 @@ def gemm(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, and `out` is given or operands are float8; or the GPU is older
-            than sm_80.
+        RuntimeError: an argument requires a gradient, and `out` is given, or operands or the output are float8; or the
+            GPU is older than sm_80.
     """
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
+    given = scale_a, scale_b, fast_accumulation
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
-        return sparse24.gemm(a, b, *terms, scale_a, scale_b, fast_accumulation, accumulation_dtype)
+        sparse24.check_wide(scale_out, amax)
+        return sparse24.gemm(a, b, *terms, *given, accumulation_dtype)
     run = eager.gemm
     if torch.compiler.is_compiling():
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
-    elif out is None and watched(a, b, bias, residual) and not scaled(a, scale_a, scale_b, fast_accumulation):
+    elif (
+        out is None
+        and watched(a, b, bias, residual)
+        and not (scaled(a, *given) or narrow(out, out_dtype, scale_out, amax))
+    ):
         from .gradients import Gemm
 
         return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype)
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
-    return run(a, b, *terms, scale_a=scale_a, scale_b=scale_b, **more)
+    more = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
+    more |= {"accumulation_dtype": accumulation_dtype, "scale_out": scale_out, "amax": amax}
+    return run(a, b, *terms, **more)

@@ -1,10 +1,12 @@
-"""From wide numbers to 8-bit floats and their scales, in torch's own functions, on any device."""
+"""From wide numbers to 8-bit floats and their scales: by kernels (quantization), or in torch's own functions, on any
+device."""
 
 import torch
 from torch import Tensor
 
 from .checks import check_tensor
 from .dtypes import FLOAT8
+from .quantization.eager import quantized
 from .reference import BLOCK
 
 AXES = {"tensor": None, "row": -1, "column": -2}  # what the largest magnitude is taken over, besides "tensor"
@@ -43,9 +45,12 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
     if per != "tensor" and x.dim() < 2:
         raise ValueError(f"quantize: x has {x.dim()} dimensions; a scale per {per} needs 2")
     with torch.no_grad():
-        wide = x.to(torch.float32)
         if x.numel() == 0:
-            return torch.empty_like(x, dtype=dtype), wide.new_ones(shape_of_scale(x.shape, per))
+            ones = torch.ones(shape_of_scale(x.shape, per), dtype=torch.float32, device=x.device)
+            return torch.empty_like(x, dtype=dtype), ones
+        if (found := quantized(x.detach(), dtype, per)) is not None:
+            return found
+        wide = x.to(torch.float32)
         if per in BLOCKS:
             return rounded_by_blocks(wide, *BLOCKS[per], dtype)
         axis = AXES[per]

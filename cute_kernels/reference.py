@@ -4,7 +4,7 @@ fp64."""
 import torch
 
 from . import functions
-from .dtypes import accumulator
+from .dtypes import FLOAT8, accumulator
 from .traced.evaluate import evaluate
 
 BLOCK = 128  # rows or columns that have one scale, where blocks have
@@ -64,6 +64,16 @@ def gate(z, activation):
     return ((g if activation is None else functions.ACTIVATIONS[activation](g)) * u).flatten(-2)
 
 
+def narrowed(x, terms, out_dtype):
+    """x as 8-bit floats, times scale_out; its largest magnitude goes to amax."""
+    if terms.amax is not None:
+        terms.amax.fill_(x.abs().amax())
+    if terms.scale_out is not None:
+        x = x * terms.scale_out.reshape(()).to(x.dtype)
+    top = torch.finfo(out_dtype).max
+    return x.clamp(-top, top).to(out_dtype)
+
+
 def finish(acc, terms, out, out_dtype):
     """The epilogue of an accumulator, rounded once; into `out`, or contiguous. (y, z) if the terms are with z.
 
@@ -80,4 +90,6 @@ def finish(acc, terms, out, out_dtype):
         y = apply_epilogue(z, None, t.activation, None, 1.0, 1.0, t.epilogue)
         return y.to(out_dtype).contiguous(), z.to(out_dtype).contiguous()
     result = apply_epilogue(acc, t.bias, t.activation, t.residual, t.alpha, t.beta, t.epilogue)
+    if out_dtype in FLOAT8:
+        result = narrowed(result, t, out_dtype)
     return result.to(out_dtype).contiguous() if out is None else out.copy_(result)

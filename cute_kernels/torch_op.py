@@ -10,7 +10,7 @@ import types
 import torch
 
 from . import eager
-from .checks import check_no_grad, scaled, watched
+from .checks import check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
 from .epilogue_gradient import eager as epilogue_gradients
 from .gradients import gemm_backward, saved_of
@@ -203,13 +203,40 @@ SCALED_TERMS = f"Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accumulat
 library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS, _run, _fake)
 
 
+def _run_narrow(a, b, *, amax, out, epilogue, **terms):
+    found = a.new_empty(int(amax), dtype=torch.float32)
+    y = eager.gemm(a, b, out=out, epilogue=function_named(epilogue), amax=found if amax else None, **terms)
+    return y, found
+
+
+def _fake_narrow(a, b, *, amax, **terms):
+    return _fake(a, b, **terms), a.new_empty(int(amax), dtype=torch.float32)
+
+
+# The largest magnitude is a result of its own, (1,) or, where it is not asked for, (0,).
+NARROW, NARROW_TERMS = "cute_kernels::narrow_gemm", f"Tensor? scale_out=None, bool amax=False, {SCALED_TERMS}"
+library.register(NARROW, "Tensor a, Tensor b", NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor")
+
+
+def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
+    """The output of an op with NARROW_TERMS, of which amax gets the largest magnitude."""
+    y, found = library.call(name, inputs, out, (scale_out, amax is not None, *terms))
+    if amax is not None:
+        amax.copy_(found.view(amax.shape))
+    return y
+
+
 def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None,
+    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None,
 ):  # fmt: skip
     """gemm inside a torch.compile trace."""
     named = named_function(epilogue)
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype
+    if narrow(out, out_dtype, scale_out, amax):
+        check_no_grad("gemm into float8", a, b, bias, residual, scale_a, scale_b, scale_out, amax)
+        given = scale_a, scale_b, fast_accumulation, *terms
+        return called_narrow(NARROW, (a, b), out, given, scale_out, amax)
     if scaled(a, scale_a, scale_b, fast_accumulation):
         check_no_grad("gemm of float8", a, b, bias, residual, scale_a, scale_b)
         terms = scale_a, scale_b, fast_accumulation, *terms

@@ -21,9 +21,9 @@ class BsrGemm:
     A grouped product takes the item of W for each run of b's columns from `groups`, and has d of one matrix.
     """
 
-    def __init__(self, facts: GemmFacts):
+    def __init__(self, facts: GemmFacts, kernel=None):
         self.facts = facts
-        self.kernel = kernel_for(facts)
+        self.kernel = kernel_for(facts) if kernel is None else kernel
 
     @cute.jit
     def __call__(
@@ -100,7 +100,8 @@ class BsrGemm:
             steps=facts.k_tiles_per_block, order=order, batch=batch, items=items, groups=groups, tiles_run=tiles_run,
             numbers=numbers,
         )  # fmt: skip
-        args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, args.scale_m, args.scale_n)
+        more = args.scale_m, args.scale_n, args.scale_out, args.amax
+        args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, *more)
         self.kernel(mA, mB, mD, source, args, rows * tiles_m, group, max_ctas, stream)
 
     def source(self, of_blocks: cute.Tensor | None, **terms) -> BsrSource:
@@ -151,16 +152,53 @@ class ScaledBsrGemm(BsrGemm):
         max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
-        scale_m, of_blocks, items = None, None, d.shape[0] if const_expr(len(d.shape) == 3) else 1
-        if const_expr(self.facts.block.scaled):
-            of_blocks = scales
-        elif const_expr(scales is not None):
-            scale_m = view(scales, (1, items), (0, 0))
-        if const_expr(self.facts.epilogue.scale_n == "tensor"):
+        of_blocks, scale_m, scale_n = self.scales_of(scales, scale_b, d)
+        args = EpilogueArgs(bias, residual, z, alpha, beta, scale_m, scale_n)
+        self.launch(
+            crow_indices, col_indices, order, groups, numbers, values, of_blocks, b, d, args, group, max_ctas, stream
+        )  # fmt: skip
+
+    def scales_of(self, scales: cute.Tensor | None, scale_b: cute.Tensor | None, d: cute.Tensor) -> tuple:
+        """(of stored blocks, of W (1, L), of b's columns (1 or N, L)), None of what there is none of."""
+        items = d.shape[0] if len(d.shape) == 3 else 1
+        of_blocks = scales if self.facts.block.scaled else None
+        scale_m = None if scales is None or self.facts.block.scaled else view(scales, (1, items), (0, 0))
+        if self.facts.epilogue.scale_n == "tensor":
             scale_b = view(scale_b, (1, items), (0, 0))
-        elif const_expr(scale_b is not None):
+        elif scale_b is not None:
             scale_b = view(scale_b, (scale_b.shape[1], scale_b.shape[0]), (scale_b.stride[1], scale_b.stride[0]))
-        args = EpilogueArgs(bias, residual, z, alpha, beta, scale_m, scale_b)
+        return of_blocks, scale_m, scale_b
+
+
+class NarrowBsrGemm(ScaledBsrGemm):
+    """The same, of operands of any dtype, into 8-bit floats; see NarrowGemm."""
+
+    @cute.jit
+    def __call__(
+        self,
+        crow_indices: cute.Tensor,
+        col_indices: cute.Tensor,
+        order: cute.Tensor | None,
+        groups: cute.Tensor | None,
+        numbers: cute.Tensor | None,
+        values: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        scales: cute.Tensor | None,
+        scale_b: cute.Tensor | None,
+        scale_out: cute.Tensor | None,  # (1,) fp32
+        amax: cute.Tensor | None,  # (1,) fp32, which is raised
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        z: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32 | None,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        of_blocks, scale_m, scale_n = self.scales_of(scales, scale_b, d)
+        args = EpilogueArgs(bias, residual, z, alpha, beta, scale_m, scale_n, scale_out, amax)
         self.launch(
             crow_indices, col_indices, order, groups, numbers, values, of_blocks, b, d, args, group, max_ctas, stream
         )  # fmt: skip

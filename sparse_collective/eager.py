@@ -13,17 +13,18 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels import checks, reference
-from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_INDEX, NAMES_OF_OPERANDS, default_out_dtype
+from cute_kernels.dtypes import FLOAT8, NAMES_OF_INDEX, NAMES_OF_OPERANDS, default_out_dtype
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
-from cute_kernels.matmul.plan import Plan, along_k, bias_view, scale_view, stage, viewed
+from cute_kernels.matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, stage, viewed
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.matmul.terms import (
     Terms,
     bias_kind,
     check_accumulation_dtype,
     check_fast_accumulation,
+    check_narrow,
     epilogue_program,
     scale_kind,
 )
@@ -40,6 +41,7 @@ from .checks import RUN_MULTIPLE, check_group_numbers
 from .tile_order import reference as tile_order
 
 GATED = "bsr_gated_linear"
+NARROW = ("bsr_matmul", "bsr_linear")  # may write 8-bit floats
 _PLANS = PlanCache()
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
@@ -71,7 +73,7 @@ def groups_of(op, x, groups, offsets, group_rows):
 
 def call(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None,
+    fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None,
 ):  # fmt: skip
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -92,11 +94,15 @@ def call(
         tensors += (scale_b,)
     if W.stored_scales is not None:
         tensors += (W.stored_scales,)
+    if scale_out is not None:
+        tensors += (scale_out,)
+    if amax is not None:
+        tensors += (amax,)
     try:
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
             groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
-            accumulation_dtype,
+            accumulation_dtype, out_dtype, scale_out is None, amax is None,
         )  # fmt: skip
     except AttributeError:
         terms = None
@@ -104,13 +110,16 @@ def call(
     if plan is None:
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
-            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype,
+            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
         )  # fmt: skip
-        plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups))
+        plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups, out_dtype))
+    if amax is not None:
+        checks.check_amax(op, amax, b, values, out, bias, scale_b, W.stored_scales, scale_out)
+        amax.zero_()
     if plan.function is None:
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
-            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype,
+            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
         )  # fmt: skip
         return _without_kernel(plan, W, b, given, out, groups)
     if out is None:
@@ -123,21 +132,22 @@ def call(
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
     if values.data_ptr() & 15:
         values = alignment.aligned(values)
-    scales = _scales(plan, W, scale_b) if plan.scales else ()
+    scales = _scales(plan, W, scale_b, scale_out, amax) if plan.scales else ()
     _launch(plan, W, values, b, d, scales, bias, residual, z, groups)
     if with_z:
         return out, kept
     return out.copy_(result) if plan.staged else out
 
 
-def _scales(plan: Plan, W, scale_b) -> tuple:
-    """Those of W and b as the kernel takes them."""
+def _scales(plan: Plan, W, scale_b, scale_out, amax) -> tuple:
+    """Those of W and b as the kernel takes them, and of an output of 8-bit floats its own and amax."""
     of_w = W.stored_scales
     if of_w is not None:
         # Without blocks there is one in their place, of a batch of one pattern in each item.
         items = W.shape[0] if W.batch == "values" and W.scaled_per == "block" else 1
         of_w = of_w.view(-1) if W.nnz else of_w.new_ones(items)
-    return of_w, *viewed(plan.scales, scale_b)
+    given = (scale_b, scale_out, amax)[: len(plan.scales)]
+    return of_w, *viewed(plan.scales, *given)
 
 
 def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, groups) -> None:
@@ -156,12 +166,12 @@ def _takes_order(W) -> bool:
     return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
 
 
-def _explained(op: str, W, b, terms: Terms, out, groups=None) -> Plan:
+def _explained(op: str, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     """The plan of a call, with the facts of the kernel that it launches."""
     W = as_bsr(op, W)
     if W.check and W.device.type != "meta":
         W.check_indices()  # plans depend on what it finds out
-    plan = _plan(op, W, b, terms, out, groups)
+    plan = _plan(op, W, b, terms, out, groups, out_dtype)
     if plan.facts is not None and plan.family.orders and _takes_order(W):
         plan.facts = replace(plan.facts, ordered=True)
         plan.notes.append("block rows differ in length: a table orders the work tiles, the longest first")
@@ -227,7 +237,7 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
     return matrix
 
 
-def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
+def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     linear = op != "bsr_matmul"
     name = "x" if linear else "b"
@@ -249,11 +259,14 @@ def _plan(op, W, b, terms: Terms, out, groups=None) -> Plan:
         check_gated(W)
     features = M // 2 if op == GATED else M
     shape = (*batch, *b.shape[-2:-1], features) if linear else (*batch, M, b.shape[-1])
-    out_dtype = checks.check_out_dtype(op, out, None, default_out_dtype(W.dtype))
+    wide, narrow = default_out_dtype(W.dtype), tuple(FLOAT8) if op in NARROW else ()
+    out_dtype = checks.check_out_dtype(op, out, out_dtype, wide, narrow)
+    check_narrow(op, terms, out_dtype, wide)
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", terms.residual, shape, out_dtype)
     spec = _epilogue(op, W, b, terms)
     others = {"bias": terms.bias, "residual": terms.residual, "groups": groups, f"scale_{name}": terms.scale_b}
+    others |= {"scale_out": terms.scale_out, "amax": terms.amax}
     checks.check_device(op, W.device, out=out, **others)
     plan = Plan(op, shape, out_dtype, W.device)
     if math.prod(shape) == 0:
@@ -375,7 +388,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     problem = Problem(
         Extents(M, N, K, vd.shape[0] if vd.dim() == 3 else 1),
         NAMES_OF_OPERANDS[W.dtype],
-        NAMES[plan.out_dtype],
+        NAMES_OF_OPERANDS[plan.out_dtype],
         (Layout("row", vector, vector), *layouts),
         ("k" if W.base is None else "m", *majors),
         (W.stored.dim(), vb.dim(), vd.dim()),
@@ -396,8 +409,10 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         structured=W.structured,
         acc_dtype=terms.acc_dtype,
     )
-    if spec.scales_operands or problem.block.scaled:
+    if spec.scales_operands or problem.block.scaled or plan.out_dtype in FLOAT8:
         plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)
+    if plan.out_dtype in FLOAT8:
+        plan.scales += (as_vector, as_vector)
     arch, sms, card = device_arch(b.get_device())
     try:
         plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
@@ -458,23 +473,17 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
 
 
 def plan_bsr_matmul(
-    W, b, bias=None, activation=None, residual=None, out=None, *, epilogue=None, scale_b=None, fast_accumulation=False,
-    accumulation_dtype=None,
-) -> Plan:  # fmt: skip
+    W, b, bias=None, activation=None, residual=None, out=None, *, scale_b=None, out_dtype=None, **more
+) -> Plan:
     """The plan of the same call of bsr_matmul."""
-    more = {"epilogue": epilogue, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
-    more["accumulation_dtype"] = accumulation_dtype
-    return _explained("bsr_matmul", W, b, Terms(bias, activation, residual, **more), out)
+    terms = Terms(bias, activation, residual, scale_b=scale_b, **more)
+    return _explained("bsr_matmul", W, b, terms, out, out_dtype=out_dtype)
 
 
-def plan_bsr_linear(
-    x, W, bias=None, activation=None, out=None, *, epilogue=None, scale_x=None, fast_accumulation=False,
-    accumulation_dtype=None,
-) -> Plan:  # fmt: skip
+def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, scale_x=None, out_dtype=None, **more) -> Plan:
     """The plan of the same call of bsr_linear."""
-    more = {"epilogue": epilogue, "scale_b": scale_x, "fast_accumulation": fast_accumulation}
-    more["accumulation_dtype"] = accumulation_dtype
-    return _explained("bsr_linear", W, x, Terms(bias, activation, **more), out)
+    terms = Terms(bias, activation, scale_b=scale_x, **more)
+    return _explained("bsr_linear", W, x, terms, out, out_dtype=out_dtype)
 
 
 def plan_bsr_gated_linear(x, W, activation="silu", out=None) -> Plan:

@@ -1,6 +1,6 @@
 """What the block-sparse products' functions are compiled from: fakes of their arguments."""
 
-from cute_kernels.matmul.arguments import epilogue_args, launch_args, matrix
+from cute_kernels.matmul.arguments import epilogue_args, launch_args, matrix, narrow_args
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.runtime.fake import fake_tensor
 
@@ -25,8 +25,10 @@ def has_scales(facts: GemmFacts) -> bool:
 
 
 def scale_args(facts: GemmFacts) -> tuple:
-    """Fakes of (scales, scale_b): of W (1,) or (blocks,), of b (1 or L, 1 or N); () where neither has any."""
-    if not has_scales(facts):
+    """Fakes of (scales, scale_b): of W (1,) or (blocks,), of b (1 or L, 1 or N); () where neither has any. Of outputs
+    of 8-bit floats these and (scale_out, amax), always."""
+    if not has_scales(facts) and not facts.narrow:
         return ()
     of_w = fake_tensor("float32", 1, 0, 1) if facts.block.scaled or facts.epilogue.scale_m else None
-    return of_w, fake_tensor("float32", 2, 1, 1) if facts.epilogue.scale_n else None
+    of_b = fake_tensor("float32", 2, 1, 1) if facts.epilogue.scale_n else None
+    return of_w, of_b, *(narrow_args(facts) if facts.narrow else ())

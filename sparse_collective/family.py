@@ -83,9 +83,7 @@ class Bsr(BsrFamily):
         return group, in_step(config, cost.row_tiles(config, problem.extents, problem.block), group, sms)
 
     def entry(self, facts: GemmFacts):
-        from .bsr_gemm import BsrGemm, ScaledBsrGemm
-
-        return (ScaledBsrGemm if has_scales(facts) else BsrGemm)(facts)
+        return entry_of(facts)(facts)
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         """Blocks 32 wide of 8-bit floats are one MMA step, whose sums are promoted: a wait for each product."""
@@ -99,6 +97,13 @@ class Bsr(BsrFamily):
 
     def sources(self, path: str) -> tuple[str, ...]:
         return super().sources(path) + (("cute_kernels.matmul.promoted_sm90",) if path == "sm_90" else ())
+
+
+def entry_of(facts: GemmFacts):
+    """The class of the entry: what the call has besides operands decides."""
+    from .bsr_gemm import BsrGemm, NarrowBsrGemm, ScaledBsrGemm
+
+    return NarrowBsrGemm if facts.narrow else ScaledBsrGemm if has_scales(facts) else BsrGemm
 
 
 def in_step(config, tiles_m: int, group: int, sms: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.checks import scaled, watched
+from cute_kernels.checks import narrow, scaled, watched
 from cute_kernels.explain import explains
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
@@ -35,6 +35,9 @@ def bsr_matmul(
     scale_b: Tensor | None = None,
     fast_accumulation: bool = False,
     accumulation_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_out: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
@@ -56,6 +59,8 @@ def bsr_matmul(
             those multiply the sums when they are promoted to fp32.
         accumulation_dtype: of float16 operands alone, see cute_kernels.gemm. Kernels for special shapes (few columns,
             small blocks, pairs of rows) add up in fp32 all the same; `explain` says which.
+        out_dtype: in place of out's; also float8, see cute_kernels.gemm. No gradient is computed with it.
+        scale_out, amax: of float8 outputs alone, see cute_kernels.gemm.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
@@ -70,7 +75,8 @@ def bsr_matmul(
     There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does.
     """
     terms = bias, activation, residual, out, epilogue
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
+    more |= {"scale_out": scale_out, "amax": amax}
     return called("bsr_matmul", W, b, *terms, scale_b=scale_b, **more)
 
 
@@ -85,6 +91,9 @@ def bsr_linear(
     scale_x: Tensor | None = None,
     fast_accumulation: bool = False,
     accumulation_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_out: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
@@ -92,7 +101,7 @@ def bsr_linear(
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, fast_accumulation, accumulation_dtype: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax: see bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
 
@@ -102,7 +111,8 @@ def bsr_linear(
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
     terms = bias, activation, None, out, epilogue
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
+    more |= {"scale_out": scale_out, "amax": amax}
     return called("bsr_linear", W, x, *terms, scale_b=scale_x, **more)
 
 
@@ -236,18 +246,17 @@ def sddmm(
 
 
 def called(
-    op: str,
-    *terms,
-    scale_b: Tensor | None = None,
-    fast_accumulation: bool = False,
-    accumulation_dtype: torch.dtype | None = None,
-) -> Tensor:
+    op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False, accumulation_dtype=None,
+    out_dtype=None, scale_out=None, amax=None,
+) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    of_output = out_dtype, scale_out, amax
+    more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax}
     if isinstance(terms[0], Bsr24):
-        return structured(op, terms, scale_b, fast_accumulation, accumulation_dtype)
-    if scaled(terms[1], None, scale_b, fast_accumulation):
-        more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
-        return without_gradient(op, terms, scale_b=scale_b, **more)
+        return structured(op, terms, **more)
+    if scaled(terms[1], None, scale_b, fast_accumulation) or narrow(terms[5], *of_output) or out_dtype is not None:
+        return without_gradient(op, terms, **more)
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
@@ -260,7 +269,9 @@ def called(
     return run(op, *terms, accumulation_dtype=accumulation_dtype)
 
 
-def structured(op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype) -> Tensor:
+def structured(
+    op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax
+) -> Tensor:
     """The same of a W with 2:4 sparse blocks, which neither torch.compile nor torch.func takes; eager.call refuses
     gradients."""
     if torch.compiler.is_compiling():
@@ -271,17 +282,21 @@ def structured(op: str, terms: tuple, scale_b, fast_accumulation, accumulation_d
         raise ValueError(f"{op}: scales and fast_accumulation belong to float8 operands, which no Bsr24 has")
     if accumulation_dtype is not None:
         raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
-    return eager.call(op, *terms)
+    if narrow(terms[5], out_dtype, scale_out, amax):
+        raise ValueError(f"{op}: a Bsr24 has no float8 outputs; use cute_kernels.quantize")
+    return eager.call(op, *terms, out_dtype=out_dtype)
 
 
 def without_gradient(op: str, terms: tuple, **more) -> Tensor:
-    """The same of a product of 8-bit floats; which calls it refuses, eager.call says."""
+    """The same of a product of 8-bit floats, or into such; which calls it refuses, eager.call says."""
     if torch.compiler.is_compiling():
         from .torch_op import traced_scaled_bsr
 
         return traced_scaled_bsr(op, *terms, **more)
     if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{op} of float8 does not compute gradients: call it outside of torch.func's transforms")
+        raise RuntimeError(
+            f"{op} of float8, or with out_dtype, does not compute gradients: call it outside of torch.func's transforms"
+        )
     return eager.call(op, *terms, **more)
 
 

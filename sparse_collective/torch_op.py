@@ -4,11 +4,18 @@ import functools
 
 import torch
 
-from cute_kernels.checks import check_no_grad
+from cute_kernels.checks import check_no_grad, narrow
 from cute_kernels.dtypes import default_out_dtype
 from cute_kernels.gradients import of_columns, saved_of, through_epilogue
 from cute_kernels.runtime import library
-from cute_kernels.torch_op import epilogue_gradient, function_named, named_function, result_to_save, wants_z
+from cute_kernels.torch_op import (
+    called_narrow,
+    epilogue_gradient,
+    function_named,
+    named_function,
+    result_to_save,
+    wants_z,
+)
 
 from .bsr import BsrMatrix, met_before
 from .eager import GATED, call
@@ -98,6 +105,21 @@ SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool fast_accumulati
 library.register(SCALED, INPUTS, SCALED_TERMS, _run_scaled, _fake)
 
 
+def _run_narrow(op, *inputs, scales, amax, out, epilogue, **terms):
+    *matrix, b = inputs
+    found = b.new_empty(int(amax), dtype=torch.float32)
+    more = {"out": out, "epilogue": function_named(epilogue), "amax": found if amax else None}
+    return call(op, _matrix(*matrix, scales), b, **terms, **more), found
+
+
+def _fake_narrow(op, *inputs, amax, **terms):
+    return _fake(op, *inputs, **terms), inputs[-1].new_empty(int(amax), dtype=torch.float32)
+
+
+NARROW, NARROW_TERMS = "sparse_collective::narrow_bsr", f"Tensor? scale_out=None, bool amax=False, {SCALED_TERMS}"
+library.register(NARROW, INPUTS, NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor")
+
+
 def _gradient_op(name: str, gradient, of: int) -> None:
     """An op for one gradient, of the shape of the tensor in this place of INPUTS."""
 
@@ -161,13 +183,18 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None,
 
 
 def traced_scaled_bsr(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation, accumulation_dtype
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation,
+    accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None,
 ):  # fmt: skip
-    """A product of 8-bit floats inside a torch.compile trace; see traced_bsr."""
+    """A product of 8-bit floats, or into such, inside a torch.compile trace; see traced_bsr."""
     inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
+    *first, _, function, groups, sums = terms
     scales = W.stored_scales
-    check_no_grad(f"{op} of float8", inputs[4], scales, b, bias, residual, scale_b)
-    return library.call(SCALED, inputs, out, (scales, scale_b, fast_accumulation, *terms))
+    check_no_grad(f"{op} of float8, or with out_dtype,", inputs[4], scales, b, bias, residual, scale_b, scale_out, amax)
+    terms = scales, scale_b, fast_accumulation, *first, out_dtype, function, groups, sums
+    if narrow(out, out_dtype, scale_out, amax):
+        return called_narrow(NARROW, inputs, out, terms, scale_out, amax)
+    return library.call(SCALED, inputs, out, terms)
 
 
 def flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype) -> tuple[tuple, tuple]:

@@ -45,6 +45,12 @@ def scale_args(facts: GemmFacts) -> tuple:
     return tuple(made.get(kind, lambda: fake_tensor("float32", 2, 1, 1))() for kind in kinds)
 
 
+def narrow_args(facts: GemmFacts) -> tuple:
+    """Fakes of (scale_out, amax) of a D of 8-bit floats, each (1,) fp32; None of one that the epilogue lacks."""
+    terms = facts.epilogue.scale_out, facts.epilogue.amax
+    return tuple(fake_tensor("float32", 1, 0, 1) if there else None for there in terms)
+
+
 def launch_args(facts: GemmFacts) -> tuple:
     """Fakes of (group, max_ctas, stream), None as in GemmFacts.counts."""
     from cutlass import Int32
@@ -53,7 +59,9 @@ def launch_args(facts: GemmFacts) -> tuple:
 
 
 def dense_args(facts: GemmFacts) -> tuple:
-    """Fakes of all arguments of dense.DenseGemm, or of dense.ScaledGemm where operands have scales."""
+    """Fakes of all arguments of dense.DenseGemm, of dense.ScaledGemm where operands have scales, or of
+    dense.NarrowGemm."""
     operands = (matrix(facts, i) for i in range(3))
-    scales = scale_args(facts) if facts.epilogue.scales_operands else ()
+    scales = scale_args(facts) if facts.epilogue.scales_operands or facts.narrow else ()
+    scales += narrow_args(facts) if facts.narrow else ()
     return *operands, *scales, *epilogue_args(facts), *launch_args(facts)

@@ -8,6 +8,7 @@ from ..arch import ArchSpec, arch_named
 from ..tile.element import BYTES, Element, element_of
 from ..traced.program import Program
 
+CHUNK_COLUMNS = 64  # of the sm_90 store, at most: whose scales 32 lanes have, two each
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 
 
@@ -112,6 +113,8 @@ class EpilogueSpec:
     x = activation(x)               a name in functions.ACTIVATIONS
     x = function(x)                 the user's own, traced
     x = x * u                       gated: of A's rows 64 make x, then 64 make u, and so on; D has half as many
+    amax = max |x|                  amax: of all of D, of 8 bits alone
+    x = x * s_out                   scale_out: of a D of 8 bits alone
     """
 
     scale: bool = False
@@ -125,12 +128,15 @@ class EpilogueSpec:
     gated: bool = False
     scale_m: str | None = None
     scale_n: str | None = None
+    scale_out: bool = False
+    amax: bool = False
 
     @property
     def is_light(self) -> bool:
-        """Whether it takes few registers: nothing to load but scales of the operands, and at most a ReLU."""
+        """Whether it takes few registers: nothing to load but scales, and at most a ReLU and a maximum."""
         relu = "relu" if self.activation == "relu" else None
-        return self == EpilogueSpec(self.scale, activation=relu, scale_m=self.scale_m, scale_n=self.scale_n)
+        scales = {"scale_m": self.scale_m, "scale_n": self.scale_n, "scale_out": self.scale_out}
+        return self == EpilogueSpec(self.scale, activation=relu, **scales, amax=self.amax)
 
     @property
     def scales_each(self) -> bool:
@@ -249,6 +255,11 @@ class GemmFacts:
         return accumulators * BYTES[self.acc_dtype] // 4
 
     @property
+    def narrow(self) -> bool:
+        """Whether D is of 8-bit floats, so that the entry takes a scale for it and a place for its amax."""
+        return self.out_bytes == 1
+
+    @property
     def operand_bytes(self) -> int:
         """Shared memory of the rings of A and B."""
         return self.config.operand_elements * self.element.width
@@ -282,6 +293,10 @@ class GemmFacts:
             return True
         periods = self.k_tiles_per_block // len(self.k_blocks)
         return sum(self.k_blocks) * self.element.mma_k * periods > self.block.bk
+
+    def chunk_columns(self, columns: int) -> int:
+        """Columns that a warpgroup of the sm_90 kernel stores at a time, of so many that it has."""
+        return min(columns, CHUNK_COLUMNS, self.config.store_row // self.out_bytes)
 
     @property
     def store_bytes(self) -> int:

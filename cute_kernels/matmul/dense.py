@@ -98,7 +98,7 @@ class DenseGemm:
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         source = self.source(cute.ceil_div(K, cfg.tile_k), La)
         scales = self.scale_of(args.scale_m), self.scale_of(args.scale_n)
-        args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, *scales)
+        args = EpilogueArgs(bias, residual, z, args.alpha, args.beta, *scales, args.scale_out, args.amax)
         self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
 
     def source(self, k_tiles: Int32, a_batch: Int32):
@@ -139,4 +139,31 @@ class ScaledGemm(DenseGemm):
         stream: cuda.CUstream,
     ):
         args = EpilogueArgs(bias, residual, z, alpha, beta, scale_a, scale_b)
+        self.launch(a, b, d, args, group, max_ctas, stream)
+
+
+class NarrowGemm(DenseGemm):
+    """ScaledGemm with a d of 8-bit floats, which may be multiplied by a scale, and whose largest magnitude before that
+    may be asked for."""
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        scale_a: cute.Tensor | None,
+        scale_b: cute.Tensor | None,
+        scale_out: cute.Tensor | None,  # (1,) fp32
+        amax: cute.Tensor | None,  # (1,) fp32, which is raised
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        z: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        args = EpilogueArgs(bias, residual, z, alpha, beta, scale_a, scale_b, scale_out, amax)
         self.launch(a, b, d, args, group, max_ctas, stream)

@@ -1,5 +1,5 @@
 """What happens to an accumulator before it is stored: D = f(activation(alpha * S(A B) + bias + beta * residual)),
-where S multiplies by the scales of A and B.
+where S multiplies by the scales of A and B. A D of 8-bit floats may be multiplied by a scale of its own after that.
 
 The epilogue has a static half, `EpilogueSpec` (config.py: which terms there are, part of a kernel's facts), and a
 dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
+from cutlass.cutlass_dsl import select_
 
+from ..tile.float8 import byte, larger_magnitude, packed, raise_to_magnitude
 from ..traced.activations import ACTIVATIONS
 from ..traced.lower import lower
 
@@ -30,6 +32,8 @@ class EpilogueArgs:
     beta: Float32
     scale_m: cute.Tensor | None = None
     scale_n: cute.Tensor | None = None
+    scale_out: cute.Tensor | None = None  # (1,) fp32, of a D of 8-bit floats
+    amax: cute.Tensor | None = None  # (1,) fp32, not negative: raised to the largest magnitude of D before its scale
 
 
 def coordinates(tCcD: cute.Tensor, first: int, count: int, origin: tuple) -> list[tuple]:
@@ -114,3 +118,40 @@ def apply(
     if const_expr(spec.function is not None):
         for v in range_constexpr(size):
             rD[v] = lower(spec.function, [rD[v]]).to(Float32)
+
+
+@cute.jit
+def narrow(
+    spec: cutlass.Constexpr,
+    args: EpilogueArgs,
+    rD: cute.Tensor,  # (4 * J,) fp32 fragment after `apply`, multiplied in place
+    cD: list,  # (4 * J,) coordinates (m, n)
+    extent: tuple,  # (M, N)
+    rMax: cute.Tensor,  # (1,) fp32, this thread's largest magnitude so far
+):
+    """What a D of 8-bit floats takes after `apply`: the largest magnitude inside of D, then its scale."""
+    if const_expr(spec.amax):
+        for v in range_constexpr(cute.size(rD)):
+            inside = cute.elem_less(cD[v], extent)
+            rMax[0] = larger_magnitude(rMax[0], Float32(select_(inside, rD[v], Float32(0.0))))
+    if const_expr(spec.scale_out):
+        rD.store(rD.load() * args.scale_out[0])
+
+
+@cute.jit
+def store_amax(spec: cutlass.Constexpr, args: EpilogueArgs, rMax: cute.Tensor):
+    """Raise amax to the largest of what the 32 lanes of a warp have seen; NaN is the largest."""
+    if const_expr(spec.amax):
+        raise_to_magnitude(args.amax.iterator.toint(), rMax[0])
+
+
+@cute.jit
+def store_bytes(rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple, dtype: cutlass.Constexpr):
+    """A fragment as 8-bit floats to a D (M, N, outer_m, L) of any strides, element by element."""
+    bytes_of_d = cute.recast_tensor(mD, cutlass.Uint8)
+    for first in range_constexpr(0, cute.size(rD), 4):
+        word = packed(rD, first, dtype)
+        for v in range_constexpr(min(4, cute.size(rD) - first)):
+            at = cD[first + v]
+            if cute.elem_less(at, extent):
+                bytes_of_d[at[0], at[1], outer[0], outer[1]] = byte(word, v)

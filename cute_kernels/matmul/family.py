@@ -109,8 +109,10 @@ class Dense(ProductFamily):
         return (dense_sm90 if path == "sm_90" else dense_sm80)(spec, element)
 
     def entry(self, facts: GemmFacts):
-        from .dense import DenseGemm, ScaledGemm
+        from .dense import DenseGemm, NarrowGemm, ScaledGemm
 
+        if facts.narrow:
+            return NarrowGemm(facts)
         return (ScaledGemm if facts.epilogue.scales_operands else DenseGemm)(facts)
 
     def arguments(self, facts: GemmFacts) -> tuple:

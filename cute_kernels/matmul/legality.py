@@ -30,7 +30,7 @@ def general(facts: GemmFacts) -> str:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
-    if reason := _float8(facts) or _fp16_sums(facts):
+    if reason := _float8(facts) or _fp16_sums(facts) or _narrow(facts):
         return reason
     if reason := majors(facts):
         return reason
@@ -84,6 +84,24 @@ def _float8(facts: GemmFacts) -> str:
         return (
             f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
         )
+    return ""
+
+
+def _narrow(facts: GemmFacts) -> str:
+    """What an output of 8-bit floats, its scale and its amax ask."""
+    spec = facts.epilogue
+    if not facts.narrow:
+        refused = "a scale" if spec.scale_out else "an amax" if spec.amax else ""
+        return f"{refused} of an output of {facts.out_dtype}: float8 outputs have it" if refused else ""
+    if facts.family not in WITH_FLOAT8:
+        return f"outputs of {facts.out_dtype}: dense and BSR products have them"
+    if facts.spec.capability < (8, 9):
+        return (
+            f"outputs of {facts.out_dtype}: {facts.spec.name} has no instruction that rounds to 8 bits, which sm_89 "
+            "and sm_90 have; multiply into torch.bfloat16, and use cute_kernels.quantize"
+        )
+    if spec.residual or spec.stores_z or spec.gated:
+        return f"outputs of {facts.out_dtype} with a residual, a gate, or what training needs"
     return ""
 
 
@@ -202,7 +220,9 @@ def sm80(facts: GemmFacts) -> str:
         # compiled: 8 and 24 bytes of stack; of sums in fp16 8, since the compiler takes all registers for operands
         of = "a batch" if facts.acc_dtype == "float32" else "sums in float16"
         return f"a loop over {2 * len(steps)} K-tiles of a block {block.bk} wide leaves no registers for {of}"
-    pitch = line * facts.out_bytes + (8 * facts.out_bytes if n_major else 16)
+    if facts.narrow and line < 32:
+        return f"a warp's store of {line} elements a line: of 8-bit floats its 32 lanes store 16 lines of 32 or more"
+    pitch = line * facts.out_bytes + (8 * max(2, facts.out_bytes) if n_major else 16)
     store = 2 * 16 * pitch * cfg.warps_m * cfg.warps_n * (1 + facts.epilogue.stores_z)
     needed = max(facts.operand_bytes, store)
     if needed > spec.smem:
@@ -259,7 +279,9 @@ def _tile_sm90(facts: GemmFacts) -> str:
     atom = next((columns for columns in facts.element.rows if cfg.tile_n % columns == 0), cfg.tile_n)
     if facts.majors[1] == "n" and group_n % atom:
         return f"{group_n} columns a warpgroup cut B's swizzle atom of {atom}"
-    chunk = min(group_n, cfg.store_row // facts.out_bytes)
+    chunk = facts.chunk_columns(group_n)
+    if facts.narrow and chunk < 32:
+        return f"{chunk} columns a warpgroup: rows of 8-bit floats fill a swizzled row from 32 on"
     if group_n % chunk:
         return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
     accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
@@ -316,7 +338,7 @@ def _split(facts: GemmFacts) -> str:
     if cfg.cluster_m * cfg.cluster_n > 1 or cfg.consumer_groups > 1:
         return f"{cfg}: K is split in cooperative kernels, without a cluster that shares operands"
     group_n = cfg.tile_n // cfg.warps_n
-    chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // min(group_n, cfg.store_row // facts.out_bytes))
+    chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // facts.chunk_columns(group_n))
     if chunks % cfg.split:
         return f"{chunks} chunks of a warpgroup's store among {cfg.split} CTAs: each stores as many (see store_row)"
     if cfg.split == 2 and cfg.tile_m * cfg.tile_n >= 128 * 256 and facts.epilogue.residual:  # 8 to 128 bytes of stack

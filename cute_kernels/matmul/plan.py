@@ -17,7 +17,7 @@ class Plan(CallPlan):
 
     group: int | None = 1
     max_ctas: int | None = 1
-    scales: tuple = ()  # of a call with scales: views of scale_a and scale_b
+    scales: tuple = ()  # of a call with scales: views of scale_a and scale_b; of 8-bit outputs also of scale_out, amax
     staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
     uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
@@ -95,6 +95,11 @@ def along_k(name: str, t, view, plan: Plan, rows: bool):
         return (padded if rows else padded.mT).view(t.dtype)
 
     return copied
+
+
+def as_vector(t):
+    """(1,) of one element."""
+    return t.view(1)
 
 
 def scale_view(scale, batch, L: int, kind: str | None = None):

@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cute.typing import AddressSpace
 
 from ..tile.ampere import WARP
+from ..tile.float8 import packed, store_halves, turned
 from . import epilogue
 
 SLAB = 16  # rows of one MMA; also the columns of two, whose rows one slab of an m-major D is made of
@@ -44,7 +45,8 @@ class StoreSm80:
         # A slab's lines run along D's contiguous mode. The padding makes the lanes' writes hit different banks:
         # 8 rows x 4 pairs of columns, or 8 rows x 4 columns two apart where lines are columns.
         self.line = self.span_n if self.n_major else self.span_m
-        self.pitch = self.line * self.size + (8 * self.size if self.n_major else 16)
+        self.narrow, self.out_dtype = facts.narrow, facts.out_dtype
+        self.pitch = self.line * self.size + (8 * max(2, self.size) if self.n_major else 16)
         self.slab_bytes = SLAB * self.pitch
         assert self.line <= WARP * self.vector, "a warp stores whole lines"
         self.outs = 1 + self.spec.stores_z  # D and, where it is stored, z
@@ -70,20 +72,26 @@ class StoreSm80:
         # Slabs outside D are left out. The branches are of use for those inside too: without them the compiler mixes
         # the code of all slabs, and spills.
         mode = const_expr(0 if self.n_major or not self.vectorised else 1)
+        rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
+        rMax[0] = Float32(0.0)
         for slab in range_constexpr((self.mmas_m, self.mmas_n // 2)[mode]):
             if origin[mode] + slab * SLAB < extent[mode]:
                 buffer = smem + (warp * 2 + slab % 2) * self.outs * self.slab_bytes
                 if const_expr(mode == 0):
                     for j in range_constexpr(0, self.mmas_n, self.products):
-                        self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (slab, j), self.products)
+                        self.store_chunk(
+                            acc, args, mD, buffer, extent, origin, tile, lane, (slab, j), self.products, rMax
+                        )
                 else:
                     for i in range_constexpr(self.mmas_m):
-                        self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (i, 2 * slab), 2)
+                        self.store_chunk(acc, args, mD, buffer, extent, origin, tile, lane, (i, 2 * slab), 2, rMax)
                 if const_expr(self.vectorised):
                     cute.arch.sync_warp()
                     self.flush(mD, buffer, extent, origin, tile, lane, slab)
                     if const_expr(self.spec.stores_z):
                         self.flush(args.z, buffer + self.slab_bytes, extent, origin, tile, lane, slab)
+        if const_expr(self.narrow):
+            epilogue.store_amax(self.spec, args, rMax)
 
     @cute.jit
     def store_chunk(
@@ -98,6 +106,7 @@ class StoreSm80:
         lane: Int32,
         first: cutlass.Constexpr,  # (i, j): the accumulators of the i-th 16 rows, from the j-th 8 columns on
         count: cutlass.Constexpr,  # of 8-column products
+        rMax: cute.Tensor,  # (1,)
     ):
         """A chunk through the epilogue, and into the slab's buffer or straight to memory."""
         row, col = lane >> 2, (lane & 3) * 2  # of this lane's first accumulator
@@ -108,9 +117,13 @@ class StoreSm80:
             rD[v] = acc[v % 4, first[0], first[1] + v // 4].to(Float32)
         rZ = cute.make_rmem_tensor(4 * count, Float32) if const_expr(self.spec.stores_z) else None
         epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], None, rZ)
+        if const_expr(self.narrow):
+            epilogue.narrow(self.spec, args, rD, cD, extent, rMax)
         for r, m in [(rD, mD), (rZ, args.z)][: self.outs]:
             if const_expr(not self.vectorised):
                 self.store_direct(r, cD, m, extent, tile[2:])
+            elif const_expr(self.narrow):
+                self.write_words(r, buffer, first, lane)
             elif const_expr(self.n_major):
                 self.write(r, buffer + row * self.pitch + (first[1] * 8 + col) * self.size)
             else:
@@ -131,6 +144,18 @@ class StoreSm80:
             sD = make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=width * self.size)
             value = cute.make_tensor(rOut.iterator + v, width)
             cute.autovec_copy(value, cute.make_tensor(sD, width))
+
+    def write_words(self, rD: cute.Tensor, buffer: Int32, first: tuple, lane: Int32) -> None:
+        """A chunk of 8-bit floats, a word for each 8 columns (tile.float8), to shared memory."""
+        row, col = lane >> 2, (lane & 3) * 2
+        for j in range(cute.size(rD) // 4):
+            word = packed(rD, 4 * j, self.out_dtype)
+            if self.n_major:
+                at = buffer + row * self.pitch + (first[1] + j) * 8 + col
+                store_halves(word, at, at + 8 * self.pitch)
+            else:  # lines are columns
+                at = buffer + (j * 8 + col + row % 2) * self.pitch + first[0] * 16 + row // 2 * 2
+                store_halves(turned(word, lane), at, at + 8)
 
     @cute.jit
     def flush(
@@ -168,6 +193,9 @@ class StoreSm80:
 
     @cute.jit
     def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):
-        for v in range_constexpr(cute.size(rD)):
-            if cute.elem_less(cD[v], extent):
-                mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
+        if const_expr(self.narrow):
+            epilogue.store_bytes(rD, cD, mD, extent, outer, self.out_dtype)
+        else:
+            for v in range_constexpr(cute.size(rD)):
+                if cute.elem_less(cD[v], extent):
+                    mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)

@@ -5,7 +5,7 @@ its own, so warpgroups never wait for each other:
 
     all 128 threads    epilogue in registers, while the chunks before are still being stored
     warp 0             wait until the ring's buffer is free
-    all 128 threads    stmatrix -> fence
+    all 128 threads    stmatrix, or of 8-bit floats 2 bytes at a time -> fence
     warp 0             TMA store of the chunk, commit
 
 Of a tile whose K was split, a CTA stores its share of the chunks.
@@ -24,6 +24,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from ..tile.barriers import PRODUCT_STORE
+from ..tile.float8 import packed, store_halves, turned
 from ..tile.hopper import WARPGROUP
 from ..tile.ptx import load_volatile
 from . import epilogue
@@ -62,7 +63,8 @@ class StoreSm90:
         self.group_n = group_n  # columns of one warpgroup
         self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
         box_n = cfg.tile_n // cfg.boxes_b if cfg.boxes_b > 1 else group_n
-        self.epi_n = min(group_n, box_n, cfg.store_row * 8 // dtype.width)  # columns of one chunk
+        self.epi_n = facts.chunk_columns(min(group_n, box_n))  # columns of one chunk
+        self.narrow, self.out_dtype = facts.narrow, facts.out_dtype
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
         # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and
@@ -125,14 +127,20 @@ class StoreSm90:
         # (MMA, 1, 1): (row, column) of each accumulator inside a slab
         tCcD = thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
 
+        values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
+        copy_r2s = None
         if const_expr(self.tma):
+            stores = [(tma, *self.partition(tma, sD, g)) for tma, g in outs]
+        if const_expr(self.narrow):
+            tRS_sD, shape = sD, values // 4  # words
+        elif const_expr(self.tma):
             atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
             layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
             copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
             tRS_sD = copy_r2s.get_slice(tidx).partition_D(sD)  # (R2S, R2S_M, R2S_N, PIPE)
             shape = cute.shape(copy_r2s.get_slice(tidx).partition_S(sD))[:3]
-            stores = [(tma, *self.partition(tma, sD, g)) for tma, g in outs]
-        values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
+        rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
+        rMax[0] = Float32(0.0)
         piece = const_expr(min(values, self.piece) if self.anchored else values)
         rD = cute.make_rmem_tensor(piece, Float32)
         share = const_expr(self.slabs * self.chunks // self.split // (1 + self.gated))
@@ -160,7 +168,7 @@ class StoreSm90:
                 slab = out_m * (self.tile_m // SLAB_M // 2) + s
             rows, columns = self.scales(i, args, corner, batch[0], rank, {} if self.anchored else loaded)
             if const_expr(self.tma):
-                rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
+                rOuts = [cute.make_rmem_tensor(shape, Int32 if self.narrow else self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
                 one = load_volatile(anchor) if const_expr(self.anchored) else None
                 sums, begin = in_fp32(acc, at + first, piece)
@@ -175,7 +183,7 @@ class StoreSm90:
                     cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
                 parts = []  # of D's chunk and z's
-                if const_expr(self.tma):
+                if const_expr(self.tma and not self.narrow):
                     layout = cute.make_layout(piece)
                     parts = [cute.make_tensor(rOut.iterator + first, layout) for rOut in rOuts]
                 elif const_expr(self.spec.stores_z):
@@ -185,12 +193,17 @@ class StoreSm90:
                 if const_expr(self.gated):
                     for v in range_constexpr(piece):
                         rD[v] = rD[v] * acc[at + self.chunks * values + first + v]
-                if const_expr(self.tma):
+                there = extent
+                if const_expr(self.boxes > 1 and not self.tma):
+                    there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
+                if const_expr(self.narrow):
+                    epilogue.narrow(self.spec, args, rD, cD, there, rMax)
+                if const_expr(self.tma and self.narrow):
+                    for v in range_constexpr(0, piece, 4):
+                        rOuts[0][(first + v) // 4] = packed(rD, v, self.out_dtype)
+                elif const_expr(self.tma):
                     parts[0].store(rD.load().to(self.dtype))
                 else:
-                    there = extent
-                    if const_expr(self.boxes > 1):
-                        there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
                     self.store_direct(rD, cD, gD, there, outer[:2])
                     if const_expr(self.spec.stores_z):
                         self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
@@ -201,6 +214,8 @@ class StoreSm90:
                     buffer = group * self.buffers + number % self.buffers
                     pending = const_expr(self.pending(number, share * len(outs)))
                     self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+        if const_expr(self.narrow):
+            epilogue.store_amax(self.spec, args, rMax)
 
     def scales(self, i: int, args: epilogue.EpilogueArgs, corner: tuple, l: Int32, rank, loaded: dict) -> tuple:
         """(scales of rows, of columns) of this CTA's i-th chunk; None where an operand has no such scales.
@@ -258,9 +273,9 @@ class StoreSm90:
     @cute.jit
     def store_chunk(
         self,
-        copy_r2s: cute.TiledCopy,
+        copy_r2s: cute.TiledCopy | None,
         rOut: cute.Tensor,
-        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE)
+        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE); of 8-bit floats sD itself
         store: tuple,  # (TMA atom, its part of sD, its part of gD)
         buffer: Int32,
         place: tuple,  # rest_m, (column of the warpgroup's tile, chunk in it), outer_m, L
@@ -273,7 +288,10 @@ class StoreSm90:
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
         self.sync(group)
-        cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
+        if const_expr(self.narrow):
+            self.write_words(rOut, tRS_sD, buffer)
+        else:
+            cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync(group)
         if warp == 0:
@@ -281,15 +299,41 @@ class StoreSm90:
             cute.copy(tma, bSG_sD[None, buffer], bSG_gD[None, slab, col0 // self.epi_n + e, *outer])
             cute.arch.cp_async_bulk_commit_group()
 
+    def write_words(self, words: cute.Tensor, sD: cute.Tensor, buffer: Int32) -> None:
+        """A chunk of 8-bit floats, a word for each 8 columns (tile.float8), into its buffer.
+
+        TMA's swizzle moves the 16 bytes of an address to another place of its 128: bits 4 and up are those that they
+        are, xor bits 7 and up, as many as a row of the buffer has of 16 bytes. No two lanes of a warp meet in a bank.
+        """
+        row_bytes = self.epi_n if self.n_major else SLAB_M
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        lane, warp = tidx % 32, tidx // 32
+        g, t = lane // 4, lane % 4
+        base = sD.iterator.toint() + buffer * (SLAB_M * self.epi_n)
+        for j in range(self.epi_n // 8):
+            word = words[j]
+            if self.n_major:  # a row of the buffer is a row of D
+                swizzle = (g * row_bytes >> 3) & (row_bytes - 16)
+                at = base + (warp * 16 + g) * row_bytes + ((j // 2 * 16) ^ swizzle) + j % 2 * 8 + 2 * t
+                store_halves(word, at, at + 8 * row_bytes)
+            else:  # a row is a column of D, of which a thread of turned words has one
+                row, column = warp * 16 + g // 2 * 2, 2 * t + g % 2
+                at = base + (j * 8 + column) * row_bytes
+                swizzle = t * 16
+                store_halves(turned(word, lane), at + (row ^ swizzle), at + ((row + 8) ^ swizzle))
+
     def blocks(self, gD: cute.Tensor):
         """The extent of outer_m."""
         return gD.shape[4 if self.tma else 2]
 
     @cute.jit
     def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):
-        for v in range_constexpr(cute.size(rD)):
-            if cute.elem_less(cD[v], extent):
-                mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
+        if const_expr(self.narrow):
+            epilogue.store_bytes(rD, cD, mD, extent, outer, self.out_dtype)
+        else:
+            for v in range_constexpr(cute.size(rD)):
+                if cute.elem_less(cD[v], extent):
+                    mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
 
     def sync(self, group):
         """All 128 threads of one warpgroup."""

@@ -32,6 +32,8 @@ class Terms:
     scale_b: torch.Tensor | None = None
     fast_accumulation: bool = False
     accumulation_dtype: torch.dtype | None = None
+    scale_out: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
 
     @property
     def acc_dtype(self) -> str:
@@ -55,6 +57,8 @@ class Terms:
             gated=self.gated,
             scale_m=scales[0],
             scale_n=scales[1],
+            scale_out=self.scale_out is not None,
+            amax=self.amax is not None,
         )
 
 
@@ -163,6 +167,30 @@ def check_accumulation_dtype(op: str, value, dtype: torch.dtype) -> None:
             f"{op}: accumulation_dtype={value}; products of torch.float16 are added up in torch.float32, the default, "
             "or in torch.float16"
         )
+
+
+def check_narrow(op: str, terms: Terms, out_dtype: torch.dtype, default: torch.dtype) -> None:
+    """What goes with an output of 8-bit floats, and with no other.
+
+    Raises:
+        TypeError: scale_out or amax is no tensor of torch.float32.
+        ValueError: it has more than one element, or the output is of another dtype; or the output is of 8-bit floats,
+            and there is a residual.
+    """
+    for name, value in (("scale_out", terms.scale_out), ("amax", terms.amax)):
+        if value is None:
+            continue
+        check_tensor(f"{op}: {name}", value)
+        if value.dtype != torch.float32:
+            raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.float32")
+        if value.numel() != 1:
+            raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must have one element")
+        if out_dtype not in FLOAT8:
+            raise ValueError(
+                f"{op}: {name} of an output of {out_dtype}: outputs of {FLOAT8_TEXT} have it; pass out_dtype="
+            )
+    if out_dtype in FLOAT8 and terms.residual is not None:
+        raise ValueError(f"{op}: a residual and an output of {out_dtype}; add it to a product in {default} instead")
 
 
 def epilogue_program(op: str, function) -> Program:

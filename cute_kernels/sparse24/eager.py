@@ -19,6 +19,7 @@ from .format import Sparse24
 OP = "gemm of a Sparse24"
 # Arguments of gemm that a product with a Sparse24 has not, and their defaults.
 NOT_HERE = {"scale_a": None, "scale_b": None, "fast_accumulation": False, "accumulation_dtype": None}
+NARROW_TERMS = {"scale_out": None, "amax": None}
 _PLANS = PlanCache()
 
 
@@ -62,7 +63,9 @@ def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
     """The plan of the same call of gemm, whatever its operands are."""
     if not isinstance(a, Sparse24) and not isinstance(b, Sparse24):
         return eager.plan_gemm(a, b, out=out, out_dtype=out_dtype, **terms)
-    _check_kind(a, b, *(terms.pop(name, default) for name, default in NOT_HERE.items()))
+    not_here = [terms.pop(name, default) for name, default in NOT_HERE.items()]
+    check_wide(*(terms.pop(name, default) for name, default in NARROW_TERMS.items()))
+    _check_kind(a, b, *not_here)
     if a.shape[1] == 0:
         return eager.plan_gemm(a.to_dense(), b, out=out, out_dtype=out_dtype, **terms)
     return _plan(a, b, Terms(**terms), out, out_dtype)
@@ -81,6 +84,12 @@ def _check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype) -
             f"{OP}: accumulation_dtype={accumulation_dtype}; its kernels add up in fp32 (leave it out), and "
             "gemm(a.to_dense(), b) takes it"
         )
+
+
+def check_wide(scale_out, amax) -> None:
+    """Its output has no scale and no amax."""
+    if scale_out is not None or amax is not None:
+        raise ValueError(f"{OP}: scale_out and amax belong to float8 outputs, which it does not have; use quantize")
 
 
 def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:

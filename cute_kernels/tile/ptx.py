@@ -16,6 +16,11 @@ def _asm(result, operands: list, text: str, constraints: str, *, side_effects: b
     )  # fmt: skip
 
 
+def inline(result, operands: list, text: str, constraints: str, *, side_effects: bool = False, loc=None, ip=None):
+    """Inline PTX for other modules of this package; see _asm."""
+    return _asm(result, operands, text, constraints, side_effects=side_effects, loc=loc, ip=ip)
+
+
 # -- where values are computed --------------------------------------------------------------------------------
 
 # ptxas does not know that a sum of exponentials is never negative.

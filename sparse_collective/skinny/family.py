@@ -10,8 +10,7 @@ from cute_kernels.runtime.families import register
 from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
-from ..fakes import has_scales
-from ..family import FEW_COLUMNS, BsrFamily, values_bytes
+from ..family import FEW_COLUMNS, BsrFamily, entry_of, values_bytes
 from .config import LANES_K, PAD, SkinnyConfig, loads_vectors, registers
 
 # What the kernel waits for before its first values arrive, and from one piece to a warp's next: estimates, in clocks.
@@ -113,12 +112,10 @@ class Skinny(BsrFamily):
         return tuple(dict.fromkeys((*super().sources(path), *own)))
 
     def entry(self, facts: GemmFacts):
-        from .float8 import Float8SkinnyGemm, ScaledSkinnyGemm
-        from .kernel import SkinnyGemm
+        from .float8 import Float8SkinnyKernel
+        from .kernel import SkinnyKernel
 
-        if facts.element.width == 1:
-            return (ScaledSkinnyGemm if has_scales(facts) else Float8SkinnyGemm)(facts)
-        return SkinnyGemm(facts)
+        return entry_of(facts)(facts, (Float8SkinnyKernel if facts.element.width == 1 else SkinnyKernel)(facts))
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.skinny_kernels(self, arch) + catalogue.skinny_float8_kernels(self, arch)

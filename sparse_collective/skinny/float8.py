@@ -22,7 +22,6 @@ from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.tile.ampere import mma_op
 from cute_kernels.tile.ptx import BY_BITS_SCALE, float8_to_fp16
 
-from ..bsr_gemm import BsrGemm, ScaledBsrGemm
 from .config import converts_by_bits
 from .kernel import SkinnyKernel
 
@@ -89,19 +88,3 @@ class Float8SkinnyKernel(SkinnyKernel):
             for v in range_constexpr(cute.size(acc)):
                 acc[v] = acc[v] * BY_BITS_SCALE**-2
         SkinnyKernel.keep(self, acc, sSum)
-
-
-class Float8SkinnyGemm(BsrGemm):
-    """BsrGemm's product of 8-bit floats without scales, by the kernel for few columns."""
-
-    def __init__(self, facts: GemmFacts):
-        self.facts = facts
-        self.kernel = Float8SkinnyKernel(facts)
-
-
-class ScaledSkinnyGemm(ScaledBsrGemm):
-    """The same with scales."""
-
-    def __init__(self, facts: GemmFacts):
-        self.facts = facts
-        self.kernel = Float8SkinnyKernel(facts)

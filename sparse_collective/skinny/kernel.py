@@ -38,7 +38,6 @@ from cute_kernels.matmul.epilogue import EpilogueArgs
 from cute_kernels.tile.ampere import mma_op
 from cute_kernels.tile.ptx import load_elements, load_vector, opaque
 
-from ..bsr_gemm import BsrGemm
 from .config import LANES_K, PAD, lane_words, loads_vectors, registers, span
 
 WARP = 32  # lanes
@@ -288,6 +287,8 @@ class SkinnyKernel:
         n, l = tile
         rest_m, n, row = k_tiles.out(n)
         size = const_expr(cfg.tile_m * cfg.tile_n)
+        rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
+        rMax[0] = Float32(0.0)
         extent = (mD.shape[0], mD.shape[1])
         for v in range_constexpr(-(-size // self.threads)):
             e = cute.arch.thread_idx()[0] + v * self.threads
@@ -302,14 +303,12 @@ class SkinnyKernel:
                     rD[0] = rD[0] + sSum[i, j, w]
                 rZ = cute.make_rmem_tensor(1, Float32) if const_expr(self.facts.epilogue.stores_z) else None
                 epilogue.apply(self.facts.epilogue, args, rD, [coord], extent, (row, l, k_tiles.l), None, rZ)
-                mD[coord[0], coord[1], row, l] = rD[0].to(self.out_dtype)
+                if const_expr(self.facts.narrow):
+                    epilogue.narrow(self.facts.epilogue, args, rD, [coord], extent, rMax)
+                    epilogue.store_bytes(rD, [coord], mD, extent, (row, l), self.facts.out_dtype)
+                else:
+                    mD[coord[0], coord[1], row, l] = rD[0].to(self.out_dtype)
                 if const_expr(self.facts.epilogue.stores_z):
                     args.z[coord[0], coord[1], row, l] = rZ[0].to(self.out_dtype)
-
-
-class SkinnyGemm(BsrGemm):
-    """The same product as BsrGemm's by the kernel for few columns."""
-
-    def __init__(self, facts: GemmFacts):
-        self.facts = facts
-        self.kernel = SkinnyKernel(facts)
+        if const_expr(self.facts.narrow):
+            epilogue.store_amax(self.facts.epilogue, args, rMax)

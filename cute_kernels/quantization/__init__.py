@@ -1,0 +1,1 @@
+"""8-bit floats and their scales by kernels that read their numbers once."""

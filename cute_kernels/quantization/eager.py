@@ -1,0 +1,55 @@
+"""8-bit floats and their scales by the kernels, of tensors that these serve; torch's functions serve the others."""
+
+import torch
+from torch import Tensor
+
+from ..dtypes import FLOAT8, NAMES
+from ..runtime.device import device_arch, plans_kernel
+from ..runtime.families import function_for, unsupported
+from . import family  # noqa: F401 (importing it registers the family)
+from .config import AMAX_CTAS, BLOCK, THREADS, QuantizeFacts, facts_for
+
+
+def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] | None:
+    """quantize's (values, scale) of an x with elements; None where no kernel serves it.
+
+    They serve bfloat16, float16 and float32 on sm_89 and sm_90, per "tensor", "row", "1x128" and "128x128". Memory is
+    without gaps, and contiguous along x's last mode, or of one scale or blocks of 128x128 the one before; it begins at
+    a multiple of 16 bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 rows are a multiple of 128.
+    Elements are numbered in 32 bits.
+    """
+    if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
+        return None
+    if per == "column" or x.dtype not in NAMES or x.data_ptr() & 15 or x.numel() >= 1 << 31:
+        return None
+    if not x.is_contiguous():
+        if per not in ("tensor", "128x128") or x.dim() < 2 or not x.mT.is_contiguous():
+            return None
+        found = quantized(x.mT, dtype, per)
+        return found and (found[0].mT, found[1].mT if per == "128x128" else found[1])
+    spec, sms, _ = device_arch(x.get_device())
+    names = spec.target, NAMES[x.dtype], FLOAT8[dtype]
+    facts = QuantizeFacts(*names, step="values") if per == "tensor" else facts_for(*names, per, x.shape[-1])
+    matrix = x.view(1, -1) if per == "tensor" else x.view(-1, x.shape[-1])
+    ragged = per == "128x128" and x.dim() > 2 and x.shape[-2] % BLOCK
+    if unsupported(facts) or ragged or matrix.shape[1] % facts.elements:
+        return None
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if per == "tensor":
+        return values, _by_one_scale(facts, matrix, values.view(matrix.shape), sms)
+    (rows, columns), width = matrix.shape, facts.columns or x.shape[-1]
+    shape = (*x.shape[:-2], -(-x.shape[-2] // facts.rows), -(-columns // width))
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    ctas = -(-scale.numel() // (THREADS // facts.lanes * facts.each))
+    function_for(facts)(matrix, values.view(rows, columns), scale.view(-1), None, ctas)
+    return values, scale
+
+
+def _by_one_scale(facts: QuantizeFacts, x: Tensor, values: Tensor, sms: int) -> Tensor:
+    """Fill in values; the scale."""
+    amax, scale = (torch.zeros(1, dtype=torch.float32, device=x.device) for _ in range(2))
+    turns = -(-x.shape[1] // (facts.lanes * facts.vectors * facts.elements))
+    first = QuantizeFacts(facts.arch, facts.dtype, facts.out_dtype, step="amax")
+    function_for(first)(x, None, None, amax, min(turns, AMAX_CTAS * sms))
+    function_for(facts)(x, values, scale, amax, turns)
+    return scale

@@ -1,0 +1,62 @@
+"""The quantising kernels, as a family."""
+
+from ..arch import arch_named
+from ..runtime.fake import fake_stream, fake_tensor
+from ..runtime.families import Family, register
+from .config import QuantizeFacts, facts_for
+
+WIDE, NARROW = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "float8_e5m2")
+
+
+class Quantizing(Family):
+    """8-bit floats and their scales."""
+
+    name = "quantize"
+    ops = ("quantize",)
+
+    def entry(self, facts: QuantizeFacts):
+        from .kernel import Quantize
+
+        return Quantize(facts)
+
+    def arguments(self, facts: QuantizeFacts) -> tuple:
+        from cutlass import Int32
+
+        x = fake_tensor(facts.dtype, 2, 1, facts.elements)
+        values = scales = amax = None
+        if facts.step != "amax":
+            values, scales = fake_tensor(facts.out_dtype, 2, 1, facts.elements), fake_tensor("float32", 1, 0, 1)
+        if facts.step != "groups":
+            amax = fake_tensor("float32", 1, 0, 1)
+        return x, values, scales, amax, Int32(1), fake_stream()
+
+    def unsupported(self, facts: QuantizeFacts) -> str:
+        spec = arch_named(facts.arch)
+        if facts.dtype not in WIDE or facts.out_dtype not in NARROW:
+            return f"{facts.dtype} to {facts.out_dtype}: the kernels make 8-bit floats of {', '.join(WIDE)}"
+        if spec.capability < (8, 9):
+            return f"{facts.out_dtype}: {spec.name} has no instruction that rounds to 8 bits; sm_89 and sm_90 have"
+        return ""
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[QuantizeFacts]:
+        """Every kernel of bfloat16 to e4m3, and of other dtypes one of each kind."""
+        target, found = arch_named(arch).target, []
+        lengths = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+        for dtype, out_dtype in (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float32", NARROW[0])):
+            names, usual = (target, dtype, out_dtype), dtype == "bfloat16" and not quick
+            found += [facts_for(*names, "row", columns) for columns in (lengths if usual else (4096,))]
+            found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128")]
+            found += [QuantizeFacts(*names, step=step) for step in ("amax", "values")]
+        return [f for f in dict.fromkeys(found[:1] if quick else found) if not self.unsupported(f)]
+
+    def describe(self, facts: QuantizeFacts) -> dict[str, str]:
+        block = f"{facts.rows}x{facts.columns}" if facts.columns else "rows"
+        held = "" if facts.held else ", read twice"
+        return {
+            "configuration": f"{facts.lanes} lanes x {facts.vectors} vectors{held}",
+            "problem": block if facts.step == "groups" else f"tensor, {facts.step}",
+            "operands": f"{facts.dtype} > {facts.out_dtype}",
+        }
+
+
+QUANTIZING = register(Quantizing())
