@@ -150,6 +150,39 @@ class FlashFacts:
 
 
 @dataclass(frozen=True)
+class Float8Facts(FlashFacts):
+    """Facts of a kernel of 8-bit floats (mainloop_float8): Q, K and P K-major, V transposed by another kernel before.
+
+    A row's P is at most 2 ** HEADROOM when its maximum is new, and 2 ** (HEADROOM + rescale_threshold) until it is
+    rescaled, just below the largest number of e4m3, 448.
+    """
+
+    dtype: str = "float8_e4m3fn"  # of Q, K, V and P
+    out_dtype: str = "bfloat16"
+    q_scale: bool = False  # whether Q has scales
+    k_scale: bool = False
+    v_scale: bool = False
+
+    @property
+    def rescale_threshold(self) -> float:
+        return 5.75
+
+
+@dataclass(frozen=True)
+class ValuesFacts:
+    """Facts of the kernel that transposes V of 8 bits (transposed_values)."""
+
+    family: ClassVar[str] = "transposed values"
+    arch: str
+    head_dim: int
+    tile: int = 0  # of packed sequences: each begins at a multiple of so many columns; 0 without
+
+    def key(self) -> str:
+        """A text that is the same in every process."""
+        return repr(self)
+
+
+@dataclass(frozen=True)
 class DecodeFacts(FlashFacts):
     """Facts of a kernel for few queries and long K and V (decode/)."""
 
