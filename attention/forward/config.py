@@ -12,6 +12,8 @@ from ..score_mod import ScoreMod
 
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+PROMOTED_TILES = 16  # of 8-bit K and V, whose products tensor cores add up
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,30 @@ class Float8Facts(FlashFacts):
     @property
     def rescale_threshold(self) -> float:
         return 5.75
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether O's sums of PROMOTED_TILES tiles are added up in fp32, in shared memory: where that has room for them.
+
+        Tensor cores keep some 14 bits of a sum.
+        """
+        room = self.spec.smem if self.config.ctas == 1 else HALF_SMEM
+        return self.ring_bytes + self.kept_bytes <= room
+
+    @property
+    def kept_bytes(self) -> int:
+        """Shared memory of O's sums, and of 16 bytes a thread for their rows' maxima."""
+        return self.config.tile_m * self.head_dim_v * 4 + self.config.groups * 128 * 16
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of Q and of the rings, with barriers."""
+        kv = self.config.tile_n * (self.head_dim + self.head_dim_v) * self.config.stages
+        return self.config.tile_m * self.head_dim + kv + BARRIER_BYTES
+
+    @property
+    def exchange_bytes(self) -> int:
+        return self.kept_bytes if self.keeps_sums else 0
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORE
 
 from .arguments import forward_args, values_args
 from .choose import HEAD_DIMS
-from .config import FlashFacts, Float8Facts, ValuesFacts
-
-HALF = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+from .config import HALF_SMEM, FlashFacts, Float8Facts, ValuesFacts
 
 
 class FlashForward(Family):
@@ -63,7 +61,7 @@ class FlashForward(Family):
         return "forward", counts
 
     def smem_limit(self, facts: FlashFacts) -> int:
-        return facts.spec.smem if facts.config.ctas == 1 else HALF
+        return facts.spec.smem if facts.config.ctas == 1 else HALF_SMEM
 
     def describe(self, facts: FlashFacts) -> dict[str, str]:
         return describe(facts)

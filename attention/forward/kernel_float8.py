@@ -4,7 +4,6 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .config import Float8Facts
 from .kernel_sm90 import FlashForwardSm90
 from .mainloop_float8 import MainloopFloat8
 from .problem import problem_of

@@ -174,8 +174,11 @@ class FlashForwardSm90:
             if const_expr(facts.sharers > 1):
                 c = self.mainloop.sharing(c, group, storage.scores)
                 column = group * self.mainloop.columns
+            elif const_expr(facts.exchange_bytes > 0):
+                c = self.mainloop.keeping(c, storage.scores)
             acc_O, out = c.acc_O, rows_and_columns(c.acc_O)
             lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
+            v_scale = self.mainloop.value_scale(scales)
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
@@ -190,7 +193,7 @@ class FlashForwardSm90:
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
                 row = self.first_row(tile)
-                mine, cap, v_scale = self.mainloop.of_tile(c, softcap, scales, tile)
+                mine, cap = self.mainloop.of_tile(c, softcap, scales, tile)
                 mine.softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
@@ -210,13 +213,16 @@ class FlashForwardSm90:
                     state_q.advance()
                     self.mainloop.last_step(mine, at_v)
                     read_sink(mSinks, tile.h, sinks)
+                    self.mainloop.read_value_scale(scales, tile, v_scale)
                     # While the last product runs. The wait for it must be in this branch, or ptxas waits after each of
                     # its instructions. So both branches consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(mine, at_v)
+                    self.mainloop.add_kept_sums(mine, tiles.count)
                 else:
                     read_sink(mSinks, tile.h, sinks)
+                    self.mainloop.read_value_scale(scales, tile, v_scale)
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                 mine.softmax.finish(out, lse, sinks, v_scale)
@@ -265,7 +271,9 @@ class FlashForwardSm90:
             tiles = source.for_tile(tile, seqlen)
             tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (seqlen.q0, 0))
             tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (seqlen.k0, 0))
-            tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, self.first_value(tile, seqlen)))
+            tVsV, tVgV = self.partition(
+                tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, self.first_value(tile, seqlen))
+            )
             # The next tile's number is fetched so early that it is there in time, and no earlier: a CTA that takes a
             # tile long before it begins it may be one that still has much to do.
             number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)

@@ -15,6 +15,10 @@ P's rounding is the largest error there is: e4m3 has three bits of mantissa, and
 OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
 nothing, and LSE is right in fp32.
 
+Tensor cores add 8-bit products up with some 14 bits of mantissa. So after each PROMOTED_TILES tiles a thread adds
+its sums of O to those that it keeps in shared memory, in fp32, and begins at zero. What is kept belongs to the row's
+maximum of that time.
+
 Scores are recomputed by a warp as those of 16 bits are (recompute_scores), by mma.sync. Hopper has none of 8 bits, so Q
 and K become fp16 in registers, which holds all numbers of e4m3.
 """
@@ -24,16 +28,21 @@ from dataclasses import replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr, range_constexpr
+from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
+from cutlass.cute.typing import AddressSpace
+from cutlass.cutlass_dsl import select_
 from cutlass.utils import hopper_helpers as sm90_utils
 
+from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
-from .config import Float8Facts
+from .config import PROMOTED_TILES, Float8Facts
 from .mainloop_sm90 import ROWS, Consumer, MainloopSm90, permuted
-from .softmax import OnlineSoftmax
+from .mask_and_softmax import QueryWork
+from .softmax import OnlineSoftmax, exp2
 
 HEADROOM = 3.0  # see Float8Facts
 LARGEST = 448.0  # of e4m3
@@ -69,27 +78,104 @@ class MainloopFloat8(MainloopSm90):
 
     def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
         threshold = self.facts.rescale_threshold
-        return OnlineSoftmax.of_rows(
-            2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST
-        )
+        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
 
     def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
-        """(consumer, softcap, what O is multiplied by or None): scales of Q and K multiply the scores.
+        """(consumer, softcap): scales of Q and K multiply the scores.
 
         With a cap or a score_mod that is done by `softcap`, before it.
         """
-        q_scale, k_scale, v_scale = (
-            None if s is None else s[cutlass.min(tile.b, s.shape[0] - 1), head]
-            for s, head in zip(scales, (tile.h, tile.h_kv, tile.h_kv))
-        )
-        factor = q_scale
-        if k_scale is not None:
-            factor = k_scale if factor is None else factor * k_scale
-        if factor is None:
-            return c, softcap, v_scale
+        factors = [of_head(s, tile, head) for s, head in zip(scales, (tile.h, tile.h_kv)) if s is not None]
+        if not factors:
+            return c, softcap
+        factor = factors[0] * factors[1] if len(factors) == 2 else factors[0]
         if self.facts.softcap or self.facts.score is not None:
-            return c, softcap * factor, v_scale
-        return replace(c, softmax=replace(c.softmax, scale_log2=c.softmax.scale_log2 * factor)), softcap, v_scale
+            return c, softcap * factor
+        return replace(c, softmax=replace(c.softmax, scale_log2=c.softmax.scale_log2 * factor)), softcap
+
+    def value_scale(self, scales: tuple) -> cute.Tensor | None:
+        """A register for V's scale."""
+        return cute.make_rmem_tensor(1, Float32) if self.facts.v_scale else None
+
+    def read_value_scale(self, scales: tuple, tile, to: cute.Tensor | None):
+        """Fill it: at a query tile's end, so that no register holds it before."""
+        if to is not None:
+            to[0] = of_head(scales[2], tile, tile.h_kv)
+
+    # ------------------------------------------------------------------ steps
+
+    @cute.jit
+    def steps(self, c: Consumer, work: QueryWork, at_k, at_v):
+        """All tiles after the first; after PROMOTED_TILES O's sums go to shared memory."""
+        tiles, ends = work.tiles, work.tiles.ends
+        if const_expr(not self.facts.keeps_sums):
+            at_k, at_v = MainloopSm90.steps(self, c, work, at_k, at_v)
+        else:
+            for first in cutlass.range(0, tiles.count, PROMOTED_TILES, unroll=1):
+                after = first + PROMOTED_TILES
+                for segment in range_constexpr(len(ends)):
+                    begin = cutlass.max(first, 1 if const_expr(segment == 0) else cutlass.max(ends[segment - 1], 1))
+                    for i in cutlass.range(begin, cutlass.min(ends[segment], after), unroll=1):
+                        at_k, at_v = self.step(c, work, i, tiles.kinds[segment], at_k, at_v)
+                if after < tiles.count:
+                    self.keep_sums(c, first == 0)
+        return at_k, at_v
+
+    def keeping(self, c: Consumer, scores) -> Consumer:
+        """The consumer with a place for O's sums. `scores`: storage."""
+        return replace(c, exchange=scores.data_ptr().toint())
+
+    @cute.jit
+    def keep_sums(self, c: Consumer, first: cutlass.Boolean):
+        """Add O's sums to those that are kept, of which there are none at `first`."""
+        parts, new = const_expr(cute.size(c.acc_O) // 4), cute.make_rmem_tensor(4, Float32)
+        if first:
+            new.fill(0.0)
+            for i in range_constexpr(parts):
+                cute.autovec_copy(new, self.kept(c.exchange, i))
+            new.fill(-Float32.inf)
+            cute.autovec_copy(new, self.kept(c.exchange, parts))
+        factors = self.factors_of_kept(c)
+        for i in range_constexpr(parts):
+            self.add_part(c, i, factors, new)
+            cute.autovec_copy(new, self.kept(c.exchange, i))
+        c.acc_O.fill(0.0)
+        for r in range_constexpr(2):
+            new[r] = c.softmax.row_max[r]
+        cute.autovec_copy(new, self.kept(c.exchange, parts))
+
+    @cute.jit
+    def add_kept_sums(self, c: Consumer, count: Int32):
+        """Add the sums that are kept to O, if there are any after so many tiles."""
+        if const_expr(self.facts.keeps_sums):
+            if count > PROMOTED_TILES:
+                factors = self.factors_of_kept(c)
+                for i in range_constexpr(cute.size(c.acc_O) // 4):
+                    self.add_part(c, i, factors, cute.make_tensor(c.acc_O.iterator + 4 * i, cute.make_layout(4)))
+
+    def add_part(self, c: Consumer, i: int, factors: list, to: cute.Tensor):
+        """Four sums, the i-th of O, two of each row, with those that are kept."""
+        part = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(self.kept(c.exchange, i), part)
+        for j in range(4):
+            to[j] = c.acc_O[4 * i + j] + part[j] * factors[j // 2]
+
+    def factors_of_kept(self, c: Consumer) -> list:
+        """What the sums that are kept are multiplied by, for each row: its maximum may have grown."""
+        softmax, found, before = c.softmax, [], cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(self.kept(c.exchange, cute.size(c.acc_O) // 4), before)
+        for r in range(2):
+            factor = exp2((before[r] - softmax.row_max[r]) * softmax.scale_log2)
+            # A row that has seen no score has sums of 0.
+            found.append(select_(softmax.row_max[r] == -Float32.inf, Float32(0.0), factor))
+        return found
+
+    def kept(self, base: Int32, i: int) -> cute.Tensor:
+        """The i-th four sums of this thread; after the last of them its two rows' maxima."""
+        number = read_special_register("tid.x") - WARPGROUP  # read anew: no register is held for it
+        at = base + number * VECTOR_BYTES + i * (self.cfg.groups * WARPGROUP * VECTOR_BYTES)
+        place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES)
+        return cute.make_tensor(place, cute.make_layout(4))
 
     # ------------------------------------------------------------------ P
 
@@ -151,6 +237,11 @@ class MainloopFloat8(MainloopSm90):
         words = cute.recast_tensor(pairs, Int32)
         columns = [float8_to_fp16(words[2 * n + half], self.facts.dtype, False) for n in range(2)]
         return fragment((4, 2), [*columns[0], *columns[1]])
+
+
+def of_head(scale: cute.Tensor, tile, head) -> Float32:
+    """Of (B, heads). Rows after the last of packed sequences are those of a sequence that has no scale."""
+    return scale[cutlass.min(tile.b, scale.shape[0] - 1), head]
 
 
 def acc_of(acc_S: cute.Tensor, n: int):

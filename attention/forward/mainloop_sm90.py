@@ -65,7 +65,9 @@ class Consumer:
     pipe_k: pipeline.PipelineAsync
     pipe_v: pipeline.PipelineAsync
     order: Int32 | None  # MainloopSm90.order
-    exchange: Int32 | None = None  # address of the scores of those that share rows: 16 bytes of each thread, and so on
+    # Address of what else is in shared memory, 16 bytes of each thread, and so on: scores of those that share rows, or
+    # sums of O (mainloop_float8).
+    exchange: Int32 | None = None
 
 
 def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
@@ -183,8 +185,15 @@ class MainloopSm90:
         return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold)
 
     def of_tile(self, c: Consumer, softcap: Float32, scales: tuple | None, tile) -> tuple:
-        """(consumer, softcap, what O is multiplied by or None) of one query tile: its heads may have scales."""
-        return c, softcap, None
+        """(consumer, softcap) of one query tile, whose heads may have scales."""
+        return c, softcap
+
+    def value_scale(self, scales: tuple | None) -> cute.Tensor | None:
+        """A register (1,) for what O is multiplied by at the end; None for nothing."""
+        return None
+
+    def read_value_scale(self, scales: tuple | None, tile, to: cute.Tensor | None):
+        """Fill it for a query tile."""
 
     def sharing(self, c: Consumer, part: Int32, scores) -> Consumer:
         """The consumer with its part of those that share its rows: of the columns of Q, K and V. `scores`: storage."""
@@ -312,6 +321,9 @@ class MainloopSm90:
         c.pipe_v.consumer_release(at_v)
         at_v.advance()
         return at_v
+
+    def add_kept_sums(self, c: Consumer, count: Int32):
+        """After `finish` of so many tiles: sums of O that are in shared memory. Here there are none."""
 
     @cute.jit
     def softmax_of_full_tile(self, c: Consumer, softcap: Float32, stage: Int32):

@@ -104,7 +104,10 @@ class OnlineSoftmax:
 
     def below(self, row_max: Float32) -> Float32:
         """What is kept of a row's largest score: less than that, by the headroom."""
-        return row_max - self.headroom / self.scale_log2 if self.headroom else row_max
+        if not self.headroom:
+            return row_max
+        # Divided here, and in no register all through the loop.
+        return row_max - self.headroom * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
 
     @cute.jit
     def scaled_max(self, row_max: Float32) -> Float32:
@@ -155,11 +158,13 @@ class OnlineSoftmax:
         threads; with a low one the p of a row's maximum is exact more often (FlashFacts.rescale_threshold). Each row
         decides for itself.
         """
-        larger = cutlass.Boolean(False)
-        rescale_threshold = (self.rescale_threshold + self.headroom) / self.scale_log2
+        larger, rescale_threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = row_max_of(scores, r)
             self.factor[r] = Float32(1.0)
+            if const_expr(self.headroom > 0):  # the same
+                scale = value_after(self.scale_log2, row_max)
+                rescale_threshold = (self.rescale_threshold + self.headroom) * cute.arch.rcp_approx(scale)
             grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + rescale_threshold)
             if grows:
                 row_max = quad_max(row_max)
@@ -233,7 +238,7 @@ class OnlineSoftmax:
         out: cute.Tensor,  # (rows, columns) of O
         lse: cute.Tensor,  # (rows,)
         sinks: cute.Tensor | None = None,  # (rows,), times log2(e)
-        scale: Float32 | None = None,  # of V, what O is multiplied by besides
+        scale: cute.Tensor | None = None,  # (1,), of V, what O is multiplied by besides
     ):
         """Divide O by the sums and compute each row's LSE, the log of its sum; an empty row gets 0 and -inf.
 
@@ -254,7 +259,7 @@ class OnlineSoftmax:
                 inverse = Float32(0.0)
                 lse[r] = -Float32.inf
             if const_expr(scale is not None):
-                inverse = inverse * scale
+                inverse = inverse * scale[0]
             for c in range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * inverse
 

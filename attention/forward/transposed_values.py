@@ -11,7 +11,6 @@ have 32 columns of a key, a sector of memory, and the four others 64 keys of a c
 """
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
