@@ -13,7 +13,7 @@ from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 from sparse_collective.bsr import BsrMatrix
 
-from . import checks
+from . import checks, float8
 from . import plan as planning
 from .forward.choose import heads_in_l2
 from .forward.config import BlockKind
@@ -137,15 +137,20 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
     )
 
 
-def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None) -> tuple:
-    """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for."""
+def launch_blocks(
+    q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None, scales=(None,) * 3
+) -> tuple:
+    """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for.
+
+    scales: of q, k and v of 8 bits, or None for each.
+    """
     reads = None  # what the element mask reads
     try:
         element, reads = Derived.of(mask).element(mask, *q.shape[:2])
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
-            None if score is None else score.mod, sinks is None,
+            None if score is None else score.mod, sinks is None, *(s is None for s in scales),
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # the checks will say what is wrong
@@ -154,10 +159,11 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         tensors += score.tensors
     if sinks is not None:
         tensors += (sinks,)
+    tensors += float8.given(scales)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-        more |= {"sinks": sinks, "score_mod": score}
+        more |= {"sinks": sinks, "score_mod": score} | dict(zip(float8.SCALES, scales, strict=True))
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out, sinks)  # nothing to compute
@@ -165,35 +171,48 @@ def launch_blocks(q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, 
         mask = with_causal(mask)
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
-    return launch(plan, q, k, v, out, (None, None, blocks, None if score is None else score.reads), sinks)
+    more = None, None, blocks, None if score is None else score.reads
+    if float8.serves(q, None):
+        more += float8.of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+    return launch(plan, q, k, v, out, more, sinks)
 
 
 def plan_block_sparse(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None,
+    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     mask = as_block_mask(q, k, block_mask)
-    checks.check_qkv(OP, q, k, v)
+    scales, out_dtype = (q_scale, k_scale, v_scale), None
+    if float8.serves(q, q_scale):
+        float8.check(OP, q, k, v, scales)
+        out_dtype = float8.out_dtype(q, out)
+    else:
+        if k_scale is not None or v_scale is not None:
+            checks.check_wide(OP, "a block mask and q of 16 bits", k, v, k_scale, v_scale)
+        checks.check_qkv(OP, q, k, v)
     check_sinks(OP, sinks, q)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
-    plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out)
+    plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out, out_dtype)
     checks.check_block_mask(OP, mask, q, k)
     window_bounds(None, causal)  # checks causal
     score = bound(score_mod, q.device)
     if score is not None:
         checks.check_score(OP, score, q.shape[:2], mask.lengths, softcap)
     if not plan.empty and planning.has_kernel(q):
-        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score)
+        choose = None if out_dtype is None else float8.choose_kernel(scales, out_dtype)
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose)
     return plan
 
 
-def _plan_kernel(plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, sinks, score) -> None:
+def _plan_kernel(
+    plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, sinks, score, choose
+) -> None:
     """Fill in the kernel of a plan whose arguments are right."""
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
-    terms["sinks"] = sinks
+    terms |= {"sinks": sinks, "choose": choose}
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m

@@ -17,11 +17,12 @@ NO_CACHE = (
 )
 
 
-def check_qkv(op: str, q, k, v, narrow: bool = False) -> None:
+def check_qkv(op: str, q, k, v, narrow: bool = False, also: tuple = ()) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one dtype and device, D and Dv contiguous. The dtype
     has 16 bits, or on the CPU, without a kernel, is float32 or float64.
 
     narrow: whether k and v are of 8 bits, and of another dtype than q, which is not looked at.
+    also: other dtypes that q, k and v may have.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(f"{op}: {name}", tensor)
@@ -29,7 +30,8 @@ def check_qkv(op: str, q, k, v, narrow: bool = False) -> None:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, head_dim)"
             )
-    checks.check_operands(op, kernel=plans_kernel(q.device), q=q, **({} if narrow else {"k": k, "v": v}))
+    alike = {} if narrow else {"k": k, "v": v}
+    checks.check_operands(op, kernel=plans_kernel(q.device), also=also, q=q, **alike)
     checks.check_device(op, q.device, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:

@@ -10,7 +10,7 @@ from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
-from . import checks, reference
+from . import checks, float8, reference
 from . import plan as planning
 from .block_sparse import as_block_mask, launch_blocks, plan_block_sparse
 from .decode import checks as cache_checks
@@ -27,7 +27,7 @@ _PLANS = PlanCache(operands=3)
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None, k_scale=None, v_scale=None,
+    score_mod=None, q_scale=None, k_scale=None, v_scale=None,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
@@ -35,13 +35,13 @@ def attention(
     score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
-        checks.check_wide("attention", "packed sequences", k, v, k_scale, v_scale)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
-        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
+        terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
+        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqlens_k is None, block_table is None, None if score is None else score.mod, sinks is None,
-        k_scale is None, v_scale is None,
+        q_scale is None, k_scale is None, v_scale is None,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqlens_k is not None or block_table is not None:
@@ -51,6 +51,8 @@ def attention(
         tensors += score.tensors
     if sinks is not None:
         tensors += (sinks,)
+    if q_scale is not None:
+        tensors += (q_scale,)
     if k_scale is not None:
         tensors += (k_scale,)
     if v_scale is not None:
@@ -59,15 +61,17 @@ def attention(
     if plan is None:
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score, k_scale=k_scale,
-            v_scale=v_scale,
+            out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score, q_scale=q_scale,
+            k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
         if seqlens_k is not None:
             terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
-        if checks.narrow(k, v):
+        if float8.serves(q, None):
+            terms["scales"] = q_scale, k_scale, v_scale
+        elif checks.narrow(k, v):
             terms |= {"k_scale": cache_checks.of_heads(k_scale, q, k), "v_scale": cache_checks.of_heads(v_scale, q, k)}
         if score is not None:
             terms["score_mod"] = score
@@ -77,6 +81,10 @@ def attention(
         if plan.facts.cache is not None:
             more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
         out, lse = launch(plan, q, k, v, out, more, sinks)
+    elif float8.serves(q, None):
+        scales = float8.of_heads((q_scale, k_scale, v_scale), q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+        more = None, None, None, None if score is None else score.reads, *scales
+        out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
         out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads), sinks)
     return (out, lse) if return_lse else out
@@ -84,17 +92,22 @@ def attention(
 
 def block_sparse_attention(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None,
+    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None,
 ):  # fmt: skip
     """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
     score = None if score_mod is None else bound_to(score_mod, q)
+    scales = q_scale, k_scale, v_scale
     if planning.has_kernel(q):
-        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score)
+        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales)
         return (out, lse) if return_lse else out
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
-    plan = plan_block_sparse(q, k, v, mask, **terms, return_lse=return_lse, out=out)
-    common.check_no_grad("block_sparse_attention", q, k, v, sinks, *(() if score is None else score.tensors))
+    named = dict(zip(float8.SCALES, scales, strict=True))
+    plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
+    captured = () if score is None else score.tensors
+    common.check_no_grad("block_sparse_attention", q, k, v, sinks, *captured, *scales)
+    if float8.serves(q, None):
+        terms["scales"] = scales
     out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out, sinks)
     return (out, lse) if return_lse else out
 
@@ -102,32 +115,42 @@ def block_sparse_attention(
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None, k_scale=None, v_scale=None,
+    score_mod=None, q_scale=None, k_scale=None, v_scale=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
-        checks.check_wide("attention", "packed sequences", k, v, k_scale, v_scale)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
-        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms, return_lse=return_lse, out=out)
+        terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
+        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
-    cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table, k_scale, v_scale)
+    of_8_bits = seqlens_k is None and block_table is None and float8.serves(q, q_scale)
+    scales, out_dtype = (q_scale, k_scale, v_scale), None
+    if of_8_bits:
+        float8.check("attention", q, k, v, scales)
+        out_dtype = float8.out_dtype(q, out)
+    else:
+        cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table, k_scale, v_scale)
     check_sinks("attention", sinks, q)
     columns = cache_checks.capacity(k, block_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
-    plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out)
+    plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out, out_dtype)
     bounds = window_bounds(window, causal)
     if score_mod is not None:
         checks.check_score("attention", score_mod, q.shape[:2], (q.shape[2], columns), softcap)
     if not plan.empty and planning.has_kernel(q):
 
-        def choose(plan, facts, sms) -> bool:
+        def choose(plan, facts, extents) -> bool:
+            sms = extents.sms
             if seqlens_k is None and not decode.serves(q, k, sms):
                 return decode.refuse_narrow(q, k)
             decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms, k_scale, v_scale)
             return True
+
+        if of_8_bits:
+            choose = float8.choose_kernel(scales, out_dtype)
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns
@@ -141,13 +164,23 @@ def bound_to(score_mod, q):
     return bound(score_mod, q.device)
 
 
+def _scales_of_packed(q, k, v, *scales) -> tuple | None:
+    """Of q, k and v of 8 bits, with some or without; None of 16 bits, which have none."""
+    if float8.serves(q, scales[0]):
+        return scales
+    checks.check_wide("attention", "packed sequences", k, v, *scales[1:])
+    return None
+
+
 def _check_one_form(seqlens_k, block_table) -> None:
     """Packed sequences have no cache."""
     if seqlens_k is not None or block_table is not None:
         raise ValueError("attention: cu_seqlens and seqlens_k are two forms; give one of them")
 
 
-def _reference(q, k, v, **terms):
+def _reference(q, k, v, scales: tuple | None = None, **terms):
+    if scales is not None:
+        return reference.attention(*float8.dequantised(q, k, v, scales), **terms, return_lse=True)
     if "seqlens_k" in terms:
         return reference.attention_cached(q, k, v, **terms, return_lse=True)
     if not checks.narrow(k, v):

@@ -41,6 +41,7 @@ def attention(
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -85,17 +86,22 @@ def attention(
             indexed by q or kv are long enough: past their end they are read at their last element. Under torch.compile
             it is a function, a method of a module, a functools.partial or a dataclass; see score_text for what it may
             capture.
-        k_scale, v_scale: float32, of k and v that are float8_e4m3fn or float8_e5m2, both of one dtype: what their
-            numbers are multiplied by. One for all, (1,); one for each head of k and v, (Hkv,); or for each item's, too,
-            (B, Hkv), which is what FlashAttention 3 calls k_descale and v_descale. None for 1. q stays of 16 bits. Such
-            k and v are read by the decoding kernels: with seqlens_k, for any number of queries, or without for few
-            queries. Not at head dimension 512.
+        q_scale, k_scale, v_scale: float32, of q, k and v of 8-bit floats: what their numbers are multiplied by. One for
+            all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too, (B, H) or (B, Hkv), which is what
+            FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number of packed sequences. None for 1.
+            They must be above 0, which is not checked.
+            q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks. P is rounded to e4m3, and
+            O's sums are the tensor cores', of some 14 bits. Not with seqlens_k.
+            k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
+            seqlens_k for any number of queries, or without for few queries.
+            Neither at head dimension 512.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.
 
     Returns:
-        (B, H, Sq, Dv) of q's dtype, `out` if it was given. A row that sees no column gets 0, and an lse of -inf; one
+        (B, H, Sq, Dv) of q's dtype, `out` if it was given; of a q of 8 bits bfloat16, or out's dtype: bfloat16, float16
+        or float32. A row that sees no column gets 0, and an lse of -inf; one
         that sees a score of NaN gets NaN, and an lse of NaN.
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
@@ -133,7 +139,7 @@ def attention(
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-        sinks=sinks, deterministic=deterministic, k_scale=k_scale, v_scale=v_scale, **more,
+        sinks=sinks, deterministic=deterministic, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **more,
     )  # fmt: skip
 
 
@@ -151,11 +157,15 @@ def block_sparse_attention(
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention.
+        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and so q_scale, k_scale
+            and v_scale of q, k and v of float8_e4m3fn, all three.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -188,6 +198,8 @@ def block_sparse_attention(
     if is_compiling():
         from .torch_op import traced_block_sparse as run
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
+        if checks.narrow(k, v):
+            raise RuntimeError(checks.NO_CACHE)
         options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
         if score is not None:
             options["score_mod"] = score
@@ -196,7 +208,8 @@ def block_sparse_attention(
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
     if score is not None:
         terms["score_mod"] = score
-    return run(q, k, v, block_mask, **terms, sinks=sinks, deterministic=deterministic)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    return run(q, k, v, block_mask, **terms, **scales, sinks=sinks, deterministic=deterministic)
 
 
 def _bound(op: str, score_mod, q) -> BoundScore:

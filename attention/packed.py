@@ -9,7 +9,7 @@ from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
-from . import checks, reference
+from . import checks, float8, reference
 from . import plan as planning
 from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, empty_lse, launch, without_kernel
@@ -21,40 +21,55 @@ LEAST_TILE = 64  # rows of the smallest query tile
 _PLANS = PlanCache(operands=3)
 
 
-def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, **terms):
-    """See ops.attention; terms are causal, window, softcap and scale, `score` a score_mod.BoundScore."""
+def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, scales=None, **terms):
+    """See ops.attention; terms are causal, window, softcap and scale, `score` a score_mod.BoundScore.
+
+    scales: of q, k and v of 8 bits, or None for each; None of 16 bits.
+    """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
     once = cu_seqlens_q is cu_seqlens_k
     mod = None if score is None else score.mod
     key = *terms.values(), return_lse, forced_path(), out is None, once, mod, sinks is None
+    if scales is not None:
+        key += tuple(s is None for s in scales)
     given = (q, k, v) if out is None else (q, k, v, out)
     given += (cu_seqlens_q,) if once else (cu_seqlens_q, cu_seqlens_k)
     if score is not None:
         given += score.tensors
     given += () if sinks is None else (sinks,)
+    if scales is not None:
+        given += float8.given(scales)
     plan = _PLANS.known(key, given, out)
     if plan is None:
-        make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out, score=score)
+        make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out, score=score, scales=scales)
         plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
-        reads = None if score is None else score.reads
-        out, lse = launch(plan, q, k, v, out, (cu_seqlens_q, cu_seqlens_k, None, reads), sinks)
+        more = cu_seqlens_q, cu_seqlens_k, None, None if score is None else score.reads
+        if scales is not None:
+            more += float8.of_heads(scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))
+        out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
-        compute = partial(_reference, plan, *tensors, terms | {"score_mod": score})
+        compute = partial(_reference, plan, *tensors, terms | {"score_mod": score}, scales)
         out, lse = without_kernel(plan, compute, out, sinks)
     return (out, lse) if return_lse else out
 
 
 def plan_packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks=None, *, causal=False, window=None, softcap=None, scale=None,
-    return_lse=False, out=None, score=None,
+    return_lse=False, out=None, score=None, scales=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    out_dtype = None
+    if scales is not None:
+        float8.check_operands(OP, q, k, v)
+        out_dtype = float8.out_dtype(q, out)
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if scales is not None:
+        float8.check_scales(OP, q, scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))
     check_sinks(OP, sinks, q)
     (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
     shapes = (rows, heads, v.shape[-1]), (heads, rows)
-    plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out)
+    plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out, out_dtype)
     bounds = window_bounds(window, causal)
     if score is not None:
         checks.check_score(OP, score, (sequences, heads), (1, 1), softcap)
@@ -69,6 +84,8 @@ def plan_packed(
     terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "longest": (rows, cols)}
     extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
     terms |= {"packed": True, "score": score, "sinks": sinks}
+    if scales is not None:
+        terms["choose"] = float8.choose_kernel(scales, out_dtype)
     planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     plan.notes.append(
         f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
@@ -87,7 +104,8 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise ValueError(
                 f"{OP}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
             )
-    checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)))
+    also = (float8.E4M3,) if q.dtype == float8.E4M3 else ()
+    checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)), also=also)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.check_tensor(f"{OP}: {name}", tensor)
         if tensor.dtype != torch.int32:
@@ -103,8 +121,10 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         )
 
 
-def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, terms) -> tuple:
+def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, terms, scales=None) -> tuple:
     """(out, lse): the reference, and in rows after the last sequence what those have that see nothing."""
+    if scales is not None:
+        q, k, v = float8.dequantised_packed(q, k, v, scales, cu_seqlens_q, cu_seqlens_k)
     out = torch.zeros(plan.out_shape, dtype=q.dtype, device=q.device)
     wide = accumulator(q.dtype)
     lse = empty_lse(plan.lse_shape, wide, q.device, sinks)

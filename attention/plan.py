@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.arch import ArchSpec
-from cute_kernels.dtypes import NAMES, accumulator
+from cute_kernels.dtypes import NAMES, NAMES_OF_OPERANDS, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import CallPlan
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -42,14 +42,20 @@ class FlashPlan(CallPlan):
         return lines if f.score is None else [*lines, f"score_mod: {f.score.program}"]
 
 
-def checked_plan(op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, scale, return_lse, out) -> FlashPlan:
-    """The plan of a call, without a kernel; checks its scalars and out. `columns`: how many a row may see."""
+def checked_plan(
+    op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, scale, return_lse, out, out_dtype=None
+) -> FlashPlan:
+    """The plan of a call, without a kernel; checks its scalars and out.
+
+    columns: how many a row may see. out_dtype: q's where it is None.
+    """
+    out_dtype = q.dtype if out_dtype is None else out_dtype
     checks.check_scale(op, scale, softcap)
     if not isinstance(return_lse, bool):
         raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
-    plan = FlashPlan(op, out_shape, q.dtype, q.device, lse_shape=lse_shape)
+    plan = FlashPlan(op, out_shape, out_dtype, q.device, lse_shape=lse_shape)
     if out is not None:
-        checks.check_out(op, out, plan.out_shape, q.dtype, q.device, (q, k, v))
+        checks.check_out(op, out, plan.out_shape, out_dtype, q.device, (q, k, v))
     plan.empty = 0 in plan.out_shape or columns == 0
     return plan
 
@@ -91,7 +97,7 @@ def plan_kernel(
 
     `extents` are (heads of all items, Sq, Sk), on average where items differ, and `longest` is (Sq, Sk) at
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
-    `score` is a score_mod.BoundScore. `choose(plan, facts, sms)` may fill in another kernel, and then returns True.
+    `score` is a score_mod.BoundScore. `choose(plan, facts, extents)` may fill in another kernel, and then returns True.
     """
     checks.check_head_dims(plan.op, q, v)
     spec, sms, _ = device_arch(q.get_device())
@@ -99,7 +105,7 @@ def plan_kernel(
         arch=spec.target,
         path=path_of(plan.op, spec),
         config=None,
-        dtype=NAMES[q.dtype],
+        dtype=NAMES_OF_OPERANDS[q.dtype],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
         window=WindowKind(*(bound is not None for bound in bounds)),
@@ -117,13 +123,15 @@ def plan_kernel(
     if facts.blocks is None:
         left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
     plan.scalars = (scale_log2, cap, left, right)
-    if choose is not None and choose(plan, facts, sms):
+    extents = Extents(*extents, *bounds, sms)
+    if choose is None or not choose(plan, facts, extents):
+        plan.facts = pick(facts, extents)
+        plan.function = families.function_for(plan.facts)
+    elif plan.facts.family != FlashFacts.family:
         return
-    plan.facts = pick(facts, Extents(*extents, *bounds, sms))
     if plan.facts.path == "sm_90":
         plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True
-    plan.function = families.function_for(plan.facts)
 
 
 def scalars_of(scale: float, softcap: float | None, score_mod: bool = False) -> tuple[float, float]:
@@ -190,6 +198,7 @@ def without_kernel(plan: FlashPlan, reference: Callable, out, sinks=None):
         lse = empty_lse(plan.lse_shape, accumulator(plan.out_dtype), plan.device, sinks)
     else:
         result, lse = reference()
+        result = result.to(plan.out_dtype)
     return result if out is None else out.copy_(result), lse
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.checks import check_no_grad, watched
-from cute_kernels.dtypes import accumulator
+from cute_kernels.dtypes import accumulator, default_out_dtype
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.library import call, register
 from sparse_collective.bsr import BsrMatrix
@@ -26,7 +26,8 @@ QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None, bool? deterministic=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None"
+    "Tensor? block_table=None, bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
@@ -36,7 +37,7 @@ SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
 SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
-    "bool? deterministic=None, Tensor? sinks=None"
+    "bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None"
 )
 
 
@@ -155,7 +156,7 @@ def _terms(inputs, at: int) -> tuple:
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, _, _, sinks = _terms(inputs, 3)
+    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, _, _, _, sinks = _terms(inputs, 3)
     if seqlens_k is not None or block_table is not None or narrow(*inputs[1:3]):
         raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (cu_q, cu_k, sinks), 3)
@@ -175,7 +176,9 @@ def _attention_gradients(ctx, dout, dlse):
 
 def _block_sparse_context(ctx, inputs, output) -> None:
     lists, lengths, blocksize, mask_mod, numbers, tensors = inputs[3 : 3 + MASK_PARTS]
-    causal, softcap, scale, _, form, deterministic, sinks = _terms(inputs, 3 + MASK_PARTS)
+    causal, softcap, scale, _, form, deterministic, *_, sinks = _terms(inputs, 3 + MASK_PARTS)
+    if narrow(*inputs[1:3]):
+        raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (sinks, *lists, *tensors), 3 + MASK_PARTS)
     ctx.mask = len(lists), len(tensors), lengths, blocksize, mask_mod, numbers
     ctx.terms = causal, softcap, scale, form
@@ -229,7 +232,7 @@ for _name, _inputs, *_rest, _gradient in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    sinks, deterministic, k_scale, v_scale, score_mod=None,
+    sinks, deterministic, q_scale, k_scale, v_scale, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
@@ -238,19 +241,20 @@ def traced_attention(
     score = () if score_mod is None else score_text.written(score_mod)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, k_scale, v_scale, sinks
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, q_scale, k_scale, v_scale, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
 def traced_block_sparse(
-    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, score_mod=None
-):
+    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_scale, k_scale, v_scale,
+    score_mod=None,
+):  # fmt: skip
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     score = () if score_mod is None else score_text.written(score_mod)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
-    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, sinks
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_scale, k_scale, v_scale, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 
@@ -319,7 +323,7 @@ def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Ten
     torch._check(k.shape[rows] == v.shape[rows], lambda: f"{op}: k has {k.shape[rows]} rows and v {v.shape[rows]}")
     shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
     lse = q.new_empty(shape if return_lse else (0,), dtype=accumulator(q.dtype))
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=default_out_dtype(q.dtype)), lse
 
 
 def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str = "lists"):

@@ -9,7 +9,7 @@ from .dtypes import FLOAT8
 from .quantization.eager import quantized
 from .reference import BLOCK
 
-AXES = {"tensor": None, "row": -1, "column": -2}  # what the largest magnitude is taken over, besides "tensor"
+AXES = {"tensor": None, "row": -1, "column": -2, "head": (-2, -1)}  # what the largest magnitude is taken over
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
 
 
@@ -20,13 +20,14 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         x: (..., rows, columns) of a floating-point dtype, on any device.
         dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa instead of three).
         per: "tensor", one scale; "row", one for each row, as gemm's scale_a; "column", one for each column, as scale_b;
-            "1x128", one for each row and 128 columns, as scale_a; "128x128", one for each so many rows and columns, as
+            "head", one for each matrix of rows and columns, as attention's q_scale, k_scale and v_scale of (B, heads,
+            length, head_dim); "1x128", one for each row and 128 columns, as scale_a; "128x128", one for each so many rows and columns, as
             scale_b: of an (N, K) weight that is multiplied as values.mT with scale.mT.
 
     Returns:
         values: of x's shape, in dtype, each rounded to nearest from x / scale; contiguous along the mode that x is.
             With scales of blocks the other modes' strides may be those of whole blocks.
-        scale: float32, (1,), (..., rows, 1) or (..., 1, columns); of blocks (..., rows, columns / 128) or
+        scale: float32, (1,), (..., rows, 1) or (..., 1, columns); per head (...,); of blocks (..., rows, columns / 128) or
             (..., rows / 128, columns / 128), extents rounded up. 1 where all numbers are 0.
 
     NaN and infinities make the values of what shares their scale NaN. No gradient passes: values are detached.
@@ -55,7 +56,8 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
             return rounded_by_blocks(wide, *BLOCKS[per], dtype)
         axis = AXES[per]
         largest = wide.abs().amax().reshape(1) if axis is None else wide.abs().amax(axis, keepdim=True)
-        return rounded(wide, largest, dtype)
+        values, scale = rounded(wide, largest, dtype)
+        return values, scale.reshape(shape_of_scale(x.shape, per))
 
 
 def shape_of_scale(shape, per: str) -> tuple:
@@ -63,6 +65,8 @@ def shape_of_scale(shape, per: str) -> tuple:
     if per == "tensor":
         return (1,)
     *batch, rows, columns = shape
+    if per == "head":
+        return tuple(batch)
     if per in AXES:
         return (*batch, rows, 1) if per == "row" else (*batch, 1, columns)
     return *batch, -(-rows // BLOCKS[per][0]), -(-columns // BLOCKS[per][1])

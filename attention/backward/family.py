@@ -13,7 +13,8 @@ from cute_kernels.tile.barriers import (
     BACKWARD_READ,
 )
 
-from ..forward.family import HALF, short
+from ..forward.config import HALF_SMEM
+from ..forward.family import short
 from .arguments import backward_args, convert_args, prepare_args
 from .choose import unsupported
 from .config import BackwardFacts, ConvertFacts, PrepareFacts, first_stores
@@ -72,7 +73,7 @@ class FlashBackward(Family):
         return "backward of one" if groups == 1 else "backward", counts
 
     def smem_limit(self, facts: BackwardFacts) -> int:
-        return facts.spec.smem if facts.config.ctas == 1 else HALF
+        return facts.spec.smem if facts.config.ctas == 1 else HALF_SMEM
 
     def describe(self, facts: BackwardFacts) -> dict[str, str]:
         switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))

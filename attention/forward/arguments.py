@@ -3,7 +3,7 @@
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.tile.element import element_of
 
-from .config import FlashFacts
+from .config import FlashFacts, Float8Facts, ValuesFacts
 
 
 def tensor_args(facts: FlashFacts) -> tuple:
@@ -18,8 +18,29 @@ def tensor_args(facts: FlashFacts) -> tuple:
 
     cache = getattr(facts, "cache", None) or facts.dtype
     tensors = heads(facts.head_dim), heads(facts.head_dim, cache), heads(facts.head_dim_v, cache)
-    tensors += (heads(facts.head_dim_v),)
+    if isinstance(facts, Float8Facts):
+        tensors = *tensors[:2], transposed_values(facts.dtype, facts.head_dim_v)
+    tensors += (heads(facts.head_dim_v, getattr(facts, "out_dtype", facts.dtype)),)
     return *tensors, fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
+
+
+def transposed_values(dtype: str, head_dim: int):
+    """A fake of V (B, Hkv, Dv, columns), whose columns are contiguous."""
+    import cutlass.cute as cute
+
+    shape = cute.sym_int32(), cute.sym_int32(), head_dim, cute.sym_int32()
+    return fake_tensor(dtype, 4, 3, element_of(dtype).vector, shape)
+
+
+def values_args(facts: ValuesFacts) -> tuple:
+    """Fakes of all arguments of TransposeValues."""
+    import cutlass.cute as cute
+
+    dtype, rank = "float8_e4m3fn", 3 if facts.tile else 4
+    shape = *(cute.sym_int32() for _ in range(rank - 1)), facts.head_dim
+    values = fake_tensor(dtype, rank, rank - 1, element_of(dtype).vector, shape)
+    cu_seqlens = fake_tensor("int32", 1, 0, 1) if facts.tile else None
+    return values, transposed_values(dtype, facts.head_dim), cu_seqlens, fake_stream()
 
 
 def scalar_args(facts: FlashFacts) -> tuple:
@@ -53,6 +74,9 @@ def forward_args(facts: FlashFacts) -> tuple:
         mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
         blocks = (index, Int32(1), table, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
     common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
+    if isinstance(facts, Float8Facts):
+        given = facts.q_scale, facts.k_scale, facts.v_scale
+        common += tuple(fake_tensor("float32", 2, None, 1) if scale else None for scale in given)
     if facts.path == "sm_80":
         return *common, *scalar_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None

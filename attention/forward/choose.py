@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
-from .config import FlashConfig, FlashFacts
+from .config import FlashConfig, FlashFacts, Float8Facts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 WIDE = 512  # the head dimension of q, k and v that has a forward kernel, and no backward
@@ -71,6 +71,33 @@ BLOCKS_SM_90 = {
     },
 }
 
+# Of 8-bit floats, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. The microseconds are by
+# calculation: those of 16 bits over 1.45, for as many scores.
+FLOAT8 = {
+    64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
+    96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
+    128: (((192, 96, 4, 3), 1.03), ((128, 160, 3, 2), 1.20), ((64, 128, 3, 1), 0.75)),
+    192: (((128, 128, 3, 2), 1.35), ((64, 128, 2, 1), 0.95)),
+    256: (((128, 128, 2, 2), 1.80), ((64, 64, 3, 1), 0.75)),
+}
+FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3)), (128, (192, 96, 4, 3))}
+FLOAT8_BLOCKS = {
+    128: {
+        64: ((128, 4), (64, 6)),
+        96: ((128, 4), (64, 6)),
+        128: ((128, 4), (64, 6)),
+        192: ((128, 3), (64, 4)),
+        256: ((64, 4), (64, 4)),
+    },
+    64: {
+        64: ((128, 4), (64, 6)),
+        96: ((128, 3), (64, 5)),
+        128: ((128, 3), (64, 6)),
+        192: ((64, 3), (64, 3)),
+        256: ((64, 2), (64, 2)),
+    },
+}
+
 # On sm_80: (tile_m, tile_n, stages, warps), which every architecture has the shared memory for. What a block mask needs
 # of registers leaves none for warps of 32 rows. Compiled for sm_90a, those with a cap and tensors in the mask spill a
 # few.
@@ -103,7 +130,8 @@ def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     if facts.path == "sm_90" and dim == WIDE:
         return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
-        tile_n, stages = BLOCKS_SM_90[blocks.block_q][dim][blocks.block_k == 64]
+        table = FLOAT8_BLOCKS if isinstance(facts, Float8Facts) else BLOCKS_SM_90
+        tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64]
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
     if dim == WIDE:
@@ -177,12 +205,15 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     CTAs fetch their query tiles where these differ and are more than run at once.
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
-    for tiles, tile_us in SM_90[dim]:
+    table, unmasked_only = SM_90, UNMASKED_ONLY
+    if isinstance(facts, Float8Facts):
+        table, unmasked_only = FLOAT8, FLOAT8_UNMASKED_ONLY
+    for tiles, tile_us in table[dim]:
         if (
             facts.softcap
             and (dim, tiles) in NO_SOFTCAP
             or (extents.uneven or facts.score is not None)
-            and ((dim, tiles) in UNMASKED_ONLY)
+            and ((dim, tiles) in unmasked_only)
         ):
             continue
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms

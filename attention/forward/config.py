@@ -12,6 +12,8 @@ from ..score_mod import ScoreMod
 
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+PROMOTED_TILES = 16  # of 8-bit K and V, whose products tensor cores add up
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,63 @@ class FlashFacts:
         if self.blocks is not None and self.head_dim == 96:
             return False
         return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups
+
+
+@dataclass(frozen=True)
+class Float8Facts(FlashFacts):
+    """Facts of a kernel of 8-bit floats (mainloop_float8): Q, K and P K-major, V transposed by another kernel before.
+
+    A row's P is at most 2 ** HEADROOM when its maximum is new, and 2 ** (HEADROOM + rescale_threshold) until it is
+    rescaled, just below the largest number of e4m3, 448.
+    """
+
+    dtype: str = "float8_e4m3fn"  # of Q, K, V and P
+    out_dtype: str = "bfloat16"
+    q_scale: bool = False  # whether Q has scales
+    k_scale: bool = False
+    v_scale: bool = False
+
+    @property
+    def rescale_threshold(self) -> float:
+        return 5.75
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether O's sums of PROMOTED_TILES tiles are added up in fp32, in shared memory: where that has room for them.
+
+        Tensor cores keep some 14 bits of a sum.
+        """
+        room = self.spec.smem if self.config.ctas == 1 else HALF_SMEM
+        return self.ring_bytes + self.kept_bytes <= room
+
+    @property
+    def kept_bytes(self) -> int:
+        """Shared memory of O's sums, and of 16 bytes a thread for their rows' maxima."""
+        return self.config.tile_m * self.head_dim_v * 4 + self.config.groups * 128 * 16
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of Q and of the rings, with barriers."""
+        kv = self.config.tile_n * (self.head_dim + self.head_dim_v) * self.config.stages
+        return self.config.tile_m * self.head_dim + kv + BARRIER_BYTES
+
+    @property
+    def exchange_bytes(self) -> int:
+        return self.kept_bytes if self.keeps_sums else 0
+
+
+@dataclass(frozen=True)
+class ValuesFacts:
+    """Facts of the kernel that transposes V of 8 bits (transposed_values)."""
+
+    family: ClassVar[str] = "transposed values"
+    arch: str
+    head_dim: int
+    tile: int = 0  # of packed sequences: each begins at a multiple of so many columns; 0 without
+
+    def key(self) -> str:
+        """A text that is the same in every process."""
+        return repr(self)
 
 
 @dataclass(frozen=True)

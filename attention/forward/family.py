@@ -8,10 +8,9 @@ from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
-from .arguments import forward_args
-from .config import FlashFacts
-
-HALF = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+from .arguments import forward_args, values_args
+from .choose import HEAD_DIMS
+from .config import HALF_SMEM, FlashFacts, Float8Facts, ValuesFacts
 
 
 class FlashForward(Family):
@@ -21,7 +20,9 @@ class FlashForward(Family):
     ops = ("attention", "block_sparse_attention")
 
     def entry(self, facts: FlashFacts):
-        if facts.path == "sm_90":
+        if isinstance(facts, Float8Facts):
+            from .kernel_float8 import FlashForwardFloat8 as FlashForward
+        elif facts.path == "sm_90":
             from .kernel_sm90 import FlashForwardSm90 as FlashForward
         else:
             from .kernel_sm80 import FlashForwardSm80 as FlashForward
@@ -41,7 +42,12 @@ class FlashForward(Family):
         for dtype, dim in itertools.product(request.dtypes, request.head_dims):
             yield from catalogue.usual(op, arch_named(request.arch), dtype, dim)
 
+    def unsupported(self, facts: FlashFacts) -> str:
+        return float8_unsupported(facts) if isinstance(facts, Float8Facts) else ""
+
     def tensor_core(self, facts: FlashFacts) -> str:
+        if isinstance(facts, Float8Facts):
+            return "QGMMA"
         return "HGMMA" if facts.path == "sm_90" else "HMMA"
 
     def warp_specialised(self, facts: FlashFacts) -> bool:
@@ -55,7 +61,7 @@ class FlashForward(Family):
         return "forward", counts
 
     def smem_limit(self, facts: FlashFacts) -> int:
-        return facts.spec.smem if facts.config.ctas == 1 else HALF
+        return facts.spec.smem if facts.config.ctas == 1 else HALF_SMEM
 
     def describe(self, facts: FlashFacts) -> dict[str, str]:
         return describe(facts)
@@ -72,6 +78,49 @@ class FlashForward(Family):
         return found if loads >= least else [*found, f"{loads} asynchronous loads, of at least {least}"]
 
 
+def float8_unsupported(facts: Float8Facts) -> str:
+    """Why there is no kernel of 8-bit floats for these facts; "" where there is one."""
+    if facts.path != "sm_90":
+        return (
+            f"q, k and v of {facts.dtype} are multiplied by sm_90's WGMMA alone, and not on {facts.spec.name}, path "
+            f"{facts.path}; give q, k and v in bfloat16, t.to(torch.bfloat16) * scale, or for decoding q in bfloat16 "
+            "and k and v of 8 bits (seqlens_k), which all architectures read"
+        )
+    if facts.head_dim not in HEAD_DIMS or facts.head_dim_v not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return f"head_dim {facts.head_dim} and {facts.head_dim_v} of 8 bits have no kernel; there are {dims}"
+    return ""
+
+
+class TransposedValues(Family):
+    """V of 8-bit floats, transposed: what runs before forward attention of them (transposed_values)."""
+
+    name = "transposed values"
+    ops = ("attention", "block_sparse_attention")
+
+    def entry(self, facts: ValuesFacts):
+        from .transposed_values import TransposeValues
+
+        return TransposeValues(facts)
+
+    def arguments(self, facts: ValuesFacts) -> tuple:
+        return values_args(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[ValuesFacts]:
+        spec = arch_named(arch)
+        if spec.path != "sm_90" or quick:
+            return []
+        packed = [ValuesFacts(spec.target, 128, tile) for tile in (96, 160)]
+        return [ValuesFacts(spec.target, dim) for dim in HEAD_DIMS] + packed
+
+    def bundle(self, op: str, request: Request) -> Iterator[ValuesFacts]:
+        return iter(())  # bundles have kernels of 16-bit operands
+
+    def describe(self, facts: ValuesFacts) -> dict[str, str]:
+        more = f"packed, tiles of {facts.tile}" if facts.tile else ""
+        return {"path": "sm_90", "problem": f"D {facts.head_dim}", "operands": "float8_e4m3fn", "epilogue": more}
+
+
 def short(dtype: str | None) -> str | None:
     """A dtype's name in a table."""
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
@@ -84,6 +133,8 @@ def describe(facts: FlashFacts) -> dict[str, str]:
     more = [text for text, there in switches if there]
     if facts.score:
         more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
+    if isinstance(facts, Float8Facts):
+        more += [name for name in ("q_scale", "k_scale", "v_scale") if getattr(facts, name)]
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
@@ -93,7 +144,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         "path": facts.path,
         "configuration": str(facts.config),
         "problem": problem,
-        "operands": short(facts.dtype),
+        "operands": short(facts.dtype) + (f" to {short(facts.out_dtype)}" if isinstance(facts, Float8Facts) else ""),
         "epilogue": " ".join(more),
     }
 
@@ -114,3 +165,4 @@ def divided(sass: str) -> list[str]:
 
 
 FLASH_FORWARD = register(FlashForward())
+TRANSPOSED_VALUES = register(TransposedValues())

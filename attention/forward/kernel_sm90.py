@@ -21,6 +21,8 @@ cores.
 O needs no shared memory, so the next query tile's Q is loaded as soon as this one's last scores are done.
 """
 
+from functools import partial
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -36,7 +38,7 @@ from .mask_and_softmax import QueryWork
 from .problem import problem_of
 from .sinks import read_sink, row_sinks
 from .softmax import rows_and_columns
-from .store_o import store_rows
+from .store_o import store_partial, store_rows
 from .tile_queue import FIELDS, SLOTS, TileQueue
 from .zero_oob_rows import zero_oob_rows
 
@@ -51,9 +53,11 @@ REGISTERS_SHARING = (40, 232)
 class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
+    mainloop_of = partial(MainloopSm90, lazy=True)
+
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm90(facts, lazy=True)
+        self.mainloop = self.mainloop_of(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.registers = REGISTERS[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
         self.cluster = 1
@@ -85,11 +89,14 @@ class FlashForwardSm90:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
+        p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        scalars = scale_log2, softcap, score_tensors, mSinks
+        self.start(p, self.mainloop.view_of_values(p.mV), counter, scalars, None, max_ctas, stream)
+
+    def start(self, p, tV: cute.Tensor, counter, scalars: tuple, scales, max_ctas: Int32, stream: cuda.CUstream):
+        """Launch the kernel of a problem; tV is V as (Dv, Sk, Hkv, B), `scalars` and `scales` the kernel's last."""
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
-        p = problem_of(facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
-        # (S, D, H, B), and V as (D, S, H, B)
-        tQ, tK, gO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mO))
-        tV = permuted(p.mV, (3, 2, 1, 0))
+        tQ, tK, gO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mO))  # (S, D, H, B)
         sQ, sK, sV = loop.layouts()
         self.storage = loop.storage()
         self.smem_bytes = self.storage.size_in_bytes()
@@ -99,7 +106,7 @@ class FlashForwardSm90:
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
-            scale_log2, softcap, score_tensors, mSinks,
+            *scalars, scales,
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -131,6 +138,7 @@ class FlashForwardSm90:
         softcap: Float32,
         score_tensors: tuple | None,
         mSinks: cute.Tensor | None,  # (H,)
+        scales: tuple | None,  # of Q, K and V of 8 bits, (B, H) and (B, Hkv), or None for 1
     ):
         cfg, facts = self.cfg, self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -166,8 +174,11 @@ class FlashForwardSm90:
             if const_expr(facts.sharers > 1):
                 c = self.mainloop.sharing(c, group, storage.scores)
                 column = group * self.mainloop.columns
-            softmax, acc_O, out = c.softmax, c.acc_O, rows_and_columns(c.acc_O)
+            elif const_expr(facts.exchange_bytes > 0):
+                c = self.mainloop.keeping(c, storage.scores)
+            acc_O, out = c.acc_O, rows_and_columns(c.acc_O)
             lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
+            v_scale = self.mainloop.value_scale(scales)
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
@@ -182,13 +193,14 @@ class FlashForwardSm90:
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
                 row = self.first_row(tile)
-                softmax.clear()
+                mine, cap = self.mainloop.of_tile(c, softcap, scales, tile)
+                mine.softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
+                    work = QueryWork(source, tiles, tile, seqlen, row, cap, score_tensors)
                     pipe_q.consumer_wait(state_q)
-                    at_k = self.mainloop.first_step(c, work, at_k)
-                    if const_expr(facts.packed):
+                    at_k = self.mainloop.first_step(mine, work, at_k)
+                    if const_expr(facts.packed and facts.element.transposes):
                         valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
@@ -196,24 +208,29 @@ class FlashForwardSm90:
                                 storage.sV.data_ptr().toint(), self.mainloop.layouts()[2].outer, at_v.index, valid,
                                 tidx % WARPGROUP, WARPGROUP, FORWARD_OOB + group,
                             )  # fmt: skip
-                    at_k, at_v = self.mainloop.steps(c, work, at_k, at_v)
+                    at_k, at_v = self.mainloop.steps(mine, work, at_k, at_v)
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
-                    self.mainloop.last_step(c, at_v)
+                    self.mainloop.last_step(mine, at_v)
                     read_sink(mSinks, tile.h, sinks)
+                    self.mainloop.read_value_scale(scales, tile, v_scale)
                     # While the last product runs. The wait for it must be in this branch, or ptxas waits after each of
                     # its instructions. So both branches consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
-                    at_v = self.mainloop.finish(c, at_v)
+                    at_v = self.mainloop.finish(mine, at_v)
+                    self.mainloop.add_kept_sums(mine, tiles.count)
                 else:
                     read_sink(mSinks, tile.h, sinks)
+                    self.mainloop.read_value_scale(scales, tile, v_scale)
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
-                softmax.finish(out, lse, sinks)
-                store_rows(
-                    acc_O, cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b]), row, seqlen.rows
-                )
+                mine.softmax.finish(out, lse, sinks, v_scale)
+                gO = cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b])
+                if const_expr(mO.element_type is Float32):
+                    store_partial(acc_O, gO, row, seqlen.rows)
+                else:
+                    store_rows(acc_O, gO, row, seqlen.rows)
                 if const_expr(mLSE is not None):
                     if tidx % 4 == 0 and (facts.sharers == 1 or group == 0):
                         for r in range_constexpr(2):
@@ -223,6 +240,10 @@ class FlashForwardSm90:
                     state_queue.advance()
                 else:
                     index += step
+
+    def first_value(self, tile, seqlen) -> Int32:
+        """Where an item's columns begin in what `start` is given as V."""
+        return seqlen.k0
 
     def first_row(self, tile) -> Int32:
         """The first of this thread's two rows of the query tile."""
@@ -250,7 +271,9 @@ class FlashForwardSm90:
             tiles = source.for_tile(tile, seqlen)
             tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (seqlen.q0, 0))
             tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (seqlen.k0, 0))
-            tVsV, tVgV = self.partition(tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, seqlen.k0))
+            tVsV, tVgV = self.partition(
+                tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, self.first_value(tile, seqlen))
+            )
             # The next tile's number is fetched so early that it is there in time, and no earlier: a CTA that takes a
             # tile long before it begins it may be one that still has much to do.
             number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)

@@ -65,7 +65,9 @@ class Consumer:
     pipe_k: pipeline.PipelineAsync
     pipe_v: pipeline.PipelineAsync
     order: Int32 | None  # MainloopSm90.order
-    exchange: Int32 | None = None  # address of the scores of those that share rows: 16 bytes of each thread, and so on
+    # Address of what else is in shared memory, 16 bytes of each thread, and so on: scores of those that share rows, or
+    # sums of O (mainloop_float8).
+    exchange: Int32 | None = None
 
 
 def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
@@ -173,10 +175,25 @@ class MainloopSm90:
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, self.columns)), Float32)
         tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
-        softmax = OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=facts.rescale_threshold if self.lazy else 0.0)
+        softmax = self.make_softmax(scale_log2)
         return Consumer(
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
         )  # fmt: skip
+
+    def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
+        threshold = self.facts.rescale_threshold if self.lazy else 0.0
+        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold)
+
+    def of_tile(self, c: Consumer, softcap: Float32, scales: tuple | None, tile) -> tuple:
+        """(consumer, softcap) of one query tile, whose heads may have scales."""
+        return c, softcap
+
+    def value_scale(self, scales: tuple | None) -> cute.Tensor | None:
+        """A register (1,) for what O is multiplied by at the end; None for nothing."""
+        return None
+
+    def read_value_scale(self, scales: tuple | None, tile, to: cute.Tensor | None):
+        """Fill it for a query tile."""
 
     def sharing(self, c: Consumer, part: Int32, scores) -> Consumer:
         """The consumer with its part of those that share its rows: of the columns of Q, K and V. `scores`: storage."""
@@ -305,6 +322,9 @@ class MainloopSm90:
         at_v.advance()
         return at_v
 
+    def add_kept_sums(self, c: Consumer, count: Int32):
+        """After `finish` of so many tiles: sums of O that are in shared memory. Here there are none."""
+
     @cute.jit
     def softmax_of_full_tile(self, c: Consumer, softcap: Float32, stage: Int32):
         """Scores of a full tile to P, without their row maxima if possible. Returns whether O is to be rescaled.
@@ -316,11 +336,19 @@ class MainloopSm90:
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
         if not softmax.step_without_max(scores, self.cfg.groups < 3):
-            recompute_scores(c.acc_S, c.sQ[None, None, 0], c.sK[None, None, stage], WARPGROUP // 32)
+            self.recompute(c, stage)
             if const_expr(self.facts.softcap):
                 cap_scores(scores, softcap)
             grown = softmax.step_lazily(scores)
         return grown
+
+    def recompute(self, c: Consumer, stage: Int32):
+        """This warp's scores, once more."""
+        recompute_scores(c.acc_S, c.sQ[None, None, 0], c.sK[None, None, stage], WARPGROUP // 32)
+
+    def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
+        """V (B, Hkv, Sk, Dv) as (Dv, Sk, Hkv, B)."""
+        return permuted(mV, (3, 2, 1, 0))
 
     @cute.jit
     def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):

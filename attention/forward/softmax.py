@@ -8,6 +8,10 @@ Dao 2023)
 
 A row that has seen no score yet has m = -inf. Its p and its factor are then computed with m = 0, so that -inf is never
 subtracted from -inf.
+
+Nothing asks m to be the largest x: with any other number O and l are divided by each other all the same, and LSE is
+right. Where p becomes an 8-bit float, m is smaller by `headroom`, so that the largest p is 2 ** headroom and small ones
+are not lost.
 """
 
 from dataclasses import dataclass
@@ -71,10 +75,17 @@ class OnlineSoftmax:
         True  # whether `step` adds up `row_sum`, and not the product of P with ones
     )
     rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
+    headroom: cutlass.Constexpr[float] = 0.0  # p of a new maximum is 2 to this
+    largest_p: cutlass.Constexpr[float] = LARGE  # that P's dtype holds, or more than that needs
 
     @staticmethod
     def of_rows(
-        rows: int, scale_log2: Float32, row_sum: cute.Tensor | None = None, rescale_threshold: float = 0.0
+        rows: int,
+        scale_log2: Float32,
+        row_sum: cute.Tensor | None = None,
+        rescale_threshold: float = 0.0,
+        headroom: float = 0.0,
+        largest_p: float = LARGE,
     ) -> "OnlineSoftmax":
         """With registers of its own; for use inside a kernel.
 
@@ -83,12 +94,20 @@ class OnlineSoftmax:
         row_max, factor = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
         adds_row_sums = row_sum is None
         row_sum = cute.make_rmem_tensor(rows, Float32) if adds_row_sums else row_sum
-        return OnlineSoftmax(scale_log2, row_max, row_sum, factor, adds_row_sums, rescale_threshold)
+        more = rescale_threshold, headroom, largest_p
+        return OnlineSoftmax(scale_log2, row_max, row_sum, factor, adds_row_sums, *more)
 
     def clear(self):
         self.row_max.fill(-Float32.inf)
         if self.adds_row_sums:
             self.row_sum.fill(0.0)
+
+    def below(self, row_max: Float32) -> Float32:
+        """What is kept of a row's largest score: less than that, by the headroom."""
+        if not self.headroom:
+            return row_max
+        # Divided here, and in no register all through the loop.
+        return row_max - self.headroom * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
 
     @cute.jit
     def scaled_max(self, row_max: Float32) -> Float32:
@@ -121,7 +140,7 @@ class OnlineSoftmax:
         """One tile of scores."""
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = row_max_of(scores, r)
-            row_max = cute.arch.fmax(self.row_max[r], quad_max(row_max))
+            row_max = cute.arch.fmax(self.row_max[r], self.below(quad_max(row_max)))
             scaled_max = self.scaled_max(row_max)
             self.factor[r] = exp2(self.row_max[r] * self.scale_log2 - scaled_max)
             self.row_max[r] = row_max
@@ -134,7 +153,7 @@ class OnlineSoftmax:
         """A tile of scores after the first one. Returns whether O must be rescaled, the same in all threads of a warp.
 
         A row's maximum stays what it was until a score is larger by more than rescale_threshold powers of 2. Until then
-        p is at most 2 ** rescale_threshold, and O and the sums are divided by each other at the end (FlashAttention-4,
+        p is at most 2 ** (rescale_threshold + headroom), and O and the sums are divided by each other at the end (FlashAttention-4,
         Dao et al. 2025). With a high threshold nearly all steps rescale nothing and exchange no maximum between
         threads; with a low one the p of a row's maximum is exact more often (FlashFacts.rescale_threshold). Each row
         decides for itself.
@@ -143,10 +162,14 @@ class OnlineSoftmax:
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = row_max_of(scores, r)
             self.factor[r] = Float32(1.0)
+            if const_expr(self.headroom > 0):  # the same
+                scale = value_after(self.scale_log2, row_max)
+                rescale_threshold = (self.rescale_threshold + self.headroom) * cute.arch.rcp_approx(scale)
             grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + rescale_threshold)
             if grows:
                 row_max = quad_max(row_max)
                 if row_max > self.row_max[r] + rescale_threshold:
+                    row_max = self.below(row_max)
                     self.factor[r] = exp2((self.row_max[r] - row_max) * self.scale_log2)
                     self.row_max[r] = row_max
                 if const_expr(self.adds_row_sums):
@@ -187,7 +210,7 @@ class OnlineSoftmax:
             sums = [self.exponentials(scores, r, None) for r in range(rows)]
         small = cutlass.Boolean(True)
         for r in range_constexpr(rows):
-            small = small & (sums[r] < LARGE)
+            small = small & (sums[r] < self.largest_p)
         small = cute.arch.vote_all_sync(small)
         for r in range_constexpr(rows):
             # Not in a branch, where ptxas adds the sums up once more to save their registers.
@@ -215,6 +238,7 @@ class OnlineSoftmax:
         out: cute.Tensor,  # (rows, columns) of O
         lse: cute.Tensor,  # (rows,)
         sinks: cute.Tensor | None = None,  # (rows,), times log2(e)
+        scale: cute.Tensor | None = None,  # (1,), of V, what O is multiplied by besides
     ):
         """Divide O by the sums and compute each row's LSE, the log of its sum; an empty row gets 0 and -inf.
 
@@ -234,6 +258,8 @@ class OnlineSoftmax:
             if row_sum == 0.0:  # NaN is not 0
                 inverse = Float32(0.0)
                 lse[r] = -Float32.inf
+            if const_expr(scale is not None):
+                inverse = inverse * scale[0]
             for c in range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * inverse
 

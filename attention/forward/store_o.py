@@ -68,7 +68,8 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
 
 @cute.jit
 def store_partial(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32):
-    """Store an accumulator ((2, 2), 1, Dv / 8) in fp32 to mO ((g, Sq), Dv): rows `row` and `row` + 8, below `rows`."""
+    """Store an accumulator ((2, 2), 1, Dv / 8) in fp32 to mO (Sq, Dv) or ((g, Sq), Dv): rows `row` and `row` + 8, below
+    `rows`."""
     lane = cute.arch.lane_idx()
     values = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))  # (columns, rows, Dv / 8)
     for r in range_constexpr(2):

@@ -226,6 +226,29 @@ def float8_to_fp16_across(word: Int32, dtype: str, by_bits: bool) -> tuple:
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word])
 
 
+# Of a cvt's two results the first operand's is the upper one.
+TO_E4M3 = """{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
+cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, { low, high }; }"""
+
+
+def to_e4m3(values: list) -> Int32:
+    """Four fp32 values as e4m3 numbers, the first in the lowest byte; those above 448 become 448, NaN stays NaN."""
+    return cute.arch.inline_ptx(TO_E4M3, write_only_types=[Int32], read_only_args=values)
+
+
+# The bytes of two rows by turns, then those of two such pairs.
+TRANSPOSE_BYTES = """{ .reg .b32 a, b, c, d;
+prmt.b32 a, {$r0}, {$r1}, 0x5140; prmt.b32 b, {$r0}, {$r1}, 0x7362;
+prmt.b32 c, {$r2}, {$r3}, 0x5140; prmt.b32 d, {$r2}, {$r3}, 0x7362;
+prmt.b32 {$w0}, a, c, 0x5410; prmt.b32 {$w1}, a, c, 0x7632;
+prmt.b32 {$w2}, b, d, 0x5410; prmt.b32 {$w3}, b, d, 0x7632; }"""
+
+
+def transpose_bytes(rows: list) -> tuple:
+    """The columns of a 4 x 4 matrix of bytes, of which four registers are the rows."""
+    return cute.arch.inline_ptx(TRANSPOSE_BYTES, write_only_types=[Int32] * 4, read_only_args=rows)
+
+
 # -- stores ---------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,258 @@
+"""The sm_90 mainloop of 8-bit floats (e4m3): Q, K, V and P of 8 bits, scores, softmax and sums in fp32.
+
+WGMMA of 8 bits takes operands that are contiguous along K: Q and K are, along D. V must be contiguous along its
+columns' keys, so a kernel before this one transposes it (transposed_values).
+
+A thread's scores are not where P must be. Of every 16 columns of a row, lane t of a quad has
+
+    scores     2t, 2t + 1, 8 + 2t, 9 + 2t
+    P as A     4t, 4t + 1, 4t + 2, 4t + 3, a register
+
+Sums over the keys do not ask for their order, if V has the same. So the lane's four scores become its register as they
+are, and the transposed V has its keys in that order: place 4t + i of 16 is KEYS[4t + i].
+
+P's rounding is the largest error there is: e4m3 has three bits of mantissa, and no number below 2 ** -9. See
+OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
+nothing, and LSE is right in fp32.
+
+Tensor cores add 8-bit products up with some 14 bits of mantissa. So after each PROMOTED_TILES tiles a thread adds
+its sums of O to those that it keeps in shared memory, in fp32, and begins at zero. What is kept belongs to the row's
+maximum of that time.
+
+Scores are recomputed by a warp as those of 16 bits are (recompute_scores), by mma.sync. Hopper has none of 8 bits, so Q
+and K become fp16 in registers, which holds all numbers of e4m3.
+"""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr, range_constexpr
+from cutlass.cute import make_ptr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
+from cutlass.cute.typing import AddressSpace
+from cutlass.cutlass_dsl import select_
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from cute_kernels.tile.element import VECTOR_BYTES
+from cute_kernels.tile.hopper import WARPGROUP, smem_layout
+from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
+
+from .config import PROMOTED_TILES, Float8Facts
+from .mainloop_sm90 import ROWS, Consumer, MainloopSm90, permuted
+from .mask_and_softmax import QueryWork
+from .softmax import OnlineSoftmax, exp2
+
+HEADROOM = 3.0  # see Float8Facts
+LARGEST = 448.0  # of e4m3
+GROUP = 16  # keys that are in another order
+KEYS = tuple(8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(GROUP))
+
+
+class MainloopFloat8(MainloopSm90):
+    """The steps are those of 16 bits. Query tiles' scores have scales of their heads."""
+
+    def __init__(self, facts: Float8Facts):
+        super().__init__(facts, lazy=True)
+
+    # ------------------------------------------------------------------ storage, products
+
+    def layouts(self) -> tuple:
+        """(sQ, sK, sV), all K-major."""
+        cfg, facts = self.cfg, self.facts
+        sQ, sK, _ = super().layouts()
+        return sQ, sK, smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, True)
+
+    def make_mmas(self) -> tuple:
+        """(S = Q K', O = P V) of all consumers."""
+        k, groups = cute.nvgpu.OperandMajorMode.K, (self.cfg.groups, 1, 1)
+        operands = self.dtype, self.dtype, k, k, Float32, groups
+        qk = sm90_utils.make_trivial_tiled_mma(*operands, (ROWS, self.cfg.tile_n))
+        pv = sm90_utils.make_trivial_tiled_mma(*operands, (ROWS, self.columns), warpgroup.OperandSource.RMEM)
+        return qk, pv
+
+    def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
+        """V (B, Hkv, Dv, columns) as (Dv, columns, Hkv, B)."""
+        return permuted(mV, (2, 3, 1, 0))
+
+    def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
+        threshold = self.facts.rescale_threshold
+        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
+
+    def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
+        """(consumer, softcap): scales of Q and K multiply the scores.
+
+        With a cap or a score_mod that is done by `softcap`, before it.
+        """
+        factors = [of_head(s, tile, head) for s, head in zip(scales, (tile.h, tile.h_kv)) if s is not None]
+        if not factors:
+            return c, softcap
+        factor = factors[0] * factors[1] if len(factors) == 2 else factors[0]
+        if self.facts.softcap or self.facts.score is not None:
+            return c, softcap * factor
+        return replace(c, softmax=replace(c.softmax, scale_log2=c.softmax.scale_log2 * factor)), softcap
+
+    def value_scale(self, scales: tuple) -> cute.Tensor | None:
+        """A register for V's scale."""
+        return cute.make_rmem_tensor(1, Float32) if self.facts.v_scale else None
+
+    def read_value_scale(self, scales: tuple, tile, to: cute.Tensor | None):
+        """Fill it: at a query tile's end, so that no register holds it before."""
+        if to is not None:
+            to[0] = of_head(scales[2], tile, tile.h_kv)
+
+    # ------------------------------------------------------------------ steps
+
+    @cute.jit
+    def steps(self, c: Consumer, work: QueryWork, at_k, at_v):
+        """All tiles after the first; after PROMOTED_TILES O's sums go to shared memory."""
+        tiles, ends = work.tiles, work.tiles.ends
+        if const_expr(not self.facts.keeps_sums):
+            at_k, at_v = MainloopSm90.steps(self, c, work, at_k, at_v)
+        else:
+            for first in cutlass.range(0, tiles.count, PROMOTED_TILES, unroll=1):
+                after = first + PROMOTED_TILES
+                for segment in range_constexpr(len(ends)):
+                    begin = cutlass.max(first, 1 if const_expr(segment == 0) else cutlass.max(ends[segment - 1], 1))
+                    for i in cutlass.range(begin, cutlass.min(ends[segment], after), unroll=1):
+                        at_k, at_v = self.step(c, work, i, tiles.kinds[segment], at_k, at_v)
+                if after < tiles.count:
+                    self.keep_sums(c, first == 0)
+        return at_k, at_v
+
+    def keeping(self, c: Consumer, scores) -> Consumer:
+        """The consumer with a place for O's sums. `scores`: storage."""
+        return replace(c, exchange=scores.data_ptr().toint())
+
+    @cute.jit
+    def keep_sums(self, c: Consumer, first: cutlass.Boolean):
+        """Add O's sums to those that are kept, of which there are none at `first`."""
+        parts, new = const_expr(cute.size(c.acc_O) // 4), cute.make_rmem_tensor(4, Float32)
+        if first:
+            new.fill(0.0)
+            for i in range_constexpr(parts):
+                cute.autovec_copy(new, self.kept(c.exchange, i))
+            new.fill(-Float32.inf)
+            cute.autovec_copy(new, self.kept(c.exchange, parts))
+        factors = self.factors_of_kept(c)
+        for i in range_constexpr(parts):
+            self.add_part(c, i, factors, new)
+            cute.autovec_copy(new, self.kept(c.exchange, i))
+        c.acc_O.fill(0.0)
+        for r in range_constexpr(2):
+            new[r] = c.softmax.row_max[r]
+        cute.autovec_copy(new, self.kept(c.exchange, parts))
+
+    @cute.jit
+    def add_kept_sums(self, c: Consumer, count: Int32):
+        """Add the sums that are kept to O, if there are any after so many tiles."""
+        if const_expr(self.facts.keeps_sums):
+            if count > PROMOTED_TILES:
+                factors = self.factors_of_kept(c)
+                for i in range_constexpr(cute.size(c.acc_O) // 4):
+                    self.add_part(c, i, factors, cute.make_tensor(c.acc_O.iterator + 4 * i, cute.make_layout(4)))
+
+    def add_part(self, c: Consumer, i: int, factors: list, to: cute.Tensor):
+        """Four sums, the i-th of O, two of each row, with those that are kept."""
+        part = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(self.kept(c.exchange, i), part)
+        for j in range(4):
+            to[j] = c.acc_O[4 * i + j] + part[j] * factors[j // 2]
+
+    def factors_of_kept(self, c: Consumer) -> list:
+        """What the sums that are kept are multiplied by, for each row: its maximum may have grown."""
+        softmax, found, before = c.softmax, [], cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(self.kept(c.exchange, cute.size(c.acc_O) // 4), before)
+        for r in range(2):
+            factor = exp2((before[r] - softmax.row_max[r]) * softmax.scale_log2)
+            # A row that has seen no score has sums of 0.
+            found.append(select_(softmax.row_max[r] == -Float32.inf, Float32(0.0), factor))
+        return found
+
+    def kept(self, base: Int32, i: int) -> cute.Tensor:
+        """The i-th four sums of this thread; after the last of them its two rows' maxima."""
+        number = read_special_register("tid.x") - WARPGROUP  # read anew: no register is held for it
+        at = base + number * VECTOR_BYTES + i * (self.cfg.groups * WARPGROUP * VECTOR_BYTES)
+        place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES)
+        return cute.make_tensor(place, cute.make_layout(4))
+
+    # ------------------------------------------------------------------ P
+
+    @cute.jit
+    def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):
+        """P to 8 bits: of each row four scores, two of each 8 columns, make a register."""
+        words = cute.recast_tensor(tOrP, Int32)  # (rows, pairs of 8 columns)
+        for i in range_constexpr(cute.size(acc_S) // 8):
+            for r in range_constexpr(2):
+                words[2 * i + r] = to_e4m3([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
+
+    # ------------------------------------------------------------------ scores once more
+
+    @cute.jit
+    def recompute(self, c: Consumer, stage: Int32):
+        """acc_S = Q K' of this warp's sixteen rows: recompute_scores, of 8 bits.
+
+        ldmatrix sees two values as one. A lane gets values 4t to 4t + 3 of 16 in a register; as fp16 the first two and
+        the other two go to different registers. Sums over D do not ask which.
+        """
+        sQ, sK = self.in_pairs(c.sQ, self.cfg.tile_m, 1), self.in_pairs(c.sK, self.cfg.tile_n, self.cfg.stages)
+        sQ, sK = sQ[None, None, 0], sK[None, None, stage]
+        tile_n, pairs = const_expr(self.cfg.tile_n), const_expr(self.facts.head_dim // 2)
+        thread = read_special_register("tid.x")
+        warp, lane = thread // 32 - WARPGROUP // 32, thread % 32
+        op = MmaF16BF16Op(Float16, Float32, (16, 8, 16))
+        atom, tiled = cute.make_mma_atom(op), cute.make_tiled_mma(op, permutation_mnk=(16, 16, 16))
+        load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), Float16)
+        load_q, load_k = cute.make_tiled_copy_A(load, tiled), cute.make_tiled_copy_B(load, tiled)
+        # (COPY, rows / 16, D / 32) of this lane
+        from_q = load_q.get_slice(lane).partition_S(cute.local_tile(sQ, (16, pairs), (warp, 0)))
+        from_k = load_k.get_slice(lane).partition_S(sK)
+        rQ, rK = cute.make_rmem_tensor((8, 1), Float16), cute.make_rmem_tensor((4, 2), Float16)
+        to_q, to_k = (cute.make_tensor(t.iterator, cute.make_layout(((8, 1),))) for t in (rQ, rK))
+        for n in range_constexpr(tile_n // 16):
+            acc = cute.make_rmem_tensor((4, 1, 2), Float32)
+            acc.fill(0.0)
+            for k in cutlass.range(pairs // 16, unroll=1):
+                cute.copy(load_q, from_q[None, 0, k], to_q)
+                cute.copy(load_k, from_k[None, n, k], to_k)
+                for half in range_constexpr(2):  # of 16 values of D
+                    cute.gemm(atom, acc, self.fragment_q(rQ, half), self.fragment_k(rK, half), acc)
+            cute.make_tensor(acc_of(c.acc_S, n), acc.layout).store(acc.load())
+
+    def in_pairs(self, smem: cute.Tensor, rows: int, stages: int) -> cute.Tensor:
+        """A ring (rows, D, PIPE) as one of units of 16 bits, (rows, D / 2, PIPE): its lines and swizzles are the
+        same bytes."""
+        layout = smem_layout(Float16, rows, self.facts.head_dim // 2, stages, True)
+        return cute.make_tensor(cute.recast_ptr(smem.iterator, layout.inner, dtype=Float16), layout.outer)
+
+    def fragment_q(self, pairs: cute.Tensor, half: int) -> cute.Tensor:
+        """(8, 1) of A: of the rows' first or second 16 values, by lane 4t to 4t + 3."""
+        words = cute.recast_tensor(pairs, Int32)
+        rows = [float8_to_fp16(words[2 * half + r], self.facts.dtype, False) for r in range(2)]
+        return fragment((8, 1), [rows[0][0], rows[1][0], rows[0][1], rows[1][1]])
+
+    def fragment_k(self, pairs: cute.Tensor, half: int) -> cute.Tensor:
+        """(4, 2) of B, the same of two times 8 columns."""
+        words = cute.recast_tensor(pairs, Int32)
+        columns = [float8_to_fp16(words[2 * n + half], self.facts.dtype, False) for n in range(2)]
+        return fragment((4, 2), [*columns[0], *columns[1]])
+
+
+def of_head(scale: cute.Tensor, tile, head) -> Float32:
+    """Of (B, heads). Rows after the last of packed sequences are those of a sequence that has no scale."""
+    return scale[cutlass.min(tile.b, scale.shape[0] - 1), head]
+
+
+def acc_of(acc_S: cute.Tensor, n: int):
+    """Where the n-th 16 columns of the accumulators begin."""
+    return acc_S.iterator + 8 * n
+
+
+def fragment(shape: tuple, words: list) -> cute.Tensor:
+    """Registers of fp16, of these words."""
+    found = cute.make_rmem_tensor(shape, Float16)
+    as_words = cute.recast_tensor(found, Int32)
+    for i, word in enumerate(words):
+        as_words[i] = word
+    return found
