@@ -121,7 +121,7 @@ Step sparse_mma(Warp& w, const Ins& i, u32) {
             u32 word = src<u32>(w, i, 8 + r)[t];
             for (int e = 0; e < 2; e++) b[(2 * (t % 4) + 8 * r + e) * 8 + t / 4] = decode(f, (u8*)&word + 2 * e);
         }
-    multiply(w, i, 0, c, 8, 32, a, b, true);
+    multiply(w, i, 0, c, 8, 32, a, b, true, false);
     return DONE;
 }
 
