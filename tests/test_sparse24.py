@@ -414,10 +414,27 @@ def test_faults_are_seen_on_the_emulator():
 
 
 @needs_compiler
+def test_a_wrong_selector_of_mma_sp_is_seen_on_the_emulator():
+    facts, swapped, seen = AMPERE[0], {"0": "1", "1": "0"}, []
+
+    def change(ptx: str) -> str:
+        pattern = r"(mma\.sp::ordered_metadata[^;]*%r\d+, )([01]);"
+        return re.sub(pattern, lambda m: seen.append(1) or f"{m[1]}{swapped[m[2]]};", ptx)
+
+    w, b = prune_2_4(normal(128, 128)), normal(128, 128)
+    W, d = Sparse24.from_dense(w), poisoned(128, 128)
+    run = emulate.emulate_entry(facts.arch, SPARSE24.entry(facts), SPARSE24.arguments(facts), change)
+    with emulate.emulator(sms=2):
+        run(W.values, W.metadata, b, d, None, None, 1.0, 1.0, *facts.counts(1, 2))
+    assert seen and (d - w.float() @ b.float()).abs().max() > 1
+
+
+@needs_compiler
 def test_the_emulator_refuses_equal_places():
     """Two elements of a group at one place are not defined."""
     w = pruned(64, 64)
     W, b = Sparse24.from_dense(w), normal(64, 64)
     W.metadata[0, 0, 5] = 0
-    with on_emulator("sm_90", sms=1), pytest.raises(emulate.EmulatorError, match="lane 5: both elements"):
-        gemm(W, b)
+    for arch in ("sm_90", "sm_80"):
+        with on_emulator(arch, sms=1), pytest.raises(emulate.EmulatorError, match="lane 5: both elements"):
+            gemm(W, b)
