@@ -18,6 +18,7 @@ DENSE_CUBE = f"cuBLAS {CUBE} cubed"
 EQUAL = "cuBLAS, equal work"
 COPY = "copy of as many bytes"
 LOOP = "a loop over the experts"
+FP32_SUMS = "ours, fp32 sums"
 SQUARES = (512, 1024, 2048, 4096, 8192)
 PROJECTIONS = ((4096, 4096), (14336, 4096), (4096, 14336))  # (N, K) of a transformer 4096 wide
 TOKENS = (128, 2048, 8192)
@@ -56,6 +57,23 @@ def dense(
     return Case("gemm", name, problem, lambda: product(x, gemm, forced=forced), others, CUBLAS, asked, quack)
 
 
+def fp16_sums(M: int, N: int, K: int, layout: str = "NN", asked: float | None = None) -> Case:
+    """gemm(a, b, accumulation_dtype=torch.float16) beside the same with fp32 sums, and cuBLAS's with fp16 ones."""
+    half = torch.float16
+    problem = Problem("gemm", M, N, K, layout=layout, dtype="float16", epilogue="fp16 sums")
+    x = Operands(
+        lambda: randn(M, K, dtype=half),
+        lambda: randn(K, N, dtype=half) if layout == "NN" else randn(N, K, dtype=half).t(),
+    )
+    wide = Candidate(FP32_SUMS, problem.flops, lambda: product(x, gemm)[0])
+    name = f"gemm {M}x{N}x{K} {layout} fp16, fp16 sums"
+
+    def ours() -> tuple:
+        return product(x, gemm, accumulation_dtype=half)
+
+    return Case("gemm", name, problem, ours, [wide, peers.cublas_fp16_sums(x, problem.flops)], FP32_SUMS, asked)
+
+
 def epilogue(M: int, N: int, K: int, activation: str | None, asked: float | None = None) -> Case:
     """A linear layer's forward: bias and activation, b the transpose of a contiguous weight, beside cuBLASLt's own."""
     problem = Problem("gemm", M, N, K, layout="NT", epilogue="bias" + (f"+{activation}" if activation else ""))
@@ -85,6 +103,9 @@ def gemm_cases(mode: str) -> Iterator[Case]:
                 yield dense(size, size, size, layout, quack=layout == "NT")
     yield dense(4096, 4096, 4096, "NN", dtype=torch.float16)
     yield dense(8192, 8192, 8192, "NN", dtype=torch.float16)
+    for size in (4096, 8192):
+        for layout in ("NN", "NT"):
+            yield fp16_sums(size, size, size, layout)
     for tokens in TOKENS:
         for N, K in PROJECTIONS:
             yield dense(tokens, N, K, "NT")

@@ -29,6 +29,7 @@ from . import timing
 from .rows import Candidate
 
 CUBLAS = "cuBLAS"
+CUBLAS_FP16_SUMS = "cuBLAS, fp16 sums"
 CUBLASLT = "cuBLASLt epilogue"
 QUACK = "quack, untuned"
 TORCH_BSR = "torch BSR"
@@ -186,6 +187,21 @@ def cublas(x: Operands) -> Call:
     """torch.mm into a given output."""
     a, b, out = x.a, x.b, x.out()
     return Call(lambda: torch.mm(a, b, out=out))
+
+
+@peer(CUBLAS_FP16_SUMS)
+def cublas_fp16_sums(x: Operands) -> Call:
+    """torch.mm into a given output, which torch lets cuBLAS add up in fp16."""
+    a, b, out, flags = x.a, x.b, x.out(), torch.backends.cuda.matmul
+
+    def run() -> Tensor:
+        before, flags.allow_fp16_accumulation = flags.allow_fp16_accumulation, True
+        try:
+            return torch.mm(a, b, out=out)
+        finally:
+            flags.allow_fp16_accumulation = before
+
+    return Call(run)
 
 
 @peer(CUBLASLT, fused=(None, "relu", "gelu_tanh"))

@@ -18,6 +18,17 @@ def test_names_tell_rows_apart_and_quick_rows_are_among_the_full_ones():
         assert {case.name: case.asked for case in quick}.items() <= {case.name: case.asked for case in full}.items()
 
 
+def test_a_row_of_sums_in_fp16(monkeypatch):
+    """On the CPU: ours rounds sums to fp16, the same of ours with fp32 sums does not."""
+    monkeypatch.setattr(cases, "randn", torch.randn)
+    case = cases.fp16_sums(136, 80, 96, "NT")
+    call, _ = case.ours()
+    wide, cublas = (peer.setup() for peer in case.peers)
+    assert case.against == case.peers[0].name and call().dtype == torch.float16
+    assert not torch.backends.cuda.matmul.allow_fp16_accumulation
+    assert (cublas().float() - wide().float()).norm() < 0.01 * wide().float().norm()
+
+
 @pytest.mark.parametrize("name", patterns.PATTERNS)
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (128, 128), (512, 512)])
 def test_patterns_keep_what_they_should(name, rows, cols):

@@ -79,6 +79,7 @@ def test_only_what_is_right_is_verified():
     "peer, x",
     [
         (peers.cublas, lambda: dense(bias=False)),
+        (peers.cublas_fp16_sums, lambda: dense(bias=False)),
         (peers.cublaslt_epilogue, dense),
         (peers.cublaslt_epilogue, lambda: dense("relu")),
         (peers.cublaslt_epilogue, lambda: dense("gelu_tanh")),

@@ -275,6 +275,19 @@ def test_bulk_copies_and_reductions():
     assert out[32:].view(torch.float32).tolist() == [2.0, 4.0, -6.0, 1.0]
 
 
+def test_a_half_that_nobody_reads():
+    """_ is no register of another name."""
+    body = """
+    .reg .b16 %h<3>;
+    add.u32 %r3, %r1, 65536; mov.u32 %r4, 7;
+    mov.b32 {%h1, _}, %r3;
+    mov.b32 {_, %h2}, %r3;
+    mov.b32 %r2, {%h2, %h1};
+    add.u32 %r2, %r2, %r4;
+    st.global.b32 [%rd3], %r2;"""
+    assert torch.equal(ptx(body), torch.arange(32, dtype=torch.int32) * 65536 + 8)
+
+
 def test_a_store_out_of_bounds():
     with pytest.raises(
         EmulatorError, match=r"ends 4 bytes after the end of a tensor of 128[\s\S]*st\.global\.b32 \[%rd3\]"

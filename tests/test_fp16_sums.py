@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import cute_kernels
 from cute_kernels import Sparse24, explain, gemm, torch_op  # noqa: F401 (torch_op registers ops)
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul import catalogue
+from cute_kernels.matmul import catalogue, cost
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.family import DENSE
 from cute_kernels.runtime.compile import cubin_of
@@ -152,11 +153,19 @@ def test_kernels_for_special_shapes_say_that_they_add_up_in_fp32():
     assert "accumulation_dtype changes nothing: the skinny kernels add up in fp32" in plan.notes
 
 
-def test_the_cost_model_knows_where_the_rate_is_doubled():
-    """On GeForce a product that tensor cores bound is planned at half the clocks, on others at the same."""
-    assert {name: spec.fp16_sums_rate for name, spec in ARCHS.items()} == {
-        "sm_80": 1.0, "sm_86": 2.0, "sm_89": 2.0, "sm_90": 1.0,
-    }  # fmt: skip
+@pytest.mark.parametrize(("arch", "rate"), [("sm_80", 1.0), ("sm_86", 2.0), ("sm_89", 2.0), ("sm_90", 1.0)])
+def test_the_cost_model_knows_where_the_rate_is_doubled(monkeypatch, arch, rate):
+    """On GeForce a product that tensor cores bound takes half the clocks."""
+    seen = []
+    monkeypatch.setattr(type(DENSE), "cost", lambda _, config, problem, sms: seen.append((config, problem)) or 1.0)
+    a = torch.empty(4096, 4096, dtype=FP16, device="meta")
+    for dtype, expected in ((FP16, rate), (None, 1.0)):
+        seen.clear()
+        explain(gemm, a, a, arch=arch, accumulation_dtype=dtype)
+        assert {problem.mma_rate for _, problem in seen} == {expected}
+    config, problem = seen[0]
+    halved, fast_l2 = replace(problem, mma_rate=2.0), 1e9  # bytes a clock
+    assert 1.9 < cost.cost(config, problem, 64, fast_l2) / cost.cost(config, halved, 64, fast_l2) <= 2.0
 
 
 def test_larger_tiles_are_for_fp16_sums_alone():

@@ -79,7 +79,6 @@ template <int BYTES, bool SIGNED> Step load(Warp& w, const Ins& i, u32 m) {
         u64 address = base_address(w, i, n, l, 0);
         const u8* at = memory_at(w, space, l, space == 's' ? u32(address) : address, BYTES * n, false);
         for (int k = 0; k < n; k++) {
-            if (i.op[k].constant) continue;  // "_"
             u64 v = 0;
             memcpy(&v, at + k * BYTES, BYTES);
             if (SIGNED) v = u64(i64(v << (64 - 8 * BYTES)) >> (64 - 8 * BYTES));

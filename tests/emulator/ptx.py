@@ -40,6 +40,7 @@ class Kernel:
         self.local = 0  # bytes of a thread's own memory
         self.special: dict[str, int] = {}
         self.constants: dict[tuple[int, int], int] = {}  # (value, parameter or -1) -> index
+        self.sink = self.row(8)
         self.scopes: list[dict] = [{}]
         self.code: list[dict] = []
         self.labels: list[tuple[dict, str]] = []
@@ -205,8 +206,8 @@ class Reader:
             return found[1], 0, found[2]
         if found and found[0] == "local":
             return kernel.constant(LOCAL | found[1])
-        if text == "_":
-            return kernel.constant(0)
+        if text == "_":  # a destination that nobody reads
+            return kernel.sink[0], 0, kernel.sink[1]
         if text in self.globals:
             return kernel.constant(0, GLOBALS + list(self.globals).index(text))
         if text.startswith("%"):
