@@ -92,7 +92,8 @@ class Bsr(BsrFamily):
         return problems
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return catalogue.bsr_kernels(self, arch, quick) + catalogue.float8_kernels(self, arch, quick)
+        kernels = catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.narrow_kernels
+        return [facts for of in kernels for facts in of(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:
         return super().sources(path) + (("cute_kernels.matmul.promoted_sm90",) if path == "sm_90" else ())

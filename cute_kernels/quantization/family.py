@@ -43,9 +43,9 @@ class Quantizing(Family):
         target, found = arch_named(arch).target, []
         lengths = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
         for dtype, out_dtype in (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float32", NARROW[0])):
-            names, usual = (target, dtype, out_dtype), dtype == "bfloat16" and not quick
-            found += [facts_for(*names, "row", columns) for columns in (lengths if usual else (4096,))]
-            found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128")]
+            names = target, dtype, out_dtype
+            found += [facts_for(*names, "row", columns) for columns in (lengths if dtype == "bfloat16" else (16384,))]
+            found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128") if dtype != "float16"]
             found += [QuantizeFacts(*names, step=step) for step in ("amax", "values")]
         return [f for f in dict.fromkeys(found[:1] if quick else found) if not self.unsupported(f)]
 
