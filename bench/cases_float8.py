@@ -1,7 +1,7 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
 block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
 those of few tokens beside a copy of as many bytes; grouped ones beside the same of bfloat16; decoding from caches of
-8-bit floats beside caches of bfloat16, and beside a copy of as many bytes.
+8-bit floats beside caches of bfloat16, and beside a copy of as many bytes; a feed-forward layer beside a dense one.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
 say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
@@ -21,6 +21,7 @@ from . import peers_float8 as peers
 from .cases import COPY, CUBE, of_rows, product, randn
 from .cases_attention import CACHE_HEADS, AttentionProblem
 from .cases_attention import COPY as CACHE_COPY
+from .cases_float8_layers import feed_forward
 from .peers import Call, Operands, own_call
 from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledExperts, ScaledSparse
 from .rows import Candidate, Case, Problem
@@ -170,6 +171,8 @@ def float8_cases(mode: str) -> Iterator[Case]:
             yield few_tokens(tokens, block)
     yield cached(8, 16384, WIDE_CACHE, 1.75)
     yield cached(8, 16384, CACHE_COPY)
+    for tokens, speed in ((1, 5.0), (64, 4.0), (8192, 5.0)):
+        yield feed_forward(4096, 14336, tokens, 0.25, speed)
     if mode == "full":
         for batch, keys in ((16, 16384), (1, 131072), (1, 16384)):
             yield cached(batch, keys, WIDE_CACHE)

@@ -4,7 +4,7 @@ gemm(a, b, ...)       the product a torch user calls
 explain(op, ...)      which kernel a call takes, and why; with arch="sm_90" on a machine without a GPU
 inspect(op, ...)      what that kernel costs: registers, spills, shared memory, instructions
 path("sm_80")         a context that forces a family of kernels
-quantize(x, ...)      8-bit floats and their scales, for gemm
+quantize(x, ...)      8-bit floats and their scales, for gemm; quantize_gated(z, ...) of a gated feed-forward layer
 prune_2_4(w)          the 2 largest of every 4 neighbours; Sparse24.from_dense of that is a left operand for gemm
 functions             elementwise functions for epilogues of one's own
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
@@ -13,12 +13,23 @@ load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kern
 from . import functions
 from .explain import explain, explains, inspect
 from .ops import gemm
-from .quantize import quantize
+from .quantize import quantize, quantize_gated
 from .runtime.device import path
 from .sparse24.eager import plan_gemm
 from .sparse24.format import Sparse24, prune_2_4
 
-__all__ = ["Sparse24", "explain", "functions", "gemm", "inspect", "load_bundle", "path", "prune_2_4", "quantize"]
+__all__ = [
+    "Sparse24",
+    "explain",
+    "functions",
+    "gemm",
+    "inspect",
+    "load_bundle",
+    "path",
+    "prune_2_4",
+    "quantize",
+    "quantize_gated",
+]
 __version__ = "0.1.0"
 
 explains(gemm, plan_gemm)

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from .checks import check_tensor
-from .dtypes import FLOAT8
-from .quantization.eager import quantized
-from .reference import BLOCK
+from .dtypes import FLOAT8, accumulator
+from .functions import ACTIVATIONS
+from .quantization.eager import quantized, quantized_gated
+from .reference import BLOCK, GATE, gate
 
 AXES = {"tensor": None, "row": -1, "column": -2, "head": (-2, -1)}  # what the largest magnitude is taken over
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
@@ -58,6 +59,46 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         largest = wide.abs().amax().reshape(1) if axis is None else wide.abs().amax(axis, keepdim=True)
         values, scale = rounded(wide, largest, dtype)
         return values, scale.reshape(shape_of_scale(x.shape, per))
+
+
+def quantize_gated(
+    z: Tensor, activation: str | None = "silu", dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """quantize(h, dtype, "row") of h = activation(gate) * up, in one kernel: the middle of a gated feed-forward layer.
+
+    Args:
+        z: (..., 2 H) of a floating-point dtype: of its columns 64 are of the gate, 64 of what it multiplies, and so on,
+            as a weight made by sparse_collective.interleaved gives them; H a multiple of 64.
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        values: (..., H) in dtype. scale: float32, (..., 1). h is computed in fp32 and rounded to z's dtype first.
+
+    The kernels serve contiguous bfloat16 and float16 on sm_89 and sm_90; torch's functions serve other tensors. No
+    gradient passes.
+
+    Raises:
+        TypeError: z is no floating-point tensor, or dtype is no such type.
+        ValueError: an activation that is not known, or a last extent that is no multiple of 128.
+    """
+    check_tensor("quantize_gated: z", z)
+    if not z.is_floating_point() or z.dtype.itemsize == 1:
+        raise TypeError(f"quantize_gated: z is {z.dtype}; it must be torch.bfloat16, float16, float32 or float64")
+    if dtype not in FLOAT8:
+        raise TypeError(f"quantize_gated: dtype is {dtype}; known are {', '.join(map(str, FLOAT8))}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"quantize_gated: activation {activation!r}; use None or one of {', '.join(ACTIVATIONS)}")
+    if z.dim() < 1 or z.shape[-1] % (2 * GATE):
+        raise ValueError(
+            f"quantize_gated: z has shape {tuple(z.shape)}; its last extent must be a multiple of {2 * GATE}, of which "
+            f"{GATE} columns of the gate and {GATE} that it multiplies come in turn"
+        )
+    with torch.no_grad():
+        if z.numel() and (found := quantized_gated(z.detach(), activation, dtype)) is not None:
+            return found
+        h = gate(z.to(accumulator(z.dtype)), activation).to(z.dtype)
+        return quantize(h, dtype, "row") if h.dim() > 1 else tuple(t[0] for t in quantize(h[None], dtype, "row"))
 
 
 def shape_of_scale(shape, per: str) -> tuple:

@@ -191,6 +191,30 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     return buildable(family, found)
 
 
+def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Outputs of 8-bit floats: each configuration of square blocks as a layer, and the main one in its variations."""
+    spec = arch_named(arch)
+    if quick or not spec.float8:
+        return []
+    element = element_of("float8_e4m3fn")
+    usual = {"aligns": (element.vector,) * 3} | dict.fromkeys(("dtype", "out_dtype"), "float8_e4m3fn")
+    terms = {"scale_out": True, "amax": True}
+    loaded = replace(LINEAR, residual=None, scale_n="column", **terms)
+    wide = usual | {"dtype": "bfloat16", "aligns": (8, 8, element.vector)}
+    found = []
+    for block in ((128, 128), (64, 64)):
+        configs = family.candidates(spec.path, BlockFacts(*block, "int32", scaled=True), spec, element)
+        found += [linear(spec, spec.path, c, block, **usual, epilogue=loaded, scaled=True) for c in configs]
+        matmul = {"majors": ("k", "k", "n"), "epilogue": EpilogueSpec(scale_n="column", **terms), "scaled": True}
+        found += buildable(family, (bsr(spec, spec.path, c, block, **usual, **matmul) for c in configs))[:1]
+        one = {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor", **terms), "fast_accumulation": True}
+        found += buildable(family, (linear(spec, spec.path, c, block, **usual | one) for c in configs))[:1]
+        configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec)
+        made = (linear(spec, spec.path, c, block, **wide, epilogue=replace(loaded, scale_n=None)) for c in configs)
+        found += buildable(family, made)[:1]
+    return buildable(family, found)
+
+
 def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
     """Grouped products of 8-bit floats: each configuration of long runs, and the main one of others in variations."""
     element = element_of("float8_e4m3fn")

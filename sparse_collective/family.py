@@ -92,7 +92,7 @@ class Bsr(BsrFamily):
         return problems
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        made = catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels
+        made = catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from cute_kernels import reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.arguments import contiguous_mode
+from cute_kernels.matmul.terms import Terms
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import family_of
@@ -46,13 +47,20 @@ class Emulated:
         sampled = self.facts.block is not None and self.facts.block.operand == "d"
         z = None if sampled else operands.pop()
         *operands, bias, residual = operands
+        scale_out = amax = None
+        if self.facts.narrow:
+            *operands, scale_out, amax = operands
+            assert [t is not None for t in (scale_out, amax)] == [
+                self.facts.epilogue.scale_out, self.facts.epilogue.amax
+            ]  # fmt: skip
+            assert all(t is None or t.shape == (1,) for t in (scale_out, amax)) and (amax is None or amax == 0)
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if self.facts.block is None:
             a, b, d, *scales = operands
             self.insist("a", a, 0)
             acc = self.with_blocks(a, scales, 0) @ self.with_blocks(b, scales, 1)
-            if scales:
+            if self.facts.epilogue.scales_operands:
                 acc = self.scaled(acc, *scales)
         elif sampled:
             groups, columns, runs, starts, a, b, d = operands
@@ -60,7 +68,7 @@ class Emulated:
             acc = self.sampled(groups, columns, runs, starts, a, b, d)
         else:
             of_w = of_b = None
-            if has_scales(self.facts):
+            if has_scales(self.facts) or self.facts.narrow:
                 *operands, of_w, of_b = operands
             *parts, b, d = operands
             if self.facts.block.scaled:
@@ -108,7 +116,10 @@ class Emulated:
             assert z.shape == d.shape and z.stride() == d.stride()
             self.insist("z", z, 2)
             z.copy_(reference.linear_terms(acc, bias, residual, scale, beta))
-        d.copy_(reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function))
+        result = reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function)
+        if self.facts.narrow:
+            result = reference.narrowed(result, Terms(scale_out=scale_out, amax=amax), d.dtype)
+        d.copy_(result)
 
     def scaled(self, acc, scale_a, scale_b):
         """Times the scales (1 or L, 1) or (L, extent) of rows and of columns."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import cases_float8, findings_float8, peers_float8
+from bench import cases_float8, cases_float8_layers, findings_float8, peers_float8
 from bench.peers import WrongResult
 from bench.rows import OURS
 from sparse_collective import random_bsr
@@ -41,7 +41,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(cases_float8.float8_cases(mode)) for mode in ("quick", "full"))
-    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4] + [0.75] * 8 + [1.75, None]
+    asked = [1.0] * 4 + [1.08] + [1.0] * 4 + [1.08, 0.8, 1.6, 0.55, 1.4] + [0.75] * 8 + [1.75, None, 5.0, 4.0, 5.0]
     assert [case.asked for case in quick] == asked
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     for case in full:
@@ -99,6 +99,15 @@ def test_a_row_of_caches(emulated, monkeypatch):
     row = measured(cases_float8.cached(2, 1024, cases_float8.CACHE_COPY, heads=(8, 2, 64)))
     us = row.problem.kv_bytes / 2e6  # at 2 TB/s
     assert row.ours.flops / us == pytest.approx(row.rival.flops / (2 * cases_float8.ceilings.COPY_BYTES / 2e6))
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_a_row_of_a_feed_forward(tokens):
+    case = cases_float8_layers.feed_forward(
+        256, 384, tokens, 0.5, 5.0, block=(64, 64), device="cpu", backend="aot_eager"
+    )  # fmt: skip
+    row = measured(case)
+    assert row.problem.flops == 3 * 2 * 256 * 384 * tokens / 2 and row.ratio == 0.5 and not row.rival.error
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):

@@ -298,7 +298,7 @@ def refused(error, words, a=None, b=None, **terms):
         refused(ValueError, r"scale_b has shape \(24, 1\).*\(24,\) or \(1, 24\)", scale_b=torch.ones(24, 1)),
         refused(ValueError, r"scale_b has shape \(0,\)", scale_b=torch.ones(0)),
         refused(ValueError, "scale_b is on meta", scale_b=torch.ones(1, device="meta")),
-        refused(TypeError, "output of torch.float8_e4m3fn; torch.bfloat16, torch.float16", out_dtype=E4M3),
+        refused(TypeError, "output of torch.int8; torch.bfloat16, torch.float16", out_dtype=torch.int8),
         refused(TypeError, "bias is torch.float8_e4m3fn", bias=torch.ones(24).to(E4M3)),
         refused(TypeError, "fast_accumulation must be a bool, got int", fast_accumulation=1),
         refused(TypeError, "scale_a of torch.bfloat16 operands", *[lambda t: t.to(BF16)] * 2, scale_a=torch.ones(1)),

@@ -206,6 +206,37 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     return buildable(family, found)
 
 
+def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Outputs of 8-bit floats: each configuration of operands of 8 bits, plain and with all that such an output takes,
+    and the main ones in their variations."""
+    spec = arch_named(arch)
+    if quick or not spec.float8:
+        return []
+    element = element_of("float8_e4m3fn")
+    usual = {"majors": ("k", "k", "n"), "aligns": (element.vector,) * 3}
+    usual |= dict.fromkeys(("dtype", "out_dtype"), "float8_e4m3fn")
+    wide = usual | {"dtype": "bfloat16", "aligns": (8, 8, element.vector)}
+    each = {"scale_m": "row", "scale_n": "column", "scale_out": True, "amax": True}
+    heavy = replace(COL, residual=None, **each)
+    changes = [
+        {"epilogue": replace(LIGHT, **each), "majors": ("k", "k", "m")},
+        {"epilogue": replace(full(), residual=None, **each), "majors": ("k", "k", "m")},
+        {"epilogue": heavy, "aligns": (element.vector, element.vector, 1)},
+        {"epilogue": EpilogueSpec(scale_out=True), "fast_accumulation": True, "out_dtype": "float8_e5m2"},
+        {"epilogue": replace(heavy, scale_m="1x128", scale_n="128x128"), "ranks": (3, 3, 3)},
+        wide | {"epilogue": replace(heavy, scale_m=None, scale_n=None)},
+        wide | {"epilogue": EpilogueSpec(scale_out=True, amax=True), "majors": ("k", "n", "m")},
+    ]
+    configs, found = family.candidates(spec.path, None, spec, element), []
+    for config in configs:
+        found += [dense(spec, spec.path, config, **usual, epilogue=e) for e in (EpilogueSpec(), heavy)]
+    for change in changes:
+        given = usual | change
+        of = configs if given["dtype"] == usual["dtype"] else family.candidates(spec.path, None, spec)
+        found += buildable(family, (dense(spec, spec.path, config, **given) for config in of))[:1]
+    return buildable(family, found)
+
+
 def epilogues_of(bias: str, dtype: str) -> list[EpilogueSpec]:
     """None, a bias, and a bias with each activation."""
     with_bias = EpilogueSpec(bias=bias, bias_dtype=dtype)
@@ -269,4 +300,6 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     terms += [spec.activation] if spec.activation else []
     terms += ["function"] if spec.function else []
     terms += ["gated"] if spec.gated else []
+    terms += ["amax"] if spec.amax else []
+    terms += ["s_out"] if spec.scale_out else []
     return "+".join(terms)

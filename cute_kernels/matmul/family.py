@@ -46,7 +46,7 @@ class ProductFamily(Family):
     def sources(self, path: str) -> tuple[str, ...]:
         """The modules that decide the speed of its kernels on a path: tuned picks hold as long as these stay."""
         names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.element", "tile.ptx")
-        names += tuple(f"matmul.{part}_{path.replace('_', '')}" for part in ("kernel", "mainloop", "store"))
+        names += ("tile.float8", *(f"matmul.{p}_{path.replace('_', '')}" for p in ("kernel", "mainloop", "store")))
         names += ("tile.hopper", "matmul.split_k_sm90") if path == "sm_90" else ("tile.ampere",)
         return tuple(f"cute_kernels.{name}" for name in names)
 
@@ -126,7 +126,7 @@ class Dense(ProductFamily):
                     yield catalogue.dense(spec, spec.path, config, **terms)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        made = catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels
+        made = catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:

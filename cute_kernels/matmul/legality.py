@@ -289,6 +289,8 @@ def _tile_sm90(facts: GemmFacts) -> str:
     if registers > 192:
         return f"{registers} registers of accumulators a thread; 192 fit into its 240"
     spec = facts.epilogue
+    if accumulators > 128 and (spec.amax or facts.narrow and not spec.is_light):  # compiled: 8 to 296 bytes of stack
+        return f"{accumulators} accumulators a thread leave no registers for an amax, or 8-bit floats of an epilogue"
     if registers > 128 and (spec.residual or spec.function or not facts.tma_store):
         return (
             f"{registers} registers of accumulators a thread leave none for a residual, a user's function, or a store "

@@ -7,6 +7,7 @@ from ..tile.element import element_of
 
 THREADS = 256  # of a CTA
 WARP = 32
+GATE = 64  # columns of gates, and of what they multiply, in turn
 BLOCK = 128  # rows and columns that share a scale, where blocks do
 MOST_VECTORS = 8  # of a thread, 32 registers
 LOOPED_VECTORS = 4  # of a thread in each turn, where a row is longer than that
@@ -19,7 +20,8 @@ class QuantizeFacts:
 
     A group is `rows` rows by `columns` columns of a matrix, or whole rows where columns is 0. So many `lanes` of a CTA
     share it, each of which has `vectors` of 16 bytes at once; not `held`: all that a group has takes several turns,
-    and is read twice. The same lanes have `each` groups at once.
+    and is read twice. The same lanes have `each` groups at once. With `gate`, an activation or "none", a row of x holds
+    64 numbers of a gate and 64 that it multiplies in turn, and their products are what becomes 8 bits wide.
     """
 
     family: ClassVar[str] = "quantize"
@@ -33,6 +35,7 @@ class QuantizeFacts:
     vectors: int = LOOPED_VECTORS
     held: bool = True
     each: int = 1
+    gate: str | None = None
 
     def key(self) -> str:
         """A text that is the same in every process."""

@@ -1,5 +1,7 @@
 """8-bit floats and their scales by the kernels, of tensors that these serve; torch's functions serve the others."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,3 +55,26 @@ def _by_one_scale(facts: QuantizeFacts, x: Tensor, values: Tensor, sms: int) -> 
     function_for(first)(x, None, None, amax, min(turns, AMAX_CTAS * sms))
     function_for(facts)(x, values, scale, amax, turns)
     return scale
+
+
+def quantized_gated(z: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """quantize_gated's (values, scale) of a z with elements; None where no kernel serves it.
+
+    They serve contiguous bfloat16 and float16 on sm_89 and sm_90 that begin at a multiple of 16 bytes.
+    """
+    if torch.compiler.is_compiling() or not plans_kernel(z.device) or z.device.type == "meta":
+        return None
+    if z.dtype not in NAMES or z.data_ptr() & 15 or z.numel() >= 1 << 31 or not z.is_contiguous():
+        return None
+    columns = z.shape[-1] // 2
+    spec, _, _ = device_arch(z.get_device())
+    facts = facts_for(spec.target, NAMES[z.dtype], FLOAT8[dtype], "row", columns)
+    facts = replace(facts, gate=activation or "none")
+    if unsupported(facts):
+        return None
+    values = torch.empty((*z.shape[:-1], columns), dtype=dtype, device=z.device)
+    scale = torch.empty((*z.shape[:-1], 1), dtype=torch.float32, device=z.device)
+    matrices = (t.view(-1, t.shape[-1]) for t in (z, values))
+    ctas = -(-scale.numel() // (THREADS // facts.lanes))
+    function_for(facts)(*matrices, scale.view(-1), None, ctas)
+    return values, scale

@@ -1,8 +1,11 @@
 """The quantising kernels, as a family."""
 
+from dataclasses import replace
+
 from ..arch import arch_named
 from ..runtime.fake import fake_stream, fake_tensor
 from ..runtime.families import Family, register
+from ..tile.element import BITS_16
 from .config import QuantizeFacts, facts_for
 
 WIDE, NARROW = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "float8_e5m2")
@@ -34,6 +37,8 @@ class Quantizing(Family):
         spec = arch_named(facts.arch)
         if facts.dtype not in WIDE or facts.out_dtype not in NARROW:
             return f"{facts.dtype} to {facts.out_dtype}: the kernels make 8-bit floats of {', '.join(WIDE)}"
+        if facts.gate and facts.elements != BITS_16.vector:
+            return f"gates of {facts.dtype}: the kernels multiply those of 16 bits"
         if spec.capability < (8, 9):
             return f"{facts.out_dtype}: {spec.name} has no instruction that rounds to 8 bits; sm_89 and sm_90 have"
         return ""
@@ -43,10 +48,12 @@ class Quantizing(Family):
         target, found = arch_named(arch).target, []
         lengths = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
         for dtype, out_dtype in (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float32", NARROW[0])):
-            names, usual = (target, dtype, out_dtype), dtype == "bfloat16" and not quick
-            found += [facts_for(*names, "row", columns) for columns in (lengths if usual else (4096,))]
-            found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128")]
+            names = target, dtype, out_dtype
+            found += [facts_for(*names, "row", columns) for columns in (lengths if dtype == "bfloat16" else (16384,))]
+            found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128") if dtype != "float16"]
             found += [QuantizeFacts(*names, step=step) for step in ("amax", "values")]
+        rows = [facts_for(target, "bfloat16", NARROW[0], "row", columns) for columns in (1024, 14336, 32768)]
+        found += [replace(facts, gate="silu") for facts in rows]
         return [f for f in dict.fromkeys(found[:1] if quick else found) if not self.unsupported(f)]
 
     def describe(self, facts: QuantizeFacts) -> dict[str, str]:
@@ -55,6 +62,7 @@ class Quantizing(Family):
         return {
             "configuration": f"{facts.lanes} lanes x {facts.vectors} vectors{held}",
             "problem": block if facts.step == "groups" else f"tensor, {facts.step}",
+            "epilogue": f"gate({facts.gate})" if facts.gate else "",
             "operands": f"{facts.dtype} > {facts.out_dtype}",
         }
 

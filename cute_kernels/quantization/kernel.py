@@ -6,7 +6,8 @@
 
 A group is a row, or a block of 1x128 or 128x128. A row that registers do not hold is read twice, the second time from
 L2. One scale for a whole tensor takes two kernels: one raises `amax` to the largest magnitude of all, the other has
-groups whose scale is that of amax.
+groups whose scale is that of amax. With gates, each of the numbers is computed as it is loaded, and rounded to x's
+dtype.
 
 Results are those of torch's operations in fp32, bit for bit: scales and quotients are rounded as division rounds them.
 A quotient is x times the reciprocal of the scale, twice corrected by its remainder, which is exact in an fma. That is
@@ -26,7 +27,8 @@ from ..dtypes import TORCH, cutlass_dtype
 from ..tile.element import BYTES, VECTOR_BYTES
 from ..tile.float8 import divided, larger_magnitude, larger_magnitudes, pack, quotient, raise_to_magnitude
 from ..tile.ptx import load_vector
-from .config import THREADS, WARP, QuantizeFacts
+from ..traced.activations import ACTIVATIONS
+from .config import GATE, THREADS, WARP, QuantizeFacts
 
 TINY, SMALL, LARGE = 2.0**-126, 2.0**-90, 2.0**90  # of scales
 SHIFT = 2.0**64  # what smaller ones are multiplied by, and larger ones divided
@@ -46,14 +48,14 @@ class Quantize:
         self.per_cta = THREADS // facts.lanes  # groups
         self.words = VECTOR_BYTES // 4
         # CTAs that a multiprocessor is to hold, which bounds their registers: it has 64 KB or more on the way then.
-        self.resident = RESIDENT[facts.vectors * facts.each]
+        self.resident = RESIDENT[facts.vectors * facts.each] - (facts.gate is not None and not facts.held)
         self.turn = facts.lanes * facts.vectors  # vectors of a group that its lanes have at once
         self.line = facts.columns // facts.elements  # vectors of a row of a block
 
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,  # (rows, columns), contiguous, columns a multiple of a vector
+        x: cute.Tensor,  # (rows, columns), contiguous, columns a multiple of a vector; with gates twice as many
         values: cute.Tensor | None,  # (rows, columns) of 8-bit floats, contiguous
         scales: cute.Tensor | None,  # (groups,) fp32
         amax: cute.Tensor | None,  # (1,) fp32, of one scale for all: not negative, raised or read
@@ -94,7 +96,7 @@ class Quantize:
                 self.store(values, places[e], lane, loaded[e], scale)
         else:
             words, place, most = self.registers(), self.place(x, cta), Float32(0.0)
-            turns = cute.ceil_div(x.shape[1], self.turn * facts.elements)
+            turns = cute.ceil_div(values.shape[1], self.turn * facts.elements)
             for turn in cutlass.range(turns, unroll=1):
                 self.load(x, place, lane + turn * self.turn, words)
                 most = self.largest(words, most)
@@ -134,27 +136,51 @@ class Quantize:
             row = row * self.facts.rows
         return row, column
 
-    def vectors(self, x: cute.Tensor, place: tuple, first) -> list:
+    def vectors(self, x: cute.Tensor, place: tuple, first, gates: bool = False) -> list:
         """(number of its first element, whether it is there) of each of a lane's vectors, from vector number `first` of
-        the group on."""
+        the group on. gates: of an x with gates, of these."""
         facts, found = self.facts, []
+        columns = x.shape[1] // 2 if gates else x.shape[1]
         for i in range(facts.vectors):
             v = first + i * facts.lanes
             row, column = place[0], place[1] + v * facts.elements
             if facts.rows > 1:
                 row, column = place[0] + v // self.line, place[1] + v % self.line * facts.elements
-            inside = (row < x.shape[0]) & (column < x.shape[1])
+            inside = (row < x.shape[0]) & (column < columns)
+            if gates:
+                column = column // GATE * (2 * GATE) + column % GATE
             found.append((Int64(row) * x.shape[1] + column, inside))
         return found
 
     @cute.jit
     def load(self, x: cute.Tensor, place: tuple, first, words: cute.Tensor):
         """A lane's vectors; zeros where there are none."""
+        gates = const_expr(self.facts.gate is not None)
         for i in range_constexpr(self.facts.vectors):
-            element, inside = self.vectors(x, place, first)[i]
-            loaded = load_vector(x.iterator.toint() + element * self.size, inside, stream=self.facts.held)
+            element, inside = self.vectors(x, place, first, gates)[i]
+            at = x.iterator.toint() + element * self.size
+            loaded = load_vector(at, inside, stream=self.facts.held)
             for w in range_constexpr(self.words):
                 words[w, i] = loaded[w]
+            if const_expr(gates):
+                other = load_vector(at + GATE * self.size, inside, stream=self.facts.held)
+                self.multiply(words, i, other)
+
+    def multiply(self, words: cute.Tensor, i: int, other: tuple) -> None:
+        """Vector i, which holds gates, becomes what they make of `other`, in fp32, rounded once."""
+        size, up = self.facts.elements, cute.make_rmem_tensor((self.words, 1), Int32)
+        for w in range(self.words):
+            up[w] = other[w]
+        gate, found = cute.make_rmem_tensor(size, Float32), cute.make_rmem_tensor(size, self.dtype)
+        for e, x in enumerate(self.numbers(words, i)):
+            gate[e] = x
+        if self.facts.gate != "none":
+            gate.store(ACTIVATIONS[self.facts.gate](gate.load()))
+        for e, x in enumerate(self.numbers(up, 0)):
+            gate[e] = gate[e] * x
+        found.store(gate.load().to(self.dtype))
+        for w in range(self.words):
+            words[w, i] = cute.recast_tensor(found, Int32)[w]
 
     def numbers(self, words: cute.Tensor, i: int) -> list:
         """The elements of vector i in fp32."""

@@ -2,11 +2,13 @@
 
 BsrLinear, BsrGroupedLinear     in the place of torch.nn.Linear; one of them for each expert
 SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
+quantize_                       their weights as 8-bit floats, for inference: Float8BsrLinear, Float8SwiGLU
 sparsify_, densify_             swap the linear layers of a model, and back
 prune_, change_pattern_         keep the blocks that matter; drop and regrow blocks while training
 """
 
 from .feed_forward import BsrMixtureOfExperts, SwiGLU
+from .float8 import Float8BsrLinear, Float8SwiGLU, quantize_
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 from .pattern import Pattern
@@ -22,6 +24,8 @@ __all__ = [
     "Change",
     "CubicSchedule",
     "DenseGradients",
+    "Float8BsrLinear",
+    "Float8SwiGLU",
     "InputNorms",
     "Pattern",
     "Report",
@@ -35,5 +39,6 @@ __all__ = [
     "gradient_times_weight",
     "magnitude",
     "prune_",
+    "quantize_",
     "sparsify_",
 ]

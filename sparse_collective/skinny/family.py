@@ -118,7 +118,10 @@ class Skinny(BsrFamily):
         return entry_of(facts)(facts, (Float8SkinnyKernel if facts.element.width == 1 else SkinnyKernel)(facts))
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return [] if quick else catalogue.skinny_kernels(self, arch) + catalogue.skinny_float8_kernels(self, arch)
+        if quick:
+            return []
+        found = catalogue.skinny_kernels(self, arch) + catalogue.skinny_float8_kernels(self, arch)
+        return found + catalogue.narrow_kernels(self, arch, quick)
 
 
 SKINNY = register(Skinny())

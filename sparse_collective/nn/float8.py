@@ -1,0 +1,142 @@
+"""Layers for inference whose block-sparse weights are 8-bit floats, and the way from trained ones to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.quantize import quantize, quantize_gated
+
+from ..bsr import BsrMatrix
+from ..ops import bsr_linear
+from .feed_forward import SwiGLU
+from .linear import BsrLinear
+
+__all__ = ["Float8BsrLinear", "Float8SwiGLU", "quantize_"]
+
+TENSORS = ("crow_indices", "col_indices", "values", "scales")
+
+
+class Weight(nn.Module):
+    """An 8-bit BsrMatrix with a scale for each stored block, which goes where the module goes, and into its state.
+
+    No dtype is changed by .to(dtype): 8-bit floats and their scales stay what they are.
+    """
+
+    def __init__(self, W: BsrMatrix):
+        super().__init__()
+        self.matrix = W
+
+    def _apply(self, fn, recurse: bool = True):
+        device = fn(torch.empty(0, device=self.matrix.device)).device
+        if device != self.matrix.device:
+            self.matrix = self.matrix.to(device)
+        return super()._apply(fn, recurse)
+
+    def get_extra_state(self) -> dict:
+        return {"shape": tuple(self.matrix.shape), **{name: getattr(self.matrix, name) for name in TENSORS}}
+
+    def set_extra_state(self, state: dict) -> None:
+        """Of a weight of the same shape; ValueError for another."""
+        if tuple(state["shape"]) != tuple(self.matrix.shape):
+            raise ValueError(f"the state is of a weight {tuple(state['shape'])}, and this one is {self.matrix.shape}")
+        crow, col, values, scales = (state[name].to(self.matrix.device) for name in TENSORS)
+        self.matrix = BsrMatrix(crow, col, values, self.matrix.shape, scales=scales)
+
+
+class Float8BsrLinear(nn.Module):
+    """y = activation(x @ W.T + bias) for inference: W of 8-bit floats with a scale for each stored block.
+
+    Args:
+        layer: a BsrLinear, whose weight is quantised, and whose bias and activation are taken over.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Forward takes x (..., K) of bfloat16 or float16 and gives (..., M) in its dtype: x is quantised with a scale for
+    each token, and multiplied by one kernel (see bsr_linear). On sm_89, sm_90 and the CPU; at most 16 tokens are
+    multiplied on every GPU. There is no gradient.
+
+    Raises:
+        TypeError: `layer` is no BsrLinear, or dtype is no such type.
+    """
+
+    def __init__(self, layer: BsrLinear, dtype: torch.dtype = torch.float8_e4m3fn):
+        super().__init__()
+        if not isinstance(layer, BsrLinear):
+            raise TypeError(f"Float8BsrLinear needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
+        self.weight = Weight(quantised(layer, dtype))
+        self.activation = layer.activation
+        bias = None if layer.bias is None else layer.bias.detach().clone()
+        self.register_buffer("bias", bias)
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        W = self.weight.matrix
+        tokens = x if x.dim() > 1 else x[None]
+        values, scale = quantize(tokens, W.dtype, "row")
+        y = bsr_linear(values, W, self.bias, self.activation, scale_x=scale, out_dtype=x.dtype)
+        return y if x.dim() > 1 else y[0]
+
+    def extra_repr(self) -> str:
+        W = self.weight.matrix
+        return f"{W.shape[1]}, {W.shape[0]}, {W.dtype}, density={W.density:.3g}, activation={self.activation}"
+
+
+class Float8SwiGLU(nn.Module):
+    """SwiGLU for inference, with weights as of Float8BsrLinear: four kernels, of which two multiply.
+
+    Args:
+        layer: a SwiGLU whose layers are BsrLinear.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Forward takes x (..., dim) of bfloat16 or float16 and gives (..., dim) in its dtype. What is between the layers is
+    quantised with a scale for each token, by the kernel that multiplies it by its gate (see
+    cute_kernels.quantize_gated).
+
+    Raises:
+        TypeError: `layer` is no such SwiGLU, or dtype is no such type.
+    """
+
+    def __init__(self, layer: SwiGLU, dtype: torch.dtype = torch.float8_e4m3fn):
+        super().__init__()
+        if not isinstance(layer, SwiGLU):
+            raise TypeError(f"Float8SwiGLU needs a SwiGLU, got {type(layer).__name__}; see SwiGLU.from_linears")
+        self.gate_up = Float8BsrLinear(layer.gate_up, dtype)
+        self.down = Float8BsrLinear(layer.down, dtype)
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.down
+        z = self.gate_up(x if x.dim() > 1 else x[None])
+        values, scale = quantize_gated(z, "silu", down.weight.matrix.dtype)
+        y = bsr_linear(values, down.weight.matrix, down.bias, scale_x=scale, out_dtype=x.dtype)
+        return y if x.dim() > 1 else y[0]
+
+
+def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.Module:
+    """Put a Float8SwiGLU in the place of each SwiGLU of a model, and a Float8BsrLinear in that of each other BsrLinear.
+
+    Returns the model; where it is itself such a layer, the new one. Layers that appear twice stay one layer.
+
+    Raises:
+        TypeError: dtype is no float8.
+    """
+    kinds, made = {SwiGLU: Float8SwiGLU, BsrLinear: Float8BsrLinear}, {}
+
+    def swapped(module: nn.Module) -> nn.Module:
+        if type(module) in kinds:
+            if module not in made:
+                made[module] = kinds[type(module)](module, dtype)
+            return made[module]
+        for name, child in module._modules.items():  # a layer twice, too
+            if child is not None and (new := swapped(child)) is not child:
+                setattr(module, name, new)
+        return module
+
+    return swapped(model)
+
+
+def quantised(layer: BsrLinear, dtype: torch.dtype) -> BsrMatrix:
+    """The layer's weight, copied, with a scale for each stored block."""
+    W = layer.weight
+    values = BsrMatrix(W.crow_indices.clone(), W.col_indices.clone(), W.values.detach(), W.shape)
+    return values.quantize(dtype, "block")

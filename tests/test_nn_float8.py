@@ -1,0 +1,203 @@
+"""Layers of 8-bit floats for inference, and the recipe for training with an 8-bit forward from the documents."""
+
+import copy
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cute_kernels import quantize, quantize_gated
+from cute_kernels.reference import gate
+from sparse_collective import random_bsr
+from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, quantize_
+
+from .emulator import emulate
+from .emulator.ops import on_emulator
+
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+USAGE = (Path(__file__).resolve().parents[1] / "docs" / "usage.md").read_text()
+needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
+ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def feed_forward(where="cpu", bias=False) -> SwiGLU:
+    """Of 256 and 384 features, from dense layers, half of the blocks kept."""
+    dense = [nn.Linear(n, k, bias, device=where, dtype=BF16) for n, k in ((256, 384), (256, 384), (384, 256))]
+    return SwiGLU.from_linears(*dense, (64, 64), 0.5).eval()
+
+
+def tokens(*shape, where="cpu"):
+    return torch.randn(*shape, 256, device=where).to(BF16)
+
+
+def off(found, wanted) -> float:
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+# -- gates ----------------------------------------------------------------------------------------------------------
+
+
+@ONE_PLACE
+@pytest.mark.parametrize("activation", [None, "silu", "relu", "gelu"])
+@pytest.mark.parametrize("shape", [(5, 256), (2, 3, 1024), (256,), (0, 128), (3, 4096 * 8)], ids=str)
+def test_gates(where, activation, shape):
+    z = torch.randn(shape, device=where).to(BF16)
+    values, scale = quantize_gated(z, activation)
+    h = gate(z.double(), activation)
+    assert values.shape == h.shape and scale.shape == (*shape[:-1], 1) and values.dtype == E4M3
+    if h.numel():
+        top = h.abs().amax(-1, keepdim=True)
+        assert ((scale.double() * 448 - top).abs() <= 2**-7 * top).all()
+        assert ((values.double() * scale.double() - h).abs() <= 2**-3.9 * h.abs() + 2**-9 * scale).all()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_gates_on_the_emulator(dtype):
+    for shape, activation in (((5, 1152), "silu"), ((2, 2 * 40000 // 128 * 128), "gelu"), ((3, 2, 256), None)):
+        z = torch.randn(shape).to(dtype)
+        wanted = quantize_gated(z, activation)
+        with on_emulator("sm_90", sms=2):
+            found = quantize_gated(z, activation)
+        assert ((found[1] - wanted[1]).abs() <= 2**-7 * wanted[1]).all()
+        differs = found[0].view(torch.uint8) != wanted[0].view(torch.uint8)
+        assert differs.float().mean() < 0.02
+        assert off(found[0].float() * found[1], wanted[0].float() * wanted[1]) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (([1.0],), TypeError, "z must be a torch.Tensor"),
+        ((torch.ones(2, 128).to(E4M3),), TypeError, "it must be torch.bfloat16"),
+        ((torch.ones(2, 128), "tanh"), ValueError, "activation 'tanh'; use None or one of"),
+        ((torch.ones(2, 128), "silu", BF16), TypeError, "known are torch.float8_e4m3fn"),
+        ((torch.ones(2, 192),), ValueError, "multiple of 128"),
+    ],
+)
+def test_gates_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        quantize_gated(*arguments)
+
+
+# -- layers ---------------------------------------------------------------------------------------------------------
+
+
+@ONE_PLACE
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (40,), (2, 3)], ids=str)
+def test_feed_forward(where, bias, shape):
+    """It errs as much as 3 bits of mantissa do, in two products."""
+    layer, x = feed_forward(where, bias), tokens(*shape, where=where)
+    narrow = Float8SwiGLU(layer)
+    y = narrow(x)
+    assert y.shape == x.shape and y.dtype == BF16 and not y.requires_grad and not narrow.training
+    with torch.no_grad():
+        assert 1e-3 < off(y, layer(x)) < 0.08
+
+
+@ONE_PLACE
+def test_linear(where):
+    W = random_bsr((192, 256), (64, 64), density=0.5, device=where)
+    layer = BsrLinear.from_bsr(W, torch.randn(192, device=where).to(BF16), activation="relu")
+    narrow, x = Float8BsrLinear(layer), tokens(30, where=where)
+    with torch.no_grad():
+        assert off(narrow(x), layer(x)) < 0.06
+    assert narrow(x.half() if where == "cpu" else x).dtype in (torch.float16, BF16)
+    assert "density=0.5" in repr(narrow) and "float8_e4m3fn" in repr(narrow)
+
+
+def test_a_model():
+    """Layers are swapped once, others stay; .to(), copies and the state keep 8-bit floats and scales."""
+    shared = BsrLinear(256, 256, bias=False, blocksize=(64, 64), density=0.5, dtype=BF16)
+    model = nn.Sequential(feed_forward(), shared, nn.LayerNorm(256, dtype=BF16), shared)
+    x = tokens(8)
+    assert quantize_(model) is model
+    assert [type(m).__name__ for m in model] == ["Float8SwiGLU", "Float8BsrLinear", "LayerNorm", "Float8BsrLinear"]
+    assert model[1] is model[3] and not [p for m in (model[0], model[1]) for p in m.parameters()]
+    y = model(x)
+    again = copy.deepcopy(model).to(torch.float16).to(BF16)
+    assert again[0].down.weight.matrix.dtype is E4M3 and again[0].down.weight.matrix.scales.dtype is FP32
+    assert torch.equal(again(x), y)
+    other = quantize_(nn.Sequential(feed_forward(), shared, nn.LayerNorm(256, dtype=BF16), shared))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), y)
+    assert isinstance(quantize_(feed_forward()), Float8SwiGLU)
+    with pytest.raises(ValueError, match="the state is of a weight"):
+        other[1].weight.set_extra_state(model[0].down.weight.get_extra_state())
+
+
+def test_layers_that_are_refused():
+    with pytest.raises(TypeError, match="needs a BsrLinear, got Linear"):
+        Float8BsrLinear(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="needs a SwiGLU, got Linear"):
+        Float8SwiGLU(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="dtype is torch.bfloat16"):
+        quantize_(feed_forward(), BF16)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_feed_forward_on_the_emulator():
+    narrow, x = Float8SwiGLU(feed_forward()), tokens(20)
+    wanted = narrow(x)
+    with on_emulator("sm_90", sms=3):
+        assert off(narrow(x), wanted) < 1e-2
+
+
+# -- the recipe -----------------------------------------------------------------------------------------------------
+
+
+def snippets(heading: str) -> list[str]:
+    """The Python code of a section of the documents."""
+    section = USAGE.split(f"\n### {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def test_the_recipe_for_training():
+    """Its forward is that of 8-bit floats, its gradients are those of the layer in bf16; and a layer learns."""
+    names = {}
+    exec(compile(snippets("Train with an 8-bit forward")[0], "usage.md", "exec"), names)
+    layer = BsrLinear(256, 192, blocksize=(64, 64), density=0.5, dtype=BF16)
+    x = tokens(40).requires_grad_()
+    y = names["float8_forward"](layer, x)
+    narrow = Float8BsrLinear(layer)
+    assert torch.equal(y.detach(), narrow(x.detach()))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    found = [t.grad.clone() for t in (x, layer.values, layer.bias)]
+    x.grad = layer.values.grad = layer.bias.grad = None
+    layer(x).backward(dy)
+    for mine, right in zip(found, (x, layer.values, layer.bias), strict=True):
+        assert off(mine, right.grad) < 1e-2
+    optimizer, target = torch.optim.SGD(layer.parameters(), lr=2.0), torch.randn(40, 192).to(BF16)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (names["float8_forward"](layer, x.detach()) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0] and all(map(math.isfinite, losses))
+
+
+def test_the_recipe_for_inference(monkeypatch):
+    names = {"gate": nn.Linear(256, 384, dtype=BF16), "up": nn.Linear(256, 384, dtype=BF16)}
+    names |= {"down": nn.Linear(384, 256, dtype=BF16), "x": tokens(5)}
+    exec(compile(snippets("Quantise a pruned model for inference")[0], "usage.md", "exec"), names)
+    assert names["y"].shape == (5, 256) and isinstance(names["layer"], Float8SwiGLU)
+
+
+def test_the_recipe_for_delayed_scales():
+    weight, tokens_of = torch.randn(192, 256), tokens(16)
+    (w, scale_w), (x, scale_x) = quantize(weight, per="row"), quantize(tokens_of, per="row")
+    (code,) = snippets("8-bit outputs")
+    exec(compile(code, "usage.md", "exec"), names := {"w": w, "scale_w": scale_w, "x": x, "scale_x": scale_x})
+    exact = torch.nn.functional.silu(tokens_of.double() @ weight.double().t())
+    y = names["y"].to(FP32) * names["scale_y"]
+    assert off(y, exact) < 0.06 and abs(names["amax"].item() / exact.abs().max().item() - 1) < 0.05
