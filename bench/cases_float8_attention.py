@@ -4,15 +4,19 @@ Both count the same useful operations, so ratios are of times. A row's note says
 one, in Frobenius norm, of some queries.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from attention import attention, block_sparse_attention
+from attention import attention, block_sparse_attention, eager
+from attention.forward import choose
 from cute_kernels import quantize
+from cute_kernels.runtime.call_plan import PlanCache
 from tests.cases import uniform
 
 from .cases_attention import FIRST, AttentionProblem, dense_problem, kept_mask, named
@@ -23,6 +27,7 @@ from .rows import Candidate, Case
 SUITE = "attention-float8"
 WIDE = "our bfloat16"
 LONG = (1, 32768, 16, 128)
+TILES = ((192, 96, 4, 3), (128, 128, 4, 2), (128, 160, 3, 2), (128, 192, 2, 2))  # as in choose.FLOAT8, of D128
 TOLERANCE = 0.08  # P has three bits of mantissa: 0.025 in norm on random numbers
 
 
@@ -51,8 +56,10 @@ class NarrowAttention(Attention):
         return replace(call, note=f"error {((found - reference).norm() / reference.norm()).item():.2e}")
 
 
-def row(problem: AttentionProblem, name: str, asked: float | None, blocks: Tensor | None = None) -> Case:
-    """Attention of a problem; blocks: of a block mask."""
+def row(
+    problem: AttentionProblem, name: str, asked: float | None, blocks: Tensor | None = None, tile: tuple | None = None
+) -> Case:
+    """Attention of a problem; blocks: of a block mask; tile: the one that is taken, whatever is estimated."""
     shapes = [(problem.batch, problem.queries, problem.heads, problem.head_dim)]
     shapes += 2 * [(problem.batch, problem.keys, problem.kv_heads, problem.head_dim)]
     make = [partial(randn, *shape) for shape in shapes]
@@ -66,15 +73,35 @@ def row(problem: AttentionProblem, name: str, asked: float | None, blocks: Tenso
 
     def ours() -> tuple:
         (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
-        return call_of(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        if tile is None:
+            return call_of(q, k, v, **scales)
+        within = partial(forced, tile, PlanCache(operands=3))
+        with within():
+            call, plan = call_of(q, k, v, **scales)
+        return replace(call, run=within()(call.run), within=within), plan
 
     peer = Candidate(WIDE, problem.flops, lambda: call_of(*x.heads_first)[0])
     problem = replace(problem, dtype="float8_e4m3fn")
     return Case(SUITE, f"{name}, e4m3fn, over {WIDE}", problem, ours, [peer], WIDE, asked)
 
 
-def dense(shape: tuple[int, int, int, int], causal: bool, asked: float | None = None) -> Case:
-    return row(dense_problem(shape, causal), f"forward {named(shape, causal)}", asked)
+@contextlib.contextmanager
+def forced(tile: tuple, plans: PlanCache) -> Iterator[None]:
+    """Inside, calls at head dimension 128 have this tile alone, and plans of their own."""
+    with (
+        patch.dict(choose.FLOAT8, {128: ((tile, 1.0),)}),
+        patch.object(choose, "FLOAT8_UNMASKED_ONLY", set()),
+        patch.object(eager, "_PLANS", plans),
+    ):
+        yield
+
+
+def dense(
+    shape: tuple[int, int, int, int], causal: bool, asked: float | None = None, tile: tuple | None = None
+) -> Case:
+    name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
+    return row(dense_problem(shape, causal), name, asked, tile=tile)
 
 
 def sparse(shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None) -> Case:
@@ -87,7 +114,8 @@ def sparse(shape: tuple[int, int, int, int], side: int, density: float, asked: f
 
 
 def float8_attention_cases(mode: str) -> Iterator[Case]:
-    """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, and smaller blocks."""
+    """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, and tiles
+    beside each other."""
     for shape in (FIRST, LONG):
         for causal in (False, True):
             yield dense(shape, causal, 1.45)
@@ -97,6 +125,9 @@ def float8_attention_cases(mode: str) -> Iterator[Case]:
             for causal in (False, True):
                 yield dense(shape, causal)
         yield sparse(FIRST, 64, 1 / 8)
+        for causal in (False, True):
+            for tile in TILES:
+                yield dense(FIRST, causal, tile=tile)
 
 
 def host_calls() -> dict[str, Callable]:

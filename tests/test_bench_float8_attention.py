@@ -37,6 +37,12 @@ def test_a_row(emulated, make):
     assert row.ours.note.startswith("error ") and row.rival.note.startswith("error ")
 
 
+@pytest.mark.parametrize("tile", cases.TILES)
+def test_tiles(emulated, tile):
+    row = measured(cases.dense((1, 400, 1, 128), True, tile=tile))
+    assert f"{tile[0]}x{tile[1]} stages {tile[2]}" in row.plan and row.ratio == 0.5
+
+
 def test_a_wrong_result_has_no_time():
     x = cases.NarrowAttention([lambda: torch.randn(1, 160, 2, 64)] * 3)
     with pytest.raises(WrongResult):

@@ -505,7 +505,7 @@ class TestCuda:
         for dim in (64, 128):
             for each, _ in choose.FLOAT8[dim]:
                 with tiles(monkeypatch, dim, each):
-                    cute_kernels_plans_cleared()
+                    forget_plans()
                     check(case("cuda", D=dim, Sq=500, Sk=700) | CAUSAL)
 
     def test_a_graph(self):
@@ -526,7 +526,7 @@ class TestCuda:
                 check(call | terms)
 
 
-def cute_kernels_plans_cleared() -> None:
+def forget_plans() -> None:
     """Plans of earlier calls would keep their tiles."""
     from attention import eager
 
