@@ -97,7 +97,9 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
         plan.more = *plan.more, None, None, None  # scales
         values = ValuesFacts(facts.arch, facts.head_dim_v, plan.facts.config.tile_n if facts.packed else 0)
         plan.function = with_values(families.function_for(plan.facts), families.function_for(values), values)
-        plan.notes.append("v is transposed by a kernel before it; O's sums are the tensor cores' (some 14 bits)")
+        plan.notes.append("v is transposed by a kernel before it")
+        if not plan.facts.keeps_sums:
+            plan.notes.append("O's sums are the tensor cores', of some 14 bits, however many keys there are")
         return True
 
     return choose

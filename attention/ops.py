@@ -91,7 +91,8 @@ def attention(
             FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number of packed sequences. None for 1.
             They must be above 0, which is not checked.
             q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks. P is rounded to e4m3, and
-            O's sums are the tensor cores', of some 14 bits. Not with seqlens_k.
+            O's sums of many keys are added up in fp32 (at head dimension 256 they are the tensor cores', of some 14
+            bits). Not with seqlens_k.
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
             seqlens_k for any number of queries, or without for few queries.
             Neither at head dimension 512.
@@ -164,8 +165,8 @@ def block_sparse_attention(
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and so q_scale, k_scale
-            and v_scale of q, k and v of float8_e4m3fn, all three.
+        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and q_scale, k_scale
+            and v_scale, of q, k and v of float8_e4m3fn, all three.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.

@@ -5,6 +5,7 @@
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
                     its kernels' registers, spills and shared memory
+    attention-float8  attention of 8-bit floats beside ours of bfloat16
     attention-backward  gradients of attention beside the same peers', through torch's autograd
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
@@ -36,6 +37,7 @@ from . import (
     cases_attention,
     cases_attention_backward,
     cases_float8,
+    cases_float8_attention,
     cases_generation,
     cases_structured,
     cases_training,
@@ -185,6 +187,9 @@ SUITES = {
         cases_attention_backward.backward_cases, dict, findings_attention_backward.measure
     ),
     cases_float8.SUITE: Suite(cases_float8.float8_cases, cases_float8.host_calls, findings_float8.measure),
+    cases_float8_attention.SUITE: Suite(
+        cases_float8_attention.float8_attention_cases, cases_float8_attention.host_calls
+    ),
     cases_generation.SUITE: Suite(cases_generation.generation_cases, dict),
     cases_structured.SUITE: Suite(cases_structured.structured_cases, cases_structured.host_calls),
 }

@@ -1,5 +1,7 @@
 """Torch in the attention kernels' place: see emulate.py, whose `install` calls this one."""
 
+import dataclasses
+import itertools
 import math
 
 import torch
@@ -10,6 +12,8 @@ import attention.operands  # noqa: F401
 import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse
+from attention.forward.config import FlashFacts, Float8Facts
+from attention.forward.mainloop_float8 import KEYS
 from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import FLOAT8, TORCH
@@ -95,6 +99,80 @@ class EmulatedFlash:
             lse.copy_(log2[..., 0] / LOG2E)
 
 
+class EmulatedFloat8:
+    """The same of the kernel of 8-bit floats, which is given V transposed, and scales; in fp32, of wide numbers."""
+
+    def __init__(self, facts):
+        known = {field.name: getattr(facts, field.name) for field in dataclasses.fields(FlashFacts)}
+        plain = FlashFacts(**known | {"dtype": "float32"})
+        self.facts, self.plain = facts, (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(plain)
+        EmulatedFlash.built.discard(plain.key())
+        EmulatedFlash.built.add(facts.key())
+
+    def __call__(self, q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more):
+        facts, scales = self.facts, more[:3]
+        insist_on_arguments(facts, (q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more))
+        assert [s is not None for s in scales] == [facts.q_scale, facts.k_scale, facts.v_scale]
+        assert all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in (q, k, v, out))
+        assert v.shape[2] == facts.head_dim_v and all(s % 16 == 0 for s in v.stride()[:-1])
+        starts = (cu_q, cu_k, cu_k) if facts.packed else (None,) * 3
+        tensors = q, k, self.rows_of(v, k, cu_k)
+        wide = [of_sequences(*each) for each in zip(tensors, scales, starts, strict=True)]
+        result = torch.full(out.shape, math.nan)
+        self.plain(*wide, result, lse, sinks, cu_q, cu_k, blocks, score, *more[3:])
+        out.copy_(result)
+
+    def rows_of(self, v, k, cu_k):
+        """V as it was before it was transposed."""
+        places = [KEYS.index(key) for key in range(16)]
+        t = v.transpose(2, 3).float().unflatten(2, (-1, 16))[:, :, :, places].flatten(2, 3)
+        if not self.facts.packed:
+            return t[:, :, : k.shape[2]].contiguous()
+        found = torch.zeros(k.shape[0], *v.shape[1:3])
+        for part, rows in parts_of(cu_k, self.facts.config.tile_n):
+            found[rows] = t[0, :, part].transpose(0, 1)
+        return found
+
+
+class EmulatedValues:
+    """The function that stands for the kernel that transposes V."""
+
+    def __init__(self, facts):
+        self.facts = facts
+        EmulatedFlash.built.add(facts.key())
+
+    def __call__(self, v, to, cu_k):
+        insist_on_arguments(self.facts, (v, to, cu_k))
+        found = torch.zeros(*to.shape[:2], to.shape[3], to.shape[2])
+        if self.facts.tile == 0:
+            found[:, :, : v.shape[2]] = v.float()
+        else:
+            for part, rows in parts_of(cu_k, self.facts.tile):
+                found[0, :, part] = v[rows].transpose(0, 1).float()
+        found = found.unflatten(2, (-1, 16))[:, :, :, list(KEYS)].flatten(2, 3)
+        to.copy_(found.transpose(2, 3).to(to.dtype))
+
+
+def parts_of(cu_k, tile: int):
+    """(columns of the transposed V, rows of V) of each packed sequence."""
+    for b, (first, after) in enumerate(itertools.pairwise(cu_k.tolist())):
+        begin = (first // tile + b) * tile
+        yield slice(begin, begin + after - first), slice(first, after)
+
+
+def of_sequences(t, scale, cu):
+    """Q, K or V in fp32 times scales (B, heads); cu: where packed sequences begin, whose rows are t's first ones."""
+    t = t.float()
+    if scale is None:
+        return t
+    if cu is None:
+        assert scale.shape == t.shape[:2]
+        return t * scale[..., None, None]
+    for b, (first, after) in enumerate(itertools.pairwise(cu.tolist())):
+        t[first:after] *= scale[b][:, None]
+    return t
+
+
 class EmulatedDecode(EmulatedFlash):
     """The same of the decoding kernel, which sees of an item's cache its own rows alone."""
 
@@ -142,10 +220,14 @@ class EmulatedBlocks(Walked, EmulatedFlash):
     __init__ = EmulatedFlash.__init__
 
 
-KINDS = {
-    "flash forward": lambda facts: (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts),
-    "decode": EmulatedDecode,
-}
+def of_forward(facts):
+    """What stands for the forward kernel of these facts."""
+    if isinstance(facts, Float8Facts):
+        return EmulatedFloat8(facts)
+    return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
+
+
+KINDS = {"flash forward": of_forward, "transposed values": EmulatedValues, "decode": EmulatedDecode}
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:

@@ -147,6 +147,20 @@ def of_float8_cache(path: str) -> None:
         near(out.cpu(), attention(**call).double())
 
 
+def of_float8_attention(path: str) -> None:
+    """Attention of 8-bit floats: with ragged edges, packed, and of scores that grow over many tiles."""
+    from . import test_float8_attention as float8
+
+    calls = [
+        float8.case(DEVICE, D=128, Sq=130, Sk=177) | {"causal": True},
+        float8.narrow(float8.packed([70, 0, 33], [90, 17, 200], D=64, device=DEVICE)),
+        {name: t.to(DEVICE) for name, t in float8.growing(D=64, Sq=64, Sk=2700).items()},
+    ]
+    for call in calls:
+        with cute_kernels.path(path):
+            float8.check(call)
+
+
 def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
@@ -203,6 +217,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "dense of 8-bit floats, scales of blocks": of_float8_blocks,
     "bsr of 8-bit floats": of_sparse_float8,
     "decoding, pages of 8-bit floats": of_float8_cache,
+    "attention of 8-bit floats": of_float8_attention,
     "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }

@@ -90,7 +90,8 @@ def assert_says_what_would_work(error: Exception, first, second) -> None:
     """It names one of the dtypes that were given, and one that is multiplied."""
     text = str(error)
     assert any(str(dtype).removeprefix("torch.") in text for dtype in (first, second)), text
-    assert "cast" in text or "use one of" in text or "it is torch.bfloat16 or" in text or "serves it" in text or "give q" in text, text
+    advice = "cast", "use one of", "it is torch.bfloat16 or", "serves it", "give q"
+    assert any(words in text for words in advice), text
     rest = text.replace(f"is {first};", "").replace(f"is {second};", "")
     assert any(str(dtype) in rest for dtype in (*FLOATS, *FLOAT8)), text
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from attention.backward.config import BackwardFacts
-from attention.forward.config import DecodeFacts, FlashFacts
+from attention.forward.config import DecodeFacts, FlashFacts, Float8Facts
 from bench.gates import resources
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
@@ -56,6 +56,8 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
         (kind, "blocks", blocks and (blocks.block_q, blocks.block_k)),
         (kind, "type", facts.dtype),
     }
+    if isinstance(facts, Float8Facts):
+        found.add((kind, "scales", facts.q_scale, facts.v_scale, facts.out_dtype))
     if isinstance(facts, DecodeFacts):
         found |= {
             (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),

@@ -13,7 +13,7 @@ from ..masks.mask_mods import And, Band, RowRange
 from ..score_mod import bound
 from ..score_mods import Alibi, Bias
 from .choose import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, head_dims_text, pick
-from .config import BlockKind, FlashFacts, WindowKind
+from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
 
@@ -79,6 +79,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
         yield from with_sinks(spec, path)
         yield from with_blocks(spec, path)
         yield from wide(spec, path)
+    if spec.path == "sm_90":
+        yield from of_8_bits(spec)
 
 
 def with_sinks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
@@ -106,6 +108,28 @@ def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
             yield replace(facts, config=replace(facts.config, dynamic=path == "sm_90"))
     yield pick(replace(terms, window=FEATURES[2][0], packed=True), EXTENTS)
     yield pick(replace(terms, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
+
+
+def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
+    """Every configuration with scales and LSE, plain and causal where it serves both; at one head dimension all terms,
+    packed sequences, sinks and other outputs; block masks of each shape."""
+    plain = Float8Facts(spec.target, "sm_90", None)
+    scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
+    for dim in HEAD_DIMS:
+        facts = replace(scaled, head_dim=dim, head_dim_v=dim)
+        for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
+            for config, _ in candidates_sm90(facts, extents):
+                yield replace(facts, config=config, window=band)
+        for blocksize in BLOCKSIZES:
+            yield pick(replace(facts, softcap=True, blocks=BlockKind(*blocksize, MASKS["tensors"])), EXTENTS)
+        yield pick(replace(facts, blocks=BlockKind(128, 128, None)), EXTENTS)
+    terms = replace(scaled, window=FEATURES[2][0], softcap=True, sinks="float32", out_dtype="float32")
+    for facts in (terms, replace(terms, packed=True), replace(scaled, packed=True), replace(plain, v_scale=True)):
+        for config, _ in candidates_sm90(facts, replace(EXTENTS, left=facts.window.left or None)):
+            yield replace(facts, config=config)
+    yield pick(plain, EXTENTS)
+    yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
+    yield pick(replace(scaled, head_dim=192), EXTENTS)
 
 
 def candidates(facts: FlashFacts, spec: ArchSpec) -> list:

@@ -171,7 +171,7 @@ class Float8Facts(FlashFacts):
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether O's sums of PROMOTED_TILES tiles are added up in fp32, in shared memory: where that has room for them.
+        """Whether O's sums of PROMOTED_TILES tiles are added up in fp32, in shared memory, where that has room.
 
         Tensor cores keep some 14 bits of a sum.
         """

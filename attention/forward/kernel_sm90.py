@@ -227,10 +227,7 @@ class FlashForwardSm90:
                         index, fields = queue.consume(len(fields), state_queue)
                 mine.softmax.finish(out, lse, sinks, v_scale)
                 gO = cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b])
-                if const_expr(mO.element_type is Float32):
-                    store_partial(acc_O, gO, row, seqlen.rows)
-                else:
-                    store_rows(acc_O, gO, row, seqlen.rows)
+                (store_partial if mO.element_type is Float32 else store_rows)(acc_O, gO, row, seqlen.rows)
                 if const_expr(mLSE is not None):
                     if tidx % 4 == 0 and (facts.sharers == 1 or group == 0):
                         for r in range_constexpr(2):

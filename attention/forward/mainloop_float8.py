@@ -29,18 +29,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
-from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import select_
-from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
 from .config import PROMOTED_TILES, Float8Facts
-from .mainloop_sm90 import ROWS, Consumer, MainloopSm90, permuted
+from .mainloop_sm90 import Consumer, MainloopSm90, permuted
 from .mask_and_softmax import QueryWork
 from .softmax import OnlineSoftmax, exp2
 
@@ -55,22 +53,6 @@ class MainloopFloat8(MainloopSm90):
 
     def __init__(self, facts: Float8Facts):
         super().__init__(facts, lazy=True)
-
-    # ------------------------------------------------------------------ storage, products
-
-    def layouts(self) -> tuple:
-        """(sQ, sK, sV), all K-major."""
-        cfg, facts = self.cfg, self.facts
-        sQ, sK, _ = super().layouts()
-        return sQ, sK, smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, True)
-
-    def make_mmas(self) -> tuple:
-        """(S = Q K', O = P V) of all consumers."""
-        k, groups = cute.nvgpu.OperandMajorMode.K, (self.cfg.groups, 1, 1)
-        operands = self.dtype, self.dtype, k, k, Float32, groups
-        qk = sm90_utils.make_trivial_tiled_mma(*operands, (ROWS, self.cfg.tile_n))
-        pv = sm90_utils.make_trivial_tiled_mma(*operands, (ROWS, self.columns), warpgroup.OperandSource.RMEM)
-        return qk, pv
 
     def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
         """V (B, Hkv, Dv, columns) as (Dv, columns, Hkv, B)."""

@@ -96,7 +96,8 @@ class MainloopSm90:
         cfg, facts = self.cfg, self.facts
         sQ = smem_layout(self.dtype, cfg.tile_m, facts.head_dim, 1, True)
         sK = smem_layout(self.dtype, cfg.tile_n, facts.head_dim, cfg.stages, True)
-        sV = smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, False)  # (Dv, tile_n), as B of P V
+        # (Dv, tile_n), as B of P V; of 8 bits contiguous along tile_n, since tensor cores turn 16 bits alone
+        sV = smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, not facts.element.transposes)
         return sQ, sK, sV
 
     def storage(self) -> type:
@@ -127,13 +128,14 @@ class MainloopSm90:
 
     def make_mmas(self) -> tuple:
         """(S = Q K', O = P V) of all consumers."""
-        k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+        k = cute.nvgpu.OperandMajorMode.K
+        major = cute.nvgpu.OperandMajorMode.MN if self.facts.element.transposes else k
         groups = (self.cfg.groups // self.sharers, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
         # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
         wide = self.columns // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
         pv = sm90_utils.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k, mn, Float32, groups, (ROWS, wide),
+            self.dtype, self.dtype, k, major, Float32, groups, (ROWS, wide),
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         return qk, pv
@@ -166,7 +168,7 @@ class MainloopSm90:
 
     def consumer(self, mmas: tuple, thread, operands: tuple, rings: tuple, scale_log2: Float32, order) -> Consumer:
         """A warpgroup's operands and registers; `thread` is its first one's number among the consumers."""
-        cfg, facts = self.cfg, self.facts
+        cfg = self.cfg
         (mma_qk, mma_pv), (sQ, sK, sV), (pipe_k, pipe_v) = mmas, operands, rings
         thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, 0]

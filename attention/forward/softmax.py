@@ -153,10 +153,10 @@ class OnlineSoftmax:
         """A tile of scores after the first one. Returns whether O must be rescaled, the same in all threads of a warp.
 
         A row's maximum stays what it was until a score is larger by more than rescale_threshold powers of 2. Until then
-        p is at most 2 ** (rescale_threshold + headroom), and O and the sums are divided by each other at the end (FlashAttention-4,
-        Dao et al. 2025). With a high threshold nearly all steps rescale nothing and exchange no maximum between
-        threads; with a low one the p of a row's maximum is exact more often (FlashFacts.rescale_threshold). Each row
-        decides for itself.
+        p is at most 2 ** (rescale_threshold + headroom), and O and the sums are divided by each other at the end
+        (FlashAttention-4, Dao et al. 2025). With a high threshold nearly all steps rescale nothing and exchange no
+        maximum between threads; with a low one the p of a row's maximum is exact more often
+        (FlashFacts.rescale_threshold). Each row decides for itself.
         """
         larger, rescale_threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
         for r in range_constexpr(cute.size(self.row_sum)):

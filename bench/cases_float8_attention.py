@@ -1,0 +1,149 @@
+"""Attention of 8-bit floats beside ours of bfloat16: the same numbers, quantised with a scale for each head.
+
+Both count the same useful operations, so ratios are of times. A row's note says how far each result is from the exact
+one, in Frobenius norm, of some queries.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from attention import attention, block_sparse_attention, eager
+from attention.forward import choose
+from cute_kernels import quantize
+from cute_kernels.runtime.call_plan import PlanCache
+from tests.cases import uniform
+
+from .cases_attention import FIRST, AttentionProblem, dense_problem, kept_mask, named
+from .peers import Call, compare, own_call
+from .peers_attention import Attention
+from .rows import Candidate, Case
+
+SUITE = "attention-float8"
+WIDE = "our bfloat16"
+LONG = (1, 32768, 16, 128)
+TILES = ((192, 96, 4, 3), (128, 128, 4, 2), (128, 160, 3, 2), (128, 192, 2, 2))  # as in choose.FLOAT8, of D128
+TOLERANCE = 0.08  # P has three bits of mantissa: 0.025 in norm on random numbers
+
+
+class NarrowAttention(Attention):
+    """Attention of q, k and v (B, S, H, D) of bfloat16, which are numbers of 8 bits times a scale of their heads."""
+
+    def __init__(self, make: Callable, *args, **terms) -> None:
+        super().__init__(*(partial(self.wide, i) for i in range(3)), *args, **terms)
+        self._make = make
+
+    @cached_property
+    def quantised(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(values (B, H, S, D), scales (B, H)) of q, k and v."""
+        return tuple(quantize(make().transpose(1, 2), per="head") for make in self._make)
+
+    def wide(self, which: int) -> Tensor:
+        values, scale = self.quantised[which]
+        return (values.float() * scale[..., None, None]).to(torch.bfloat16).transpose(1, 2)
+
+    def verified(self, call: Call) -> Call:
+        """The call with its error; WrongResult where that is too large."""
+        call().fill_(float("nan"))
+        index, reference = self.sample
+        found = call()[index].float()
+        compare(found, reference, TOLERANCE)
+        return replace(call, note=f"error {((found - reference).norm() / reference.norm()).item():.2e}")
+
+
+def row(
+    problem: AttentionProblem, name: str, asked: float | None, blocks: Tensor | None = None, tile: tuple | None = None
+) -> Case:
+    """Attention of a problem; blocks: of a block mask; tile: the one that is taken, whatever is estimated."""
+    shapes = [(problem.batch, problem.queries, problem.heads, problem.head_dim)]
+    shapes += 2 * [(problem.batch, problem.keys, problem.kv_heads, problem.head_dim)]
+    make = [partial(randn, *shape) for shape in shapes]
+    terms = {} if blocks is None else {"blocks": lambda: blocks.to(device()), "block_size": problem.block}
+    x = NarrowAttention(make, problem.causal, **terms)
+    op, more = (attention, ()) if blocks is None else (block_sparse_attention, (kept_mask,))
+
+    def call_of(q, k, v, **scales) -> tuple:
+        given = scales if more else scales | {"causal": problem.causal}
+        return own_call(x, op, q, k, v, *(mask(x) for mask in more), out=x.out().transpose(1, 2), **given)
+
+    def ours() -> tuple:
+        (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        if tile is None:
+            return call_of(q, k, v, **scales)
+        within = partial(forced, tile, PlanCache(operands=3))
+        with within():
+            call, plan = call_of(q, k, v, **scales)
+        return replace(call, run=within()(call.run), within=within), plan
+
+    peer = Candidate(WIDE, problem.flops, lambda: call_of(*x.heads_first)[0])
+    problem = replace(problem, dtype="float8_e4m3fn")
+    return Case(SUITE, f"{name}, e4m3fn, over {WIDE}", problem, ours, [peer], WIDE, asked)
+
+
+@contextlib.contextmanager
+def forced(tile: tuple, plans: PlanCache) -> Iterator[None]:
+    """Inside, calls at head dimension 128 have this tile alone, and plans of their own."""
+    with (
+        patch.dict(choose.FLOAT8, {128: ((tile, 1.0),)}),
+        patch.object(choose, "FLOAT8_UNMASKED_ONLY", set()),
+        patch.object(eager, "_PLANS", plans),
+    ):
+        yield
+
+
+def dense(
+    shape: tuple[int, int, int, int], causal: bool, asked: float | None = None, tile: tuple | None = None
+) -> Case:
+    name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
+    return row(dense_problem(shape, causal), name, asked, tile=tile)
+
+
+def sparse(shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None) -> Case:
+    """Equally many random full blocks in each row of blocks."""
+    B, S, H, D = shape
+    blocks = uniform(S // side, S // side, round(density * S / side))
+    kept = blocks.double().mean().item()
+    problem = AttentionProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
+    return row(problem, f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}", asked, blocks)
+
+
+def float8_attention_cases(mode: str) -> Iterator[Case]:
+    """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, and tiles
+    beside each other."""
+    for shape in (FIRST, LONG):
+        for causal in (False, True):
+            yield dense(shape, causal, 1.45)
+        yield sparse(shape, 128, 1 / 8, 1.3)
+    if mode == "full":
+        for shape in ((16, 1024, 16, 128), (2, 8192, 32, 64), (2, 8192, 8, 256)):
+            for causal in (False, True):
+                yield dense(shape, causal)
+        yield sparse(FIRST, 64, 1 / 8)
+        for causal in (False, True):
+            for tile in TILES:
+                yield dense(FIRST, causal, tile=tile)
+
+
+def host_calls() -> dict[str, Callable]:
+    """Of which the host's cost is measured: on a preallocated output, 64 rows."""
+    wide = [randn(1, 64, 2, 64).transpose(1, 2) for _ in range(3)]
+    (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(t, per="head") for t in wide)
+    terms = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": torch.empty_like(wide[0])}
+    return {
+        "attention, e4m3fn": lambda: attention(q, k, v, **terms),
+        "attention, bfloat16": lambda: attention(*wide, out=terms["out"]),
+    }
+
+
+def device() -> str:
+    return "cuda"
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
