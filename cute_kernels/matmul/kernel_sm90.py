@@ -307,9 +307,8 @@ class GemmSm90:
                 )
                 if const_expr(cfg.consumer_groups > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
-                sums = acc
+                sums = acc if const_expr(self.exchange is None) else in_fp32(acc, 0, cute.size(acc))[0]
                 if const_expr(self.exchange is not None):
-                    sums = in_fp32(acc, 0, cute.size(acc))[0]
                     self.exchange.reduce(sums, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
                     phase = phase ^ 1
                 self.store.store(
