@@ -256,18 +256,9 @@ class GemmSm90:
                 sA_boxes = storage.sA.get_tensor(boxes_a.outer, swizzle=boxes_a.inner)
                 sB_boxes = storage.sB.get_tensor(boxes_b.outer, swizzle=boxes_b.inner)
                 self.produce(
-                    tma_a,
-                    mA,
-                    sA_boxes,
-                    tma_b,
-                    mB,
-                    sB_boxes,
-                    source,
-                    scheduler,
-                    ring,
-                    cta_layout,
+                    tma_a, mA, sA_boxes, tma_b, mB, sB_boxes, source, scheduler, ring, cta_layout,
                     (rank, rank_m, rank_n, rank_k),
-                )
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
             groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
