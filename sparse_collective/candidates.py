@@ -77,7 +77,7 @@ def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmC
         sm90(128, 64, k, 2, 1, ring=1, **of),
         *narrow,
         *shared_high,
-        *(fp16_sums_sm90(k, pair, **of) if element.width == 2 else []),
+        *fp16_sums_sm90(k, pair, **of),
     ]
 
 

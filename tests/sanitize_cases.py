@@ -93,6 +93,17 @@ def of_float8(path: str) -> None:
         near(out.cpu(), cute_kernels.gemm(a, b.t(), out_dtype=torch.float32, **terms).double())
 
 
+def of_fp16_sums(path: str) -> None:
+    """Sums in fp16, of a tile with tails and of one whose K several CTAs share."""
+    for M, N, K in ((136, 200, 272), (128, 128, 4096)):
+        a, b = torch.randn(M, K).half(), torch.randn(K, N).half()
+        out = poisoned(M, N, dtype=torch.float16).to(DEVICE)
+        with cute_kernels.path(path):
+            cute_kernels.gemm(a.to(DEVICE), b.to(DEVICE), out=out, accumulation_dtype=torch.float16)
+        exact = a.double() @ b.double()
+        assert (out.cpu().double() - exact).norm() < 0.01 * exact.norm()
+
+
 def of_float8_blocks(path: str) -> None:
     """8-bit floats with scales of blocks: row tiles, columns and K with tails, scales contiguous along M and K."""
     a, scale_a = cute_kernels.quantize(torch.randn(136, 400), per="1x128")
@@ -175,6 +186,7 @@ def differentiated(name: str) -> Callable:
 
 CASES = {  # a maker's arguments, or a function of the path
     "dense ragged": partial(dense, 200, 136, 72),
+    "dense, sums in fp16": of_fp16_sums,
     "dense nt with terms": partial(dense, 136, 200, 72, "nt", dtype=FP16, terms="bias+gelu+residual"),
     "dense tn fp32 m-major": partial(dense, 136, 72, 200, "tn", out_dtype=FP32, m_major=True),
     "dense batch": partial(dense, 40, 72, 136, batch=(3,)),

@@ -39,7 +39,7 @@ def features(facts) -> set:
         (kind, "blocks", block and (block.bm, block.bk)),
         (kind, "layouts", facts.majors, facts.aligns, facts.transposed),
         (kind, "types", facts.dtype, facts.out_dtype, block and block.index_dtype),
-        (kind, "sums", cfg, facts.promotes),
+        (kind, "sums", cfg, facts.promotes, facts.acc_dtype),
         (kind, "batches", facts.ranks, facts.ordered, block and (block.batch, block.run)),
     }
 

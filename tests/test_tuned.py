@@ -298,7 +298,7 @@ def test_choose_takes_the_tuned_pick(file, forced):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"config": GemmConfig(256, 256, 64, 2, 2, 1)}, "256 accumulators"),
+        ({"config": GemmConfig(256, 256, 64, 2, 2, 1)}, "256 registers of accumulators"),
         ({"config": GemmConfig(128, 256, 64, 8, 2, 1)}, "bytes of shared memory"),
         ({"ctas": 264}, "264 CTAs"),
         ({"config": GemmConfig(128, 128, 64, 5, 2, 1, 1, 2), "ctas": 1}, "in clusters of 2"),

@@ -54,8 +54,8 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
         sm90(64, 64, k, 1, 2, 2, 1, ring=2, **of),
         *shared_high,
         *shared_low,
+        *fp16_sums_sm90(k, (2, 1), **of),
         *([paired_sm90(k, *pair, **of) for pair in ((2, 1), (1, 2))] if element.width == 1 else []),
-        *(fp16_sums_sm90(k, (2, 1), **of) if element.width == 2 else []),
     ]
 
 

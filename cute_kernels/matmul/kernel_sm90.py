@@ -256,18 +256,9 @@ class GemmSm90:
                 sA_boxes = storage.sA.get_tensor(boxes_a.outer, swizzle=boxes_a.inner)
                 sB_boxes = storage.sB.get_tensor(boxes_b.outer, swizzle=boxes_b.inner)
                 self.produce(
-                    tma_a,
-                    mA,
-                    sA_boxes,
-                    tma_b,
-                    mB,
-                    sB_boxes,
-                    source,
-                    scheduler,
-                    ring,
-                    cta_layout,
+                    tma_a, mA, sA_boxes, tma_b, mB, sB_boxes, source, scheduler, ring, cta_layout,
                     (rank, rank_m, rank_n, rank_k),
-                )
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
             groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
@@ -307,9 +298,8 @@ class GemmSm90:
                 )
                 if const_expr(cfg.consumer_groups > 1):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
-                sums = acc
+                sums = acc if const_expr(self.exchange is None) else in_fp32(acc, 0, cute.size(acc))[0]
                 if const_expr(self.exchange is not None):
-                    sums = in_fp32(acc, 0, cute.size(acc))[0]
                     self.exchange.reduce(sums, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
                     phase = phase ^ 1
                 self.store.store(
