@@ -192,10 +192,10 @@ def result(op, V: Bsr24, n: int, batch=(), dtype=None):
     return poisoned(*batch, *shape, dtype=dtype or V.dtype, device=V.device)
 
 
-def calls(device: str, dtype) -> None:
+def calls(device: str, dtype, grid=(3, 5)) -> None:
     """Blocks of several sides, patterns with empty rows, both ops, tails, layouts, terms of an epilogue, batches."""
     for block, pattern in (((128, 128), "power_law"), ((64, 64), "empty_rows"), ((256, 64), "bernoulli")):
-        V = sparse(pattern, block, device, dtype=dtype)
+        V = sparse(pattern, block, device, dtype=dtype, grid=grid)
         M, K = V.shape
         for op in (bsr_matmul, bsr_linear):
             b, out = operand(op, V, 200), result(op, V, 200)
@@ -206,10 +206,10 @@ def calls(device: str, dtype) -> None:
         check(bsr_linear, V, operand(bsr_linear, V, 1), out=result(bsr_linear, V, 1, dtype=FP32))
     check(bsr_linear, V, normal(3, 5, K, dtype=dtype, device=device))
     check(bsr_matmul, V, normal(2, K, 40, dtype=dtype, device=device))
-    even = holes(random_bsr((384, 512), (128, 128), per_row=2, dtype=dtype, device=device)).prune_2_4()
+    even = holes(random_bsr((256, 384), (128, 128), per_row=2, dtype=dtype, device=device)).prune_2_4()
     check(bsr_linear, even, operand(bsr_linear, even, 264), activation="silu")
     for form in FORMS:
-        V = batch(form, (64, 64), device, dtype=dtype)[0].prune_2_4()
+        V = batch(form, (64, 64), device, dtype=dtype, grid=(2, 3), names=("power_law", "no_blocks"))[0].prune_2_4()
         check(bsr_matmul, V, operand(bsr_matmul, V, 72, (V.shape[0],)), out=result(bsr_matmul, V, 72, (V.shape[0],)))
         grouped(V)
 
@@ -239,10 +239,19 @@ def test_calls_on_the_cpu(dtype):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "dtype"), [("sm_90", BF16), ("sm_80", FP16)])
-def test_calls_on_the_emulator(arch, dtype):
-    with on_emulator(arch, sms=4, seed=5):
-        calls("cpu", dtype)
+def test_calls_on_the_emulator():
+    with on_emulator("sm_90", sms=4, seed=5):
+        calls("cpu", BF16, (2, 3))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_calls_of_mma_sp_on_the_emulator():
+    with on_emulator("sm_80", sms=4, seed=5):
+        V = sparse("power_law", (128, 128), dtype=FP16, grid=(2, 3))
+        check(bsr_linear, V, operand(bsr_linear, V, 72), out=result(bsr_linear, V, 72))
+        check(bsr_matmul, V, operand(bsr_matmul, V, 133), activation="silu", out=result(bsr_matmul, V, 133))
+        grouped(batch("patterns", (64, 64), dtype=FP16, grid=(2, 3), names=("power_law", "no_blocks"))[0].prune_2_4())
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)

@@ -108,7 +108,10 @@ class Bsr24:
         return self.to_bsr().to_dense()
 
     def to(self, *args, **kwargs) -> Bsr24:
-        """On another device, or with values of another dtype, by BsrMatrix.to; itself where nothing changes."""
+        """On another device, or with values of another dtype, by BsrMatrix.to; itself where nothing changes.
+
+        Metadata are shared where the device stays.
+        """
         compressed = self.compressed.to(*args, **kwargs)
         return self if compressed is self.compressed else Bsr24(compressed, self.metadata.to(compressed.device))
 
