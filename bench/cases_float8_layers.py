@@ -28,7 +28,7 @@ def in_graph(call: Callable[[], Tensor], device: str) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         out = call()
 
-    def replay() -> Tensor:
+    def replay(keep=call) -> Tensor:  # the graph reads weights that `call` alone may hold
         graph.replay()
         return out
 

@@ -3,7 +3,11 @@
     producer warp      acquire empty[s] -> expect bytes on full[s] -> TMA A (its stored half), bulk copies of metadata,
                        TMA B -> s += 1
     consumer groups    wait full[s] -> read this thread's metadata -> issue the stage's WGMMAs, commit
-                       -> wait until one group is in flight -> release empty[s - 1] -> s += 1
+                       -> wait until they are done -> release empty[s - 1] -> s += 1
+
+A product reads its metadata's registers while it runs, and the compiler does not know: with a group in flight, the
+next K-tile's words were loaded to the same registers, and results were wrong (H100). So a warpgroup waits; the other
+one's products keep the tensor cores busy.
 
 Each thread reads one word for 64 rows and 64 columns, 4 lanes of 4 neighbouring bytes each: a warp reads 128 bytes.
 CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added:
@@ -123,3 +127,4 @@ class Sparse24MainloopSm90(MainloopSm90):
             for i in range(slabs * per_slab):
                 acc[i] = result[i]
         warpgroup.commit_group()
+        warpgroup.wait_group(0)  # it reads `words` until then

@@ -178,9 +178,10 @@ Step wgmma(Warp& w, const Ins& i, u32) {
     int nd = i.group[0], na = i.group[1], b = nd + na, p = b + 1 + 2 * is_sparse(i);
     if (w.cta->machine->block[0] < 128) fail("wgmma in a CTA of fewer than 128 threads");
     WgmmaCall call{&i, na == 1 ? src<u64>(w, i, nd)[0] : 0, src<u64>(w, i, b)[0], w.wgmma_group, bool(pred(w, i, p) & 1), {}};
-    if (is_sparse(i)) {  // read when it is issued: only accumulators and A's registers must be left alone until a wait
+    if (is_sparse(i)) {  // a register that must be left alone until a wait, as those of A: hardware was seen to read it late
         const u32* words = src<u32>(w, i, b + 1);
         call.metadata.assign(words, words + LANES);
+        w.feeds[i.op[b + 1].offset / ROW] = w.wgmma_group + 1;
     }
     for (int k = 0; k < (na > 1 ? b : nd); k++) {
         u32 row = i.op[k].offset / ROW;
