@@ -178,11 +178,11 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if quick:
         return []
     found = []
-    for config in family.candidates(spec.path, BlockFacts(128, 128, "int32"), spec):
-        if family.unsupported(linear(spec, spec.path, config, (128, 128))):
-            found += [
-                linear(spec, spec.path, config, (128, 128), **FP16_SUMS, epilogue=e) for e in (EpilogueSpec(), LINEAR)
-            ]
+    for block in ((128, 128), (256, 64)):  # their own clusters
+        for config in family.candidates(spec.path, BlockFacts(*block, "int32"), spec):
+            if family.unsupported(linear(spec, spec.path, config, block)):
+                terms = EpilogueSpec(), LINEAR
+                found += [linear(spec, spec.path, config, block, **FP16_SUMS, epilogue=e) for e in terms]
     for block in ((128, 128), (64, 64), (512, 112), (32, 32)):
         found += main(family, bsr, spec, spec.path, block, **FP16_SUMS)
     changes = ({"epilogue": LINEAR, "ordered": True}, {"epilogue": kept("row")})
