@@ -32,7 +32,7 @@ from . import sanitize_cases
 from .outcomes import ROOT, first_line, read_outcomes
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-SANITIZER_JOBS = 8  # each holds a CUDA context: some 500 MB of the device
+SANITIZER_JOBS = 16  # for each tool; each holds a CUDA context: some 500 MB of the device
 # The DSL probes for driver functions that may be absent; as API errors those would hide the real ones.
 TOOL_OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
 MOST_FAILURES = 50
@@ -97,9 +97,10 @@ def sanitizer() -> str | None:
 
 
 def sanitize(limit: float, jobs: int = SANITIZER_JOBS) -> dict:
-    """A verdict a tool, within `limit` seconds for everything. Cases are shared among `jobs` processes at a time.
+    """A verdict a tool, within `limit` seconds for everything. `jobs` processes share a tool's cases.
 
-    The cases run bare first, so that kernels come from the cache and wrong results show.
+    The cases run bare first, so that kernels come from the cache and wrong results show; then all tools at once, as far
+    as there are CPUs.
     """
     tool, end = sanitizer(), time.monotonic() + limit
     shares = [sanitize_cases.NAMES[i::jobs] for i in range(jobs)]
@@ -109,7 +110,7 @@ def sanitize(limit: float, jobs: int = SANITIZER_JOBS) -> dict:
         command = [*prefix, sys.executable, "-m", "tests.sanitize_cases", *share]
         return verdict(*run(command, max(1.0, end - time.monotonic())), wanted)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(max(jobs, min(len(TOOLS) * jobs, os.cpu_count() or 1))) as pool:
         verdicts = {"bare": together(list(pool.map(lambda share: one([], share, "right"), shares)))}
         if tool is None:
             missing = {"ok": False, "status": "compute-sanitizer was not found; put it on PATH or set CUDA_HOME"}

@@ -7,7 +7,7 @@ from tests import gpu_record
 from .gate import Gate, Skip, judged, need_gpu
 
 NAME = "sanitizer"
-LIMIT = 400  # seconds of all tools together
+LIMIT = 900  # seconds of all tools together
 
 
 def sanitize() -> dict:
