@@ -120,6 +120,13 @@ class StoreSm90:
         piece = const_expr(min(values, self.piece) if self.anchored else values)
         rD = cute.make_rmem_tensor(piece, Float32)
         share = const_expr(self.slabs * self.chunks // self.split // (1 + self.gated))
+        corner = (out_m * (self.tile_m // SLAB_M) + group_m) * SLAB_M, col0
+        # A chunk's own loads of scales come after the barriers of the chunk before, and each would be waited for: so
+        # those of all chunks come first, where the epilogue leaves registers for them.
+        loaded = {}
+        if const_expr(not self.anchored):
+            for i in range_constexpr(share):
+                self.scales(i, args, corner, batch[0], rank, loaded)
         for i in range_constexpr(share):
             chunk = i if const_expr(self.split == 1) else rank * share + i
             s, e = chunk // self.chunks, chunk % self.chunks
@@ -135,11 +142,7 @@ class StoreSm90:
             if const_expr(self.gated):  # every second slab is what a gate multiplies
                 at = const_expr((2 * (i // self.chunks) * self.chunks + i % self.chunks) * values)
                 slab = out_m * (self.tile_m // SLAB_M // 2) + s
-            rows = columns = None
-            if const_expr(self.each[0]):
-                rows = self.scales_of_rows(args.scale_m, slab * SLAB_M, batch[0])
-            if const_expr(self.each[1]):
-                columns = self.scales_of_columns(args.scale_n, col0 + e * self.epi_n, batch[0])
+            rows, columns = self.scales(i, args, corner, batch[0], rank, {} if self.anchored else loaded)
             if const_expr(self.tma):
                 rOuts = [cute.make_rmem_tensor(shape, self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
@@ -181,6 +184,20 @@ class StoreSm90:
                     buffer = group * self.buffers + number % self.buffers
                     pending = const_expr(self.pending(number, share * len(outs)))
                     self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+
+    def scales(self, i: int, args: epilogue.EpilogueArgs, corner: tuple, l: Int32, rank, loaded: dict) -> tuple:
+        """(scales of rows, of columns) of this CTA's i-th chunk; None where an operand has no such scales.
+
+        `corner`: the warpgroup's first row and column. `loaded`: those of chunks before, which this call adds to.
+        """
+        chunk = i if self.split == 1 else rank * (self.slabs * self.chunks // self.split) + i
+        s, e = chunk // self.chunks, chunk % self.chunks
+        rows, columns = ("rows", i if self.split > 1 else s), ("columns", i if self.split > 1 else e)
+        if self.each[0] and rows not in loaded:
+            loaded[rows] = self.scales_of_rows(args.scale_m, corner[0] + s * self.warps_m * SLAB_M, l)
+        if self.each[1] and columns not in loaded:
+            loaded[columns] = self.scales_of_columns(args.scale_n, corner[1] + e * self.epi_n, l)
+        return loaded.get(rows), loaded.get(columns)
 
     def scales_of_rows(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
         """Those of the thread's two rows of the slab whose first row is `first`."""
