@@ -41,7 +41,8 @@ MOST_FAILURES = 50
 def tests(arguments: list[str], limit: float, *, show: bool = True) -> dict:
     """pytest -m gpu in a process of its own, and what its report says; of what is not shown the last lines.
 
-    pytest writes its report when it ends. Where the limit ends it, the outcomes until then count.
+    pytest writes its report when it ends. Where the limit ends it, the outcomes until then count, and the tests that
+    were running are named, with their seconds.
     """
     with tempfile.TemporaryDirectory(prefix="cute-kernels-tests-") as folder:
         report, outcomes = Path(folder, "report.xml"), Path(folder, "outcomes")
@@ -196,6 +197,7 @@ def summary(record: dict) -> str:
     counts = f"{t['passed']} passed, {t['failed']} failed, {t['skipped']} skipped"
     lines = [f"gpu_record: {counts} in {t['seconds']} s{end}"]
     lines += [f"  {failure['name']}: {failure['message']}" for failure in t["failures"]]
+    lines += [f"  {name}: unfinished after {seconds} s" for name, seconds in t.get("unfinished", {}).items()]
     for name, v in record.get("sanitizer", {}).items():
         lines.append(f"  {name}: {'clean' if v['ok'] else v['status']} {v.get('summary', '')}".rstrip())
     return "\n".join(lines)
