@@ -105,7 +105,8 @@ def sanitize(limit: float, jobs: int = SANITIZER_JOBS) -> dict:
     """
     tool, end = sanitizer(), time.monotonic() + limit
     shares = [sanitize_cases.NAMES[i::jobs] for i in range(jobs)]
-    runs = {name: [tool, "--tool", name, *TOOL_OPTIONS[name], "--error-exitcode", "86"] for name in TOOLS}
+    common = ["--error-exitcode", "86", "--launch-timeout", "600"]  # seconds until Python is loaded, on a busy CPU
+    runs = {name: [tool, "--tool", name, *TOOL_OPTIONS[name], *common] for name in TOOLS}
 
     def one(prefix: list[str], share: tuple[str, ...], wanted: str) -> dict:
         command = [*prefix, sys.executable, "-m", "tests.sanitize_cases", *share]
