@@ -87,6 +87,7 @@ class Bsr(BsrFamily):
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         """Blocks 32 wide of 8-bit floats are one MMA step, whose sums are promoted: a wait for each product."""
+        problems = super().judge(facts, cubin, resources, problems)
         if facts.promotes and max(facts.k_blocks) == 1:
             return [problem for problem in problems if "serialised" not in problem]
         return problems

@@ -30,20 +30,6 @@ def compiled(kernels: list) -> list:
     return [pytest.param(f, id=i, marks=m) for (_, f), i, m in zip(kernels, ids, marks, strict=True)]
 
 
-def assert_instructions(report, facts) -> None:
-    """A block-sparse kernel multiplies 8-bit floats, adds promoted sums one by one, and spills nothing.
-
-    Those of a block with a scale, and those of products in turns, which are multiplied by one, are added by FFMAs.
-    """
-    codes, cfg = report.resources.opcodes, facts.config
-    assert report.problems == () and "HMMA" not in codes and report.resources.hgmma == 0
-    assert codes["QGMMA" if facts.path == "sm_90" else "QMMA"] >= 1
-    if facts.promotes:
-        threads = cfg.warps_m * cfg.warps_n * (128 if facts.path == "sm_90" else 32)
-        added = codes["FFMA" if facts.block.scaled or facts.takes_turns else "FADD"]
-        assert added >= cfg.tile_m * cfg.tile_n // threads
-
-
 def assert_as_tensor_cores(ours, exact, a, b, *, fast: bool = False, alpha: float = 1.0, alone: bool = False) -> None:
     """`ours` differs from `exact`, its fp64 truth, by what tensor cores may drop of a @ b, and by one rounding.
 

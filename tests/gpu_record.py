@@ -41,7 +41,8 @@ MOST_FAILURES = 50
 def tests(arguments: list[str], limit: float, *, show: bool = True) -> dict:
     """pytest -m gpu in a process of its own, and what its report says; of what is not shown the last lines.
 
-    pytest writes its report when it ends. Where the limit ends it, the outcomes until then count.
+    pytest writes its report when it ends. Where the limit ends it, the outcomes until then count, and the tests that
+    were running are named, with their seconds.
     """
     with tempfile.TemporaryDirectory(prefix="cute-kernels-tests-") as folder:
         report, outcomes = Path(folder, "report.xml"), Path(folder, "outcomes")
@@ -104,7 +105,8 @@ def sanitize(limit: float, jobs: int = SANITIZER_JOBS) -> dict:
     """
     tool, end = sanitizer(), time.monotonic() + limit
     shares = [sanitize_cases.NAMES[i::jobs] for i in range(jobs)]
-    runs = {name: [tool, "--tool", name, *TOOL_OPTIONS[name], "--error-exitcode", "86"] for name in TOOLS}
+    common = ["--error-exitcode", "86", "--launch-timeout", "600"]  # seconds until Python is loaded, on a busy CPU
+    runs = {name: [tool, "--tool", name, *TOOL_OPTIONS[name], *common] for name in TOOLS}
 
     def one(prefix: list[str], share: tuple[str, ...], wanted: str) -> dict:
         command = [*prefix, sys.executable, "-m", "tests.sanitize_cases", *share]
@@ -196,6 +198,7 @@ def summary(record: dict) -> str:
     counts = f"{t['passed']} passed, {t['failed']} failed, {t['skipped']} skipped"
     lines = [f"gpu_record: {counts} in {t['seconds']} s{end}"]
     lines += [f"  {failure['name']}: {failure['message']}" for failure in t["failures"]]
+    lines += [f"  {name}: unfinished after {seconds} s" for name, seconds in t.get("unfinished", {}).items()]
     for name, v in record.get("sanitizer", {}).items():
         lines.append(f"  {name}: {'clean' if v['ok'] else v['status']} {v.get('summary', '')}".rstrip())
     return "\n".join(lines)

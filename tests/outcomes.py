@@ -1,10 +1,11 @@
 """What became of each test, written as soon as it is known: of a run that is killed this is left.
 
-A plugin of pytest, `-p tests.outcomes --outcomes FILE`: FILE gets a line of JSON for each outcome. Where processes
-share the tests (pytest-xdist), the one that they report to writes.
+A plugin of pytest, `-p tests.outcomes --outcomes FILE`: FILE gets a line of JSON for each test that starts, and
+for each outcome. Where processes share the tests (pytest-xdist), the one that they report to writes.
 """
 
 import json
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,10 +21,13 @@ def pytest_configure(config):
 
 
 class Outcomes:
-    """Adds a line where a test's function ends, and where a fixture skips the test or fails."""
+    """Adds a line where a test starts, where its function ends, and where a fixture skips the test or fails."""
 
     def __init__(self, path: Path):
         self.path = path
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.add({"name": nodeid, "outcome": "unfinished", "start": round(time.monotonic(), 1)})
 
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.passed:
@@ -32,6 +36,9 @@ class Outcomes:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)  # a worker that dies has none
             found["message"] = first_line(str(report.longrepr) if crash is None else crash.message)
+        self.add(found)
+
+    def add(self, found: dict) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(found) + "\n")
 
@@ -43,7 +50,10 @@ def first_line(message: str) -> str:
 
 
 def read_outcomes(path: Path) -> dict:
-    """Counts and failures, as gpu_record.read_report; a test of several outcomes has failed if one of them is that."""
+    """Counts and failures, as gpu_record.read_report, and for how many seconds each unfinished test has run until now.
+
+    A test of several outcomes has failed if one of them is that.
+    """
     tests = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         found = json.loads(line)
@@ -52,4 +62,6 @@ def read_outcomes(path: Path) -> dict:
     outcomes = [found["outcome"] for found in tests.values()]
     counts = {kind: outcomes.count(kind) for kind in ("passed", "failed", "skipped")}
     failures = [{"name": t["name"], "message": t["message"]} for t in tests.values() if t["outcome"] == "failed"]
-    return {**counts, "failures": failures}
+    now = time.monotonic()
+    unfinished = {t["name"]: round(now - t["start"], 1) for t in tests.values() if t["outcome"] == "unfinished"}
+    return {**counts, "failures": failures, "unfinished": unfinished}

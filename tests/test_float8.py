@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.config import EpilogueSpec
 from cute_kernels.matmul.family import DENSE
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, compiled, some
+from .float8_parts import assert_as_tensor_cores, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -375,19 +375,24 @@ def test_opcheck(place):
 KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.float8_kernels(DENSE, name, False)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(some(KERNELS, lambda kernel: kernel[1])))
-def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    report, cfg = outcome.value, facts.config
-    assert report.problems == () and "HMMA" not in report.resources.opcodes and report.resources.hgmma == 0
-    assert report.resources.opcodes["QGMMA" if facts.path == "sm_90" else "QMMA"] >= 4
-    # Promoted sums are added by FADDs, one an accumulator and K-tile; by FFMAs with scales of blocks, or in turns.
-    threads = cfg.warps_m * cfg.warps_n * (128 if facts.path == "sm_90" else 32)
-    if facts.promotes:
-        added = "FFMA" if facts.epilogue.scales_blocks or facts.takes_turns else "FADD"
-        assert report.resources.opcodes[added] >= cfg.tile_m * cfg.tile_n // threads
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_sums_that_nothing_promotes_are_a_problem(arch):
+    """test_kernels_compile compiles the kernels, each of which is judged so."""
+    promoted = [facts for name, facts in KERNELS if name == arch and facts.promotes]
+    in_turns = next((facts for facts in promoted if facts.takes_turns), None)
+    plain = next(facts for facts in promoted if not facts.takes_turns and not facts.epilogue.scales_blocks)
+    scaled = next(facts for facts in promoted if facts.epilogue.scales_blocks)
+    for facts, added in ((plain, "FADD"), (scaled, "FFMA"), (in_turns, "FFMA")):
+        if facts is not None:
+            sums = facts.config.tile_m * facts.config.tile_n // (256 if arch == "sm_90" else 32 * warps(facts.config))
+            few, enough = (SimpleNamespace(opcodes={added: n}) for n in (sums - 1, sums))
+            assert DENSE.judge(facts, b"", enough, ["x"]) == ["x"]
+            (problem,) = DENSE.judge(facts, b"", few, [])
+            assert problem.startswith(f"{sums - 1} {added} for {sums} sums a thread")
+
+
+def warps(config) -> int:
+    return config.warps_m * config.warps_n
 
 
 def test_kernels_that_promote_hold_two_kinds_of_sums():

@@ -26,7 +26,7 @@ from sparse_collective.nn import BsrLinear
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, assert_instructions, compiled, some
+from .float8_parts import assert_as_tensor_cores, compiled, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import numbers
 
@@ -451,16 +451,18 @@ KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.f
 KERNELS = [(name, facts) for name, facts in KERNELS if not facts.block.run]  # test_float8_grouped has those
 
 
+SCALED = [(n, f) for n, f in KERNELS if f.block.scaled and f.epilogue == EpilogueSpec(scale_n="column")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(some(KERNELS, lambda kernel: kernel[1])))
-def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
+@pytest.mark.parametrize("facts", compiled(some(SCALED, lambda kernel: kernel[1])))
+def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
+    """Those of blocks are in the additions. What else is asked of kernels, test_kernels_compile judges."""
     outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    assert_instructions(outcome.value, facts)
+    assert not outcome.error and outcome.value.problems == ()
     codes, cfg = outcome.value.resources.opcodes, facts.config
     sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.path == "sm_90" else 32))
-    if facts.block.scaled and facts.epilogue == EpilogueSpec(scale_n="column"):  # FMUL: scales of columns alone
-        assert codes.get("FADD", 0) < sums and codes["FMUL"] <= sums
+    assert codes.get("FADD", 0) < sums and codes["FMUL"] <= sums
 
 
 def configurations(arch: str) -> list:

@@ -8,14 +8,13 @@ import torch
 from cute_kernels import explain, quantize
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, catalogue
 from sparse_collective.family import BSR
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, assert_instructions, compiled, some
+from .float8_parts import assert_as_tensor_cores, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import numbers
 from .test_float8_bsr import scales_of, sparse, wide
@@ -317,16 +316,6 @@ def test_opcheck(where, form):
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------
-
-KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.grouped_float8(BSR, ARCHS[name])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(some(KERNELS, lambda kernel: kernel[1])))
-def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    assert_instructions(outcome.value, facts)
 
 
 def configurations(arch: str) -> list:

@@ -39,7 +39,9 @@ def check(*, quick: bool = False, tests: Callable[..., dict] = gpu_record.tests)
     found = tests(arguments(gpu, quick), LIMIT, show=False)
     problems = [f"{failure['name']}: {failure['message']}" for failure in found["failures"]]
     if not problems and (found["status"] != 0 or not found["passed"]):
-        problems = [f"pytest ended with status {found['status']}", *found["output"]]
+        problems = [f"pytest ended with status {found['status']}"]
+        problems += [f"{name}: unfinished after {seconds} s" for name, seconds in found.get("unfinished", {}).items()]
+        problems += found["output"]
     where = "on the GPU" if gpu else "of the CPU references"
     counts = f"{found['passed']} tests {where} passed"
     return judged(NAME, problems, counts, f"{found['failed']} tests {where} failed; {counts}, status {found['status']}")

@@ -59,6 +59,19 @@ class ProductFamily(Family):
     def warp_specialised(self, facts: GemmFacts) -> bool:
         return facts.warp_specialised
 
+    def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        """Sums of 8-bit floats that are promoted are added by an instruction each."""
+        if not facts.promotes:
+            return problems
+        cfg, scaled = facts.config, facts.epilogue.scales_blocks or facts.block is not None and facts.block.scaled
+        threads = cfg.warps_m * cfg.warps_n * (128 if facts.warp_specialised else 32)
+        sums = cfg.tile_m * cfg.tile_n // threads
+        added = "FFMA" if scaled or facts.takes_turns else "FADD"  # of products in turns times one
+        found = resources.opcodes.get(added, 0)
+        if found >= sums:
+            return problems
+        return [*problems, f"{found} {added} for {sums} sums a thread: they are not promoted to fp32"]
+
     def named_barriers(self, facts: GemmFacts) -> tuple[str, dict[int, int]] | None:
         cfg = facts.config
         if not facts.warp_specialised:
