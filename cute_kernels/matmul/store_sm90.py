@@ -231,20 +231,6 @@ class StoreSm90:
             loaded[columns] = self.scales_of_columns(args.scale_n, corner[1] + e * self.epi_n, l)
         return loaded.get(rows), loaded.get(columns)
 
-    def scales(self, i: int, args: epilogue.EpilogueArgs, corner: tuple, l: Int32, rank, loaded: dict) -> tuple:
-        """(scales of rows, of columns) of this CTA's i-th chunk; None where an operand has no such scales.
-
-        `corner`: the warpgroup's first row and column. `loaded`: those of chunks before, which this call adds to.
-        """
-        chunk = i if self.split == 1 else rank * (self.slabs * self.chunks // self.split) + i
-        s, e = chunk // self.chunks, chunk % self.chunks
-        rows, columns = ("rows", i if self.split > 1 else s), ("columns", i if self.split > 1 else e)
-        if self.each[0] and rows not in loaded:
-            loaded[rows] = self.scales_of_rows(args.scale_m, corner[0] + s * self.warps_m * SLAB_M, l)
-        if self.each[1] and columns not in loaded:
-            loaded[columns] = self.scales_of_columns(args.scale_n, corner[1] + e * self.epi_n, l)
-        return loaded.get(rows), loaded.get(columns)
-
     def scales_of_rows(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
         """Those of the thread's two rows of the slab whose first row is `first`."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
