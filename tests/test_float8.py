@@ -376,23 +376,28 @@ KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.f
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
-def test_sums_that_nothing_promotes_are_a_problem(arch):
+def test_what_is_wrong_with_a_kernel_of_8_bits(arch):
     """test_kernels_compile compiles the kernels, each of which is judged so."""
     promoted = [facts for name, facts in KERNELS if name == arch and facts.promotes]
-    in_turns = next((facts for facts in promoted if facts.takes_turns), None)
-    plain = next(facts for facts in promoted if not facts.takes_turns and not facts.epilogue.scales_blocks)
-    scaled = next(facts for facts in promoted if facts.epilogue.scales_blocks)
-    for facts, added in ((plain, "FADD"), (scaled, "FFMA"), (in_turns, "FFMA")):
-        if facts is not None:
-            sums = facts.config.tile_m * facts.config.tile_n // (256 if arch == "sm_90" else 32 * warps(facts.config))
-            few, enough = (SimpleNamespace(opcodes={added: n}) for n in (sums - 1, sums))
-            assert DENSE.judge(facts, b"", enough, ["x"]) == ["x"]
-            (problem,) = DENSE.judge(facts, b"", few, [])
-            assert problem.startswith(f"{sums - 1} {added} for {sums} sums a thread")
+    kinds = {f.takes_turns or f.epilogue.scales_blocks: f for f in promoted}
+    assert set(kinds) == {True, False}
+    for multiplies, facts in kinds.items():
+        cfg, steps = facts.config, max(facts.k_blocks)
+        sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if arch == "sm_90" else 32))
+        product, added = DENSE.tensor_core(facts), "FFMA" if multiplies else "FADD"
 
+        def judged(before=(), **changed):
+            codes = {product: steps, added: sums} | changed  # noqa: B023
+            return DENSE.judge(facts, b"", SimpleNamespace(opcodes=codes), list(before))  # noqa: B023
 
-def warps(config) -> int:
-    return config.warps_m * config.warps_n
+        assert judged() == [] and judged(["x"]) == ["x"]
+        few = {product: f"{steps - 1} {product} for {steps} MMA steps", added: f"{sums - 1} {added} for {sums} sums"}
+        for code, count in ((product, steps), (added, sums)):
+            (problem,) = judged(**{code: count - 1})
+            assert problem.startswith(few[code])
+        for code in ("HMMA", "HGMMA"):
+            (problem,) = judged(**{code: 1})
+            assert problem.startswith("1 products of 16 bits")
 
 
 def test_kernels_that_promote_hold_two_kinds_of_sums():

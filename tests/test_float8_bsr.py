@@ -448,9 +448,6 @@ def test_opcheck(where):
 # -- kernels --------------------------------------------------------------------------------------------------------
 
 KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.float8_kernels(BSR, name, False)]
-KERNELS = [(name, facts) for name, facts in KERNELS if not facts.block.run]  # test_float8_grouped has those
-
-
 SCALED = [(n, f) for n, f in KERNELS if f.block.scaled and f.epilogue == EpilogueSpec(scale_n="column")]
 
 

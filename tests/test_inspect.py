@@ -90,6 +90,17 @@ def test_opcodes_are_read_past_predicates_and_uniform_registers():
     assert "WARPGROUP.DEPBAR.LE" in read
 
 
+def test_the_commit_of_an_empty_group_is_no_product():
+    sass = """
+        /*0010*/                   QGMMA.64x32x32.F32.E4M3.E4M3 R24, gdesc[UR16], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0 ;
+        /*0040*/                   HGMMA.64x8x16.F32 R24, gdesc[UR4], R24, !UPT ;
+"""
+    read = [opcode.split(".")[0] for opcode in inspect.instructions(sass)]
+    assert read == ["QGMMA", "WARPGROUP", "WARPGROUP", "HGMMA"]
+
+
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
 def test_kernels_read_from_memory_are_what_nvdisasm_says(arch, monkeypatch):
     """The quick reading of tests/sass.py, of a kernel of which a part was met before, and of one met as a whole."""

@@ -60,17 +60,21 @@ class ProductFamily(Family):
         return facts.warp_specialised
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        """Sums of 8-bit floats that are promoted are added by an instruction each."""
-        if not facts.promotes:
+        """8-bit floats are multiplied as such, each MMA step of a K-tile, and promoted sums are added one by one."""
+        if facts.element.width > 1 or facts.config.converts:
             return problems
-        cfg, scaled = facts.config, facts.epilogue.scales_blocks or facts.block is not None and facts.block.scaled
-        threads = cfg.warps_m * cfg.warps_n * (128 if facts.warp_specialised else 32)
-        sums = cfg.tile_m * cfg.tile_n // threads
-        added = "FFMA" if scaled or facts.takes_turns else "FADD"  # of products in turns times one
-        found = resources.opcodes.get(added, 0)
-        if found >= sums:
-            return problems
-        return [*problems, f"{found} {added} for {sums} sums a thread: they are not promoted to fp32"]
+        cfg, codes, name, found = facts.config, resources.opcodes, self.tensor_core(facts), list(problems)
+        if wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0):
+            found.append(f"{wide} products of 16 bits in a kernel of {facts.dtype}")
+        if (products := codes.get(name, 0)) < max(facts.k_blocks):
+            found.append(f"{products} {name} for {max(facts.k_blocks)} MMA steps of a K-tile")
+        if facts.promotes:
+            scaled = facts.epilogue.scales_blocks or facts.block is not None and facts.block.scaled
+            added = "FFMA" if scaled or facts.takes_turns else "FADD"  # of products in turns times one
+            sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.warp_specialised else 32))
+            if codes.get(added, 0) < sums:
+                found.append(f"{codes.get(added, 0)} {added} for {sums} sums a thread: they are not promoted to fp32")
+        return found
 
     def named_barriers(self, facts: GemmFacts) -> tuple[str, dict[int, int]] | None:
         cfg = facts.config

@@ -258,7 +258,10 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-
 # Waits for all but one product are what a pipelined mainloop has; a serialised one waits for every product.
 _DRAIN = re.compile(r"\bWARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b")
 
+# ptxas writes the commit of a group without products as a product that is never executed, whatever the dtype.
+_EMPTY_GROUP = re.compile(r"\bHGMMA(?=\.\S+\s+RZ,\s*gdesc\[URZ\],\s*RZ,\s*!UPT\b)")
+
 
 def instructions(sass: str) -> Iterator[str]:
-    """Each instruction's opcode with its modifiers, in the order of the code."""
-    return (match[1] for match in _INSTRUCTION.finditer(sass))
+    """Each instruction's opcode with its modifiers, in the order of the code; an empty group's is WARPGROUP.COMMIT."""
+    return (match[1] for match in _INSTRUCTION.finditer(_EMPTY_GROUP.sub("WARPGROUP.COMMIT", sass)))
