@@ -427,6 +427,8 @@ def test_compiled(where, per):
 @ONE_PLACE
 def test_opcheck(where):
     """Without test_schema: torch compares tensors there, which it cannot where they are 8-bit floats on a CPU."""
+    from sparse_collective import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
+
     W = sparse(device=where)
     ops = torch.ops.sparse_collective
     matrix = False, W.crow_indices, W.col_indices, W.values, W.shape[1], True

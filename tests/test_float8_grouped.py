@@ -302,6 +302,8 @@ def test_compiled(where, form):
 @FORMS
 def test_opcheck(where, form):
     """Without test_schema: torch compares tensors there, which it cannot where they are 8-bit floats on a CPU."""
+    from sparse_collective import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
+
     W, groups = experts(form, device=where), numbers_of(GROUPS, where)
     matrix = False, W.crow_indices, W.col_indices, W.values, W.shape[-1], True
     (x, scale), ops = tokens(W, 384), torch.ops.sparse_collective
