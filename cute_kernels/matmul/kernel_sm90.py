@@ -277,6 +277,8 @@ class GemmSm90:
             consumer_group = warpgroup // self.warpgroups
             phase = Int32(0)  # of the exchange
             bounds = self.bounds(first, scheduler, source, rank_m)
+            if const_expr(self.mainloop.keeps_apart):
+                self.mainloop.begin(warpgroup)
             if const_expr(cfg.consumer_groups > 1):
                 if consumer_group == 1:
                     self.mainloop.order_arrive(consumer_group)  # group 0 goes first

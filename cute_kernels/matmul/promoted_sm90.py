@@ -20,8 +20,10 @@ reads it once a K-tile, by ldmatrix, while the first product runs; the first tak
                            issue the WGMMAs of 128 of K, commit -> wait until they are done -> add
                        -> release empty[s] -> s += 1
 
-A warpgroup's own products do not overlap with its additions, but the other one's do. So both share a tile, and none
-waits for the other.
+A warpgroup's own products do not overlap with its additions, but the other one's do: both share a tile.
+
+**Apart.** Tensor cores give two warpgroups turns. So two that start together end each product together, and then both
+add while nobody multiplies. At the start of each tile the second one waits until it is APART behind the first.
 """
 
 import cutlass
@@ -33,13 +35,15 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from ..tile.ampere import CHUNK
+from ..tile.barriers import PRODUCT_ORDER
 from ..tile.hopper import WARPGROUP, start_product
-from ..tile.ptx import load_volatile, read_after_wait
+from ..tile.ptx import load_volatile, read_after_wait, read_special_register
 from .mainloop_sm90 import MainloopSm90
 
 STEPS = 4  # MMA steps of 32 of K whose sum is promoted
 WARP_ROWS = 16  # of a slab
 LINE = 128  # bytes of a K-tile
+APART = 1.0  # clocks that the second warpgroup waits, for each column of a product; 64 rows of it take two
 
 
 def of_step(fragment: cute.Tensor, k: int) -> cute.Tensor:
@@ -59,6 +63,7 @@ class PromotedMainloopSm90(MainloopSm90):
     """
 
     loads_factors = False
+    keeps_apart = True
 
     def __init__(self, *terms, takes_turns: bool, rows_in_registers: int, grouped: bool = False):
         super().__init__(*terms)
@@ -111,6 +116,9 @@ class PromotedMainloopSm90(MainloopSm90):
         acc.fill(0.0)
         operands = (tiled_mma, acc, self.make_parts(acc), A, tCrB)
         factors = self.first_factors(k_tiles, scales)
+        if k_tiles.count > 0:
+            pipeline.consumer_wait(read)
+            self.keep_apart(min(cute.size(acc, mode=[0]) * 2, self.columns))
         if const_expr(not self.takes_turns):
             period = const_expr(len(self.k_blocks))  # K-tiles of one block
             for i in cutlass.range(k_tiles.count // period, unroll=1):
@@ -118,7 +126,6 @@ class PromotedMainloopSm90(MainloopSm90):
                 read, release = self.add_period(operands, factors, pipeline, read, release)
                 self.keep_factors(factors)
         elif k_tiles.count > 0:
-            pipeline.consumer_wait(read)
             self.start(operands, 0, None, read.index)
             last = k_tiles.count - 1
             for i in cutlass.range(last // 2, unroll=1):
@@ -133,6 +140,23 @@ class PromotedMainloopSm90(MainloopSm90):
                 read = self.add_in_turns(operands, factors, 0, pipeline, read, False)
             release = read.clone()
         return read, release
+
+    @cute.jit
+    def begin(self, warpgroup: Int32):
+        """Before the first tile: as if the second warpgroup had started one."""
+        if warpgroup == 1:
+            cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def keep_apart(self, columns: cutlass.Constexpr):
+        """Return to the second warpgroup later than to the first, whose products have so many columns."""
+        second = cute.arch.make_warp_uniform(read_special_register("tid.x") // WARPGROUP) - 1
+        cute.arch.barrier(barrier_id=PRODUCT_ORDER + second, number_of_threads=2 * WARPGROUP)
+        if second == 1:
+            start = read_special_register("clock")
+            while read_special_register("clock") - start < const_expr(int(APART * columns)):
+                pass
+        cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER + 1 - second, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def add_in_turns(self, operands: tuple, factors, turn: cutlass.Constexpr, pipeline, read, more: cutlass.Constexpr):
