@@ -21,18 +21,24 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
     """
     k, of = tile_k_of(block, element), {"spec": spec, "element": element}
     few = of | {"ring": 1, "most": 8 * element.rows[0] // k}
+    own = {"consumer_groups": 2, "own_rings": True, "ring": 1}
     low = -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64
     found = [sm90(64, 64, k, 1, 2, **few), sm90(64, 32, k, 1, 2, **few)]
     if not low:  # fewer rows of B a byte of A
         found += [sm90(128, 32, k, 2, 1, **few), sm90(128, 16, k, 2, 1, **few)]
     if k == element.rows[1]:  # bound by L2, which a pair of column tiles asks less of
         found.insert(0, sm90(64, 256, k, 1, 2, 1, 2, **of))
+        found += [sm90(64, 256, k, 1, 1, 1, columns, **own, **of) for columns in (1, 2)]
     if k < element.rows[0]:  # wide_sm90 has the low ones
         high = [sm90(128, 256, k, 2, 1, **of), sm90(128, 128, k, 2, 1, **of)]
         return found if low else [*high, *found]
     if low:
         return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found]
-    return [paired_sm90(k, *pair_of(block), **of), *found]
+    return [
+        paired_sm90(k, *pair_of(block), **of),
+        *(sm90(128, 128, k, 1, 1, *pair, **own, **of) for pair in ((1, 1), pair_of(block))),
+        *found,
+    ]
 
 
 def pair_of(block: BlockFacts) -> tuple[int, int]:

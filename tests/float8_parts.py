@@ -17,7 +17,8 @@ def some(kernels: list, facts=lambda kernel: kernel) -> list:
     found = {}
     for kernel in kernels:
         f, e = facts(kernel), facts(kernel).epilogue
-        loop = f.path, f.promotes, f.takes_turns, f.a_in_registers, f.config.split > 1, f.config.consumer_groups > 1
+        cfg = f.config
+        loop = f.path, f.promotes, f.takes_turns, f.a_in_registers, cfg.split > 1, cfg.consumer_groups, cfg.rings
         blocks = f.block and (f.block.bm >= 128, f.block.bk % 128, f.block.scaled)
         found.setdefault((loop, blocks, f.dtype, f.out_dtype, e.scale_m, e.scale_n, e.is_light), kernel)
     return list(found.values())

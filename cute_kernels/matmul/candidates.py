@@ -19,17 +19,17 @@ def tile_k_of(block: BlockFacts | None, element: Element) -> int:
 def with_stages(cfg, spec: ArchSpec, element: Element, store_bytes: int, most: int = 8):
     """The deepest ring of such operands that shared memory allows."""
     free = spec.smem - 2 * BARRIER_BYTES - store_bytes - cfg.split_k_bytes
-    return replace(cfg, stages=min(most, free // (cfg.stage_elements * element.width)))
+    return replace(cfg, stages=min(most, free // (cfg.stage_elements * cfg.rings * element.width)))
 
 
 def sm90(
     tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, consumer_groups=1, ring=2, store_row=128, *,
-    split=1, most=8, spec, element,
+    split=1, own_rings=False, most=8, spec, element,
 ) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit, and at most so many."""
     cfg = GemmConfig(
         tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring, store_row,
-        split=split,
+        split=split, own_rings=own_rings,
     )  # fmt: skip
     return with_stages(cfg, spec, element, ring * warps_m * warps_n * consumer_groups * 64 * store_row, most)
 

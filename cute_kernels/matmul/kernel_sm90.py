@@ -11,9 +11,14 @@
     ping-pong     producer  | load 0 | load 1 | load 2 | ...
                   group 0   |  mma 0  | store 0 |  mma 2  | store 2 | ...
                   group 1            |  mma 1  | store 1 |  mma 3  | ...
+    own rings     producer 0  | load 0 | load 2 | ...
+                  producer 1  | load 1 | load 3 | ...
+                  group 0   |  mma 0      | store 0 |  mma 2      | store 2 | ...
+                  group 1         |  mma 1      | store 1 |  mma 3      | store 3 | ...
 
 A consumer group is the warpgroups that share a tile. One ring feeds both groups in tile order; a group steps over the
-stages that are not its own.
+stages that are not its own. With rings of their own the groups are as independent as two CTAs, and share tensor cores
+as they come: of promoted sums one group multiplies while the other adds or stores.
 
 With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (split_k_sm90), and each stores a part:
 
@@ -24,6 +29,7 @@ Which K-tiles a work tile sums over is the source's business; this file owns sto
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -36,7 +42,7 @@ from ..dtypes import cutlass_dtype
 from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
 from ..tile.barriers import Arrivals
-from ..tile.hopper import ALIGN, WARPGROUP, smem_layout
+from ..tile.hopper import ALIGN, WARPGROUP, RingState, smem_layout
 from .block_scaled_sm90 import block_scales
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
@@ -59,7 +65,8 @@ class GemmSm90:
         self.threads = WARPGROUP * (1 + self.consumers)
         self.group_n = cfg.tile_n // cfg.warps_n
         self.cluster = cfg.cluster  # CTAs that take work tiles together
-        self.mainloop = mainloop(facts.k_blocks, cfg.consumer_groups, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.in_turns = cfg.consumer_groups > cfg.rings  # groups multiply in turns, and share a ring
+        self.mainloop = mainloop(facts.k_blocks, 1 + self.in_turns, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.k_of_a = cfg.tile_k // self.mainloop.stored  # columns of A that are stored of a K-tile
         self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
@@ -81,8 +88,9 @@ class GemmSm90:
         """(sA, sB, sD); static, and made anew on the host and in the kernel, whose values must not mix."""
         cfg, store = self.cfg, self.store
         a_k, b_k = self.facts.majors[0] == "k", self.facts.majors[1] == "k"
-        sA = smem_layout(self.dtype, cfg.tile_m, self.k_of_a, cfg.stages, a_k)
-        sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, cfg.stages, b_k, cfg.boxes_b)
+        stages = cfg.stages * cfg.rings
+        sA = smem_layout(self.dtype, cfg.tile_m, self.k_of_a, stages, a_k)
+        sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, stages, b_k, cfg.boxes_b)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * self.consumers, store.n_major)
         return sA, sB, sD
 
@@ -90,12 +98,13 @@ class GemmSm90:
         """sA as TMA writes it, (tile_m / parts, k_of_a, parts x PIPE): a stage's parts lie one behind the other."""
         cfg, parts = self.cfg, self.parts
         a_k = self.facts.majors[0] == "k"
-        return smem_layout(self.dtype, cfg.tile_m // parts, self.k_of_a, cfg.stages * parts, a_k)
+        return smem_layout(self.dtype, cfg.tile_m // parts, self.k_of_a, cfg.stages * cfg.rings * parts, a_k)
 
     def boxes_of_b(self):
         """sB as TMA writes it, (tile_n / boxes, tile_k, boxes x PIPE)."""
         cfg = self.cfg
-        return smem_layout(self.dtype, self.box_n, cfg.tile_k, cfg.stages * cfg.boxes_b, self.facts.majors[1] == "k")
+        stages = cfg.stages * cfg.rings * cfg.boxes_b
+        return smem_layout(self.dtype, self.box_n, cfg.tile_k, stages, self.facts.majors[1] == "k")
 
     def make_storage(self, sA_layout, sB_layout, sD_layout):
         sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
@@ -107,7 +116,7 @@ class GemmSm90:
 
         @cute.struct
         class SharedStorage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.cfg.stages * self.cfg.rings]
             one: cute.struct.MemRange[Float32, 1]
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
@@ -251,13 +260,13 @@ class GemmSm90:
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.mainloop.registers[0])
-            if warp == 0:
+            if warp < cfg.rings:
                 boxes_a, boxes_b = self.boxes_of_a(), self.boxes_of_b()
                 sA_boxes = storage.sA.get_tensor(boxes_a.outer, swizzle=boxes_a.inner)
                 sB_boxes = storage.sB.get_tensor(boxes_b.outer, swizzle=boxes_b.inner)
                 self.produce(
                     tma_a, mA, sA_boxes, tma_b, mB, sB_boxes, source, scheduler, ring, cta_layout,
-                    (rank, rank_m, rank_n, rank_k),
+                    (rank, rank_m, rank_n, rank_k), warp,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
@@ -270,26 +279,28 @@ class GemmSm90:
             outs = [(tma_d, self.store.tiles(mD))]
             if const_expr(self.facts.epilogue.stores_z):
                 outs += [(tma_z, self.store.tiles(mZ))]
-            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
-            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             first, step = block // self.cluster, ctas // self.cluster
             end = scheduler.end(first, step)
             consumer_group = warpgroup // self.warpgroups
+            read = self.ring_state(pipeline.PipelineUserType.Consumer, consumer_group)
+            release = self.ring_state(pipeline.PipelineUserType.Consumer, consumer_group)
             phase = Int32(0)  # of the exchange
             bounds = self.bounds(first, scheduler, source, rank_m)
-            if const_expr(self.mainloop.keeps_apart):
-                self.mainloop.begin(warpgroup)
-            if const_expr(cfg.consumer_groups > 1):
+            self.mainloop.begin(warpgroup)
+            if const_expr(self.in_turns):
                 if consumer_group == 1:
                     self.mainloop.order_arrive(consumer_group)  # group 0 goes first
                     read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
                     bounds = self.bounds(first + step, scheduler, source, rank_m)
                 first = first + consumer_group * step
+            if const_expr(cfg.own_rings):
+                first = first + consumer_group * step
+                bounds = self.bounds(first, scheduler, source, rank_m)
             for index in cutlass.range(first, end, step * cfg.consumer_groups, unroll=1):
                 m, n, l = scheduler.decode(index)
                 k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
                 other = bounds
-                if const_expr(cfg.consumer_groups > 1):
+                if const_expr(self.in_turns):
                     other = self.bounds(index + step, scheduler, source, rank_m)
                 bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
                 scales = self.block_scales(args, tiled_mma, k_tiles, n * cfg.cluster_n + rank_n, l)
@@ -298,7 +309,7 @@ class GemmSm90:
                 read, release = self.mainloop.mma(
                     k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *scales
                 )
-                if const_expr(cfg.consumer_groups > 1):
+                if const_expr(self.in_turns):
                     read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
                 sums = acc if const_expr(self.exchange is None) else in_fp32(acc, 0, cute.size(acc))[0]
                 if const_expr(self.exchange is not None):
@@ -327,8 +338,9 @@ class GemmSm90:
         ring,
         cta_layout: cute.Layout,
         ranks: tuple,
+        warp: Int32,
     ):
-        """The producer warp: issue the loads of every work tile."""
+        """A producer warp: issue the loads of every work tile, or of those of its consumer group."""
         cfg = self.cfg
         rank, rank_m, rank_n, rank_k = ranks
         block, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -352,9 +364,11 @@ class GemmSm90:
         coord = cta_layout.get_flat_coord(rank)
         mask_a = cute.make_layout_image_mask(cta_layout, coord, mode=1)
         mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        state = self.ring_state(pipeline.PipelineUserType.Producer, warp)
         first, step = block // self.cluster, ctas // self.cluster
         end = scheduler.end(first, step)
+        if const_expr(cfg.own_rings):
+            first, step = first + warp * step, step * cfg.rings
         bounds = self.bounds(first, scheduler, source, rank_m)
         for index in cutlass.range(first, end, step, unroll=1):
             m, n, l = scheduler.decode(index)
@@ -369,7 +383,7 @@ class GemmSm90:
                 tma_b, tBgB[None, n, None, None, cutlass.min(l, mB.shape[3] - 1)], tBsB, mask_b,
                 ring, state,
             )  # fmt: skip
-        ring.producer_tail(state)
+        replace(ring, num_stages=cfg.stages).producer_tail(state)
 
     @cute.jit
     def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:
@@ -399,6 +413,13 @@ class GemmSm90:
             return k_tiles
         return split_k_tiles(k_tiles, rank_k, self.cfg.split, len(self.facts.k_blocks))
 
+    def ring_state(self, user: pipeline.PipelineUserType, number: Int32):
+        """Where a producer or a consumer group begins in its ring."""
+        cfg = self.cfg
+        if not cfg.own_rings:
+            return pipeline.make_pipeline_state(user, cfg.stages)
+        return RingState.begin(cfg.stages, number * cfg.stages, user is pipeline.PipelineUserType.Producer)
+
     @cute.jit
     def skip(self, index, end, scheduler: TileScheduler, source, rank_m: Int32, bounds: tuple, read, release):
         """Step over the stages of a work tile that the other consumer group reads."""
@@ -417,7 +438,7 @@ class GemmSm90:
         arrivals = self.arrivals["AB"]
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
-            num_stages=cfg.stages,
+            num_stages=cfg.stages * cfg.rings,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
             tx_count=self.stage_bytes(),

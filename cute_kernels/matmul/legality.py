@@ -78,7 +78,7 @@ def _float8(facts: GemmFacts) -> str:
     loaded = len(facts.k_blocks) > 1 and facts.epilogue.scales_each and facts.epilogue.residual
     if loaded and cfg.tile_m * cfg.tile_n > 64 * threads:  # compiled: 32 bytes of stack
         return "promoted sums of K-tiles of several lengths leave no registers for scales of columns and a residual"
-    if cfg.consumer_groups > 1:
+    if cfg.consumer_groups > cfg.rings:
         return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
         return (
@@ -317,7 +317,9 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return "one stage: a K-tile is released when the next one has been issued"
     if reason := _split(facts):
         return reason
-    if 16 * cfg.stages + 8 > BARRIER_BYTES:
+    if cfg.own_rings and not (facts.promotes and cfg.consumer_groups == 2):
+        return f"{cfg}: rings are for two consumer groups each, of promoted sums; others take turns in one"
+    if 16 * cfg.stages * cfg.rings + 8 > BARRIER_BYTES:
         return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
     if cfg.cluster_m * cfg.cluster_n > 2:
         return f"a cluster of {cfg.cluster_m}x{cfg.cluster_n}: above two CTAs it measured half as fast, and is not kept"

@@ -29,7 +29,6 @@ class MainloopSm90:
     columns = 256  # of one product of a warpgroup, at most
     a_in_registers = False
     multiplies_by_one = False  # which it takes from shared memory
-    keeps_apart = False  # whether the second of two warpgroups starts its products later than the first
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
     stored = 1  # of so many columns of A one is stored
     metadata_bytes = 0  # of A, of a stage; those of all stages lie behind A's ring
@@ -159,6 +158,9 @@ class MainloopSm90:
             pipeline.consumer_release(release)
             release.advance()
         return read, release
+
+    def begin(self, warpgroup: cutlass.Int32):
+        """Before the first tile of a consumer warpgroup, whose number this is."""
 
     def order_wait(self, consumer_group):
         """Wait until it is this consumer group that may start its mainloop."""
