@@ -95,7 +95,7 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = pick(narrow, extents)
         plan.more = *plan.more, None, None, None  # scales
-        values = ValuesFacts(facts.arch, facts.head_dim_v, plan.facts.config.tile_n if facts.packed else 0)
+        values = ValuesFacts(facts.arch, facts.head_dim_v, plan.facts.config.tile_n, facts.packed)
         plan.function = with_values(families.function_for(plan.facts), families.function_for(values), values)
         plan.notes.append("v is transposed by a kernel before it")
         if not plan.facts.keeps_sums:
@@ -107,16 +107,16 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
 
 def with_values(attend: Callable, transpose: Callable, facts: ValuesFacts) -> Callable:
     """The forward kernel's function, with v as it is."""
-    from .forward.transposed_values import columns_of
+    from .forward.transposed_values import tiles_of
 
     def function(q, k, v, out, lse, sinks, cu_q, cu_k, *more):
-        if facts.tile:
+        if facts.packed:
             batch, (rows, heads, dim) = 1, v.shape
-            columns = columns_of(rows, len(cu_k) - 1, facts.tile)
+            tiles = tiles_of(rows, facts.tile, len(cu_k) - 1)
         else:
             batch, heads, rows, dim = v.shape
-            columns = columns_of(rows)
-        values = torch.empty((batch, heads, dim, columns), dtype=v.dtype, device=v.device)
+            tiles = tiles_of(rows, facts.tile)
+        values = torch.empty((batch, heads, tiles, dim * facts.tile), dtype=v.dtype, device=v.device)
         transpose(v, values, cu_k)
         attend(q, k, values, out, lse, sinks, cu_q, cu_k, *more)
 

@@ -1,6 +1,7 @@
 """Torch in the attention kernels' place: see emulate.py, whose `install` calls this one."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -14,6 +15,7 @@ import attention.plan as plan
 from attention import block_sparse
 from attention.forward.config import FlashFacts, Float8Facts
 from attention.forward.mainloop_float8 import KEYS
+from attention.forward.transposed_values import place_of
 from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import FLOAT8, TORCH
@@ -114,7 +116,7 @@ class EmulatedFloat8:
         insist_on_arguments(facts, (q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more))
         assert [s is not None for s in scales] == [facts.q_scale, facts.k_scale, facts.v_scale]
         assert all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in (q, k, v, out))
-        assert v.shape[2] == facts.head_dim_v and all(s % 16 == 0 for s in v.stride()[:-1])
+        assert v.shape[3] == facts.head_dim_v * facts.config.tile_n and all(s % 16 == 0 for s in v.stride()[:-1])
         starts = (cu_q, cu_k, cu_k) if facts.packed else (None,) * 3
         tensors = q, k, self.rows_of(v, k, cu_k)
         wide = [of_sequences(*each) for each in zip(tensors, scales, starts, strict=True)]
@@ -125,10 +127,11 @@ class EmulatedFloat8:
     def rows_of(self, v, k, cu_k):
         """V as it was before it was transposed."""
         places = [KEYS.index(key) for key in range(16)]
-        t = v.transpose(2, 3).float().unflatten(2, (-1, 16))[:, :, :, places].flatten(2, 3)
+        t = v.float()[..., places_of(self.facts.head_dim_v, self.facts.config.tile_n)]  # (B, Hkv, tiles, Dv, tile_n)
+        t = t.transpose(3, 4).flatten(2, 3).unflatten(2, (-1, 16))[:, :, :, places].flatten(2, 3)
         if not self.facts.packed:
             return t[:, :, : k.shape[2]].contiguous()
-        found = torch.zeros(k.shape[0], *v.shape[1:3])
+        found = torch.zeros(k.shape[0], v.shape[1], self.facts.head_dim_v)
         for part, rows in parts_of(cu_k, self.facts.config.tile_n):
             found[rows] = t[0, :, part].transpose(0, 1)
         return found
@@ -143,14 +146,25 @@ class EmulatedValues:
 
     def __call__(self, v, to, cu_k):
         insist_on_arguments(self.facts, (v, to, cu_k))
-        found = torch.zeros(*to.shape[:2], to.shape[3], to.shape[2])
-        if self.facts.tile == 0:
+        tile, dim = self.facts.tile, self.facts.head_dim
+        found = torch.zeros(*to.shape[:2], to.shape[2] * tile, dim)
+        if not self.facts.packed:
             found[:, :, : v.shape[2]] = v.float()
         else:
-            for part, rows in parts_of(cu_k, self.facts.tile):
+            for part, rows in parts_of(cu_k, tile):
                 found[0, :, part] = v[rows].transpose(0, 1).float()
         found = found.unflatten(2, (-1, 16))[:, :, :, list(KEYS)].flatten(2, 3)
-        to.copy_(found.transpose(2, 3).to(to.dtype))
+        tiles = found.unflatten(2, (-1, tile)).transpose(3, 4).flatten(3).to(to.dtype)
+        to.view(torch.uint8)[..., places_of(dim, tile).flatten()] = tiles.view(torch.uint8)
+
+
+@functools.cache
+def places_of(head_dim: int, tile: int) -> torch.Tensor:
+    """(head_dim, tile): where a tile of V has its elements."""
+    columns = range(tile)
+    return torch.tensor(
+        [[place_of(c // 16 * 16, d, head_dim, tile) + c % 16 for c in columns] for d in range(head_dim)]
+    )
 
 
 def parts_of(cu_k, tile: int):

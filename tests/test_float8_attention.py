@@ -12,8 +12,12 @@ of a half. LSE is of P before it is rounded, so it errs as in 16 bits.
 """
 
 import contextlib
+import itertools
 import math
+import re
 
+import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
 
@@ -22,11 +26,13 @@ from attention import BlockMask, attention, block_sparse_attention, scaled_dot_p
 from attention.forward import choose
 from attention.forward.config import Float8Facts
 from attention.forward.mainloop_float8 import HEADROOM, KEYS, LARGEST
-from attention.forward.transposed_values import columns_of, first_column
+from attention.forward.transposed_values import first_column, place_of, tiles_of
 from attention.score_mods import Alibi
 from cute_kernels import explain, quantize
+from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.device import assume
 from cute_kernels.runtime.families import family_named, unsupported
+from cute_kernels.tile.hopper import smem_layout
 
 from . import emulate
 from .attention_parts import BF16, CAUSAL, FP16, FP32, FP64, packed, qkv, starts, truth
@@ -365,7 +371,28 @@ def test_packed_sequences_have_tiles_of_their_own(tile):
         begins = [first_column(c, b, tile) for b, c in enumerate(cu)]
         for b, length in enumerate(lengths):
             assert begins[b] % tile == 0 and begins[b] + -(-length // tile) * tile <= begins[b + 1]
-        assert begins[-1] <= columns_of(cu[-1], len(lengths), tile)
+        assert begins[-1] <= tiles_of(cu[-1], tile, len(lengths)) * tile
+
+
+@pytest.mark.parametrize("head_dim", choose.HEAD_DIMS)
+@pytest.mark.parametrize("tile", [32, 64, 96, 128, 160, 192])
+def test_values_lie_as_in_shared_memory(head_dim, tile):
+    """16 keys are in one piece, and no two at one place."""
+    found = {}
+
+    @cute.jit
+    def trace():
+        layout = smem_layout(cutlass.Float8E4M3FN, head_dim, tile, 1, True)
+        found["swizzle"] = str(layout.inner)
+        found.update({each: cute.crd2idx((*each, 0), layout.outer) for each in elements})
+
+    elements = list(itertools.product(range(head_dim), range(tile)))
+    compile_for("sm_90a", trace)
+    bits, base, shift = map(int, re.findall(r"\d+", found.pop("swizzle")))
+    places = {each: at ^ (at >> shift & (1 << bits) - 1 << base) for each, at in found.items()}
+    for (d, column), at in places.items():
+        assert at == place_of(column // 16 * 16, d, head_dim, tile) + column % 16
+    assert set(places.values()) == set(range(head_dim * tile))
 
 
 def test_p_fits():
@@ -410,7 +437,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), WRONG, ids=str)
+@pytest.mark.parametrize(("change", "error", "words"), [pytest.param(*each, id=each[2]) for each in WRONG])
 @pytest.mark.parametrize("on", [None, "sm_90"])
 def test_errors(change, error, words, on):
     call = case(scales=None)

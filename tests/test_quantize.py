@@ -135,6 +135,8 @@ def test_what_torch_serves(where):
     check(where, x[:, 1:257], E4M3, "row", served=False)
     check(where, numbers((16, 33)), E4M3, "1x128", served=False)
     check(where, numbers((2, 100, 256)), E4M3, "128x128", served=False)
+    for per in ("head", "column"):
+        check(where, numbers((2, 3, 16, 264)), E4M3, per, served=False)
 
 
 @WHERE

@@ -19,28 +19,27 @@ def tensor_args(facts: FlashFacts) -> tuple:
     cache = getattr(facts, "cache", None) or facts.dtype
     tensors = heads(facts.head_dim), heads(facts.head_dim, cache), heads(facts.head_dim_v, cache)
     if isinstance(facts, Float8Facts):
-        tensors = *tensors[:2], transposed_values(facts.dtype, facts.head_dim_v)
+        tensors = *tensors[:2], transposed_values(facts.dtype, facts.head_dim_v * facts.config.tile_n)
     tensors += (heads(facts.head_dim_v, getattr(facts, "out_dtype", facts.dtype)),)
     return *tensors, fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
 
 
-def transposed_values(dtype: str, head_dim: int):
-    """A fake of V (B, Hkv, Dv, columns), whose columns are contiguous."""
+def transposed_values(dtype: str, size: int):
+    """A fake of V (B, Hkv, tiles, elements of a tile)."""
     import cutlass.cute as cute
 
-    shape = cute.sym_int32(), cute.sym_int32(), head_dim, cute.sym_int32()
-    return fake_tensor(dtype, 4, 3, element_of(dtype).vector, shape)
+    return fake_tensor(dtype, 4, 3, element_of(dtype).vector, (*(cute.sym_int32() for _ in range(3)), size))
 
 
 def values_args(facts: ValuesFacts) -> tuple:
     """Fakes of all arguments of TransposeValues."""
     import cutlass.cute as cute
 
-    dtype, rank = "float8_e4m3fn", 3 if facts.tile else 4
+    dtype, rank = "float8_e4m3fn", 3 if facts.packed else 4
     shape = *(cute.sym_int32() for _ in range(rank - 1)), facts.head_dim
     values = fake_tensor(dtype, rank, rank - 1, element_of(dtype).vector, shape)
-    cu_seqlens = fake_tensor("int32", 1, 0, 1) if facts.tile else None
-    return values, transposed_values(dtype, facts.head_dim), cu_seqlens, fake_stream()
+    cu_seqlens = fake_tensor("int32", 1, 0, 1) if facts.packed else None
+    return values, transposed_values(dtype, facts.head_dim * facts.tile), cu_seqlens, fake_stream()
 
 
 def scalar_args(facts: FlashFacts) -> tuple:

@@ -201,7 +201,8 @@ class ValuesFacts:
     family: ClassVar[str] = "transposed values"
     arch: str
     head_dim: int
-    tile: int = 0  # of packed sequences: each begins at a multiple of so many columns; 0 without
+    tile: int  # keys of the forward kernel's tiles
+    packed: bool = False  # sequences, each of which begins with a tile
 
     def key(self) -> str:
         """A text that is the same in every process."""

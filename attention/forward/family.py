@@ -110,14 +110,14 @@ class TransposedValues(Family):
         spec = arch_named(arch)
         if spec.path != "sm_90" or quick:
             return []
-        packed = [ValuesFacts(spec.target, 128, tile) for tile in (96, 160)]
-        return [ValuesFacts(spec.target, dim) for dim in HEAD_DIMS] + packed
+        whole = [ValuesFacts(spec.target, dim, 128 if dim < 256 else 64) for dim in HEAD_DIMS]
+        return whole + [ValuesFacts(spec.target, 128, 96, packed) for packed in (False, True)]
 
     def bundle(self, op: str, request: Request) -> Iterator[ValuesFacts]:
         return iter(())  # bundles have kernels of 16-bit operands
 
     def describe(self, facts: ValuesFacts) -> dict[str, str]:
-        more = f"packed, tiles of {facts.tile}" if facts.tile else ""
+        more = f"tiles of {facts.tile}" + (", packed" if facts.packed else "")
         return {"path": "sm_90", "problem": f"D {facts.head_dim}", "operands": "float8_e4m3fn", "epilogue": more}
 
 

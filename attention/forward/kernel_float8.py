@@ -2,7 +2,9 @@
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.tile.ptx import bulk_load
 
 from .kernel_sm90 import FlashForwardSm90
 from .mainloop_float8 import MainloopFloat8
@@ -20,7 +22,7 @@ class FlashForwardFloat8(FlashForwardSm90):
         self,
         mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
-        mV: cute.Tensor,  # (B, Hkv, Dv, columns), packed (1, Hkv, Dv, columns): transposed_values
+        mV: cute.Tensor,  # (B, Hkv, tiles, Dv * tile_n), packed (1, ...): transposed_values
         mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
         mSinks: cute.Tensor | None,  # (H,)
@@ -44,6 +46,17 @@ class FlashForwardFloat8(FlashForwardSm90):
         scalars, scales = (scale_log2, softcap, score_tensors, mSinks), (q_scale, k_scale, v_scale)
         self.start(p, self.mainloop.view_of_values(mV), counter, scalars, scales, max_ctas, stream)
 
-    def first_value(self, tile, seqlen) -> Int32:
-        """Where an item's columns begin in V."""
-        return first_column(seqlen.k0, tile.b, self.cfg.tile_n) if self.facts.packed else seqlen.k0
+    def values(self, tma: None, sV: cute.Tensor, mV: cute.Tensor, tile, seqlen) -> tuple:
+        """What load_values takes of a query tile: the address of its item's first tile of V, and of the ring."""
+        gV = mV[seqlen.b, tile.h_kv, None, None]  # (tiles, Dv * tile_n)
+        first = first_column(seqlen.k0, tile.b, self.cfg.tile_n) // self.cfg.tile_n if self.facts.packed else 0
+        return gV.iterator.toint() + Int64(first) * gV.stride[0], sV.iterator.toint()
+
+    @cute.jit
+    def load_values(self, values: tuple, n: Int32, pipe, state):
+        """Load the n-th tile of V, as soon as its stage is free."""
+        size = const_expr(self.facts.head_dim_v * self.cfg.tile_n)
+        pipe.producer_acquire(state)
+        with cute.arch.elect_one():
+            barrier = pipe.producer_get_barrier(state)
+            bulk_load(values[1] + state.index * size, values[0] + Int64(n) * size, size, barrier.toint())

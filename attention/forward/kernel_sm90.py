@@ -102,7 +102,7 @@ class FlashForwardSm90:
         self.smem_bytes = self.storage.size_in_bytes()
         tma_q, tQ = loop.make_load(tQ, sQ, (cfg.tile_m, facts.head_dim))
         tma_k, tK = loop.make_load(tK, sK, (cfg.tile_n, facts.head_dim))
-        tma_v, tV = loop.make_load(tV, sV, (facts.head_dim_v, cfg.tile_n))
+        tma_v, tV = loop.make_values_load(tV, sV, (facts.head_dim_v, cfg.tile_n))
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
@@ -124,7 +124,7 @@ class FlashForwardSm90:
         mQ: cute.Tensor,  # (Sq, D, H, B)
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,  # (Sk, D, Hkv, B)
-        tma_v: cute.CopyAtom,
+        tma_v: cute.CopyAtom | None,  # None of 8 bits, as is what follows: kernel_float8
         mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
         mO: cute.Tensor,  # (Sq, Dv, H, B)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
@@ -148,7 +148,8 @@ class FlashForwardSm90:
         if warp == 0:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
-            cpasync.prefetch_descriptor(tma_v)
+            if const_expr(tma_v is not None):
+                cpasync.prefetch_descriptor(tma_v)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
@@ -238,10 +239,6 @@ class FlashForwardSm90:
                 else:
                     index += step
 
-    def first_value(self, tile, seqlen) -> Int32:
-        """Where an item's columns begin in what `start` is given as V."""
-        return seqlen.k0
-
     def first_row(self, tile) -> Int32:
         """The first of this thread's two rows of the query tile."""
         thread = read_special_register("tid.x") - WARPGROUP
@@ -268,15 +265,13 @@ class FlashForwardSm90:
             tiles = source.for_tile(tile, seqlen)
             tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (seqlen.q0, 0))
             tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (seqlen.k0, 0))
-            tVsV, tVgV = self.partition(
-                tma_v, sV, mV, (facts.head_dim_v, cfg.tile_n), (0, self.first_value(tile, seqlen))
-            )
+            values = self.values(tma_v, sV, mV, tile, seqlen)
             # The next tile's number is fetched so early that it is there in time, and no earlier: a CTA that takes a
             # tile long before it begins it may be one that still has much to do.
             number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)
             if tiles.count > 0:
                 # Loads are in the order in which consumers wait for them; Q's stage is free later than K's.
-                gK, gV = tKgK[None, None, 0, tile.h_kv, seqlen.b], tVgV[None, 0, None, tile.h_kv, seqlen.b]
+                gK = tKgK[None, None, 0, tile.h_kv, seqlen.b]
                 # at() may load a tile's number from memory, so it is called one step ahead, once past the end.
                 n, ahead = tiles.at(0), tiles.at(1)
                 gQ = tQgQ[None, tile.m, 0, tile.h, seqlen.b]
@@ -296,9 +291,9 @@ class FlashForwardSm90:
                     ahead = tiles.at(i + 1)
                     self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
                     at_k.advance()
-                    self.load(tma_v, gV[None, before], tVsV, pipe_v, at_v)
+                    self.load_values(values, before, pipe_v, at_v)
                     at_v.advance()
-                self.load(tma_v, gV[None, n], tVsV, pipe_v, at_v)
+                self.load_values(values, n, pipe_v, at_v)
                 at_v.advance()
             if const_expr(cfg.dynamic):
                 if tiles.count < 2:
@@ -314,6 +309,17 @@ class FlashForwardSm90:
         """Load a tile, (TMA,) of (TMA, PIPE), as soon as its stage is free."""
         pipe.producer_acquire(state)
         cute.copy(tma, gX, sX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    def values(self, tma: cute.CopyAtom, sV: cute.Tensor, mV: cute.Tensor, tile, seqlen) -> tuple:
+        """What load_values takes of a query tile: the TMA atom, (TMA, rest_1) and (TMA, PIPE)."""
+        facts = self.facts
+        tVsV, tVgV = self.partition(tma, sV, mV, (facts.head_dim_v, self.cfg.tile_n), (0, seqlen.k0))
+        return tma, tVgV[None, 0, None, tile.h_kv, seqlen.b], tVsV
+
+    def load_values(self, values: tuple, n: Int32, pipe, state):
+        """Load the n-th tile of V, as soon as its stage is free."""
+        tma, gV, tVsV = values
+        self.load(tma, gV[None, n], tVsV, pipe, state)
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin: tuple) -> tuple:
         """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand whose tiles begin at `begin`."""

@@ -1,7 +1,7 @@
 """The sm_90 mainloop of 8-bit floats (e4m3): Q, K, V and P of 8 bits, scores, softmax and sums in fp32.
 
 WGMMA of 8 bits takes operands that are contiguous along K: Q and K are, along D. V must be contiguous along its
-columns' keys, so a kernel before this one transposes it (transposed_values).
+columns' keys, so a kernel before this one transposes it (transposed_values), to tiles as shared memory has them.
 
 A thread's scores are not where P must be. Of every 16 columns of a row, lane t of a quad has
 
@@ -38,7 +38,7 @@ from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
 from .config import PROMOTED_TILES, Float8Facts
-from .mainloop_sm90 import Consumer, MainloopSm90, permuted
+from .mainloop_sm90 import Consumer, MainloopSm90
 from .mask_and_softmax import QueryWork
 from .softmax import OnlineSoftmax, exp2
 
@@ -55,8 +55,12 @@ class MainloopFloat8(MainloopSm90):
         super().__init__(facts, lazy=True)
 
     def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
-        """V (B, Hkv, Dv, columns) as (Dv, columns, Hkv, B)."""
-        return permuted(mV, (2, 3, 1, 0))
+        """V as it is."""
+        return mV
+
+    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
+        """No TMA: a tile of V is in one piece."""
+        return None, tensor
 
     def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
         threshold = self.facts.rescale_threshold

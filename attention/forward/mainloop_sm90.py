@@ -146,6 +146,10 @@ class MainloopSm90:
             cpasync.CopyBulkTensorTileG2SOp(), tensor, cute.slice_(layout, (None, None, 0)), tile
         )
 
+    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
+        """The same of V."""
+        return self.make_load(tensor, layout, tile)
+
     def make_ring(self, barriers, stages: int, elements: int) -> pipeline.PipelineAsync:
         """The pipeline of an operand whose stages have `elements` elements; its barriers are not yet visible to all."""
         return pipeline.PipelineTmaAsync.create(

@@ -1,10 +1,13 @@
 """V of 8-bit floats, transposed: what WGMMA of 8 bits takes as B of P V, contiguous along the keys.
 
-    V (B, Hkv, Sk, Dv) -> (B, Hkv, Dv, columns)
+    V (B, Hkv, Sk, Dv) -> (B, Hkv, tiles, Dv * tile): tiles of so many keys, each as it lies in shared memory
 
-In each group of 16 columns the keys are in the order of mainloop_float8.KEYS; those past the last one are zeros. The
-number of columns is a multiple of 16. Of packed sequences there is one item, and sequence b begins at `first_column`:
-at a multiple of the tile's columns, so that no tile has keys of two sequences, and none of them zeros to write.
+So the forward kernel loads a tile in one piece. By TMA it came in boxes as wide as the swizzle, 32 bytes where a tile
+has 96 or 160 keys, and a box takes TMA a time for each of its rows.
+
+In each group of 16 columns the keys are in the order of mainloop_float8.KEYS; those past the last one are zeros. Of
+packed sequences there is one item, and sequence b begins at `first_column`: with a tile, so that no tile has keys of
+two sequences.
 
 A thread loads 4 neighbouring columns of V, a word, of 16 keys, and stores 16 keys of 4 columns. Of a warp eight lanes
 have 32 columns of a key, a sector of memory, and the four others 64 keys of a column, two sectors.
@@ -16,6 +19,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
+from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.ptx import load_vector, transpose_bytes
 
 from .config import ValuesFacts
@@ -35,11 +39,22 @@ def first_column(k0, sequence, tile: int):
     return (k0 // tile + sequence) * tile
 
 
-def columns_of(cols: int, sequences: int = 0, tile: int = GROUP) -> int:
-    """How many columns there are for so many keys; tile: of packed sequences."""
+def tiles_of(cols: int, tile: int, sequences: int = 0) -> int:
+    """How many tiles there are for so many keys; sequences: of packed ones."""
     if sequences:
-        return first_column(cols, sequences, tile) + tile
-    return -(-cols // GROUP) * GROUP
+        return first_column(cols, sequences, tile) // tile + 1
+    return -(-cols // tile)
+
+
+def place_of(column, d, head_dim: int, tile: int):
+    """Where 16 keys from `column` of a tile lie, of V's column d: bytes from the tile's begin in shared memory.
+
+    smem_layout's order: lines as wide as the widest swizzle that the tile fills, each of all columns of V, in which
+    the numbers of 16 bytes are swizzled by those of 128.
+    """
+    width = next(span for span in SWIZZLES if tile % span == 0)
+    chunk = column % width // GROUP ^ d * width // 128 % (width // GROUP)
+    return column // width * (head_dim * width) + d * width + chunk * GROUP
 
 
 class TransposeValues:
@@ -53,24 +68,24 @@ class TransposeValues:
     def __call__(
         self,
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
-        mT: cute.Tensor,  # (B, Hkv, Dv, columns)
+        mT: cute.Tensor,  # (B, Hkv, tiles, Dv * tile)
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         stream: cuda.CUstream,
     ):
-        batch, heads, _, columns = mT.shape
-        grid = (cute.ceil_div(columns, KEYS_OF_CTA), heads, batch)
+        batch, heads, tiles, _ = mT.shape
+        grid = (cute.ceil_div(tiles * self.facts.tile, KEYS_OF_CTA), heads, batch)
         self.kernel(mV, mT, cu_k).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, mV: cute.Tensor, mT: cute.Tensor, cu_k: cute.Tensor | None):
+        head_dim, tile = self.facts.head_dim, self.facts.tile
         part, h, b = cute.arch.block_idx()
         tidx = cute.arch.thread_idx()[0]
         lane = tidx % 32
-        first = part * KEYS_OF_CTA + lane // LANES * GROUP  # column of mT
+        first = part * KEYS_OF_CTA + lane // LANES * GROUP  # column
         d = tidx // 32 * (LANES * WORD) + lane % LANES * WORD
-        columns = mT.shape[3]
-        if first < columns:
-            if const_expr(self.facts.tile == 0):
+        if first < mT.shape[2] * tile:
+            if const_expr(not self.facts.packed):
                 begin, end, gV = first, mV.shape[2], mV[b, h, None, None]
             else:
                 gV = mV[None, h, None]
@@ -82,12 +97,13 @@ class TransposeValues:
             rows = []
             for place in range_constexpr(0, GROUP, WORD):
                 rows.append(transpose_bytes([words[key] for key in KEYS[place : place + WORD]]))
-            to = mT[b, h, d, None].iterator.toint() + first
+            to = mT[b, h, first // tile, None].iterator.toint()
             for i in range_constexpr(WORD):
                 vector = cute.make_rmem_tensor(WORD, Int32)
                 for j in range_constexpr(WORD):
                     vector[j] = rows[j][i]
-                place = make_ptr(Int32, to + Int64(i) * mT.stride[2], AddressSpace.gmem, assumed_align=16)
+                offset = place_of(first % tile, d + i, head_dim, tile)
+                place = make_ptr(Int32, to + offset, AddressSpace.gmem, assumed_align=16)
                 cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(WORD)))
 
     @cute.jit

@@ -11,18 +11,20 @@ from ..runtime.families import function_for, unsupported
 from . import family  # noqa: F401 (importing it registers the family)
 from .config import AMAX_CTAS, BLOCK, THREADS, QuantizeFacts, facts_for
 
+SERVED = ("tensor", "row", "1x128", "128x128")
+
 
 def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] | None:
     """quantize's (values, scale) of an x with elements; None where no kernel serves it.
 
-    They serve bfloat16, float16 and float32 on sm_89 and sm_90, per "tensor", "row", "1x128" and "128x128". Memory is
-    without gaps, and contiguous along x's last mode, or of one scale or blocks of 128x128 the one before; it begins at
-    a multiple of 16 bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 rows are a multiple of 128.
-    Elements are numbered in 32 bits.
+    They serve bfloat16, float16 and float32 on sm_89 and sm_90, per what SERVED names. Memory is without gaps, and
+    contiguous along x's last mode, or of one scale or blocks of 128x128 the one before; it begins at a multiple of 16
+    bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 rows are a multiple of 128. Elements are
+    numbered in 32 bits.
     """
     if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
         return None
-    if per == "column" or x.dtype not in NAMES or x.data_ptr() & 15 or x.numel() >= 1 << 31:
+    if per not in SERVED or x.dtype not in NAMES or x.data_ptr() & 15 or x.numel() >= 1 << 31:
         return None
     if not x.is_contiguous():
         if per not in ("tensor", "128x128") or x.dim() < 2 or not x.mT.is_contiguous():
