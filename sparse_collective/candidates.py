@@ -21,7 +21,7 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
     """
     k, of = tile_k_of(block, element), {"spec": spec, "element": element}
     few = of | {"ring": 1, "most": 8 * element.rows[0] // k}
-    own = {"consumer_groups": 2, "own_rings": True, "ring": 1}
+    own = {"consumer_groups": 2, "rings": 2, "ring": 1}
     low = -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64
     found = [sm90(64, 64, k, 1, 2, **few), sm90(64, 32, k, 1, 2, **few)]
     if not low:  # fewer rows of B a byte of A

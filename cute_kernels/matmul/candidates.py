@@ -24,12 +24,12 @@ def with_stages(cfg, spec: ArchSpec, element: Element, store_bytes: int, most: i
 
 def sm90(
     tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, consumer_groups=1, ring=2, store_row=128, *,
-    split=1, own_rings=False, most=8, spec, element,
+    split=1, rings=1, most=8, spec, element,
 ) -> GemmConfig:  # fmt: skip
     """One sm_90 configuration with as many stages as fit, and at most so many."""
     cfg = GemmConfig(
         tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring, store_row,
-        split=split, own_rings=own_rings,
+        split=split, rings=rings,
     )  # fmt: skip
     return with_stages(cfg, spec, element, ring * warps_m * warps_n * consumer_groups * 64 * store_row, most)
 

@@ -21,8 +21,8 @@ class GemmConfig:
     `consumer_groups` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two groups of consumers work
     on alternate tiles, so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of
     store buffers, each 64 rows by `store_row` bytes.
-    `own_rings` (sm_90, two consumer groups, promoted sums): each has a ring of operands, a producer warp and work
-    tiles of its own, and none waits for the other; `stages` are those of one ring.
+    `rings` (sm_90): 1, or for two consumer groups of promoted sums 2: each has a ring of `stages` of operands, a
+    producer warp and work tiles of its own, and none waits for the other.
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
     their sums through each other's shared memory (split_k_sm90).
     """
@@ -45,12 +45,7 @@ class GemmConfig:
     ring: int = 2
     store_row: int = 128
     split: int = 1
-    own_rings: bool = False
-
-    @property
-    def rings(self) -> int:
-        """Of operands, in shared memory."""
-        return self.consumer_groups if self.own_rings else 1
+    rings: int = 1
 
     @property
     def cluster(self) -> int:
@@ -78,11 +73,11 @@ class GemmConfig:
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k}/{self.stages} {self.warps_m}x{self.warps_n}"
         text += f" k/{self.split}" if self.split > 1 else ""
         text += f" c{self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return text + ("" if self.consumer_groups == 1 else " own" if self.own_rings else " pp")
+        return text + ("" if self.consumer_groups == 1 else " own" if self.rings > 1 else " pp")
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages} split {self.warps_m}x{self.warps_n}"
-        text += "" if self.consumer_groups == 1 else " rings of their own" if self.own_rings else " ping-pong"
+        text += "" if self.consumer_groups == 1 else " rings of their own" if self.rings > 1 else " ping-pong"
         text += f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         return text + (f" K among {self.split} CTAs" if self.split > 1 else "")
 

@@ -82,7 +82,7 @@ class ProductFamily(Family):
             return None
         return "product", {
             PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
-            PRODUCT_ORDER: 0 if cfg.own_rings else 2 * (cfg.consumer_groups > 1 or facts.promotes),
+            PRODUCT_ORDER: 0 if cfg.rings > 1 else 2 * (cfg.consumer_groups > 1 or facts.promotes),
         }
 
     def kernel(self, entry):

@@ -293,7 +293,7 @@ class GemmSm90:
                     read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
                     bounds = self.bounds(first + step, scheduler, source, rank_m)
                 first = first + consumer_group * step
-            if const_expr(cfg.own_rings):
+            if const_expr(cfg.rings > 1):
                 first = first + consumer_group * step
                 bounds = self.bounds(first, scheduler, source, rank_m)
             for index in cutlass.range(first, end, step * cfg.consumer_groups, unroll=1):
@@ -367,7 +367,7 @@ class GemmSm90:
         state = self.ring_state(pipeline.PipelineUserType.Producer, warp)
         first, step = block // self.cluster, ctas // self.cluster
         end = scheduler.end(first, step)
-        if const_expr(cfg.own_rings):
+        if const_expr(cfg.rings > 1):
             first, step = first + warp * step, step * cfg.rings
         bounds = self.bounds(first, scheduler, source, rank_m)
         for index in cutlass.range(first, end, step, unroll=1):
@@ -416,7 +416,7 @@ class GemmSm90:
     def ring_state(self, user: pipeline.PipelineUserType, number: Int32):
         """Where a producer or a consumer group begins in its ring."""
         cfg = self.cfg
-        if not cfg.own_rings:
+        if cfg.rings == 1:
             return pipeline.make_pipeline_state(user, cfg.stages)
         return RingState.begin(cfg.stages, number * cfg.stages, user is pipeline.PipelineUserType.Producer)
 

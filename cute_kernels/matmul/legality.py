@@ -317,8 +317,8 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return "one stage: a K-tile is released when the next one has been issued"
     if reason := _split(facts):
         return reason
-    if cfg.own_rings and not (facts.promotes and cfg.consumer_groups == 2):
-        return f"{cfg}: rings are for two consumer groups each, of promoted sums; others take turns in one"
+    if cfg.rings > 1 and not (facts.promotes and cfg.rings == cfg.consumer_groups):
+        return f"{cfg}: {cfg.rings} rings: two consumer groups of promoted sums have one each, others share it"
     if 16 * cfg.stages * cfg.rings + 8 > BARRIER_BYTES:
         return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
     if cfg.cluster_m * cfg.cluster_n > 2:

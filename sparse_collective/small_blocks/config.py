@@ -23,6 +23,7 @@ class SmallBlocksConfig:
     cluster_n: ClassVar[int] = 1
     consumer_groups: ClassVar[int] = 1
     ring: ClassVar[int] = 1
+    rings: ClassVar[int] = 1
     split: ClassVar[int] = 1
     boxes_b: ClassVar[int] = 1
     split_k_bytes: ClassVar[int] = 0
