@@ -21,8 +21,8 @@ class GemmConfig:
     `consumer_groups` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two groups of consumers work
     on alternate tiles, so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of
     store buffers, each 64 rows by `store_row` bytes.
-    `rings` (sm_90): 1, or for two consumer groups of promoted sums 2: each has a ring of `stages` of operands, a
-    producer warp and work tiles of its own, and none waits for the other.
+    `rings` (sm_90): 1, or for two consumer groups that wait for each product 2: each has a ring of `stages` stages,
+    a producer warp and work tiles of its own, and none waits for the other.
     `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
     their sums through each other's shared memory (split_k_sm90).
     """
@@ -32,6 +32,7 @@ class GemmConfig:
     boxes_b: ClassVar[int] = 1  # parts of a tile of B, side by side, whose places a source names one by one
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
     panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
+    waits: ClassVar[bool] = False  # whether sm_90's kernel waits for a K-tile's products before it starts the next
     converts: ClassVar[bool] = False  # whether 8-bit floats are multiplied as fp16 numbers, which hold each of them
     tile_m: int
     tile_n: int
@@ -242,6 +243,12 @@ class GemmFacts:
             return self.k_blocks[0] <= 4
         line = cfg.tile_k * self.element.width == 128 and self.k_blocks == (4,)  # MMA steps of a K-tile
         return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether the second of two warpgroups that share a tile begins it later (mainloop_sm90)."""
+        cfg = self.config
+        return self.warp_specialised and cfg.consumer_groups == 1 and (self.promotes or cfg.waits)
 
     @property
     def a_in_registers(self) -> bool:

@@ -31,7 +31,6 @@ def kernel_for(facts: GemmFacts):
         "takes_turns": facts.takes_turns,
         "rows_in_registers": facts.config.tile_m if facts.a_in_registers else 0,
         "grouped": facts.block is not None and facts.block.run > 0,
-        "own_rings": facts.config.rings > 1,
     }
     return GemmSm90(facts, partial(mainloop, **terms))
 

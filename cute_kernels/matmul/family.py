@@ -82,7 +82,7 @@ class ProductFamily(Family):
             return None
         return "product", {
             PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
-            PRODUCT_ORDER: 0 if cfg.rings > 1 else 2 * (cfg.consumer_groups > 1 or facts.promotes),
+            PRODUCT_ORDER: 2 * (cfg.consumer_groups > cfg.rings or facts.keeps_apart),
         }
 
     def kernel(self, entry):

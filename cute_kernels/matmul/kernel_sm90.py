@@ -67,6 +67,7 @@ class GemmSm90:
         self.cluster = cfg.cluster  # CTAs that take work tiles together
         self.in_turns = cfg.consumer_groups > cfg.rings  # groups multiply in turns, and share a ring
         self.mainloop = mainloop(facts.k_blocks, 1 + self.in_turns, cfg.cluster_n > 1, cfg.cluster_m > 1)
+        self.mainloop.keeps_apart, self.mainloop.starts_late = facts.keeps_apart, cfg.rings > 1
         self.k_of_a = cfg.tile_k // self.mainloop.stored  # columns of A that are stored of a K-tile
         self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
@@ -108,7 +109,7 @@ class GemmSm90:
 
     def make_storage(self, sA_layout, sB_layout, sD_layout):
         sizes = [cute.cosize(layout) for layout in (sA_layout, sB_layout, sD_layout)]
-        sizes[0] += self.cfg.stages * self.mainloop.metadata_bytes * 8 // self.dtype.width
+        sizes[0] += self.cfg.stages * self.cfg.rings * self.mainloop.metadata_bytes * 8 // self.dtype.width
         if not self.store.tma:
             sizes[2] = 8
         exchange = self.exchange

@@ -317,8 +317,8 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return "one stage: a K-tile is released when the next one has been issued"
     if reason := _split(facts):
         return reason
-    if cfg.rings > 1 and not (facts.promotes and cfg.rings == cfg.consumer_groups):
-        return f"{cfg}: {cfg.rings} rings: two consumer groups of promoted sums have one each, others share it"
+    if cfg.rings > 1 and not ((facts.promotes or cfg.waits) and cfg.rings == cfg.consumer_groups):
+        return f"{cfg}: {cfg.rings} rings: each of two consumer groups that wait for products has one, others share it"
     if 16 * cfg.stages * cfg.rings + 8 > BARRIER_BYTES:
         return f"{cfg.stages} stages: their barriers take more than {BARRIER_BYTES} bytes"
     if cfg.cluster_m * cfg.cluster_n > 2:

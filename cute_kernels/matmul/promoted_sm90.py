@@ -22,9 +22,7 @@ reads it once a K-tile, by ldmatrix, while the first product runs; the first tak
 
 A warpgroup's own products do not overlap with its additions, but the other one's do: both share a tile.
 
-**Apart.** Tensor cores give two warpgroups turns. So two that start together end each product together, and then both
-add while nobody multiplies. At the start of each tile the second one waits until it is APART behind the first. With
-rings and tiles of their own one is to store while the other multiplies: so the second starts HEAD_START later, once.
+So that they do not add at the same time, the second one starts later (MainloopSm90.keep_apart).
 """
 
 import cutlass
@@ -36,16 +34,13 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from ..tile.ampere import CHUNK
-from ..tile.barriers import PRODUCT_ORDER
 from ..tile.hopper import WARPGROUP, start_product
-from ..tile.ptx import load_volatile, read_after_wait, read_special_register
+from ..tile.ptx import load_volatile, read_after_wait
 from .mainloop_sm90 import MainloopSm90
 
 STEPS = 4  # MMA steps of 32 of K whose sum is promoted
 WARP_ROWS = 16  # of a slab
 LINE = 128  # bytes of a K-tile
-APART = 1.0  # clocks that the second warpgroup waits, for each column of a product; 64 rows of it take two
-HEAD_START = 2500  # clocks; a warpgroup's store, or half of the products of eight K-tiles
 
 
 def of_step(fragment: cute.Tensor, k: int) -> cute.Tensor:
@@ -53,20 +48,11 @@ def of_step(fragment: cute.Tensor, k: int) -> cute.Tensor:
     return cute.append_ones(fragment[None, k], up_to_rank=2)
 
 
-@cute.jit
-def wait_clocks(count: cutlass.Constexpr):
-    """Return after so many clocks of the SM."""
-    start = read_special_register("clock")
-    while read_special_register("clock") - start < count:
-        pass
-
-
 class PromotedMainloopSm90(MainloopSm90):
     """Steps of one work tile; loads are those of the plain mainloop.
 
     takes_turns, rows_in_registers: GemmFacts.takes_turns, and with A in registers the rows of a tile, else 0.
     grouped: whether columns come in runs of an item each, for whose numbers the producer needs registers.
-    own_rings: whether warpgroups have rings and work tiles of their own.
 
     Sums are multiplied by factors as they are added. Subclasses say where these come from: `first_factors`,
     `load_factors`, `factors_of`, `promote`. There are two sets of registers for them, so that they can be loaded ahead.
@@ -75,11 +61,8 @@ class PromotedMainloopSm90(MainloopSm90):
 
     loads_factors = False
 
-    def __init__(
-        self, *terms, takes_turns: bool, rows_in_registers: int, grouped: bool = False, own_rings: bool = False
-    ):
+    def __init__(self, *terms, takes_turns: bool, rows_in_registers: int, grouped: bool = False):
         super().__init__(*terms)
-        self.own_rings = own_rings
         self.takes_turns = takes_turns
         self.a_in_registers, self.stage_bytes = rows_in_registers > 0, rows_in_registers * LINE
         self.columns = 64 if self.a_in_registers else 128
@@ -131,7 +114,7 @@ class PromotedMainloopSm90(MainloopSm90):
         factors = self.first_factors(k_tiles, scales)
         if k_tiles.count > 0:
             pipeline.consumer_wait(read)
-            self.keep_apart(min(cute.size(acc, mode=[0]) * 2, self.columns))
+            self.keep_apart(cute.size(acc, mode=[0]) * 2)
         if const_expr(not self.takes_turns):
             period = const_expr(len(self.k_blocks))  # K-tiles of one block
             for i in cutlass.range(k_tiles.count // period, unroll=1):
@@ -153,25 +136,6 @@ class PromotedMainloopSm90(MainloopSm90):
                 read = self.add_in_turns(operands, factors, 0, pipeline, read, False)
             release = read.clone()
         return read, release
-
-    @cute.jit
-    def begin(self, warpgroup: Int32):
-        """Before the first tile; as if the second warpgroup had started one."""
-        if warpgroup == 1:
-            if const_expr(self.own_rings):
-                wait_clocks(HEAD_START)
-            else:
-                cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def keep_apart(self, columns: cutlass.Constexpr):
-        """Return to the second warpgroup later than to the first, whose products have so many columns."""
-        if const_expr(not self.own_rings):
-            second = cute.arch.make_warp_uniform(read_special_register("tid.x") // WARPGROUP) - 1
-            cute.arch.barrier(barrier_id=PRODUCT_ORDER + second, number_of_threads=2 * WARPGROUP)
-            if second == 1:
-                wait_clocks(int(APART * columns))
-            cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER + 1 - second, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def add_in_turns(self, operands: tuple, factors, turn: cutlass.Constexpr, pipeline, read, more: cutlass.Constexpr):

@@ -22,6 +22,7 @@ class Sparse24Config(GemmConfig):
     """GemmConfig of a product with a 2:4 sparse A; `tile_k` counts columns of the whole A, half of which are stored."""
 
     family: ClassVar[str] = "sparse24"
+    waits: ClassVar[bool] = True
 
     @property
     def metadata_bytes(self) -> int:
@@ -80,12 +81,17 @@ def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
         (64, 128, 128, 1, 2, 1, 1, 1, 1),
         (64, 64, 128, 1, 2, 1, 1, 1, 1),
     ]
-    found = []
-    for *tile, ring in shapes:
-        m, n, k, warps_m, warps_n, *rest = tile
-        store = ring * warps_m * warps_n * rest[-1] * 64 * 128
-        found.append(with_stages(Sparse24Config(m, n, k, 0, warps_m, warps_n, *rest, ring), spec, element, store))
-    return found
+    own = [(128, 192, 64, 1, 1, 2, 1, 2, 1), (128, 128, 64, 1, 1, 2, 1, 2, 1)]
+    return [of_shape(Sparse24Config, shape, spec, element) for shape in shapes] + [
+        of_shape(Sparse24Config, shape, spec, element, rings=2) for shape in own
+    ]
+
+
+def of_shape(kind: type, shape: tuple, spec: ArchSpec, element: Element, rings: int = 1) -> Sparse24Config:
+    """A configuration with as many stages as fit; shape: its counts but for them, in the order of `candidates`."""
+    m, n, k, warps_m, warps_n, cluster_m, cluster_n, groups, ring = shape
+    cfg = kind(m, n, k, 0, warps_m, warps_n, cluster_m, cluster_n, groups, ring, rings=rings)
+    return with_stages(cfg, spec, element, ring * warps_m * warps_n * groups * 64 * 128)
 
 
 def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:

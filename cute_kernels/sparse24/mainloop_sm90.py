@@ -6,8 +6,8 @@
                        -> wait until they are done -> release empty[s - 1] -> s += 1
 
 A product reads its metadata's registers while it runs, and the compiler does not know: with a group in flight, the
-next K-tile's words were loaded to the same registers, and results were wrong (H100). So a warpgroup waits; the other
-one's products keep the tensor cores busy.
+next K-tile's words were loaded to the same registers, and results were wrong (H100). So a warpgroup waits. The other
+one's products keep the tensor cores busy, which is why the two are kept apart.
 
 Each thread reads one word for 64 rows and 64 columns, 4 lanes of 4 neighbouring bytes each: a warp reads 128 bytes.
 CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added:
@@ -45,7 +45,7 @@ class Sparse24MainloopSm90(MainloopSm90):
         self.tile_m, self.warps_m, self.n = cfg.tile_m, cfg.warps_m, cfg.tile_n // cfg.warps_n
         self.row_a = cfg.tile_k * width // self.stored  # bytes
         self.stage_a, self.stage_b = cfg.tile_m * self.row_a, cfg.tile_n * cfg.tile_k * width
-        self.ring_a = cfg.stages * self.stage_a
+        self.ring_a = cfg.stages * cfg.rings * self.stage_a
         self.cluster_m, self.share_a = cfg.cluster_m, self.stage_a // cfg.cluster_n
         self.b_n_major = facts.majors[1] == "n"
         line = next(columns for columns in facts.element.rows if cfg.tile_n % columns == 0) * width  # of N

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from cute_kernels.arch import ArchSpec
 from cute_kernels.matmul import cost, legality
-from cute_kernels.matmul.candidates import with_stages
 from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, full
 from cute_kernels.matmul.config import BlockFacts, GemmFacts
 from cute_kernels.matmul.problem import Problem
@@ -16,6 +15,7 @@ from cute_kernels.sparse24.config import (
     Sparse24Sm80Config,
     candidates_sm80,
     k_tile_clocks,
+    of_shape,
     of_stored_halves,
 )
 from cute_kernels.sparse24.format import SLAB, SPAN
@@ -81,12 +81,10 @@ def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr2
             (128, 128, SPAN, 2, 1, 1, 1, 1, 2),
             (128, 64, wide, 2, 1, 1, 1, 1, 1),
         ]
-    found = []
-    for *tile, ring in (*shapes, *narrow):
-        m, n, k, warps_m, warps_n, *rest = tile
-        store = ring * warps_m * warps_n * rest[-1] * 64 * 128
-        found.append(with_stages(Bsr24Config(m, n, k, 0, warps_m, warps_n, *rest, ring), spec, element, store))
-    return found
+    # Two consumer groups in turns wait for each K-tile while nobody multiplies; with rings of their own they do not.
+    own = [(*shape[:-1], 1) for shape in shapes if shape[-2] == 2]
+    found = [of_shape(Bsr24Config, shape, spec, element, rings=2) for shape in own]
+    return found + [of_shape(Bsr24Config, shape, spec, element) for shape in (*shapes, *narrow)]
 
 
 def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:

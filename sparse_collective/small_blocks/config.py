@@ -15,6 +15,7 @@ class SmallBlocksConfig:
     family: ClassVar[str] = "small blocks"
     warp_specialised: ClassVar[bool] = True
     panels: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
     converts: ClassVar[bool] = False
     tile_m: ClassVar[int] = ROWS * CONSUMERS
     tile_k: ClassVar[int] = CHUNK
