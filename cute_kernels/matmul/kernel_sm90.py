@@ -261,7 +261,7 @@ class GemmSm90:
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.mainloop.registers[0])
-            if warp < cfg.rings:
+            if warp == 0 if const_expr(cfg.rings == 1) else warp < cfg.rings:
                 boxes_a, boxes_b = self.boxes_of_a(), self.boxes_of_b()
                 sA_boxes = storage.sA.get_tensor(boxes_a.outer, swizzle=boxes_a.inner)
                 sB_boxes = storage.sB.get_tensor(boxes_b.outer, swizzle=boxes_b.inner)
@@ -280,11 +280,12 @@ class GemmSm90:
             outs = [(tma_d, self.store.tiles(mD))]
             if const_expr(self.facts.epilogue.stores_z):
                 outs += [(tma_z, self.store.tiles(mZ))]
+            # Of several rings each is one warpgroup's.
+            read = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
+            release = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
             first, step = block // self.cluster, ctas // self.cluster
             end = scheduler.end(first, step)
             consumer_group = warpgroup // self.warpgroups
-            read = self.ring_state(pipeline.PipelineUserType.Consumer, consumer_group)
-            release = self.ring_state(pipeline.PipelineUserType.Consumer, consumer_group)
             phase = Int32(0)  # of the exchange
             bounds = self.bounds(first, scheduler, source, rank_m)
             self.mainloop.begin(warpgroup)
@@ -415,7 +416,7 @@ class GemmSm90:
         return split_k_tiles(k_tiles, rank_k, self.cfg.split, len(self.facts.k_blocks))
 
     def ring_state(self, user: pipeline.PipelineUserType, number: Int32):
-        """Where a producer or a consumer group begins in its ring."""
+        """Where a producer warp, or a consumer group, begins in its ring, whose number this is of several."""
         cfg = self.cfg
         if cfg.rings == 1:
             return pipeline.make_pipeline_state(user, cfg.stages)
