@@ -398,8 +398,14 @@ class GemmSm90:
         cfg, spec = self.cfg, self.facts.epilogue
         if not spec.scales_blocks:
             return ()
-        thread = tiled_mma.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)  # one consumer group, after the producer
-        return (block_scales(spec, args, thread, (cfg.tile_m, cfg.tile_n), k_tiles.out(n), (k_tiles.l, l)),)
+        thread = cute.arch.thread_idx()[0] - WARPGROUP  # after the producer
+        if const_expr(cfg.consumer_groups > 1):
+            thread = thread % (WARPGROUP * self.warpgroups)
+        return (
+            block_scales(
+                spec, args, tiled_mma.get_slice(thread), (cfg.tile_m, cfg.tile_n), k_tiles.out(n), (k_tiles.l, l)
+            ),
+        )
 
     def places(self, k_tiles, n: Int32, warpgroup: Int32) -> tuple:
         """Which tile of D a work tile is; where it has boxes, which one each of this warpgroup's is."""
