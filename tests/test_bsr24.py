@@ -353,13 +353,6 @@ def test_wrong_indices_are_seen():
         bsr_linear(normal(24, 640), wrong)
 
 
-def test_torch_compile_is_refused():
-    V, x = sparse(), normal(24, 640)
-    with pytest.raises(Exception, match="not traced by torch.compile"):
-        torch.compile(lambda x: bsr_linear(x, V), backend="eager", fullgraph=True)(x)
-    torch._dynamo.reset()
-
-
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 KERNELS = BSR24.catalogue("sm_90")
