@@ -150,7 +150,7 @@ def wrong() -> list:
         (other_metadata(V, lambda t: t.long()), TypeError, "torch.int32, got a torch.strided tensor of torch.int64"),
         (other_metadata(V, lambda t: t[:, :1]), ValueError, r"must be \(1, 2, 2, 128\), contiguous"),
         (other_metadata(V, lambda t: t.to("meta")), ValueError, "metadata are on meta"),
-        (lambda: BsrLinear.from_bsr(V), TypeError, r"no gradients; bsr_linear\(x, W, bias\)"),
+        (lambda: BsrLinear.from_bsr(V), TypeError, r"no gradients; Bsr24Linear.from_bsr\(W, bias\)"),
         (lambda: sddmm(normal(128, 8), normal(8, 256), V), TypeError, "pattern must be a BsrMatrix, got Bsr24"),
         (lambda: torch.add(V, V), TypeError, "add does not take a Bsr24; .*bsr_linear"),
         (lambda: normal(4, 128) @ V, TypeError, "left operand alone.*W.to_bsr"),
