@@ -421,6 +421,8 @@ def test_layers_on_the_emulator(arch):
         x = tokens(20, 256)
         check(made[0], dense_of(layer), layer.bias, x, "gelu")
         check(made[1], dense_of(plain), plain.bias, made[0](x), "silu")
+        for new, old in zip(made, (layer, plain), strict=True):  # one token
+            check(new, dense_of(old), old.bias, x[0, : old.in_features], new.activation)
 
 
 # -- the recipe -----------------------------------------------------------------------------------------------------
