@@ -423,6 +423,10 @@ def test_layers_on_the_emulator(arch):
         check(made[1], dense_of(plain), plain.bias, made[0](x), "silu")
         for new, old in zip(made, (layer, plain), strict=True):  # one token
             check(new, dense_of(old), old.bias, x[0, : old.in_features], new.activation)
+        torch._dynamo.reset()
+        model = nn.Sequential(*made)
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+        torch._dynamo.reset()
 
 
 # -- the recipe -----------------------------------------------------------------------------------------------------

@@ -70,11 +70,10 @@ def mask_2_4_(
 
     Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", 2021.
     """
-    report, owners, seen = Report(), owners_of(model), set()
-    for name, layer in list(model.named_modules()):
-        if not isinstance(layer, kinds_of(dense)) or type(layer) in MASKED.values() or layer in seen:
+    report, owners = Report(), owners_of(model)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, kinds_of(dense)) or type(layer) in MASKED.values():
             continue
-        seen.add(layer)
         if filter_fn is not None and not filter_fn(name, layer):
             continue
         why, size = why_not(layer, owners), size_of(layer)
