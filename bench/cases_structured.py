@@ -13,6 +13,7 @@ from sparse_collective import Bsr24, BsrMatrix, bsr_linear
 
 from . import peers
 from .cases import CUBE, of_rows, product, randn
+from .cases_structured_layers import feed_forward
 from .peers import CUBLAS, SEMI_STRUCTURED, Operands, own_call
 from .rows import Candidate, Case, Problem
 
@@ -56,7 +57,7 @@ def blocks(
 
 
 def structured_cases(mode: str) -> Iterator[Case]:
-    """Rows with a number asked of them; "full" has layers of a model as well."""
+    """Rows with a number asked of them; "full" has products and layers of a model as well."""
     for size in (4096, 8192):
         for layout in ("NN", "NT"):
             yield structured(size, size, size, layout, CUBLAS, 1.45)
@@ -73,6 +74,9 @@ def structured_cases(mode: str) -> Iterator[Case]:
         for tokens in (128, 2048, 8192):
             for M, K in ((4096, 4096), (14336, 4096), (4096, 14336)):
                 yield structured(M, tokens, K, "NT", CUBLAS)
+        for tokens in (64, 8192):
+            yield feed_forward(4096, 14336, tokens)
+            yield feed_forward(4096, 14336, tokens, 0.25)
 
 
 def host_calls() -> dict[str, Callable]:

@@ -1,6 +1,7 @@
 """gemm: what a torch user calls.
 
-Under torch.compile the call goes through the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`.
+Under torch.compile the call goes through the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`, of a
+Sparse24 through `cute_kernels::sparse24_gemm` and its `_out`.
 """
 
 from collections.abc import Callable
@@ -90,7 +91,11 @@ def gemm(
     given = scale_a, scale_b, fast_accumulation
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
         sparse24.check_wide(scale_out, amax)
-        return sparse24.gemm(a, b, *terms, *given, accumulation_dtype)
+        if torch.compiler.is_compiling():
+            from .sparse24.torch_op import traced_gemm as run
+        else:
+            run = sparse24.gemm
+        return run(a, b, *terms, *given, accumulation_dtype)
     run = eager.gemm
     if torch.compiler.is_compiling():
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds

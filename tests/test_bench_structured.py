@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import cases_structured
+from bench import cases_structured, cases_structured_layers
+from bench.cases_models import DENSE_SWIGLU
 from bench.cases_structured import BSR, blocks, structured, structured_cases
+from bench.cases_structured_layers import OUR_SWIGLU
 from bench.peers import CUBLAS, SEMI_STRUCTURED
 from bench.rows import OURS
 from sparse_collective import random_bsr
@@ -41,6 +43,19 @@ def test_a_row_of_blocks():
     """Both count the stored elements."""
     row = measured(blocks((64, 128), 0.5, 40, 1.4, size=256))
     assert row.ratio == 0.5 and row.against == BSR and row.ours.flops == row.rival.flops == 256 * 256 * 40 * 0.5
+
+
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_a_row_of_a_feed_forward(density):
+    """Layers with 2:4 inside, compiled, are right, and both count as many operations."""
+    torch._dynamo.reset()
+    case = cases_structured_layers.feed_forward(
+        128, 256, 8, density, block=(64, 64), device="cpu", backend="aot_eager"
+    )  # fmt: skip
+    row = measured(case)
+    assert row.ratio == 0.5 and row.against == (DENSE_SWIGLU if density is None else OUR_SWIGLU)
+    assert row.ours.flops == row.rival.flops == 2 * 3 * 128 * 256 * 8 * 0.5 * (density or 1.0)
+    torch._dynamo.reset()
 
 
 def test_the_command_knows_the_suite():

@@ -314,13 +314,6 @@ def test_paths():
         explain(gemm, W, unaligned, arch="sm_90")
 
 
-def test_torch_compile_is_refused():
-    W, b = Sparse24.from_dense(pruned(32, 48)), torch.randn(48, 24).to(BF16)
-    with pytest.raises(Exception, match="not traced by torch.compile"):
-        torch.compile(lambda b: gemm(W, b), backend="eager", fullgraph=True)(b)
-    torch._dynamo.reset()
-
-
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 KERNELS = SPARSE24.catalogue("sm_90")

@@ -75,8 +75,6 @@ def _check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype) -
     """What a product with a Sparse24 has not."""
     if not isinstance(a, Sparse24):
         raise TypeError("gemm: b is a Sparse24, which only a may be; multiply the transposes, gemm(W, a.mT).mT")
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{OP} is not traced by torch.compile; call it in a function under torch.compiler.disable")
     if scale_a is not None or scale_b is not None or fast_accumulation is not False:
         raise ValueError(f"{OP}: scales and fast_accumulation belong to float8 operands, which no Sparse24 has")
     if accumulation_dtype is not None:

@@ -35,8 +35,8 @@ class Bsr24:
     `W.prune_2_4()` of a BsrMatrix W makes one, and `Bsr24.from_bsr(W)` of one whose blocks are 2:4 sparse already.
     `bsr_matmul(V, b)` and `bsr_linear(x, V)` multiply it, as do V @ b and torch.nn.functional.linear(x, V, bias).
     Kernels multiply bfloat16 and float16, by sparse WGMMA on sm_90 and by mma.sp on sm_80 and newer; on the CPU torch
-    multiplies the stored blocks, in all dtypes. There is no gradient, no transposed view, and no product under
-    torch.compile: these raise.
+    multiplies the stored blocks, in all dtypes. torch.compile takes these products. There is no gradient and no
+    transposed view: these raise.
 
     Args:
         compressed: (M, K / 2) BsrMatrix with blocks (bm, bk / 2), or a batch: of every four neighbours in a row of a
@@ -44,9 +44,10 @@ class Bsr24:
         metadata: int32 on its device, contiguous, (nnz, bk / 64, bm / 64, 128); of a batch with one pattern
             (L, nnz, bk / 64, bm / 64, 128). Its contents are not looked at.
 
-    A module keeps it as four buffers or parameters, which state_dict() then has: `crow_indices`, `col_indices`,
-    `values` and `metadata`; `Bsr24(BsrMatrix(crow_indices, col_indices, values, (M, K // 2)), metadata)` is the way
-    back, and copies nothing. torch.save and torch.load(weights_only=True) take the matrix itself.
+    `sparse_collective.nn.Bsr24Linear` is a module that holds one. A module of one's own keeps four buffers, which
+    state_dict() then has: `crow_indices`, `col_indices`, `values` and `metadata`;
+    `Bsr24(BsrMatrix(crow_indices, col_indices, values, (M, K // 2)), metadata)` is the way back, and copies nothing.
+    torch.save and torch.load(weights_only=True) take the matrix itself.
 
     Raises:
         TypeError: compressed is no BsrMatrix or of float8, or metadata are no int32 tensor.

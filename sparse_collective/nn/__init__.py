@@ -3,6 +3,7 @@
 BsrLinear, BsrGroupedLinear     in the place of torch.nn.Linear; one of them for each expert
 SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
 quantize_                       their weights as 8-bit floats, for inference: Float8BsrLinear, Float8SwiGLU
+mask_2_4_, prune_2_4_           train with 2:4 masks; then for inference Bsr24Linear, of nn.Linear Sparse24Linear
 sparsify_, densify_             swap the linear layers of a model, and back
 prune_, change_pattern_         keep the blocks that matter; drop and regrow blocks while training
 """
@@ -12,12 +13,15 @@ from .float8 import Float8BsrLinear, Float8SwiGLU, quantize_
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 from .pattern import Pattern
+from .prune24 import Masked24BsrLinear, Masked24Linear, mask_2_4_, prune_2_4_
 from .pruning import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
 from .scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
 from .sparsify import Change, Report, SparsityConfig, densify_, sparsify_
+from .structured import Bsr24Linear, Sparse24Linear
 
 __all__ = [
     "Blocks",
+    "Bsr24Linear",
     "BsrGroupedLinear",
     "BsrLinear",
     "BsrMixtureOfExperts",
@@ -27,8 +31,11 @@ __all__ = [
     "Float8BsrLinear",
     "Float8SwiGLU",
     "InputNorms",
+    "Masked24BsrLinear",
+    "Masked24Linear",
     "Pattern",
     "Report",
+    "Sparse24Linear",
     "SparsityConfig",
     "SwiGLU",
     "carry_optimizer_state",
@@ -38,7 +45,9 @@ __all__ = [
     "gradient_block_norms",
     "gradient_times_weight",
     "magnitude",
+    "mask_2_4_",
     "prune_",
+    "prune_2_4_",
     "quantize_",
     "sparsify_",
 ]

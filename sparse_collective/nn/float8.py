@@ -11,6 +11,7 @@ from ..bsr import BsrMatrix
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
 from .linear import BsrLinear
+from .prune24 import Masked24BsrLinear
 
 __all__ = ["Float8BsrLinear", "Float8SwiGLU", "quantize_"]
 
@@ -120,7 +121,7 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.
     Raises:
         TypeError: dtype is no float8.
     """
-    kinds, made = {SwiGLU: Float8SwiGLU, BsrLinear: Float8BsrLinear}, {}
+    made, kinds = {}, {SwiGLU: Float8SwiGLU, BsrLinear: Float8BsrLinear, Masked24BsrLinear: Float8BsrLinear}
 
     def swapped(module: nn.Module) -> nn.Module:
         if type(module) in kinds:

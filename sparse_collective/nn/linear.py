@@ -131,8 +131,8 @@ class BsrLinear(BsrModule):
         """
         if isinstance(W, Bsr24):
             raise TypeError(
-                "from_bsr needs a BsrMatrix, got a Bsr24, whose products have no gradients; bsr_linear(x, W, bias) "
-                "multiplies by it, and W.to_bsr() is a BsrMatrix of the same numbers"
+                "from_bsr needs a BsrMatrix, got a Bsr24, whose products have no gradients; Bsr24Linear.from_bsr(W, "
+                "bias) holds one for inference, and W.to_bsr() is a BsrMatrix of the same numbers"
             )
         if not isinstance(W, BsrMatrix):
             raise TypeError(f"from_bsr needs a BsrMatrix, got {type(W).__name__}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cute_kernels.functions import ACTIVATIONS
 
 from .. import checks as arguments
-from ..alignment import ALIGNMENT
+from ..alignment import aligned
 from ..bsr import BsrMatrix
 from .indices import drawn_indices, given_indices, owned
 from .pattern import Pattern
@@ -296,31 +296,11 @@ class BsrModule(nn.Module):
 
     def _fit(self, found: dict[str, Tensor], assign: bool) -> str:
         """Make room for a state's weight; what is wrong with it, or ""."""
-        crow, col, values = (found[name] for name in TENSORS)
-        if crow.shape != self.crow_indices.shape:
-            mine = tuple(self.crow_indices.shape)
-            return f"crow_indices has shape {tuple(crow.shape)}, the layer's {mine}: another number of block rows"
-        if values.dim() != self.values.dim() or values.shape[-2:] != self.values.shape[-2:]:
-            return f"values has shape {tuple(values.shape)}, the layer has blocks of {self.blocksize}"
-        if values.shape[:-3] != self.values.shape[:-3]:
-            return f"values has shape {tuple(values.shape)}, the layer has {self.items} items"
-        if col.dim() != 1 or values.shape[-3] != len(col):
-            return f"col_indices has shape {tuple(col.shape)} for {values.shape[-3]} blocks"
-        for name, t in (("crow_indices", crow), ("col_indices", col)):
-            if t.dtype not in arguments.INDEX_DTYPES:
-                return f"{name} is {t.dtype}, no int32 or int64"
-            found[name] = owned(t.int().contiguous())
-        if type(crow) is Tensor and not (crow.is_meta or col.is_meta):
-            shape = self.pattern.shape
-            device = col.device
-            pattern = Pattern(found["crow_indices"].to(device), found["col_indices"], shape, self.blocksize)
-            if error := pattern.error():
-                return error
+        if error := misfit(self, found):
+            return error
+        values = found["values"]
         if assign and type(values) is Tensor and not values.is_meta:
-            contiguous = values.contiguous()
-            if contiguous.data_ptr() % ALIGNMENT:  # of a mapped file; a product would copy them
-                contiguous = contiguous.clone()
-            found["values"] = contiguous
+            found["values"] = aligned(values.contiguous())  # of a mapped file; a product would copy them
         if values.shape != self.values.shape:
             if type(self.values.data) is not Tensor:
                 return (
@@ -344,6 +324,33 @@ class BsrModule(nn.Module):
         facts += f"bias={getattr(self, 'bias', None) is not None}, blocksize={self.blocksize}, "
         facts += f"density={self.density:.4g}, blocks={self.nnz} of {patterns * math.prod(self.grid)}"
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
+
+
+def misfit(layer: nn.Module, found: dict[str, Tensor]) -> str:
+    """Why a state's weight is none for a layer, which may hold another number of blocks; or "".
+
+    Args:
+        layer: a BsrModule, or a layer that has as much of one: blocksize, items, pattern and the three tensors.
+        found: by name, among others, the three tensors; their indices become int32 ones.
+    """
+    crow, col, values = (found[name] for name in TENSORS)
+    if crow.shape != layer.crow_indices.shape:
+        mine = tuple(layer.crow_indices.shape)
+        return f"crow_indices has shape {tuple(crow.shape)}, the layer's {mine}: another number of block rows"
+    if values.dim() != layer.values.dim() or values.shape[-2:] != layer.values.shape[-2:]:
+        return f"values has shape {tuple(values.shape)}, the layer has blocks of {layer.blocksize}"
+    if values.shape[:-3] != layer.values.shape[:-3]:
+        return f"values has shape {tuple(values.shape)}, the layer has {layer.items} items"
+    if col.dim() != 1 or values.shape[-3] != len(col):
+        return f"col_indices has shape {tuple(col.shape)} for {values.shape[-3]} blocks"
+    for name, t in (("crow_indices", crow), ("col_indices", col)):
+        if t.dtype not in arguments.INDEX_DTYPES:
+            return f"{name} is {t.dtype}, no int32 or int64"
+        found[name] = owned(t.int().contiguous())
+    if type(crow) is not Tensor or crow.is_meta or col.is_meta:
+        return ""
+    pattern = Pattern(found["crow_indices"].to(col.device), found["col_indices"], layer.pattern.shape, layer.blocksize)
+    return pattern.error()
 
 
 def put_data(parameter: nn.Parameter, data: Tensor) -> None:

@@ -59,7 +59,7 @@ class Change:
     shape: tuple[int, int]  # (M, K)
     before: int  # parameters
     after: int
-    stored: int = 0  # blocks
+    stored: int = 0  # blocks; none of a layer without blocks
     blocks: int = 0
     skipped: str = ""
 
@@ -70,7 +70,7 @@ class Change:
 
 @dataclass
 class Report:
-    """What sparsify_ or densify_ did, layer by layer; prints as a table."""
+    """What sparsify_, densify_ or prune_2_4_ did, layer by layer; prints as a table."""
 
     changes: list[Change] = field(default_factory=list)
 
@@ -89,8 +89,8 @@ class Report:
             if c.skipped:
                 rows.append((c.name, shape, "-", "-", f"{c.before:,}", f"skipped: {c.skipped}"))
             else:
-                blocks = f"{c.stored} of {c.blocks}"
-                rows.append((c.name, shape, f"{c.density:.3f}", blocks, f"{c.before:,} -> {c.after:,}", ""))
+                density, blocks = (f"{c.density:.3f}", f"{c.stored} of {c.blocks}") if c.blocks else ("-", "-")
+                rows.append((c.name, shape, density, blocks, f"{c.before:,} -> {c.after:,}", ""))
         before, after = (sum(getattr(c, name) for c in self.changes) for name in ("before", "after"))
         rows.append((f"{len(self.changed)} of {len(self.changes)} layers", "", "", "", f"{before:,} -> {after:,}", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -131,12 +131,12 @@ def sparsify_(
             return None
         why = _why_not(linear, config, owners)
         if why:
-            return None, Change(name, _shape(linear), _size(linear), _size(linear), skipped=why)
+            return None, Change(name, shape_of(linear), size_of(linear), size_of(linear), skipped=why)
         layer = _sparse(linear, config, density)
         stored, blocks = layer.nnz, math.prod(layer.grid)
-        return layer, Change(name, _shape(linear), _size(linear), _size(layer), stored, blocks)
+        return layer, Change(name, shape_of(linear), size_of(linear), size_of(layer), stored, blocks)
 
-    return _replace(model, nn.Linear, swap)
+    return replace_layers(model, nn.Linear, swap)
 
 
 def densify_(model: nn.Module) -> Report:
@@ -151,19 +151,19 @@ def densify_(model: nn.Module) -> Report:
         raise ValueError("densify_ changes the layers inside of a model; of one layer use its to_linear()")
 
     def swap(name: str, layer: BsrLinear) -> tuple[nn.Module | None, Change]:
-        why = "has hooks" if _has_hooks(layer) else ""
+        why = "has hooks" if has_hooks(layer) else ""
         if layer.activation is not None:
             why = f"applies {layer.activation}, which nn.Linear does not"
         if why:
-            return None, Change(name, _shape(layer), _size(layer), _size(layer), skipped=why)
+            return None, Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
         linear = layer.to_linear()
         blocks = math.prod(layer.grid)
-        return linear, Change(name, _shape(layer), _size(layer), _size(linear), blocks, blocks)
+        return linear, Change(name, shape_of(layer), size_of(layer), size_of(linear), blocks, blocks)
 
-    return _replace(model, BsrLinear, swap)
+    return replace_layers(model, BsrLinear, swap)
 
 
-def _replace(model: nn.Module, kind: type, swap: Callable) -> Report:
+def replace_layers(model: nn.Module, kind: type | tuple[type, ...], swap: Callable) -> Report:
     """Ask `swap` for a new module in the place of each of a kind; one that has several places gets one new module."""
     report, made = Report(), {}
     places = [(n, c, parent) for n, parent in model.named_modules() for c in parent._modules]
@@ -186,7 +186,7 @@ def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
     """Why a layer cannot be swapped, or ""."""
     if type(linear) is not nn.Linear:
         return f"is a {type(linear).__name__}"
-    if _has_hooks(linear):
+    if has_hooks(linear):
         return "has hooks, which would be lost"
     if type(linear.weight.data) is not Tensor:
         return f"its weight is a {type(linear.weight.data).__name__}"
@@ -200,7 +200,7 @@ def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
     return ""
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return any(value for name, value in module.__dict__.items() if name.endswith("_hooks") and "state_dict" not in name)
 
 
@@ -219,9 +219,9 @@ def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLin
     return BsrLinear.from_linear(linear, config.blocksize, mask=mask.view(rows, cols))
 
 
-def _shape(layer: nn.Linear | BsrLinear) -> tuple[int, int]:
+def shape_of(layer: nn.Linear | BsrLinear) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-def _size(layer: nn.Module) -> int:
+def size_of(layer: nn.Module) -> int:
     return sum(p.numel() for p in layer.parameters())

@@ -1,0 +1,163 @@
+"""From a model to one with 2:4 sparse layers: masks for training, and the swap for inference."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from cute_kernels.sparse24.format import DTYPES, check_groups, prune_2_4
+
+from ..bsr import BsrMatrix
+from ..bsr24.matrix import check_blocks
+from .grouped import BsrGroupedLinear
+from .linear import BsrLinear
+from .sparsify import Change, Report, has_hooks, replace_layers, shape_of, size_of
+from .structured import Bsr24Linear, Sparse24Linear
+
+__all__ = ["Masked24BsrLinear", "Masked24Linear", "mask_2_4_", "prune_2_4_"]
+
+
+class Masked24BsrLinear(BsrLinear):
+    """A BsrLinear in training that multiplies by its values with 2:4 masks; mask_2_4_ makes one."""
+
+    @property
+    def weight(self) -> BsrMatrix:
+        """The weight with what a mask hides set to zero; gradients pass to all values."""
+        values = masked(self.values)
+        if torch.compiler.is_compiling():  # which does not trace super().weight; see BsrModule.weight
+            return self._matrix(values, check=not self._checked)
+        return super().weight.with_values(values)
+
+
+class Masked24Linear(nn.Linear):
+    """An nn.Linear in training that multiplies by its weight with 2:4 masks; mask_2_4_ makes one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, masked(self.weight), self.bias)
+
+
+def masked(w: Tensor) -> Tensor:
+    """prune_2_4 of finite w (..., K), with the gradient of the identity (straight-through)."""
+    return w + (prune_2_4(w.detach()) - w).detach()
+
+
+MASKED = {BsrLinear: Masked24BsrLinear, nn.Linear: Masked24Linear}
+
+
+def mask_2_4_(
+    model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None, *, dense: bool = False
+) -> Report:
+    """Train the BsrLinear of a model with 2:4 masks: in each forward the two of largest magnitude of every four
+    neighbours in a row are multiplied, and the gradient reaches all four (straight-through), so that masks may change.
+
+    The layers stay the same modules with the same parameters, optimizers, hooks and state; their class becomes
+    Masked24BsrLinear. Products cost what they cost without masks. Afterwards `prune_2_4_` makes layers of them which
+    store what the masks show.
+
+    Args:
+        model: any module that contains such layers, or one itself; changed in place. Layers that prune_2_4_ would
+            leave as they are get no masks either, and are reported; but hooks may stay.
+        filter_fn: (name, layer) -> whether to mask it. Those that it refuses are not in the report.
+        dense: each nn.Linear, too, which becomes a Masked24Linear.
+
+    Returns:
+        What was done, layer by layer. Layers that have masks already are left out.
+
+    Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", 2021.
+    """
+    report, owners = Report(), owners_of(model)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, kinds_of(dense)) or type(layer) in MASKED.values():
+            continue
+        if filter_fn is not None and not filter_fn(name, layer):
+            continue
+        why, size = why_not(layer, owners), size_of(layer)
+        if not why and type(layer) not in MASKED:
+            why = f"is a {type(layer).__name__}"  # parametrized: masks of its own
+        blocks = (layer.nnz, math.prod(layer.grid)) if isinstance(layer, BsrLinear) else ()
+        report.changes.append(Change(name, shape_of(layer), size, size, *blocks, skipped=why))
+        if not why:
+            layer.__class__ = MASKED[type(layer)]
+    return report
+
+
+def prune_2_4_(
+    model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None, *, dense: bool = False
+) -> Report:
+    """Put a Bsr24Linear in the place of each BsrLinear of a model, for inference, also of those inside of a SwiGLU.
+
+    Of every four neighbours in a row the two of largest magnitude are kept. A model that was not trained with such
+    masks loses accuracy; see mask_2_4_. Of a parametrized weight those of what the layer multiplies.
+
+    Left as they are, and reported: layers of blocks whose sides are no multiples of 64, layers of experts, those with
+    hooks, and those that share a parameter with another module.
+
+    Args:
+        model: any module that contains such layers; changed in place.
+        filter_fn: (name, layer) -> whether to swap it. Those that it refuses are not in the report.
+        dense: put a Sparse24Linear in the place of each nn.Linear, too. Left are other subclasses of nn.Linear than
+            Masked24Linear, and layers whose in_features are no multiple of 4.
+
+    Returns:
+        What was done, layer by layer. Parameters count what is stored: values and biases.
+
+    Raises:
+        ValueError: `model` is such a layer itself.
+    """
+    if isinstance(model, (BsrLinear, nn.Linear)):
+        kind = "Bsr24Linear" if isinstance(model, BsrLinear) else "Sparse24Linear"
+        raise ValueError(f"prune_2_4_ changes the layers inside of a model; of one layer use {kind}(layer)")
+    owners = owners_of(model)
+
+    def swap(name: str, layer: nn.Module) -> tuple[nn.Module | None, Change] | None:
+        if filter_fn is not None and not filter_fn(name, layer):
+            return None
+        why = why_not(layer, owners) or ("has hooks, which would be lost" if has_hooks(layer) else "")
+        if why:
+            return None, Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
+        made = (Bsr24Linear if isinstance(layer, BsrLinear) else Sparse24Linear)(layer)
+        after = made.values.numel() + (0 if made.bias is None else made.bias.numel())
+        blocks = (made.nnz, math.prod(made.grid)) if isinstance(made, Bsr24Linear) else ()
+        return made, Change(name, shape_of(layer), size_of(layer), after, *blocks)
+
+    return replace_layers(model, kinds_of(dense), swap)
+
+
+def kinds_of(dense: bool) -> tuple[type, ...]:
+    """Layers that are looked at."""
+    return (BsrLinear, BsrGroupedLinear, *((nn.Linear,) if dense else ()))
+
+
+def owners_of(model: nn.Module) -> Counter:
+    """By a parameter's id, how many modules have it."""
+    return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
+def why_not(layer: nn.Module, owners: Counter) -> str:
+    """Why a layer gets no 2:4 weight, or ""."""
+    kind = type_before_parametrizations(layer)
+    if kind is BsrGroupedLinear:
+        return "holds a weight for each expert, of which there is no 2:4 layer; bsr_grouped_linear takes a Bsr24"
+    if kind not in (*MASKED, *MASKED.values()):
+        return f"is a {kind.__name__}"
+    sparse = issubclass(kind, BsrLinear)
+    values = (layer.values if sparse else layer.weight).data
+    if type(values) is not Tensor:
+        return f"its weight is a {type(values).__name__}"
+    if any(owners[id(p)] > 1 for p in layer.parameters()):
+        return "shares a parameter with another module"
+    try:
+        if sparse:
+            check_blocks("2:4", *layer.blocksize)
+        elif values.dtype in DTYPES:
+            check_groups("weight", values)
+        else:
+            return f"its weight is {values.dtype}"
+    except ValueError as error:
+        return str(error)
+    return ""
