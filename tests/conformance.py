@@ -10,7 +10,7 @@ from typing import Any
 from cute_kernels import eager as dense_ops
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import NAMES
-from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.call_plan import PlanCache
@@ -127,8 +127,14 @@ class Kernels:
         found = {}
         for block in (None, *self.blocks):
             for config in self.listed(block):
-                found.setdefault(config, []).append(block)
+                if not for_fp16_sums(config):  # test_fp16_sums
+                    found.setdefault(config, []).append(block)
         return found
+
+
+def for_fp16_sums(config) -> bool:
+    """Whether a thread has more sums than it has registers for in fp32."""
+    return type(config) is GemmConfig and config.tile_m * config.tile_n > 192 * 128 * config.warps_m * config.warps_n
 
 
 PLAIN = {"types": ("bf16", "bf16"), "epilogue": "nothing", "transposed": (False,) * 3, "out": "aligned", "align": 8}
@@ -269,6 +275,7 @@ load_all()
 FAMILIES = {
     kernels.name: kernels
     for family in families(ProductFamily)
+    if not family.structured  # whose A is another kind of matrix: test_sparse24, test_bsr24
     for path in ("sm_80", "sm_90")
     for kernels in (Kernels(family, path, False), Kernels(family, path, True))
     if kernels.ops

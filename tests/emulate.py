@@ -22,6 +22,8 @@ from cute_kernels.matmul.terms import Terms
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import family_of
+from cute_kernels.sparse24.format import KEPT, expand, unpack_metadata
+from sparse_collective.bsr24.matrix import unpack_blocks
 from sparse_collective.fakes import has_scales
 from sparse_collective.row_pairs.gemm import PairedSource
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
@@ -29,6 +31,15 @@ from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 from . import emulate_attention
 from .emulate_blocks import number
 from .signatures import insist_on_arguments
+
+
+def with_zeros(facts, operands: list) -> list:
+    """A kernel's operands with a whole A in the place of a 2:4 sparse one's values and metadata."""
+    if facts.block is None:
+        values, metadata, *others = operands
+        return [expand(values, unpack_metadata(metadata, len(values), KEPT * values.shape[1])), *others]
+    *pattern, metadata, values, b, d = operands
+    return [*pattern, None, expand(values, unpack_blocks(metadata, facts.block.bm, facts.block.bk)), b, d]
 
 
 class Emulated:
@@ -56,6 +67,8 @@ class Emulated:
             assert all(t is None or t.shape == (1,) for t in (scale_out, amax)) and (amax is None or amax == 0)
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
+        if family_of(self.facts).structured:
+            operands = with_zeros(self.facts, operands)
         if self.facts.block is None:
             a, b, d, *scales = operands
             self.insist("a", a, 0)

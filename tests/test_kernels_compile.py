@@ -88,7 +88,8 @@ def configuration(facts) -> set:
 
 def of_float8(facts) -> bool:
     """What sm_89 has, and other architectures of the sm_80 path have not, or by other code."""
-    return getattr(facts, "dtype", "").startswith("float8") or getattr(facts, "cache", None) == "float8_e4m3fn"
+    dtypes = (getattr(facts, name, "") for name in ("dtype", "out_dtype"))
+    return any(dtype.startswith("float8") for dtype in dtypes) or getattr(facts, "cache", None) == "float8_e4m3fn"
 
 
 def is_other_archs(facts) -> bool:

@@ -191,7 +191,7 @@ BREAKS = GemmFacts("sm_90a", "sm_90", GemmConfig(64, 24, 64, 3, 1, 1, consumer_g
 @pytest.mark.slow
 @pytest.mark.sm_90
 def test_only_sound_candidates_come_back_and_nothing_is_compiled_twice():
-    assert "256 accumulators" in unsupported(SPILLS) and "24 columns" in unsupported(BREAKS)
+    assert "256 registers of accumulators" in unsupported(SPILLS) and "24 columns" in unsupported(BREAKS)
     builder = Builder(2)
     try:
         functions = builder.functions([SOUND, SPILLS, BREAKS, SOUND])

@@ -56,14 +56,7 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
         *shared_low,
         *fp16_sums_sm90(k, (2, 1), **of),
         *([paired_sm90(k, *pair, **of) for pair in ((2, 1), (1, 2))] if element.width == 1 else []),
-        *(own_rings_sm90(k, **of) if element.width == 1 else []),
     ]
-
-
-def own_rings_sm90(k: int, **of) -> list[GemmConfig]:
-    """For promoted sums of 8-bit floats: one warpgroup stores while the other multiplies. Clusters share an operand."""
-    shapes = (128, 128, k, 1, 1, 2, 1), (128, 128, k, 1, 1, 1, 2), (64, 256, k, 1, 1, 2, 1)
-    return [sm90(*shape, consumer_groups=2, rings=2, ring=1, **of) for shape in shapes]
 
 
 def paired_sm90(k: int, cluster_m: int, cluster_n: int, **of) -> GemmConfig:

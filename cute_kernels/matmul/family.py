@@ -17,11 +17,13 @@ from .problem import Problem
 class ProductFamily(Family):
     """A family whose facts are GemmFacts with a `config` of its own type.
 
-    `orders`: whether its kernel takes a table with the order of its work tiles.
+    `orders`: whether its kernel takes a table with the order of its work tiles. `structured`: whether its A is 2:4
+    sparse.
     """
 
     config: type = GemmConfig
     orders = False
+    structured = False
 
     def serves(self, block: BlockFacts | None) -> bool:
         """Whether it has kernels for products with an A of such blocks; None is a dense A."""
@@ -29,7 +31,7 @@ class ProductFamily(Family):
 
     def serves_problem(self, problem: Problem) -> bool:
         """Whether it has kernels for products of this kind."""
-        return not problem.structured and self.serves(problem.block)
+        return problem.structured == self.structured and self.serves(problem.block)
 
     def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
         """Configurations worth trying for operands of such elements, best first among equals."""

@@ -19,6 +19,7 @@ class Sparse24Family(ProductFamily):
 
     name = config.Sparse24Config.family
     config = config.Sparse24Config
+    structured = True
 
     def serves(self, block: BlockFacts | None) -> bool:
         return False

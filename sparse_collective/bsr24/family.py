@@ -22,9 +22,7 @@ class Bsr24Family(BsrFamily):
     name = config.Bsr24Config.family
     config = config.Bsr24Config
     ops = ()  # in no bundle yet: its kernels are compiled on their first call
-
-    def serves_problem(self, problem: Problem) -> bool:
-        return problem.structured and self.serves(problem.block)
+    structured = True
 
     def candidates(self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16) -> list:
         return config.candidates_of(path, block, spec, element)
