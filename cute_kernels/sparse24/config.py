@@ -66,11 +66,8 @@ class Sparse24Sm80Config(Sparse24Config):
 def candidates_sm80(spec: ArchSpec, element: Element) -> list[Sparse24Sm80Config]:
     """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
 
-    An MMA step takes twice a dense one's registers of B, so a warp's part has 64 accumulators a thread. There are none
-    of 8-bit floats.
+    An MMA step takes twice a dense one's registers of B, so a warp's part has 64 accumulators a thread.
     """
-    if element.width == 1:
-        return []
     shapes = [(128, 128, 2, 4), (128, 64, 2, 2), (64, 128, 1, 4), (64, 64, 2, 2)]
     tiles = [Sparse24Sm80Config(m, n, SPAN, 0, warps_m, warps_n) for m, n, warps_m, warps_n in shapes]
     return [with_stages(tile, spec, element, 0, 4) for tile in tiles]
