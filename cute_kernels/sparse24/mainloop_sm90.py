@@ -49,7 +49,7 @@ class Sparse24MainloopSm90(MainloopSm90):
         self.ring_a = cfg.stages * cfg.rings * self.stage_a
         self.cluster_m, self.share_a = cfg.cluster_m, self.stage_a // cfg.cluster_n
         self.b_n_major = facts.majors[1] == "n"
-        line = next(columns for columns in facts.element.rows if cfg.tile_n % columns == 0) * width  # of N
+        line = next((row for row in facts.element.rows if cfg.tile_n % row == 0), cfg.tile_n) * width  # of N
         self.row_b = line if self.b_n_major else LINE
         # Swizzled rows of N, one for each column of K, from one to the next; and B's columns of a warpgroup.
         self.next_row_b = cfg.tile_k * line
