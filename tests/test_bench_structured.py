@@ -5,7 +5,15 @@ import torch
 
 from bench import __main__ as command
 from bench import cases_structured
-from bench.cases_structured import BSR, blocks, structured, structured_cases
+from bench.cases_structured import (
+    BSR,
+    DENSE,
+    blocks,
+    blocks_float8,
+    structured,
+    structured_cases,
+    structured_float8,
+)
 from bench.peers import CUBLAS, SEMI_STRUCTURED
 from bench.rows import OURS
 from sparse_collective import random_bsr
@@ -24,7 +32,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(structured_cases(mode)) for mode in ("quick", "full"))
-    assert [case.asked for case in quick] == [*[1.45, 1.10] * 4, 1.4, 1.45]
+    assert [case.asked for case in quick] == [*[1.45, 1.10] * 4, 1.4, 1.45, *[1.3] * 4, None, None]
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     assert all(case.against in [peer.name for peer in case.peers] for case in full)
 
@@ -40,6 +48,19 @@ def test_a_row(layout):
 def test_a_row_of_blocks():
     """Both count the stored elements."""
     row = measured(blocks((64, 128), 0.5, 40, 1.4, size=256))
+    assert row.ratio == 0.5 and row.against == BSR and row.ours.flops == row.rival.flops == 256 * 256 * 40 * 0.5
+
+
+@pytest.mark.parametrize(("per", "fast"), [("row", False), ("tensor", True)])
+def test_a_row_of_8_bit_floats(per, fast):
+    """All count the stored elements. torch has no semi-structured product of 8-bit floats on the CPU."""
+    row = measured(structured_float8(144, 80, 96, per, fast, DENSE, 1.3))
+    assert row.ratio == 0.5 and row.ours.flops == row.rival.flops == 144 * 80 * 96 and "error" in row.ours.note
+    assert row.peer(SEMI_STRUCTURED) is None
+
+
+def test_a_row_of_blocks_of_8_bit_floats():
+    row = measured(blocks_float8((64, 128), 0.5, 40, size=256))
     assert row.ratio == 0.5 and row.against == BSR and row.ours.flops == row.rival.flops == 256 * 256 * 40 * 0.5
 
 

@@ -93,7 +93,7 @@ def test_quantising_and_other_dtypes(per):
     cast = V.to(E5M2)
     assert cast.scales is None and torch.equal(cast.to_dense().float(), V.to_dense().to(E5M2).float())
     assert Q.to("cpu") is Q and Q.to("meta").scales.device.type == "meta"
-    assert Q.nbytes < 0.66 * V.to_bsr().quantize(per=per).nbytes
+    assert Q.nbytes < 0.63 * V.to_bsr().values.numel() + 128  # with indices and scales
 
 
 def test_it_is_copied_and_saved():
