@@ -215,8 +215,8 @@ def scaled_mm_call(x: Scaled, fast: bool, out: Tensor) -> Callable[[], Tensor]:
 def semi_structured(x: Scaled) -> Call:
     """torch._scaled_mm of a cuSPARSELt tensor of the pruned a, with one scale for each operand."""
     a = SparseSemiStructuredTensorCUSPARSELT.from_dense(x.a)
-    terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": torch.bfloat16}
-    return Call(lambda: torch._scaled_mm(a, x.b, **terms), note=a.BACKEND)
+    terms = x.b, x.scale_a, x.scale_b, None, None, torch.bfloat16  # by position: torch's function for it wants seven
+    return Call(lambda: torch._scaled_mm(a, *terms), note=a.BACKEND)
 
 
 @peer(SCALED_MM)
