@@ -151,11 +151,19 @@ def test_calls_on_the_emulator():
         calls("cpu", E4M3)
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("per", "fast"), [("block", False), ("tensor", True)])
+def test_calls_of_ada_on_the_emulator(per, fast):
+    with on_emulator("sm_89", sms=4, seed=5):
+        check(bsr_linear, sparse(per=per), 72, "each", fast=fast)
+
+
 @pytest.mark.gpu
 @DTYPES
 def test_calls_on_a_gpu(dtype):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("sm_90 alone")
+    if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
+        pytest.skip("sm_89 and sm_90 alone")
     calls("cuda", dtype)
 
 
@@ -164,8 +172,8 @@ def test_calls_on_a_gpu(dtype):
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (256, 256), (512, 128)], ids=str)
 def test_large_products(op, block):
     """Of few and many columns, with sums of either kind."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("sm_90 alone")
+    if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
+        pytest.skip("sm_89 and sm_90 alone")
     for per, fast in (("block", False), ("tensor", True)):
         V = sparse(torch.rand(12, 24) < 0.3, block, per=per, device="cuda")
         for n in (1, 16, 64, 200, 1536):
@@ -203,7 +211,7 @@ def refusals() -> list:
         (lambda: bsr_linear(x, V, fast_accumulation=True), ValueError, "fast_accumulation with a scale for each block"),
         (lambda: bsr_linear(x, V, out_dtype=E4M3), ValueError, "a Bsr24 has no float8 outputs"),
         (lambda: explain(bsr_linear, x, narrow, arch="sm_90"), ValueError, "no whole tiles of 64 rows and 128 columns"),
-        (lambda: explain(bsr_linear, x, V, arch="sm_89"), ValueError, r"sm_90 \(Hopper\); W.to_bsr\(\)"),
+        (lambda: explain(bsr_linear, x, V, arch="sm_86"), ValueError, r"sm_89 in mma.sync .*; W.to_bsr\(\)"),
         (lambda: V.to(E5M2), TypeError, r"with scales to torch.float8_e5m2"),
         (lambda: V.quantize(), TypeError, "float8_e4m3fn"),
     ]
@@ -219,10 +227,12 @@ def test_refusals(number):
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 KERNELS = [facts for facts in BSR24.catalogue("sm_90") if facts.element.width == 1]
+ADA = [facts for facts in BSR24.catalogue("sm_89") if facts.element.width == 1]
 
 
 def titled(kernels) -> list:
-    return [pytest.param(facts, id=BSR24.title(facts), marks=pytest.mark.sm_90) for facts in kernels]
+    marks = [getattr(pytest.mark, facts.spec.name) for facts in kernels]
+    return [pytest.param(facts, id=BSR24.title(facts), marks=m) for facts, m in zip(kernels, marks, strict=True)]
 
 
 def test_each_configuration_is_in_the_catalogue():
@@ -234,7 +244,7 @@ def test_each_configuration_is_in_the_catalogue():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(some(KERNELS)))
+@pytest.mark.parametrize("facts", titled(some(KERNELS) + ADA[:1]))
 def test_kernels_have_no_spills(facts, outcome_of):
     """Some; test_kernels_compile has more."""
     outcome = outcome_of(inspect_kernel, facts)

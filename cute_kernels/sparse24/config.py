@@ -49,7 +49,7 @@ class Sparse24Config(GemmConfig):
 
 @dataclass(frozen=True)
 class Sparse24Float8Config(Sparse24Config):
-    """Those of 8-bit floats, on the sm_90 path. Promoted sums are those of a K-tile."""
+    """Those of 8-bit floats. Promoted sums are those of a K-tile."""
 
     element_bytes: ClassVar[int] = 1
 
@@ -63,13 +63,21 @@ class Sparse24Sm80Config(Sparse24Config):
         return 0
 
 
+@dataclass(frozen=True)
+class Sparse24Float8Sm80Config(Sparse24Sm80Config):
+    """Those of 8-bit floats, on sm_89."""
+
+    element_bytes: ClassVar[int] = 1
+
+
 def candidates_sm80(spec: ArchSpec, element: Element) -> list[Sparse24Sm80Config]:
     """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
 
     An MMA step takes twice a dense one's registers of B, so a warp's part has 64 accumulators a thread.
     """
     shapes = [(128, 128, 2, 4), (128, 64, 2, 2), (64, 128, 1, 4), (64, 64, 2, 2)]
-    tiles = [Sparse24Sm80Config(m, n, SPAN, 0, warps_m, warps_n) for m, n, warps_m, warps_n in shapes]
+    kind, k = (Sparse24Float8Sm80Config, 2 * SPAN) if element.width == 1 else (Sparse24Sm80Config, SPAN)
+    tiles = [kind(m, n, k, 0, warps_m, warps_n) for m, n, warps_m, warps_n in shapes]
     return [with_stages(tile, spec, element, 0, 4) for tile in tiles]
 
 
@@ -173,13 +181,13 @@ def of_stored_halves(facts: GemmFacts) -> str:
         return "a 2:4 sparse A with a second result or a gate in the epilogue: there is none yet"
     if spec.scales_blocks:
         return "a 2:4 sparse A with scales of 1x128 or 128x128; one value, or one for each row or column, can be had"
-    if facts.element.width == 1 and facts.path != "sm_90":
-        return (
-            f"2:4 sparse operands of {facts.dtype} on the path {facts.path}: kernels of them are those of the path "
-            "sm_90 (Hopper)"
-        )
     if facts.element.width != cfg.element_bytes:
         return f"tile {cfg}: a configuration of operands of {8 * cfg.element_bytes} bits"
+    if facts.element.width == 1 and facts.path == "sm_80" and min(facts.aligns[:2]) < 4:
+        return (
+            f"rows or addresses of {facts.dtype} operands that are no multiples of 4 bytes, the least that cp.async "
+            "copies: K is to be a multiple of 8 (pad W and b with zeros)"
+        )
     line = 2 * SPAN // facts.element.width
     if cfg.tile_k not in (line, 2 * line) or cfg.tile_m % SLAB or cfg.split > 1:
         return f"tile {cfg}: metadata are those of {SLAB} rows and {line} or {2 * line} columns; K is not split"
@@ -204,9 +212,10 @@ def judge(facts: GemmFacts, resources, problems: list[str]) -> list[str]:
     cfg, codes, found = facts.config, resources.opcodes, list(problems)
     if wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0):
         found.append(f"{wide} products of 16 bits in a kernel of {facts.dtype}")
-    if (products := codes.get("QGMMA", 0)) < (steps := cfg.tile_k // MMA_BYTES):
-        found.append(f"{products} QGMMA for {steps} steps of a K-tile")
-    sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
+    name, threads = ("QGMMA", 128) if facts.warp_specialised else ("QMMA", 32)
+    if (products := codes.get(name, 0)) < (steps := cfg.tile_k // MMA_BYTES):
+        found.append(f"{products} {name} for {steps} steps of a K-tile")
+    sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * threads)
     added = "FFMA" if facts.block is not None and facts.block.scaled else "FADD"
     if facts.promotes and codes.get(added, 0) < sums:
         found.append(f"{codes.get(added, 0)} {added} for {sums} sums a thread: they are not promoted to fp32")
@@ -216,7 +225,7 @@ def judge(facts: GemmFacts, resources, problems: list[str]) -> list[str]:
 def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
     """Of 8-bit floats: each configuration with sums of both kinds, plain and with scales and the heaviest epilogue; one
     with what else varies."""
-    if quick or spec.path != "sm_90":
+    if quick or not spec.float8:
         return
     element, each = element_of("float8_e4m3fn"), {"scale_m": "row", "scale_n": "column"}
     wide = {"aligns": (element.vector,) * 2 + (8,), "majors": ("k", "k", "n"), "dtype": "float8_e4m3fn"}

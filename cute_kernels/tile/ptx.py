@@ -463,18 +463,21 @@ def sparse_wgmma_slabs(
 
 @dsl_user_op
 def sparse_mma(acc: list, a: list, b: list, metadata: Int32, selector: int, dtype: str, *, loc=None, ip=None) -> list:
-    """acc + A @ B of a 2:4 sparse A (16, 32) and B (32, 8), of elements of 16 bits; returns the new accumulators.
+    """acc + A @ B of a 2:4 sparse A (16, 32) and B (32, 8) of elements of 16 bits, or A (16, 64) and B (64, 8) of 8;
+    returns the new accumulators.
 
     Args:
         acc: 4 fp32 registers of this thread, as of mma.m16n8k16.
-        a: 4 registers, those of a dense A (16, 16), for the 16 stored elements of each row.
-        b: 4 registers, those of two dense B (16, 8), one after the other.
-        metadata: of the lanes of `selector` (0 or 1): see cute_kernels.sparse24.format.
+        a: 4 registers, those of a dense A whose rows are the 32 bytes that are stored of each row.
+        b: 4 registers, those of two dense B, one after the other.
+        metadata: of 16 bits of the lanes of `selector` (0 or 1), of 8 bits of all, and it is 0: see
+            cute_kernels.sparse24.format.
 
     All lanes of a warp execute it.
     """
     kind = WGMMA_TYPE[dtype]
-    name = f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32"
+    k = 2 * element_of(dtype).mma_k
+    name = f"mma.sp::ordered_metadata.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32"
     d, of_a, of_b = (", ".join(f"${first + v}" for v in range(4)) for first in (0, 4, 8))
     text = f"{name} {{{d}}}, {{{of_a}}}, {{{of_b}}}, {{{d}}}, $12, {selector};"
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b, metadata)]

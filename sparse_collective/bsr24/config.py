@@ -13,6 +13,7 @@ from cute_kernels.sparse24.config import (
     STORED,
     Sparse24Config,
     Sparse24Float8Config,
+    Sparse24Float8Sm80Config,
     Sparse24Sm80Config,
     candidates_sm80,
     k_tile_clocks,
@@ -47,13 +48,19 @@ class Bsr24Sm80Config(Bsr24Config, Sparse24Sm80Config):
     """Those of the mma.sync path."""
 
 
+@dataclass(frozen=True)
+class Bsr24Float8Sm80Config(Bsr24Config, Sparse24Float8Sm80Config):
+    """Those of 8-bit floats, on sm_89."""
+
+
 def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
     """Configurations worth trying, best first among equals."""
     if block.bm % SLAB or block.bk % SPAN:
         return []
     if path == "sm_90":
         return candidates(block, spec, element)
-    return [Bsr24Sm80Config(**vars(c)) for c in candidates_sm80(spec, element) if block.bm % c.tile_m == 0]
+    kind = Bsr24Float8Sm80Config if element.width == 1 else Bsr24Sm80Config
+    return [kind(**vars(c)) for c in candidates_sm80(spec, element) if block.bm % c.tile_m == 0]
 
 
 def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
@@ -188,7 +195,7 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
 
 def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
     """Of 8-bit floats: each configuration of several blocks with a scale each, and the main one in its variations."""
-    if quick or spec.path != "sm_90":
+    if quick or not spec.float8:
         return
     element = element_of("float8_e4m3fn")
     usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}

@@ -105,28 +105,29 @@ static void expand(const u32* metadata, u32 selector, int bytes, Stored stored, 
     }
 }
 
-// mma.sp::ordered_metadata.m16n8k32.row.col.f32.bf16.bf16.f32 d, a, b, c, metadata, selector. A's registers are those of
-// 16 rows and 16 columns of a dense A; the places of a group's elements must ascend.
+// mma.sp::ordered_metadata.m16n8k32.row.col.f32.bf16.bf16.f32 d, a, b, c, metadata, selector; m16n8k64 of 8 bits. A's
+// registers are those of 16 rows and 32 bytes of a dense A; the places of a group's elements must ascend.
 Step sparse_mma(Warp& w, const Ins& i, u32) {
     std::vector<std::string> part = split(i.name);
     Format f = format_named(part[6]);
-    int c = 12, meta = 16;
+    int c = 12, meta = 16, bytes = format_bytes(f), k = 64 / bytes;
     if (i.group[0] != 4 || i.group[1] != 4 || i.group[2] != 4) fail(i.name, " is not emulated");
-    float stored[16][64], a[16][64], b[32 * 8];
+    float stored[16][64], a[16][64], b[64 * 8];
     a_from_registers(w, i, 4, 4, f, stored);
     const u32* words = src<u32>(w, i, meta);
     u32 selector = src<u32>(w, i, meta + 1)[0];
     for (int lane = 0; lane < LANES; lane++)
-        for (int bit = 0; bit < 32 && lane % 4 / 2 == int(selector); bit += 4)
+        for (int bit = 0; bit < 32 && (bytes == 1 || lane % 4 / 2 == int(selector)); bit += 4)
             if ((words[lane] >> bit & 3) > (words[lane] >> (bit + 2) & 3))
                 fail("metadata of lane ", lane, ": places of a group do not ascend");
-    expand(words, selector, 2, [&](int row, int j) { return stored[row][j]; }, a);
+    expand(words, selector, bytes, [&](int row, int j) { return stored[row][j]; }, a);
     for (int r = 0; r < 4; r++)
         for (int t = 0; t < LANES; t++) {
             u32 word = src<u32>(w, i, 8 + r)[t];
-            for (int e = 0; e < 2; e++) b[(2 * (t % 4) + 8 * r + e) * 8 + t / 4] = decode(f, (u8*)&word + 2 * e);
+            for (int e = 0; e < 4 / bytes; e++)
+                b[((4 * (t % 4) + 16 * r) / bytes + e) * 8 + t / 4] = decode(f, (u8*)&word + e * bytes);
         }
-    multiply(w, i, 0, c, 8, 32, a, b, true, false);
+    multiply(w, i, 0, c, 8, k, a, b, true, false);
     return DONE;
 }
 
@@ -260,6 +261,8 @@ void add_tensor_cores(Table& t) {
             t[std::string("mma.m16n8") + k + ".row.col.f32." + type + "." + type + ".f32"] = {mma, true};
     for (const char* type : {"bf16", "f16"})
         t[std::string("mma.sp::ordered_metadata.m16n8k32.row.col.f32.") + type + "." + type + ".f32"] = {sparse_mma, true};
+    for (const char* type : {"e4m3", "e5m2"})
+        t[std::string("mma.sp::ordered_metadata.m16n8k64.row.col.f32.") + type + "." + type + ".f32"] = {sparse_mma, true};
     for (const char* k : {"k8", "k16"}) t[std::string("mma.m16n8") + k + ".row.col.f16.f16.f16.f16"] = {mma, true};
     for (const char* k : {"k4", "k8"}) t[std::string("mma.m16n8") + k + ".row.col.f32.tf32.tf32.f32"] = {mma, true};
     for (const char* a : {"e4m3", "e5m2"})
