@@ -45,8 +45,8 @@ def bsr_matmul(
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
             blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
             them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
-            Or a Bsr24, whose blocks are 2:4 sparse, of bfloat16, float16 or, on sm_90, float8: without gradients and
-            torch.compile.
+            Or a Bsr24, whose blocks are 2:4 sparse, of bfloat16, float16 or, on sm_89 and sm_90, float8: without
+            gradients and torch.compile.
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).

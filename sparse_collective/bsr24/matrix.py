@@ -35,9 +35,9 @@ class Bsr24:
     `W.prune_2_4()` of a BsrMatrix W makes one, and `Bsr24.from_bsr(W)` of one whose blocks are 2:4 sparse already.
     `bsr_matmul(V, b)` and `bsr_linear(x, V)` multiply it, as do V @ b and torch.nn.functional.linear(x, V, bias).
     Kernels multiply bfloat16 and float16, by sparse WGMMA on sm_90 and by mma.sp on sm_80 and newer, and float8 on
-    sm_90, of blocks whose bk is a multiple of 128, with scales as a BsrMatrix has them. On the CPU torch multiplies the
-    stored blocks, in all dtypes. There is no gradient, no transposed view, and no product under torch.compile: these
-    raise.
+    sm_89 and sm_90, of blocks whose bk is a multiple of 128, with scales as a BsrMatrix has them. On the CPU torch
+    multiplies the stored blocks, in all dtypes. There is no gradient, no transposed view, and no product under
+    torch.compile: these raise.
 
     Args:
         compressed: (M, K / 2) BsrMatrix with blocks (bm, bk / 2), or a batch: of every four neighbours in a row of a
