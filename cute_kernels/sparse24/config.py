@@ -194,6 +194,10 @@ def of_stored_halves(facts: GemmFacts) -> str:
     if (facts.path == "sm_80") != isinstance(cfg, Sparse24Sm80Config):
         return f"tile {cfg}: a configuration of the other path"
     if facts.path == "sm_90":
+        sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
+        direct = sums == 128 and cfg.tile_m > SLAB * cfg.warps_m and not facts.tma_store
+        if (sums > 128 or direct) and spec.scales_each and not spec.is_light:  # compiled: 8 to 192 bytes of stack
+            return f"{sums} accumulators a thread leave no registers for scales of rows or columns and such an epilogue"
         return legality.tma_operands(facts) or legality.sm90(facts)
     span_m, span_n, threads = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n, 32 * cfg.warps_m * cfg.warps_n
     accumulators = span_m * span_n // 32
@@ -244,7 +248,10 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
         terms = wide | {"fast_accumulation": fast}
         for config in family.candidates(spec.path, None, spec, element):
             yield catalogue.dense(spec, spec.path, config, **terms)
-            yield catalogue.dense(spec, spec.path, config, **terms, epilogue=replace(catalogue.COL, **each))
+            loaded = replace(catalogue.COL, **each)
+            if fast:  # with 192 sums there is no residual
+                loaded = replace(loaded, residual=None)
+            yield catalogue.dense(spec, spec.path, config, **terms, epilogue=loaded)
         for change in changes:
             configs = family.candidates(spec.path, None, spec, element)
             facts = (catalogue.dense(spec, spec.path, config, **terms | change) for config in configs)
