@@ -6,13 +6,14 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.sparse import SparseSemiStructuredTensorCUSPARSELT
 
 from cute_kernels import quantize
 from cute_kernels.reference import of_elements
 from sparse_collective import BsrMatrix
 from tests.reference import truth
 
-from .peers import Call, Operands, made, peer, verified
+from .peers import SEMI_STRUCTURED, Call, Operands, made, peer, verified
 from .peers_attention import Attention
 
 SCALED_MM = "torch._scaled_mm"
@@ -208,6 +209,14 @@ def scaled_mm_call(x: Scaled, fast: bool, out: Tensor) -> Callable[[], Tensor]:
     a, b, scale_a, scale_b = x.a, x.b, x.scale_a, x.scale_b
     scale_a, scale_b = (s.view(()) if s.numel() == 1 else s for s in (scale_a, scale_b))
     return lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+@peer(SEMI_STRUCTURED)
+def semi_structured(x: Scaled) -> Call:
+    """torch._scaled_mm of a cuSPARSELt tensor of the pruned a, with one scale for each operand."""
+    a = SparseSemiStructuredTensorCUSPARSELT.from_dense(x.a)
+    terms = x.b, x.scale_a, x.scale_b, None, None, torch.bfloat16  # by position: torch's function for it wants seven
+    return Call(lambda: torch._scaled_mm(a, *terms), note=a.BACKEND)
 
 
 @peer(SCALED_MM)

@@ -41,7 +41,7 @@ def gemm(
     Args:
         a: (..., M, K) bfloat16 or float16, of any strides; on sm_89 and sm_90 also float8_e4m3fn or float8_e5m2; on the
             CPU all of them, and float32 or float64. Or a Sparse24 (M, K), a matrix with 2:4 structured sparsity: in
-            bfloat16 or float16, with b (K, N), without scales and gradients.
+            bfloat16, float16 or, on sm_89 and sm_90, float8, with b (K, N), without scales of blocks and gradients.
         b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
         bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype,
             but no float8.

@@ -249,10 +249,10 @@ class Conversions:
         stored: 2:4 structured sparsity, which tensor cores multiply at up to twice the rate.
 
         Copies; no gradient passes, and a transposed view gives a matrix of its own. Of equal magnitudes the first ones
-        are kept; NaN counts as the largest. `Bsr24.from_bsr(W)` is for blocks that are pruned already.
+        are kept; NaN counts as the largest. Of float8 the scales stay as they are: W.prune_2_4().quantize() prunes
+        before numbers are rounded. `Bsr24.from_bsr(W)` is for blocks that are pruned already.
 
         Raises:
-            TypeError: values are float8.
             ValueError: the sides of a block are no multiples of 64.
         """
         return pruned(self)

@@ -46,7 +46,8 @@ def bsr_matmul(
         W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
             blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
             them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
-            Or a Bsr24 of bfloat16 or float16, whose blocks are 2:4 sparse: without gradients.
+            Or a Bsr24, whose blocks are 2:4 sparse, of bfloat16, float16 or, on sm_89 and sm_90, float8: without
+            gradients, and of float8 without torch.compile.
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
@@ -276,17 +277,19 @@ def structured(
     """The same of a W with 2:4 sparse blocks, which torch.func does not take; eager.call refuses gradients."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
-    if scale_b is not None or fast_accumulation is not False:
-        raise ValueError(f"{op}: scales and fast_accumulation belong to float8 operands, which no Bsr24 has")
     if accumulation_dtype is not None:
         raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
     if narrow(terms[5], out_dtype, scale_out, amax):
         raise ValueError(f"{op}: a Bsr24 has no float8 outputs; use cute_kernels.quantize")
     if torch.compiler.is_compiling():
+        if scaled(terms[1], None, scale_b, fast_accumulation):
+            raise RuntimeError(
+                f"{op} of a Bsr24 of float8 is not traced by torch.compile; call it under torch.compiler.disable"
+            )
         from .bsr24.torch_op import traced_bsr24
 
         return traced_bsr24(op, *terms, out_dtype=out_dtype)
-    return eager.call(op, *terms, out_dtype=out_dtype)
+    return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation, out_dtype=out_dtype)
 
 
 def without_gradient(op: str, terms: tuple, **more) -> Tensor:

@@ -37,9 +37,11 @@ def with_zeros(facts, operands: list) -> list:
     """A kernel's operands with a whole A in the place of a 2:4 sparse one's values and metadata."""
     if facts.block is None:
         values, metadata, *others = operands
-        return [expand(values, unpack_metadata(metadata, len(values), KEPT * values.shape[1])), *others]
+        places = unpack_metadata(metadata, len(values), KEPT * values.shape[1], values.itemsize)
+        return [expand(values, places), *others]
     *pattern, metadata, values, b, d = operands
-    return [*pattern, None, expand(values, unpack_blocks(metadata, facts.block.bm, facts.block.bk)), b, d]
+    places = unpack_blocks(metadata, facts.block.bm, facts.block.bk, values.itemsize)
+    return [*pattern, None, expand(values, places), b, d]
 
 
 class Emulated:

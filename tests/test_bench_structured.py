@@ -6,7 +6,15 @@ import torch
 from bench import __main__ as command
 from bench import cases_structured, cases_structured_layers
 from bench.cases_models import DENSE_SWIGLU
-from bench.cases_structured import BSR, blocks, structured, structured_cases
+from bench.cases_structured import (
+    BSR,
+    DENSE,
+    blocks,
+    blocks_float8,
+    structured,
+    structured_cases,
+    structured_float8,
+)
 from bench.cases_structured_layers import OUR_SWIGLU
 from bench.peers import CUBLAS, SEMI_STRUCTURED
 from bench.rows import OURS
@@ -26,7 +34,7 @@ def measured(case):
 
 def test_rows_and_what_is_asked_of_them():
     quick, full = (list(structured_cases(mode)) for mode in ("quick", "full"))
-    assert [case.asked for case in quick] == [*[1.45, 1.10] * 4, 1.4, 1.45]
+    assert [case.asked for case in quick] == [*[1.45, 1.10] * 4, 1.4, 1.45, *[1.3] * 4, None, None]
     assert {case.name for case in quick} < {case.name for case in full} and len({c.name for c in full}) == len(full)
     assert all(case.against in [peer.name for peer in case.peers] for case in full)
 
@@ -56,6 +64,19 @@ def test_a_row_of_a_feed_forward(density):
     assert row.ratio == 0.5 and row.against == (DENSE_SWIGLU if density is None else OUR_SWIGLU)
     assert row.ours.flops == row.rival.flops == 2 * 3 * 128 * 256 * 8 * 0.5 * (density or 1.0)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("per", "fast"), [("row", False), ("tensor", True)])
+def test_a_row_of_8_bit_floats(per, fast):
+    """All count the stored elements. torch has no semi-structured product of 8-bit floats on the CPU."""
+    row = measured(structured_float8(144, 80, 96, per, fast, DENSE, 1.3))
+    assert row.ratio == 0.5 and row.ours.flops == row.rival.flops == 144 * 80 * 96 and "error" in row.ours.note
+    assert row.peer(SEMI_STRUCTURED) is None
+
+
+def test_a_row_of_blocks_of_8_bit_floats():
+    row = measured(blocks_float8((64, 128), 0.5, 40, size=256))
+    assert row.ratio == 0.5 and row.against == BSR and row.ours.flops == row.rival.flops == 256 * 256 * 40 * 0.5
 
 
 def test_the_command_knows_the_suite():

@@ -33,6 +33,7 @@ class GemmConfig:
     rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
     panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
     waits: ClassVar[bool] = False  # whether sm_90's kernel waits for a K-tile's products before it starts the next
+    stored: ClassVar[int] = 1  # of so many columns of A one is stored
     converts: ClassVar[bool] = False  # whether 8-bit floats are multiplied as fp16 numbers, which hold each of them
     tile_m: int
     tile_n: int

@@ -12,7 +12,8 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-WITH_FLOAT8 = ("dense", "bsr", "skinny")  # families
+WITH_FLOAT8 = ("dense", "bsr", "skinny", "sparse24", "bsr24")  # families
+WITH_NARROW = ("dense", "bsr", "skinny")  # families that store 8-bit floats
 WITH_FP16_SUMS = ("dense", "bsr")  # families
 # Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
 PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
@@ -93,7 +94,7 @@ def _narrow(facts: GemmFacts) -> str:
     if not facts.narrow:
         refused = "a scale" if spec.scale_out else "an amax" if spec.amax else ""
         return f"{refused} of an output of {facts.out_dtype}: float8 outputs have it" if refused else ""
-    if facts.family not in WITH_FLOAT8:
+    if facts.family not in WITH_NARROW:
         return f"outputs of {facts.out_dtype}: dense and BSR products have them"
     if facts.spec.capability < (8, 9):
         return (

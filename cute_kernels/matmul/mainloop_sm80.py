@@ -253,14 +253,17 @@ class MainloopSm80(TileSteps):
                     cute.arch.sync_threads()
                     self.read_step(0, lanes, read, rA[other], rB[other])
                 if const_expr(self.promotes):
-                    factors = None if const_expr(scaling is None) else scaling.factors
-                    self.add_product(acc, rA[buffer], rB[buffer], factors, scales)
+                    self.promoted_product(acc, rA[buffer], rB[buffer], scaling, scales, k)
                 else:
                     self.product(acc, rA[buffer], rB[buffer], scaling, k)
                 if const_expr(scaling is not None and k + 1 == blocks):
                     self.use_next(scaling)
                 step = const_expr(step + 1)
         return tile, left, read, write
+
+    def promoted_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, scaling, scales, k: int) -> None:
+        """MMA step k of a K-tile, whose products are added in fp32."""
+        self.add_product(acc, rA, rB, None if scaling is None else scaling.factors, scales)
 
     @cute.jit
     def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, factors, scales: cute.Tensor | None):

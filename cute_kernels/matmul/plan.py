@@ -49,7 +49,7 @@ def sums_text(f) -> str:
         return f"of the tensor cores, in {f.acc_dtype}"
     if not f.promotes and not f.converts:
         return "of the tensor cores, which keep fewer bits than fp32"
-    products = 32 * min(4, max(f.k_blocks)) if f.warp_specialised else 32
+    products = 32 * min(4 * f.config.stored, max(f.k_blocks)) if f.warp_specialised else 32 * f.config.stored
     text = "in fp32, of operands made fp16" if f.converts else f"promoted to fp32 after every {products} of K"
     text += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
     return text + (", times the scale of their block" if f.block and f.block.scaled else "")

@@ -6,19 +6,17 @@ from functools import partial
 import torch
 
 from .. import checks, eager, reference
-from ..dtypes import NAMES, NAMES_OF_OPERANDS, default_out_dtype
+from ..dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
 from ..matmul.choose import choose
-from ..matmul.plan import Plan, bias_view
+from ..matmul.plan import Plan, along_k, bias_view, scale_view, viewed
 from ..matmul.problem import Extents, Problem
-from ..matmul.terms import Terms, bias_kind, epilogue_program
+from ..matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
 from ..operand import layout_of_tensor, major
 from ..runtime.call_plan import PlanCache
 from ..runtime.device import device_arch, forced_path, plans_kernel
 from .format import Sparse24
 
 OP = "gemm of a Sparse24"
-# Arguments of gemm that a product with a Sparse24 has not, and their defaults.
-NOT_HERE = {"scale_a": None, "scale_b": None, "fast_accumulation": False, "accumulation_dtype": None}
 NARROW_TERMS = {"scale_out": None, "amax": None}
 _PLANS = PlanCache()
 
@@ -28,34 +26,40 @@ def gemm(
     fast_accumulation=False, accumulation_dtype=None,
 ):  # fmt: skip
     """ops.gemm where an operand is a Sparse24."""
-    _check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype)
+    _check_kind(a, b, accumulation_dtype)
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
     if a.shape[1] == 0:  # a sum over nothing, which the dense kernel knows
-        return eager.gemm(a.to_dense(), b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue)
+        scales = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
+        return eager.gemm(a.to_dense(), b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, **scales)
     tensors = (a.values, b) if out is None else (a.values, b, out)
-    tensors += tuple(t for t in (bias, residual) if t is not None)
+    tensors += tuple(t for t in (bias, residual, scale_a, scale_b) if t is not None)
     try:
         terms = (
             a.values.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype,
-            forced_path(), out is None, bias is None, residual is None,
+            forced_path(), out is None, bias is None, residual is None, scale_a is None, scale_b is None,
+            fast_accumulation, type(fast_accumulation),
         )  # fmt: skip
     except AttributeError:
         terms = None
     plan = _PLANS.known(terms, tensors, out)
+    if plan is None or plan.function is None:
+        given = Terms(
+            bias, activation, residual, alpha, beta, epilogue, scale_a=scale_a, scale_b=scale_b,
+            fast_accumulation=fast_accumulation,
+        )  # fmt: skip
     if plan is None:
-        given = Terms(bias, activation, residual, alpha, beta, epilogue)
         plan = _PLANS.checked(OP, terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if plan.function is None:
         if plan.empty:
             return plan.new_out() if out is None else out
-        given = Terms(bias, activation, residual, alpha, beta, epilogue)
         return reference.gemm(a.to_dense(), b, given, out, plan.out_dtype)
     if out is None:
         out = plan.new_out()
     if plan.views:
-        bias = plan.views[0](bias)
-    plan.function(a.values, a.metadata, b, out, bias, residual, alpha, beta, plan.group, plan.max_ctas)
+        b, bias = viewed(plan.views, b, bias)
+    scales = viewed(plan.scales, scale_a, scale_b) if plan.scales else ()
+    plan.function(a.values, a.metadata, b, out, *scales, bias, residual, alpha, beta, plan.group, plan.max_ctas)
     return out
 
 
@@ -63,20 +67,17 @@ def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
     """The plan of the same call of gemm, whatever its operands are."""
     if not isinstance(a, Sparse24) and not isinstance(b, Sparse24):
         return eager.plan_gemm(a, b, out=out, out_dtype=out_dtype, **terms)
-    not_here = [terms.pop(name, default) for name, default in NOT_HERE.items()]
     check_wide(*(terms.pop(name, default) for name, default in NARROW_TERMS.items()))
-    _check_kind(a, b, *not_here)
+    _check_kind(a, b, terms.pop("accumulation_dtype", None))
     if a.shape[1] == 0:
         return eager.plan_gemm(a.to_dense(), b, out=out, out_dtype=out_dtype, **terms)
     return _plan(a, b, Terms(**terms), out, out_dtype)
 
 
-def _check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype) -> None:
+def _check_kind(a, b, accumulation_dtype) -> None:
     """What a product with a Sparse24 has not."""
     if not isinstance(a, Sparse24):
         raise TypeError("gemm: b is a Sparse24, which only a may be; multiply the transposes, gemm(W, a.mT).mT")
-    if scale_a is not None or scale_b is not None or fast_accumulation is not False:
-        raise ValueError(f"{OP}: scales and fast_accumulation belong to float8 operands, which no Sparse24 has")
     if accumulation_dtype is not None:
         raise ValueError(
             f"{OP}: accumulation_dtype={accumulation_dtype}; its kernels add up in fp32 (leave it out), and "
@@ -98,17 +99,21 @@ def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
             f"{OP}: b has {b.dim()} dimensions; it must be a matrix (K, N): fold a batch into its columns, or multiply "
             "each item"
         )
-    checks.check_operands(OP, kernel=plans_kernel(a.device), a=a.values, b=b)
+    checks.check_operands(OP, kernel=plans_kernel(a.device), also=tuple(FLOAT8), a=a.values, b=b)
     (M, K), N = a.shape, b.shape[-1]
     if b.shape[0] != K:
         raise ValueError(f"{OP}: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[0]} rows")
+    whole = torch.empty(a.shape, dtype=a.dtype, device="meta")
+    scales = scale_kind(OP, "scale_a", terms.scale_a, whole), scale_kind(OP, "scale_b", terms.scale_b, b)
+    check_fast_accumulation(OP, terms.fast_accumulation, a.dtype, scales)
     wide = default_out_dtype(a.dtype)
     out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide)
     checks.check_result("gemm", "out", out, (M, N), out_dtype)
     checks.check_result("gemm", "residual", terms.residual, (M, N), out_dtype)
     kind = bias_kind("gemm", terms.bias, M, N, wide)
-    checks.check_device("gemm", a.device, out=out, bias=terms.bias, residual=terms.residual)
-    spec = terms.spec("gemm", kind)
+    others = {"bias": terms.bias, "residual": terms.residual, "scale_a": terms.scale_a, "scale_b": terms.scale_b}
+    checks.check_device("gemm", a.device, out=out, **others)
+    spec = terms.spec("gemm", kind, scales)
     plan = Plan("gemm", (M, N), out_dtype, a.device)
     if M * N == 0:
         plan.empty = True
@@ -122,16 +127,22 @@ def _plan_kernel(plan: Plan, a: Sparse24, b, terms: Terms, out, spec) -> None:
     from ..runtime.families import function_for
 
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out
-    layouts = tuple(layout_of_tensor(t) for t in (a.values, b, d))
+    of_b = along_k("b", b, None, plan, False) if a.dtype in FLOAT8 else None
+    layouts = tuple(layout_of_tensor(t) for t in (a.values, b if of_b is None else of_b(b), d))
     majors = tuple(major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True))
     if terms.residual is not None:
         spec = replace(spec, residual=major(layout_of_tensor(terms.residual), ("m", "n")))
     view = None if terms.bias is None else bias_view(terms.bias)
-    if view is not None:
-        plan.views = (view,)
+    if view is not None or of_b is not None:
+        plan.views = of_b, view
+    if spec.scales_operands:
+        plan.scales = scale_view(terms.scale_a, (), 1), scale_view(terms.scale_b, (), 1)
     names = NAMES_OF_OPERANDS[a.dtype], NAMES[plan.out_dtype]
     (M, N), K = plan.out_shape, a.shape[1]
-    problem = Problem(Extents(M, N, K), *names, layouts, majors, (2, 2, 2), spec, structured=True)
+    problem = Problem(
+        Extents(M, N, K), *names, layouts, majors, (2, 2, 2), spec, structured=True,
+        fast_accumulation=terms.fast_accumulation,
+    )  # fmt: skip
     arch, sms, card = device_arch(a.values.get_device())
     try:
         plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..arch import ArchSpec, arch_named
 from ..matmul import cost
-from ..matmul.arguments import epilogue_args, launch_args, matrix
+from ..matmul.arguments import epilogue_args, launch_args, matrix, scale_args
 from ..matmul.config import BlockFacts, GemmFacts
 from ..matmul.family import ProductFamily
 from ..matmul.problem import Problem
@@ -37,21 +37,25 @@ class Sparse24Family(ProductFamily):
         return config.unsupported(facts)
 
     def sources(self, path: str) -> tuple[str, ...]:
-        mainloop = f"mainloop_{path.replace('_', '')}"
-        own = tuple(f"cute_kernels.sparse24.{name}" for name in ("product", mainloop, "format"))
+        mainloops = (f"mainloop_{path.replace('_', '')}", *(("promoted_sm90",) if path == "sm_90" else ()))
+        own = tuple(f"cute_kernels.sparse24.{name}" for name in ("product", *mainloops, "format"))
         return (*super().sources(path), *own, *(("cute_kernels.tile.descriptors",) if path == "sm_90" else ()))
 
     def entry(self, facts: GemmFacts):
-        from .product import Sparse24Gemm
+        from .product import ScaledSparse24Gemm, Sparse24Gemm
 
-        return Sparse24Gemm(facts)
+        return (ScaledSparse24Gemm if facts.epilogue.scales_operands else Sparse24Gemm)(facts)
 
     def arguments(self, facts: GemmFacts) -> tuple:
-        """Fakes of all arguments of product.Sparse24Gemm."""
+        """Fakes of all arguments of product.Sparse24Gemm, or of ScaledSparse24Gemm where operands have scales."""
         metadata = fake_tensor("int32", 3, 2, 4)
         a, b, d = (matrix(facts, operand) for operand in range(3))
         bias, residual, _, *scalars = epilogue_args(facts)
-        return a, metadata, b, d, bias, residual, *scalars, *launch_args(facts)
+        scales = scale_args(facts) if facts.epilogue.scales_operands else ()
+        return a, metadata, b, d, *scales, bias, residual, *scalars, *launch_args(facts)
+
+    def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        return config.judge(facts, resources, problems)
 
     def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
         """None yet: its kernels are compiled on their first call."""
@@ -61,7 +65,9 @@ class Sparse24Family(ProductFamily):
         return super().describe(facts) | {"problem": "2:4"}
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        found = dict.fromkeys(config.kernels(self, arch_named(arch), BITS_16, quick))
+        spec = arch_named(arch)
+        found = [*config.kernels(self, spec, BITS_16, quick), *config.float8_kernels(self, spec, quick)]
+        found = dict.fromkeys(found)
         return [facts for facts in found if not self.unsupported(facts)]
 
 

@@ -5,28 +5,37 @@ Two tensors make a matrix of M rows and K columns:
     values      (M, K / 2): of each group of 4 the two stored elements, in their order
     metadata    which two of 4 they are, 2 bits for each; as sparse WGMMA reads it, and mma.sp
 
-An instruction multiplies 64 rows by 32 columns, so of 16 rows and 32 columns each of a warpgroup's four warps has the
-metadata: 16 x 8 groups x 4 bits are 16 words of 32 bits. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the
-figure of mma.sp.m16n8k32) lane 4 g + 2 s + h of a warp, with g < 8, h < 2 and a sparsity selector s of 0 or 1, has
-
-    bits 0 to 15    row g, columns 16 h to 16 h + 15: four groups, the first one in the lowest 4 bits
-    bits 16 to 31   row g + 8, the same columns
-
-and of a group bits 0 and 1 are the place of its first stored element, bits 2 and 3 that of the second. The other half
-of the lanes, those of the other selector, is not read. So the words of two instructions, one after the other along K,
-lie in one register of each thread: lanes of s = 0 have the first one's, those of s = 1 the second one's. Then 64 rows
-and 64 columns are 128 words, word t for thread t of a warpgroup:
+Of a group of 4 bits 0 and 1 are the place of its first stored element, bits 2 and 3 that of the second. 64 rows and 64
+columns are 128 words of 32 bits, word t for thread t of a warpgroup, whose four warps have 16 rows each:
 
     metadata    (K / 64, M / 64, 128) int32; M rounded up to 256, K to 128
 
 Row tiles of 64, 128 or 256 rows find what they need of 64 columns in one piece of memory, which a warp reads in order.
 What is only there to fill up has the places 0 and 1, since two equal places are not defined.
+
+Elements of 16 bits (of 32 and 64 bits, which no kernel multiplies, too). An instruction multiplies 64 rows by 32
+columns. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the figure of mma.sp.m16n8k32) lane 4 g + 2 s + h of
+a warp, with g < 8, h < 2 and a sparsity selector s of 0 or 1, has
+
+    bits 0 to 15    row g, columns 16 h to 16 h + 15: four groups, the first one in the lowest 4 bits
+    bits 16 to 31   row g + 8, the same columns
+
+The other half of the lanes, those of the other selector, is not read. So the words of two instructions, one after the
+other along K, lie in one register of each thread: lanes of s = 0 have the first one's, those of s = 1 the second one's.
+
+Elements of 8 bits. An instruction multiplies 64 rows by 64 columns. All lanes have metadata, and the sparsity selector
+is 0. By the ISA ("Sparse WGMMA .m64nNk64 metadata layout", the figures of mma.sp.m16n8k64) lane 4 g + 2 h + r, with
+h < 2 and r < 2, has
+
+    bits 0 to 31    row g + 8 r, columns 32 h to 32 h + 31: eight groups, the first one in the lowest 4 bits
 """
 
 import torch
 from torch import Tensor
 
 from ..checks import check_tensor
+from ..dtypes import FLOAT8
+from ..tile.element import VECTOR_BYTES
 from .cutlass import meta_of_cutlass, places_of_cutlass
 
 GROUP = 4  # columns, of which KEPT are stored
@@ -34,8 +43,8 @@ KEPT = 2
 SLAB, SPAN = 64, 64  # rows and columns whose metadata are WORDS words of 32 bits
 WORDS = 128
 ROWS, COLUMNS = 256, 128  # what metadata rounds M and K up to: the highest tile, the longest K-tile
-PITCH = 8  # elements; rows of values begin at multiples of 16 bytes, as TMA wants
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (*WIDE, *FLOAT8)
 FILL = 0b0100  # places 0 and 1
 
 
@@ -79,10 +88,12 @@ class Sparse24:
 
     Attributes:
         values: (M, K / 2), contiguous along K / 2, rows at multiples of 16 bytes.
-        metadata: int32 (K / 64, M / 64, 128), K rounded up to 128 and M to 256; see cute_kernels.sparse24.format.
+        metadata: int32 (K / 64, M / 64, 128), K rounded up to 128 and M to 256; see cute_kernels.sparse24.format. Those
+            of float8 are in another order than those of wider elements.
         shape: torch.Size((M, K)).
 
-    `gemm(W, b)` multiplies it. Immutable but for the contents of `values`; the tensors are shared, not copied.
+    `gemm(W, b)` multiplies it; of float8 with its scale, `gemm(W, b, scale_a=scale)`. Immutable but for the contents of
+    `values`; the tensors are shared, not copied.
     """
 
     __slots__ = ("metadata", "shape", "values")
@@ -111,7 +122,10 @@ class Sparse24:
 
     @classmethod
     def from_dense(cls, w: Tensor) -> "Sparse24":
-        """The compressed form of w (M, K), of bfloat16, float16, float32 or float64 and any strides, K a multiple of 4.
+        """The compressed form of w (M, K) of any strides, K a multiple of 4, in bfloat16, float16, float32, float64,
+        float8_e4m3fn or float8_e5m2.
+
+        Of `values, scale = quantize(prune_2_4(w), per="row")` it compresses the values; the scale stays as it is.
 
         On a GPU it waits for the device once, to check w.
 
@@ -137,7 +151,7 @@ class Sparse24:
                 f"{KEPT} of each"
             )
         values = rows_for_tma(values)
-        return cls(values, pack_metadata(places), (M, K))
+        return cls(values, pack_metadata(places, values.dtype.itemsize), (M, K))
 
     @classmethod
     def from_torch(cls, t: Tensor) -> "Sparse24":
@@ -153,8 +167,8 @@ class Sparse24:
         """
         if not isinstance(t, torch.sparse.SparseSemiStructuredTensor):
             raise TypeError(f"Sparse24.from_torch: t must be a SparseSemiStructuredTensor, got {type(t).__name__}")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"Sparse24.from_torch: t is {t.dtype}; known are {', '.join(map(str, DTYPES))}")
+        if t.dtype not in WIDE:
+            raise TypeError(f"Sparse24.from_torch: t is {t.dtype}; known are {', '.join(map(str, WIDE))}")
         if t.packed is None:
             raise ValueError("Sparse24.from_torch: t is a transposed view, and has no compressed rows; pass t.t()")
         if t.meta is None or t.meta.dim() != 2:
@@ -162,7 +176,7 @@ class Sparse24:
         places = places_of_cutlass(t.meta)
         if t.dtype.itemsize == 4:  # a word's four bits are of two elements, which count as four halves
             places = places[..., 0].unflatten(-1, (-1, 2)) // 2 + torch.tensor([0, 2], device=places.device)
-        return cls(rows_for_tma(t.packed.detach().clone()), pack_metadata(places), tuple(t.shape))
+        return cls(rows_for_tma(t.packed.detach().clone()), pack_metadata(places, t.dtype.itemsize), tuple(t.shape))
 
     def to_torch(self) -> Tensor:
         """A torch.sparse.SparseSemiStructuredTensorCUTLASS with the same stored elements, on any device; copies.
@@ -178,20 +192,28 @@ class Sparse24:
             raise TypeError(f"Sparse24.to_torch: values are {self.dtype}; torch keeps 2 of 4 of bfloat16 and float16")
         if M % 32 or K % 64 or M * K == 0:
             raise ValueError(f"Sparse24.to_torch: {M}x{K}; torch takes rows in multiples of 32, columns of 64; pad W")
-        meta = meta_of_cutlass(unpack_metadata(self.metadata, M, K))
+        meta = meta_of_cutlass(self.places())
         values = self.values.clone(memory_format=torch.contiguous_format)
         return torch.sparse.SparseSemiStructuredTensorCUTLASS(self.shape, values, meta, None, None, None)
 
     def to_dense(self) -> Tensor:
         """(M, K), contiguous, with zeros where nothing is stored."""
-        return expand(self.values, unpack_metadata(self.metadata, *self.shape))
+        return expand(self.values, self.places())
+
+    def places(self) -> Tensor:
+        """(M, K / 4, 2) int64: which two of each group are stored."""
+        return unpack_metadata(self.metadata, *self.shape, self.dtype.itemsize)
 
     def to(self, *device_or_dtype, **terms) -> "Sparse24":
-        """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes."""
+        """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes.
+
+        Metadata are put into the order of that dtype. For float8 with a scale see `from_dense`.
+        """
         values = self.values.to(*device_or_dtype, **terms)
         if values is self.values:
             return self
-        return type(self)(rows_for_tma(values), self.metadata.to(values.device), self.shape)
+        metadata = reordered(self.metadata.to(values.device), self.shape, self.dtype, values.dtype)
+        return type(self)(rows_for_tma(values), metadata, self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,25 +236,32 @@ def compress(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Of each group the nonzeros first, then zeros, each in their order; and of these the first two, in their order.
     """
-    groups = w.unflatten(-1, (w.shape[-1] // GROUP, GROUP))
-    nonzero = groups != 0
+    groups = as_bits(w).unflatten(-1, (w.shape[-1] // GROUP, GROUP))
+    nonzero = (groups & 0x7F if w.dtype.itemsize == 1 else groups) != 0  # but for the sign
     places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
-    return groups.gather(-1, places).flatten(-2), places, nonzero.sum(-1) > KEPT
+    return groups.gather(-1, places).flatten(-2).view(w.dtype), places, nonzero.sum(-1) > KEPT
 
 
 def expand(values: Tensor, places: Tensor) -> Tensor:
     """(..., K) of values (..., K / 2) at places (..., K / 4, 2), contiguous, with zeros where nothing is stored."""
-    groups = values.new_zeros(*places.shape[:-1], GROUP)
-    return groups.scatter_(-1, places, values.unflatten(-1, (places.shape[-2], KEPT))).flatten(-2)
+    bits = as_bits(values)
+    groups = bits.new_zeros(*places.shape[:-1], GROUP)
+    pairs = bits.unflatten(-1, (places.shape[-2], KEPT))
+    return groups.scatter_(-1, places, pairs).flatten(-2).view(values.dtype)
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """t, or of 8-bit floats, of which torch selects nothing, their bytes."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 def rows_for_tma(values: Tensor) -> Tensor:
     """The values in rows that begin at multiples of 16 bytes; those of a matrix that is so already."""
     M, columns = values.shape
-    if values.stride(-1) == 1 and values.stride(0) % PITCH == 0 or columns % PITCH == 0 and values.is_contiguous():
+    step = max(8, VECTOR_BYTES // values.dtype.itemsize)
+    if values.stride(-1) == 1 and values.stride(0) % step == 0 or columns % step == 0 and values.is_contiguous():
         return values
-    pitch = -(-columns // PITCH) * PITCH
-    wide = values.new_zeros(M, pitch)
+    wide = torch.zeros(M, -(-columns // step) * step, dtype=values.dtype, device=values.device)
     wide[:, :columns] = values
     return wide[:, :columns]
 
@@ -242,26 +271,47 @@ def metadata_shape(M: int, K: int) -> tuple[int, int, int]:
     return -(-K // COLUMNS) * (COLUMNS // SPAN), -(-M // ROWS) * (ROWS // SLAB), WORDS
 
 
-def pack_metadata(places: Tensor) -> Tensor:
-    """(K / 64, M / 64, 128) int32, as the head of this file says, of the places (M, K / 4, 2) of stored elements."""
+def pack_metadata(places: Tensor, width: int) -> Tensor:
+    """(K / 64, M / 64, 128) int32, as the head of this file says, of the places (M, K / 4, 2) of stored elements of so
+    many bytes."""
     M, groups, _ = places.shape
     spans, slabs, _ = metadata_shape(M, groups * GROUP)
     bits = places.new_full((slabs * SLAB, spans * SPAN // GROUP), FILL)
     bits[:M, :groups] = places[..., 0] | places[..., 1] << 2
-    shifts = 4 * torch.arange(4, device=bits.device)
-    halves = (bits.unflatten(-1, (-1, 4)) << shifts).sum(-1)  # (M, K / 16), of 16 bits
-    # (slab, warp, row g or g + 8, g, span, selector, half of 32 columns)
-    halves = halves.view(slabs, 4, 2, 8, spans, 2, 2)
-    low, high = halves.permute(4, 0, 1, 3, 5, 6, 2).unbind(-1)  # (span, slab, warp, g, selector, half)
-    words = low | high << 16
+    if width == 1:
+        words = joined(bits, 8)  # (M, K / 32), of 32 bits
+        # (slab, warp, row g or g + 8, g, span, half of 64 columns)
+        words = words.view(slabs, 4, 2, 8, spans, 2).permute(4, 0, 1, 3, 5, 2)  # (span, slab, warp, g, half, row)
+    else:
+        halves = joined(bits, 4)  # (M, K / 16), of 16 bits
+        # (slab, warp, row g or g + 8, g, span, selector, half of 32 columns)
+        halves = halves.view(slabs, 4, 2, 8, spans, 2, 2)
+        low, high = halves.permute(4, 0, 1, 3, 5, 6, 2).unbind(-1)  # (span, slab, warp, g, selector, half)
+        words = low | high << 16
     return (words - ((words >> 31) << 32)).to(torch.int32).reshape(spans, slabs, WORDS)
 
 
-def unpack_metadata(metadata: Tensor, M: int, K: int) -> Tensor:
+def unpack_metadata(metadata: Tensor, M: int, K: int, width: int) -> Tensor:
     """The places (M, K / 4, 2) int64 that pack_metadata packed."""
     spans, slabs, _ = metadata.shape
-    words = metadata.to(torch.int64).view(spans, slabs, 4, 8, 2, 2)
-    halves = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), -1).permute(1, 2, 6, 3, 0, 4, 5)
-    halves = halves.reshape(slabs * SLAB, spans * SPAN // 16, 1)
-    bits = (halves >> 4 * torch.arange(4, device=halves.device)).flatten(1)[:M, : K // GROUP]
+    words = metadata.to(torch.int64) & 0xFFFFFFFF
+    if width == 1:
+        words, count = words.view(spans, slabs, 4, 8, 2, 2).permute(1, 2, 5, 3, 0, 4), 8
+    else:
+        words, count = words.view(spans, slabs, 4, 8, 2, 2), 4
+        words = torch.stack((words & 0xFFFF, words >> 16), -1).permute(1, 2, 6, 3, 0, 4, 5)
+    words = words.reshape(slabs * SLAB, spans * SPAN // (GROUP * count), 1)
+    bits = (words >> 4 * torch.arange(count, device=words.device)).flatten(1)[:M, : K // GROUP]
     return torch.stack((bits & 3, bits >> 2 & 3), -1)
+
+
+def joined(bits: Tensor, count: int) -> Tensor:
+    """(M, groups / count) of the 4 bits (M, groups) of each group, the first in the lowest bits."""
+    return (bits.unflatten(-1, (-1, count)) << 4 * torch.arange(count, device=bits.device)).sum(-1)
+
+
+def reordered(metadata: Tensor, shape: tuple[int, int], of: torch.dtype, to: torch.dtype) -> Tensor:
+    """The metadata of a matrix of this shape, of another dtype."""
+    if (of.itemsize == 1) == (to.itemsize == 1):
+        return metadata
+    return pack_metadata(unpack_metadata(metadata, *shape, of.itemsize), to.itemsize)

@@ -1,25 +1,26 @@
-"""The sm_80 mainloop with a 2:4 sparse A: the plain one's schedule, with mma.sp of 32 columns, of which 16 are stored.
+"""The sm_80 mainloop with a 2:4 sparse A: the plain one's schedule, with mma.sp of 32 columns of 16 bits, of which 16
+are stored, or on sm_89 of 64 of 8 bits, whose sums are promoted step by step.
 
     cp.async     A's stored half, (tile_m, tile_k / 2), and B, (tile_n, tile_k)
-    ldmatrix     of one step 16 rows by 16 stored elements of A, as of a dense product, and two dense steps of B
+    ldmatrix     of one step 16 rows by 32 stored bytes of A, as of a dense product, and two dense steps of B
     metadata     from global memory to registers, a K-tile ahead
 
 A warp's 16 rows and 64 columns have 32 words of metadata, one for each lane, in the order in which the instruction
-wants them (format): the lanes of sparsity selector 0 have the first 32 columns', those of selector 1 the others'. So a
-lane loads one word for two steps, and a warp 128 neighbouring bytes.
+wants them (format): of 16 bits the lanes of sparsity selector 0 have the first 32 columns', those of selector 1 the
+others'. So a lane loads one word for two steps, or of 8 bits for one, and a warp 128 neighbouring bytes.
 """
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from ..matmul.mainloop_sm80 import MainloopSm80
 from ..tile.ampere import WARP
 from ..tile.ptx import load_vector, sparse_mma
 from .format import KEPT, SPAN
 
-STEPS = 2  # of 32 columns, whose metadata are one word
+STEPS = 2  # dense ones for each sparse one
 WORD = 4  # bytes
 
 
@@ -42,6 +43,7 @@ class Sparse24MainloopSm80(MainloopSm80):
         self.spans = facts.config.tile_k // SPAN
         self.k_blocks = tuple(steps // STEPS for steps in self.k_blocks)
         self.unroll = 1 + sum(self.k_blocks) % 2
+        self.steps = SPAN // (STEPS * self.element.mma_k)  # whose metadata are one word
 
     def metadata_words(self, warp_m: Int32) -> MetadataWords:
         start = (warp_m * (self.mmas_m * WARP) + cute.arch.lane_idx()) * WORD
@@ -72,13 +74,28 @@ class Sparse24MainloopSm80(MainloopSm80):
         a, b = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)  # (4, MMA_M), (2, MMA_N, 2)
         for m in range(self.mmas_m):
             for n in range(self.mmas_n):
-                sums = sparse_mma(
-                    [acc[v, m, n] for v in range(4)],
-                    [a[v, m] for v in range(4)],
-                    [b[v % 2, n, v // 2] for v in range(4)],
-                    words.now[m, k // STEPS],
-                    k % STEPS,
-                    self.kind,
-                )
+                sums = self.mma_step([acc[v, m, n] for v in range(4)], a, b, words, m, n, k)
                 for v in range(4):
                     acc[v, m, n] = sums[v]
+
+    def promoted_product(
+        self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, words: MetadataWords, scales, k: int
+    ):
+        a, b = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)
+        for m in range(self.mmas_m):
+            for n in range(self.mmas_n):
+                sums = self.mma_step([Float32(0.0)] * 4, a, b, words, m, n, k)
+                for v in range(4):
+                    acc[v, m, n] = acc[v, m, n] + (sums[v] * scales[0] if self.scaled else sums[v])
+
+    def mma_step(
+        self, sums: list, a: cute.Tensor, b: cute.Tensor, words: MetadataWords, m: int, n: int, k: int
+    ) -> list:
+        return sparse_mma(
+            sums,
+            [a[v, m] for v in range(4)],
+            [b[v % 2, n, v // 2] for v in range(4)],
+            words.now[m, k // self.steps],
+            k % self.steps,
+            self.kind,
+        )

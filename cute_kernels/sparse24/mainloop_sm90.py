@@ -10,11 +10,12 @@ next K-tile's words were loaded to the same registers, and results were wrong (H
 one's products keep the tensor cores busy, which is why the two are kept apart.
 
 Each thread reads one word for 64 rows and 64 columns, 4 lanes of 4 neighbouring bytes each: a warp reads 128 bytes.
-CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added:
+CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added. A step is one
+WGMMA, of 32 columns of 16 bits or of 64 of 8 bits:
 
-    A    (tile_m, tile_k / 2)    K-major, a swizzled row of tile_k bytes, 32 of them a step
-    B    (tile_n, tile_k)        K-major, swizzled rows of 128 bytes, 64 of them a step, tile_k / 64 rows one behind the
-                                 other; or N-major, swizzled rows of up to 64 columns, 32 of them a step
+    A    (tile_m, tile_k / 2)    K-major, a swizzled row of what is stored of a K-tile, 32 bytes of it a step
+    B    (tile_n, tile_k)        K-major, swizzled rows of 128 bytes, 64 of them a step, those of a K-tile one behind
+                                 the other; or of 16 bits N-major, swizzled rows of up to 64 columns, 32 of them a step
 """
 
 import cutlass
@@ -26,9 +27,9 @@ from ..matmul.mainloop_sm90 import MainloopSm90
 from ..tile.descriptors import MMA_M, descriptor_high, descriptor_low
 from ..tile.hopper import WARPGROUP
 from ..tile.ptx import bulk_load, load_shared_word, sparse_wgmma_slabs
-from .format import SPAN, WORDS
+from .format import KEPT, SPAN, WORDS
 
-STEP_K = 32  # columns of one sparse WGMMA of 16-bit elements
+STEP_BYTES = 32  # of A's stored half of one sparse WGMMA, which multiplies 64 bytes of B
 SLAB_BYTES = WORDS * 4  # of metadata
 LINE = 128  # bytes of B's swizzled row, where it is K-major
 
@@ -36,7 +37,7 @@ LINE = 128  # bytes of B's swizzled row, where it is K-major
 class Sparse24MainloopSm90(MainloopSm90):
     """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`); facts: GemmFacts."""
 
-    stored = 2
+    stored = KEPT
 
     def __init__(self, *terms, facts):
         super().__init__(*terms)
@@ -48,12 +49,13 @@ class Sparse24MainloopSm90(MainloopSm90):
         self.ring_a = cfg.stages * cfg.rings * self.stage_a
         self.cluster_m, self.share_a = cfg.cluster_m, self.stage_a // cfg.cluster_n
         self.b_n_major = facts.majors[1] == "n"
-        line = next(columns for columns in facts.element.rows if cfg.tile_n % columns == 0) * width  # of N
+        line = next((row for row in facts.element.rows if cfg.tile_n % row == 0), cfg.tile_n) * width  # of N
         self.row_b = line if self.b_n_major else LINE
         # Swizzled rows of N, one for each column of K, from one to the next; and B's columns of a warpgroup.
         self.next_row_b = cfg.tile_k * line
         self.group_b = self.n * width // line * self.next_row_b if self.b_n_major else self.n * LINE
-        spans = [k * STEP_K * width for k in range(cfg.tile_k // STEP_K)]  # bytes of K before each step
+        self.step_k = 2 * STEP_BYTES // width  # columns of one sparse WGMMA
+        spans = [k * self.step_k * width for k in range(cfg.tile_k // self.step_k)]  # bytes of K before each step
         k_major = [at // LINE * cfg.tile_n * LINE + at % LINE for at in spans]
         self.steps_b = [at // width * line for at in spans] if self.b_n_major else k_major
 
@@ -101,30 +103,51 @@ class Sparse24MainloopSm90(MainloopSm90):
         steps: int,  # of dense WGMMAs, of half as many columns
         clear: bool,
     ):
-        a, metadata = tCrA
-        per_slab = self.n // 2
-        slabs = cute.size(acc) // per_slab
-        words = []  # of each 64 columns, of each slab
-        for span in range(steps * STEP_K // 2 // SPAN):
-            at = metadata + stage * self.metadata_bytes + span * (self.tile_m // MMA_M * SLAB_BYTES)
-            words.append([load_shared_word(at + slab * self.warps_m * SLAB_BYTES) for slab in range(slabs)])
+        slabs = cute.size(acc) // (self.n // 2)
+        words = self.metadata_words(tCrA, stage, slabs, steps * self.step_k // 2 // SPAN)
         warpgroup.fence()
         for k in range(steps // 2):
-            result = sparse_wgmma_slabs(
-                [acc[i] for i in range(slabs * per_slab)],
-                self.n,
-                self.dtype,
-                a + stage * (self.stage_a >> 4) + (k * STEP_K >> 4),
-                descriptor_high(self.row_a),
-                self.warps_m * MMA_M * self.row_a >> 4,
-                tCrB + stage * (self.stage_b >> 4) + (self.steps_b[k] >> 4),
-                descriptor_high(self.row_b),
-                self.b_n_major,
-                words[k * STEP_K // SPAN],
-                k % 2,
-                k > 0 or not clear,
-            )
-            for i in range(slabs * per_slab):
-                acc[i] = result[i]
+            self.start_step(acc, self.n, tCrA, tCrB, stage, words, k, k > 0 or not clear)
         warpgroup.commit_group()
         warpgroup.wait_group(0)  # it reads `words` until then
+
+    def metadata_words(self, tCrA: tuple, stage: Int32, slabs: int, spans: int) -> list:
+        """This thread's metadata of a stage, of each 64 columns, of each of its warpgroup's slabs."""
+        words = []
+        for span in range(spans):
+            at = tCrA[1] + stage * self.metadata_bytes + span * (self.tile_m // MMA_M * SLAB_BYTES)
+            words.append([load_shared_word(at + slab * self.warps_m * SLAB_BYTES) for slab in range(slabs)])
+        return words
+
+    def start_step(
+        self,
+        acc: cute.Tensor,  # (n / 2 of each slab,)
+        n: int,
+        tCrA: tuple,  # operand_a
+        tCrB: Int32,  # the descriptor of n of B's columns in stage 0
+        stage: Int32,
+        words: list,  # metadata_words; of the slabs that are multiplied
+        k: int,
+        accumulate: bool,
+        first: int = 0,  # which of the warpgroup's slabs is the first
+    ):
+        """Start the WGMMAs of step k, 64 bytes of B along K."""
+        slabs, per_slab = len(words[0]), n // 2
+        a_step = self.warps_m * MMA_M * self.row_a >> 4
+        step = k * self.step_k // SPAN
+        result = sparse_wgmma_slabs(
+            [acc[i] for i in range(slabs * per_slab)],
+            n,
+            self.dtype,
+            tCrA[0] + stage * (self.stage_a >> 4) + ((k * STEP_BYTES >> 4) + first * a_step),
+            descriptor_high(self.row_a),
+            a_step,
+            tCrB + stage * (self.stage_b >> 4) + (self.steps_b[k] >> 4),
+            descriptor_high(self.row_b),
+            self.b_n_major,
+            words[step],
+            k % 2 if self.step_k < SPAN else 0,
+            accumulate,
+        )
+        for i in range(slabs * per_slab):
+            acc[i] = result[i]

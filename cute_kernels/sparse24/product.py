@@ -16,9 +16,10 @@ from ..matmul.dense import DenseGemm, batched, view
 from ..matmul.epilogue import EpilogueArgs
 from ..matmul.kernel_sm80 import GemmSm80
 from ..matmul.kernel_sm90 import GemmSm90
-from .format import SLAB, SPAN, WORDS
+from .format import COLUMNS, SLAB, SPAN, WORDS
 from .mainloop_sm80 import Sparse24MainloopSm80
 from .mainloop_sm90 import Sparse24MainloopSm90
+from .promoted_sm90 import PromotedSparse24MainloopSm90
 
 
 class Sparse24KTile(NamedTuple):
@@ -35,6 +36,7 @@ class Sparse24KTiles(DenseKTiles):
 
     metadata: cute.Tensor  # (K / 64, M / 64, 128)
     tile: cutlass.Constexpr[tuple]  # (tile_m, tile_k)
+    past_k: cutlass.Constexpr[bool]  # whether the last K-tile may lie past K rounded up, too
 
     def at(self, i) -> Sparse24KTile:
         tile_m, tile_k = self.tile
@@ -42,7 +44,10 @@ class Sparse24KTiles(DenseKTiles):
         rows, slabs = self.metadata.shape[1], tile_m // SLAB
         # A cluster's last row tile may lie past M rounded up: A is zeros there, and any metadata do.
         slab = cutlass.min(self.m * slabs, rows - slabs)
-        places = (Int64(i * spans + span) * rows + slab for span in range(spans))
+        along = [i * spans + span for span in range(spans)]
+        if const_expr(self.past_k):
+            along = [cutlass.min(span, self.metadata.shape[0] - 1) for span in along]
+        places = (Int64(span) * rows + slab for span in along)
         addresses = tuple(start + place * (WORDS * 4) for place in places)
         return Sparse24KTile((self.m, i, self.l), (i, Int32(0)), addresses)
 
@@ -53,16 +58,20 @@ class Sparse24Source(DenseSource):
 
     metadata: cute.Tensor
     tile: cutlass.Constexpr[tuple]
+    past_k: cutlass.Constexpr[bool]
 
     def for_tile(self, m, l, bounds) -> Sparse24KTiles:
-        return Sparse24KTiles(self.count, m, Int32(0), self.metadata, self.tile)
+        return Sparse24KTiles(self.count, m, Int32(0), self.metadata, self.tile, self.past_k)
 
 
 def kernel_for(facts: GemmFacts):
     """The kernel of the facts' path, with the mainloop of a 2:4 sparse A."""
     if facts.path != "sm_90":
         return GemmSm80(facts, Sparse24MainloopSm80)
-    return GemmSm90(facts, partial(Sparse24MainloopSm90, facts=facts))
+    if not facts.promotes:
+        return GemmSm90(facts, partial(Sparse24MainloopSm90, facts=facts))
+    scaled = facts.block is not None and facts.block.scaled
+    return GemmSm90(facts, partial(PromotedSparse24MainloopSm90, facts=facts, scaled=scaled))
 
 
 class Sparse24Gemm(DenseGemm):
@@ -87,7 +96,21 @@ class Sparse24Gemm(DenseGemm):
         max_ctas: Int32 | None,
         stream: cuda.CUstream,
     ):
-        cfg = self.facts.config
+        self.launch(a, metadata, b, d, EpilogueArgs(bias, residual, None, alpha, beta), group, max_ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        a: cute.Tensor,
+        metadata: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        args: EpilogueArgs,  # of torch's tensors
+        group: Int32,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        cfg, bias, residual = self.facts.config, args.bias, args.residual
         (M, _, _), stride = batched(a)
         mA = view(a, (M, a.shape[1], 1), stride)
         (K, N, _), (sK, sN, _) = batched(b)
@@ -96,7 +119,33 @@ class Sparse24Gemm(DenseGemm):
             residual = self.output(residual)
         if const_expr(bias is not None):
             bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
-        source = Sparse24Source(cute.ceil_div(K, cfg.tile_k), Int32(1), metadata, (cfg.tile_m, cfg.tile_k))
-        args = EpilogueArgs(bias, residual, None, alpha, beta)
+        tile = cfg.tile_m, cfg.tile_k
+        source = Sparse24Source(cute.ceil_div(K, cfg.tile_k), Int32(1), metadata, tile, cfg.tile_k > COLUMNS)
+        scales = self.scale_of(args.scale_m), self.scale_of(args.scale_n)
+        args = EpilogueArgs(bias, residual, None, args.alpha, args.beta, *scales)
         rows = cute.ceil_div(M, cfg.tile_m)
         self.kernel(mA, mB, self.output(d), source, args, rows, group, max_ctas, stream)
+
+
+class ScaledSparse24Gemm(Sparse24Gemm):
+    """Sparse24Gemm of 8-bit floats with scales, which multiply the sums before anything else."""
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        metadata: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        scale_a: cute.Tensor | None,  # (1, 1 or M) fp32
+        scale_b: cute.Tensor | None,  # (1, 1 or N) fp32
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        group: Int32,
+        max_ctas: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        args = EpilogueArgs(bias, residual, None, alpha, beta, scale_a, scale_b)
+        self.launch(a, metadata, b, d, args, group, max_ctas, stream)

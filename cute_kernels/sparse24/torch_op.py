@@ -3,7 +3,7 @@ tensors. Eager calls go around it."""
 
 import torch
 
-from ..checks import check_no_grad
+from ..checks import check_no_grad, scaled
 from ..dtypes import default_out_dtype
 from ..runtime import library
 from ..torch_op import function_named, named_function
@@ -38,7 +38,12 @@ def traced_gemm(
     fast_accumulation=False, accumulation_dtype=None,
 ):  # fmt: skip
     """gemm of a Sparse24 inside a torch.compile trace."""
-    eager._check_kind(a, b, scale_a, scale_b, fast_accumulation, accumulation_dtype)
+    eager._check_kind(a, b, accumulation_dtype)
+    if scaled(a.values, scale_a, scale_b, fast_accumulation):
+        raise RuntimeError(
+            f"{eager.OP} of float8, to which scales and fast_accumulation belong, is not traced by torch.compile; call "
+            "it under torch.compiler.disable"
+        )
     check_no_grad(eager.OP, a.values, b, bias, residual)
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named_function(epilogue)
     return library.call(NAME, (a.values, a.metadata, b), out, terms)

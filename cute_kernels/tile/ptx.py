@@ -437,21 +437,22 @@ def sparse_wgmma_slabs(
     """acc + A @ B, or A @ B, for several 64-row slabs of a 2:4 sparse A and one B: 64 bytes of K, of A half are stored.
 
     Args:
-        metadata: of each slab this thread's register, of which the lanes of `selector` (0 or 1) are read: see
-            cute_kernels.sparse24.format.
+        metadata: of each slab this thread's register; of elements of 16 bits the lanes of `selector` (0 or 1) are read,
+            of 8 bits all, and it is 0: see cute_kernels.sparse24.format.
         accumulate: whether to add to acc.
         others: as of wgmma_slabs; A is K-major, 64 rows of 32 bytes, and B has 64 bytes of K.
     """
     per_slab, total = n // 2, len(acc)
-    slabs, kind = total // per_slab, WGMMA_TYPE[dtype]
-    name = f"wgmma.mma_async.sp.sync.aligned.m64n{n}k{2 * element_of(dtype).mma_k}.f32.{kind}.{kind}"
+    slabs, kind, element = total // per_slab, WGMMA_TYPE[dtype], element_of(dtype)
+    name = f"wgmma.mma_async.sp.sync.aligned.m64n{n}k{2 * element.mma_k}.f32.{kind}.{kind}"
+    turned = f", 0, {int(b_transposed)}" if element.transposes else ""
     lines = [f".reg .pred p; .reg .b32 low; .reg .b64 da, db; setp.ne.u32 p, {int(accumulate)}, 0;"]
     lines.append(f"mov.b64 db, {{${2 * total + 1}, {b_high}}};")
     for slab in range(slabs):
         registers = ", ".join(f"${slab * per_slab + v}" for v in range(per_slab))
         lines.append(f"add.u32 low, ${2 * total}, {slab * a_step}; mov.b64 da, {{low, {a_high}}};")
         word = f"${2 * total + 2 + slab}"
-        lines.append(f"{name} {{{registers}}}, da, db, {word}, {selector}, p, 1, 1, 0, {int(b_transposed)};")
+        lines.append(f"{name} {{{registers}}}, da, db, {word}, {selector}, p, 1, 1{turned};")
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in acc]
     operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, *metadata)]
     result = llvm.StructType.get_literal([T.f32()] * total)
@@ -462,18 +463,21 @@ def sparse_wgmma_slabs(
 
 @dsl_user_op
 def sparse_mma(acc: list, a: list, b: list, metadata: Int32, selector: int, dtype: str, *, loc=None, ip=None) -> list:
-    """acc + A @ B of a 2:4 sparse A (16, 32) and B (32, 8), of elements of 16 bits; returns the new accumulators.
+    """acc + A @ B of a 2:4 sparse A (16, 32) and B (32, 8) of elements of 16 bits, or A (16, 64) and B (64, 8) of 8;
+    returns the new accumulators.
 
     Args:
         acc: 4 fp32 registers of this thread, as of mma.m16n8k16.
-        a: 4 registers, those of a dense A (16, 16), for the 16 stored elements of each row.
-        b: 4 registers, those of two dense B (16, 8), one after the other.
-        metadata: of the lanes of `selector` (0 or 1): see cute_kernels.sparse24.format.
+        a: 4 registers, those of a dense A whose rows are the 32 bytes that are stored of each row.
+        b: 4 registers, those of two dense B, one after the other.
+        metadata: of 16 bits of the lanes of `selector` (0 or 1), of 8 bits of all, and it is 0: see
+            cute_kernels.sparse24.format.
 
     All lanes of a warp execute it.
     """
     kind = WGMMA_TYPE[dtype]
-    name = f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32"
+    k = 2 * element_of(dtype).mma_k
+    name = f"mma.sp::ordered_metadata.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32"
     d, of_a, of_b = (", ".join(f"${first + v}" for v in range(4)) for first in (0, 4, 8))
     text = f"{name} {{{d}}}, {{{of_a}}}, {{{of_b}}}, {{{d}}}, $12, {selector};"
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b, metadata)]

@@ -7,25 +7,27 @@ from typing import ClassVar
 from cute_kernels.arch import ArchSpec
 from cute_kernels.matmul import cost, legality
 from cute_kernels.matmul.catalogue import COL, LIGHT, LINEAR, ROW, buildable, full
-from cute_kernels.matmul.config import BlockFacts, GemmFacts
+from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.sparse24.config import (
     STORED,
     Sparse24Config,
+    Sparse24Float8Config,
+    Sparse24Float8Sm80Config,
     Sparse24Sm80Config,
     candidates_sm80,
     k_tile_clocks,
     of_shape,
     of_stored_halves,
+    promotes,
 )
 from cute_kernels.sparse24.format import SLAB, SPAN
-from cute_kernels.tile.element import BITS_16, Element
+from cute_kernels.tile.element import BITS_16, Element, element_of
 
 from .. import catalogue
 from ..candidates import pair_of
 from ..family import values_bytes
 
-STORED_BYTES = 1 / STORED + 1 / 16  # of a dense block's: values, and 2 bits for each of them
 DRAM_SHARE = 0.8  # of DRAM's rate: as of block-sparse products by TMA; an estimate
 
 
@@ -37,8 +39,18 @@ class Bsr24Config(Sparse24Config):
 
 
 @dataclass(frozen=True)
+class Bsr24Float8Config(Bsr24Config, Sparse24Float8Config):
+    """Those of 8-bit floats, on the sm_90 path. Promoted sums are those of a K-tile."""
+
+
+@dataclass(frozen=True)
 class Bsr24Sm80Config(Bsr24Config, Sparse24Sm80Config):
     """Those of the mma.sync path."""
+
+
+@dataclass(frozen=True)
+class Bsr24Float8Sm80Config(Bsr24Config, Sparse24Float8Sm80Config):
+    """Those of 8-bit floats, on sm_89."""
 
 
 def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
@@ -47,16 +59,18 @@ def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element
         return []
     if path == "sm_90":
         return candidates(block, spec, element)
-    return [Bsr24Sm80Config(**vars(c)) for c in candidates_sm80(spec, element) if block.bm % c.tile_m == 0]
+    kind = Bsr24Float8Sm80Config if element.width == 1 else Bsr24Sm80Config
+    return [kind(**vars(c)) for c in candidates_sm80(spec, element) if block.bm % c.tile_m == 0]
 
 
 def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
     """Those of the sm_90 path.
 
     Row tiles of one block share B in a cluster, which halves what L2 delivers; blocks as high as a tile have only A to
-    share. K-tiles of narrow tiles are 128 long where blocks are, for more bytes of A under way.
+    share. K-tiles of narrow tiles are twice as long where blocks are, for more bytes of A under way.
     """
-    wide = 2 * SPAN if block.bk % (2 * SPAN) == 0 else SPAN
+    line = 2 * SPAN // element.width  # columns of a K-tile
+    wide = 2 * line if block.bk % (2 * line) == 0 else line
     narrow = [
         # tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring
         (64, 64, wide, 1, 1, 1, 1, 2, 1),
@@ -65,32 +79,40 @@ def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr2
     ]
     if block.bm % 128:
         shapes = [
-            (64, 256, SPAN, 1, 1, 1, 2, 2, 1),
-            (64, 256, SPAN, 1, 1, 1, 1, 2, 1),
-            (64, 128, SPAN, 1, 1, 1, 1, 2, 2),
+            (64, 256, line, 1, 1, 1, 2, 2, 1),
+            (64, 256, line, 1, 1, 1, 1, 2, 1),
+            (64, 128, line, 1, 1, 1, 1, 2, 2),
         ]
     else:
         pair = pair_of(block)
-        high = [(256, 192, SPAN, 2, 1, 1, 2, 1, 1)] if block.bm % 256 == 0 else []
+        high = [(256, 192, line, 2, 1, 1, 2, 1, 1)] if block.bm % 256 == 0 else []
         shapes = [
-            (128, 192, SPAN, 1, 1, *pair, 2, 1),
-            (128, 256, SPAN, 2, 1, *pair, 1, 1),
+            (128, 192, line, 1, 1, *pair, 2, 1),
+            (128, 256, line, 2, 1, *pair, 1, 1),
             *high,
-            (128, 256, SPAN, 2, 1, 1, 1, 1, 1),
-            (128, 128, SPAN, 1, 1, *pair, 2, 2),
-            (128, 128, SPAN, 2, 1, 1, 1, 1, 2),
+            (128, 256, line, 2, 1, 1, 1, 1, 1),
+            (128, 128, line, 1, 1, *pair, 2, 2),
+            (128, 128, line, 2, 1, 1, 1, 1, 2),
             (128, 64, wide, 2, 1, 1, 1, 1, 1),
         ]
     # Two consumer groups in turns wait for each K-tile while nobody multiplies; with rings of their own they do not.
     own = [(*shape[:-1], 1) for shape in shapes if shape[-2] == 2]
-    found = [of_shape(Bsr24Config, shape, spec, element, rings=2) for shape in own]
-    return found + [of_shape(Bsr24Config, shape, spec, element) for shape in (*shapes, *narrow)]
+    kind = Bsr24Config
+    if element.width == 1:  # promoted sums want both warpgroups on one tile, or rings of their own
+        kind, low = Bsr24Float8Config, block.bm % 128
+        shapes += [(64, 256, line, 1, 2, 1, 2, 1, 1)] if low else []
+        narrow += [(64, 64, wide, 1, 2, 1, 1, 1, 1), (64, 32, wide, 1, 2, 1, 1, 1, 1)]
+        narrow += [] if low else [(128, 32, wide, 2, 1, 1, 1, 1, 1), (128, 16, wide, 2, 1, 1, 1, 1, 1)]
+    found = [of_shape(kind, shape, spec, element, rings=2) for shape in own]
+    if element.width == 1:  # with two stages one would be under way, which hides nothing
+        found = [config for config in found if config.stages > 2]
+    return found + [of_shape(kind, shape, spec, element) for shape in (*shapes, *narrow)]
 
 
 def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
     """As cost.cost, of K-tiles as sparse24.config has them. Loads go on while a cooperative kernel stores: its ring is
     full again when the store is done."""
-    products, loads = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock)
+    products, loads = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, promotes(problem))
     k_tiles = max(1.0, problem.density * problem.extents.K / cfg.tile_k)
     hidden = 0.0
     if cfg.consumer_groups == 1:
@@ -98,7 +120,8 @@ def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: flo
         hidden = min(accumulators * cost.store_clocks(problem), cfg.stages * loads)
     loop = max(k_tiles * products, k_tiles * loads - hidden)
     found = cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, problem.block), loop)
-    least = cost.PIPELINE_FILL + STORED_BYTES * values_bytes(problem) / (DRAM_SHARE * cost.DRAM_BYTES_PER_CLOCK)
+    stored = 1 / STORED + 1 / (8 * problem.width)  # of a dense block's bytes: values, and 2 bits for each of them
+    least = cost.PIPELINE_FILL + stored * values_bytes(problem) / (DRAM_SHARE * cost.DRAM_BYTES_PER_CLOCK)
     return found if found > least else least + 0.02 * found
 
 
@@ -168,6 +191,40 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
     if path == "sm_90":  # where TMA cannot read b
         yield from main(family, catalogue.linear, spec, "sm_80", BLOCKS[0])
         yield from main(family, catalogue.linear, spec, "sm_80", BLOCKS[0], aligns=(8, 1, 1))
+
+
+def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
+    """Of 8-bit floats: each configuration of several blocks with a scale each, and the main one in its variations."""
+    if quick or not spec.float8:
+        return
+    element = element_of("float8_e4m3fn")
+    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="column")
+    loaded = replace(LINEAR, residual=None, scale_n="column")
+    changes = [
+        {},
+        {"epilogue": one},
+        {"fast_accumulation": True},
+        {"epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+        {"epilogue": loaded, "scaled": True},
+        {"epilogue": tokens, "scaled": True, "ordered": True},
+        {"epilogue": tokens, "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
+        {"epilogue": tokens, "scaled": True, "out_dtype": "float32", "aligns": (element.vector, element.vector, 4)},
+        {"epilogue": tokens, "scaled": True, "batch": "values", "ranks": (4, 3, 3)},
+        {"epilogue": tokens, "scaled": True, "batch": "patterns", "ranks": (3, 2, 2), "run": 256},
+    ]
+    for shape in ((128, 128), (64, 128), (256, 256)):
+        configs = family.candidates(spec.path, BlockFacts(*shape, "int32"), spec, element)
+        for config in configs:
+            yield catalogue.linear(spec, spec.path, config, shape, **usual, epilogue=tokens, scaled=True)
+            if shape == BLOCKS[0]:
+                yield catalogue.linear(spec, spec.path, config, shape, **usual, epilogue=one, fast_accumulation=True)
+        for change in changes if shape == BLOCKS[0] else changes[:1]:
+            made = (catalogue.linear(spec, spec.path, config, shape, **usual | change) for config in configs)
+            yield from buildable(family, made)[:1]
+        terms = usual | {"majors": ("k", "k", "n"), "scaled": True, "epilogue": replace(COL, scale_n="column")}
+        made = (catalogue.bsr(spec, spec.path, config, shape, **terms) for config in configs)
+        yield from buildable(family, made)[:1]
 
 
 def main(family, make, spec: ArchSpec, path: str, shape: tuple[int, int], **change) -> list[GemmFacts]:

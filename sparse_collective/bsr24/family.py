@@ -7,11 +7,12 @@ from cute_kernels.matmul.config import BlockFacts, GemmFacts
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
+from cute_kernels.sparse24.config import judge
 from cute_kernels.sparse24.format import KEPT
 from cute_kernels.tile.element import BITS_16, Element
 
 from ..alignment import aligned
-from ..fakes import bsr_args
+from ..fakes import bsr_args, has_scales
 from ..family import BsrFamily, in_step
 from . import config
 
@@ -38,14 +39,22 @@ class Bsr24Family(BsrFamily):
         return config.unsupported(facts)
 
     def sources(self, path: str) -> tuple[str, ...]:
-        own = ("product", f"mainloop_{path.replace('_', '')}", "format")
+        own = (
+            "product",
+            f"mainloop_{path.replace('_', '')}",
+            "format",
+            *(("promoted_sm90",) if path == "sm_90" else ()),
+        )
         own = ("sparse_collective.bsr24.gemm", *(f"cute_kernels.sparse24.{name}" for name in own))
         return (*super().sources(path), *own, *(("cute_kernels.tile.descriptors",) if path == "sm_90" else ()))
 
     def entry(self, facts: GemmFacts):
-        from .gemm import Bsr24Gemm
+        from .gemm import Bsr24Gemm, ScaledBsr24Gemm
 
-        return Bsr24Gemm(facts)
+        return (ScaledBsr24Gemm if has_scales(facts) else Bsr24Gemm)(facts)
+
+    def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        return judge(facts, resources, problems)
 
     def tables(self, facts: GemmFacts) -> tuple:
         *found, _ = super().tables(facts)
@@ -71,7 +80,9 @@ class Bsr24Family(BsrFamily):
         return found | {"problem": f"{found['problem']} 2:4"}
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        return buildable(self, config.kernels(self, arch_named(arch), BITS_16, quick))
+        spec = arch_named(arch)
+        found = [*config.kernels(self, spec, BITS_16, quick), *config.float8_kernels(self, spec, quick)]
+        return buildable(self, found)
 
 
 BSR24 = register(Bsr24Family())

@@ -34,13 +34,15 @@ class Bsr24:
 
     `W.prune_2_4()` of a BsrMatrix W makes one, and `Bsr24.from_bsr(W)` of one whose blocks are 2:4 sparse already.
     `bsr_matmul(V, b)` and `bsr_linear(x, V)` multiply it, as do V @ b and torch.nn.functional.linear(x, V, bias).
-    Kernels multiply bfloat16 and float16, by sparse WGMMA on sm_90 and by mma.sp on sm_80 and newer; on the CPU torch
-    multiplies the stored blocks, in all dtypes. torch.compile takes these products. There is no gradient and no
+    Kernels multiply bfloat16 and float16, by sparse WGMMA on sm_90 and by mma.sp on sm_80 and newer, and float8 on
+    sm_89 and sm_90, of blocks whose bk is a multiple of 128, with scales as a BsrMatrix has them. On the CPU torch
+    multiplies the stored blocks, in all dtypes. torch.compile takes products of 16 bits. There is no gradient and no
     transposed view: these raise.
 
     Args:
         compressed: (M, K / 2) BsrMatrix with blocks (bm, bk / 2), or a batch: of every four neighbours in a row of a
-            block the two that are stored, in their order. bm and bk are multiples of 64. No transposed view.
+            block the two that are stored, in their order. bm and bk are multiples of 64. No transposed view. Of float8
+            its scales are those of the whole blocks.
         metadata: int32 on its device, contiguous, (nnz, bk / 64, bm / 64, 128); of a batch with one pattern
             (L, nnz, bk / 64, bm / 64, 128). Its contents are not looked at.
 
@@ -50,19 +52,17 @@ class Bsr24:
     torch.save and torch.load(weights_only=True) take the matrix itself.
 
     Raises:
-        TypeError: compressed is no BsrMatrix or of float8, or metadata are no int32 tensor.
+        TypeError: compressed is no BsrMatrix, or metadata are no int32 tensor.
         ValueError: compressed is a transposed view, blocks are no multiples of 64, or metadata do not fit.
     """
 
     structured = True  # see BsrMatrix
-    stored_scales = scaled_per = base = numbers = None  # what only a BsrMatrix may have
+    base = numbers = None  # what only a BsrMatrix may have
     __slots__ = ("compressed", "metadata")
 
     def __init__(self, compressed: LikeTensor, metadata: Tensor):
         if not isinstance(compressed, LikeTensor):
             raise TypeError(f"Bsr24: compressed must be a BsrMatrix, got {type(compressed).__name__}")
-        if compressed.dtype in FLOAT8:
-            raise TypeError(f"Bsr24: values of {compressed.dtype}; use bfloat16 or float16 (W.float() has no scales)")
         if compressed.base is not None:
             raise ValueError("Bsr24: compressed is a transposed view; its blocks must be stored as (bm, bk / 2)")
         bm, bk = compressed.blocksize[0], KEPT * compressed.blocksize[1]
@@ -79,12 +79,12 @@ class Bsr24:
 
     @classmethod
     def from_bsr(cls, W: LikeTensor) -> Bsr24:
-        """The compressed form of W, whose stored blocks are 2:4 sparse; copies. No gradient passes.
+        """The compressed form of W, whose stored blocks are 2:4 sparse; copies, but for scales. No gradient passes.
 
         On a GPU it waits for the device once, to check the values.
 
         Raises:
-            TypeError: W is no BsrMatrix, or of float8.
+            TypeError: W is no BsrMatrix.
             ValueError: blocks are no multiples of 64, or a group of 4 has more than 2 elements that are not zero.
         """
         check_matrix("Bsr24.from_bsr: W", W)
@@ -101,8 +101,12 @@ class Bsr24:
     def to_bsr(self) -> LikeTensor:
         """A new BsrMatrix of the same numbers, with zeros inside of its blocks where nothing is stored."""
         bm, bk = self.blocksize
-        values = expand(self.values, unpack_blocks(self.metadata, bm, bk))
+        values = expand(self.values, unpack_blocks(self.metadata, bm, bk, self.dtype.itemsize))
         return _of_pattern(self.compressed, values, self.shape)
+
+    def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "block") -> Bsr24:
+        """The same matrix with 8-bit values and their scales, as BsrMatrix.quantize makes them."""
+        return self._with(self.compressed.quantize(dtype, per))
 
     def to_dense(self) -> Tensor:
         """A new (M, K) or (L, M, K) tensor, with zeros where nothing is stored."""
@@ -111,15 +115,23 @@ class Bsr24:
     def to(self, *args, **kwargs) -> Bsr24:
         """On another device, or with values of another dtype, by BsrMatrix.to; itself where nothing changes.
 
-        Metadata are shared where the device stays.
+        Metadata are shared where the device stays, and their order: that of float8 is another.
         """
-        compressed = self.compressed.to(*args, **kwargs)
-        return self if compressed is self.compressed else Bsr24(compressed, self.metadata.to(compressed.device))
+        return self._with(self.compressed.to(*args, **kwargs))
+
+    def _with(self, compressed: LikeTensor) -> Bsr24:
+        """The same blocks with other values; itself where nothing changes."""
+        if compressed is self.compressed:
+            return self
+        metadata = self.metadata.to(compressed.device)
+        if (self.dtype in FLOAT8) != (compressed.dtype in FLOAT8):
+            places = unpack_blocks(metadata, *self.blocksize, self.dtype.itemsize)
+            metadata = pack_blocks(places, compressed.dtype.itemsize)
+        return Bsr24(compressed, metadata)
 
     def cuda(self, device: torch.device | int | None = None) -> Bsr24:
         """On a GPU, the current one unless told."""
-        compressed = self.compressed.cuda(device)
-        return self if compressed is self.compressed else Bsr24(compressed, self.metadata.to(compressed.device))
+        return self._with(self.compressed.cuda(device))
 
     def cpu(self) -> Bsr24:
         """On the CPU."""
@@ -167,9 +179,9 @@ class Bsr24:
 
     @property
     def nbytes(self) -> int:
-        """Of values, metadata and indices."""
-        tensors = self.values, self.metadata, self.crow_indices, self.col_indices
-        return sum(t.nbytes for t in tensors)
+        """Of values, metadata, indices and scales."""
+        tensors = self.values, self.metadata, self.crow_indices, self.col_indices, self.scales
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def __repr__(self) -> str:
         return repr(self.compressed).replace(
@@ -194,6 +206,9 @@ for _name, _text in {
     "col_indices": "(nnz,) each block's column.",
     "values": "(nnz, bm, bk / 2), or (L, nnz, bm, bk / 2) of a batch with one pattern.",
     "stored": "What kernels read: the values.",
+    "scales": "Of float8 values: (1,), or one for each stored block; see BsrMatrix.",
+    "stored_scales": "What kernels read: the scales.",
+    "scaled_per": "What a scale is for; see BsrMatrix.",
     "batch": "None, or in which form a batch is stored; see BsrMatrix.",
     "nnz": "Stored blocks.",
     "n_block_rows": "M / bm.",
@@ -228,22 +243,20 @@ def check_matrix(name: str, W) -> None:
     """What a BsrMatrix must be to have a compressed form."""
     if not isinstance(W, LikeTensor):
         raise TypeError(f"{name} must be a BsrMatrix, got {type(W).__name__}; see BsrMatrix.from_dense")
-    if W.dtype in FLOAT8:
-        raise TypeError(f"{name} is {W.dtype}; kernels multiply 2:4 sparse blocks of bfloat16 and float16, see W.to")
     check_blocks(name, *W.blocksize)
 
 
 def _made(W: LikeTensor, values: Tensor, places: Tensor) -> Bsr24:
     """Of W's pattern."""
     shape = (*W.shape[:-1], W.shape[-1] // KEPT)
-    return Bsr24(_of_pattern(W, values, shape), pack_blocks(places))
+    return Bsr24(_of_pattern(W, values, shape), pack_blocks(places, values.dtype.itemsize))
 
 
 def _of_pattern(W: LikeTensor, values: Tensor, shape: tuple) -> LikeTensor:
-    """A matrix of the same pattern with narrower or wider blocks. Its indices are copies: what is known of a pattern is
-    kept with its tensors, and depends on the blocks' sides."""
-    state = {"check": W.check, "checked": W.checked, "even": W.even, "stats": W.stats}
-    return type(W)._make(W.crow_indices.clone(), W.col_indices.clone(), values, shape, **state)
+    """A matrix of the same pattern and scales with narrower or wider blocks. Its indices are copies: what is known of a
+    pattern is kept with its tensors, and depends on the blocks' sides."""
+    known = {"check": W.check, "checked": W.checked, "even": W.even, "stats": W.stats}
+    return type(W)._make(W.crow_indices.clone(), W.col_indices.clone(), values, shape, **known, scales=W.scales)
 
 
 def metadata_of_block(bm: int, bk: int) -> tuple[int, int, int]:
@@ -251,20 +264,20 @@ def metadata_of_block(bm: int, bk: int) -> tuple[int, int, int]:
     return bk // SPAN, bm // SLAB, WORDS
 
 
-def pack_blocks(places: Tensor) -> Tensor:
-    """(..., bk / 64, bm / 64, 128) int32 of the places (..., bm, bk / 4, 2) of stored elements."""
+def pack_blocks(places: Tensor, width: int) -> Tensor:
+    """(..., bk / 64, bm / 64, 128) int32 of the places (..., bm, bk / 4, 2) of stored elements of so many bytes."""
     *outer, bm, groups, _ = places.shape
     spans, slabs, words = metadata_of_block(bm, groups * GROUP)
     places = places.flatten(0, -3)  # of all blocks, one below the other
-    packed = pack_metadata(places)[:spans, : len(places) // SLAB]
+    packed = pack_metadata(places, width)[:spans, : len(places) // SLAB]
     return packed.unflatten(1, (-1, slabs)).transpose(0, 1).reshape(*outer, spans, slabs, words).contiguous()
 
 
-def unpack_blocks(metadata: Tensor, bm: int, bk: int) -> Tensor:
+def unpack_blocks(metadata: Tensor, bm: int, bk: int, width: int) -> Tensor:
     """The places (..., bm, bk / 4, 2) int64 that pack_blocks packed."""
     blocks = metadata.flatten(0, -4)
     below = blocks.transpose(0, 1).flatten(1, 2)  # (bk / 64, slabs of all blocks, 128)
-    return unpack(below, len(blocks) * bm, bk).view(*metadata.shape[:-3], bm, bk // GROUP, KEPT)
+    return unpack(below, len(blocks) * bm, bk, width).view(*metadata.shape[:-3], bm, bk // GROUP, KEPT)
 
 
 # torch.load(weights_only=True) then makes instances, by __setstate__.

@@ -303,7 +303,7 @@ class Sparse24Linear(StructuredLinear):
         w = linear.weight.detach()  # of a Masked24Linear what its mask leaves is the same
         check_groups("Sparse24Linear: the weight", w)
         values, places, _ = compress(prune_2_4(w))
-        W = Sparse24(rows_for_tma(values), pack_metadata(places), tuple(w.shape))
+        W = Sparse24(rows_for_tma(values), pack_metadata(places, values.dtype.itemsize), tuple(w.shape))
         super().__init__(W, linear.bias, activation, linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ static std::vector<std::string> split(const std::string& s) {
 
 // A (16, k) of a warp from its registers. Register r of lane t holds 4 bytes of row t / 4, plus 8 if r is odd, from
 // byte 4 (t % 4) of a row's 32, plus 16 if r >= 2. (Operands of 8, 16 and 32 bits alike.)
-static void a_from_registers(const Warp& w, const Ins& i, int first, int registers, Format f, float a[16][32]) {
+static void a_from_registers(const Warp& w, const Ins& i, int first, int registers, Format f, float a[16][64]) {
     int bytes = format_bytes(f);
     for (int r = 0; r < registers; r++)
         for (int t = 0; t < LANES; t++) {
@@ -32,7 +32,7 @@ static void a_from_registers(const Warp& w, const Ins& i, int first, int registe
 // acc (16, n) += a (16, k) b (k, n). Lane t holds columns 8 j + 2 (t % 4) and the next of rows t / 4 and t / 4 + 8.
 // With fp16 accumulators a register holds both columns of a row, the first in its lower half; sums are rounded once, at
 // the end. (Hardware may round them more often.)
-static void multiply(Warp& w, const Ins& i, int d, int c, int n, int k, float a[16][32], const float* b, bool accumulate,
+static void multiply(Warp& w, const Ins& i, int d, int c, int n, int k, float a[16][64], const float* b, bool accumulate,
                      bool half) {
     static thread_local float acc[16][256];
     for (int j = 0; j < n / 2; j++)
@@ -69,7 +69,7 @@ Step mma(Warp& w, const Ins& i, u32) {
     int nd = i.group[0], na = i.group[1], nb = i.group[2], first_b = nd + na;
     bool half = fp16_sums(i, part[4], fa, fb);
     if (part[4] != part[7] || nd != (half ? 2 : 4) || na * 8 != k * bytes || nb * 2 != na) fail(i.name, " is not emulated");
-    float a[16][32], b[32 * 8];
+    float a[16][64], b[32 * 8];
     a_from_registers(w, i, nd, na, fa, a);
     for (int r = 0; r < nb; r++)
         for (int t = 0; t < LANES; t++) {
@@ -81,16 +81,21 @@ Step mma(Warp& w, const Ins& i, u32) {
     return DONE;
 }
 
-// a (16, 32) of a warp's rows, from the 16 elements of each that are stored. As the ISA's figure has it: of each four
-// lanes the first two, or with selector 1 the last two, hold the places of columns 0 to 15, and 16 to 31; in their lower
-// halves those of row lane / 4, in their upper halves of the row 8 below; 4 bits for 4 columns, of which 2 are stored.
+// a (16, 32) of 16-bit elements, or (16, 64) of 8-bit ones, of a warp's rows, from the half of them that is stored; 4 bits
+// of metadata for 4 columns. As the ISA's figures have it, of lanes 4 g to 4 g + 3:
+//   16 bits: the first two, or with selector 1 the last two, have the places of columns 0 to 15, and 16 to 31; in their
+//            lower halves those of row g, in their upper halves of row g + 8.
+//   8 bits:  all have some, and the selector is 0: the first row g's of columns 0 to 31, the second row g + 8's of these;
+//            the third and the fourth those of columns 32 to 63.
 // stored(row, j): the j-th stored element of a row.
-template <class Stored> static void expand(const u32* metadata, u32 selector, Stored stored, float a[16][32]) {
-    if (selector > 1) fail("a sparsity selector of ", selector);
+template <class Stored>
+static void expand(const u32* metadata, u32 selector, int bytes, Stored stored, float a[16][64]) {
+    if (selector > (bytes == 2)) fail("a sparsity selector of ", selector);
     for (int lane = 0; lane < LANES; lane++) {
-        if (lane % 4 / 2 != int(selector)) continue;
+        if (bytes == 2 && lane % 4 / 2 != int(selector)) continue;
         for (int bit = 0; bit < 32; bit += 4) {
-            int row = lane / 4 + (bit < 16 ? 0 : 8), group = 4 * (lane % 2) + bit % 16 / 4;
+            int row = lane / 4 + (bytes == 2 ? bit < 16 ? 0 : 8 : lane % 2 * 8);
+            int group = bytes == 2 ? 4 * (lane % 2) + bit % 16 / 4 : lane % 4 / 2 * 8 + bit / 4;
             u32 first = metadata[lane] >> bit & 3, second = metadata[lane] >> (bit + 2) & 3;
             if (first == second) fail("metadata of lane ", lane, ": both elements of a group are at place ", first);
             for (int c = 0; c < 4; c++) a[row][4 * group + c] = 0.f;
@@ -100,28 +105,29 @@ template <class Stored> static void expand(const u32* metadata, u32 selector, St
     }
 }
 
-// mma.sp::ordered_metadata.m16n8k32.row.col.f32.bf16.bf16.f32 d, a, b, c, metadata, selector. A's registers are those of
-// 16 rows and 16 columns of a dense A; the places of a group's elements must ascend.
+// mma.sp::ordered_metadata.m16n8k32.row.col.f32.bf16.bf16.f32 d, a, b, c, metadata, selector; m16n8k64 of 8 bits. A's
+// registers are those of 16 rows and 32 bytes of a dense A; the places of a group's elements must ascend.
 Step sparse_mma(Warp& w, const Ins& i, u32) {
     std::vector<std::string> part = split(i.name);
     Format f = format_named(part[6]);
-    int c = 12, meta = 16;
+    int c = 12, meta = 16, bytes = format_bytes(f), k = 64 / bytes;
     if (i.group[0] != 4 || i.group[1] != 4 || i.group[2] != 4) fail(i.name, " is not emulated");
-    float stored[16][32], a[16][32], b[32 * 8];
+    float stored[16][64], a[16][64], b[64 * 8];
     a_from_registers(w, i, 4, 4, f, stored);
     const u32* words = src<u32>(w, i, meta);
     u32 selector = src<u32>(w, i, meta + 1)[0];
     for (int lane = 0; lane < LANES; lane++)
-        for (int bit = 0; bit < 32 && lane % 4 / 2 == int(selector); bit += 4)
+        for (int bit = 0; bit < 32 && (bytes == 1 || lane % 4 / 2 == int(selector)); bit += 4)
             if ((words[lane] >> bit & 3) > (words[lane] >> (bit + 2) & 3))
                 fail("metadata of lane ", lane, ": places of a group do not ascend");
-    expand(words, selector, [&](int row, int j) { return stored[row][j]; }, a);
+    expand(words, selector, bytes, [&](int row, int j) { return stored[row][j]; }, a);
     for (int r = 0; r < 4; r++)
         for (int t = 0; t < LANES; t++) {
             u32 word = src<u32>(w, i, 8 + r)[t];
-            for (int e = 0; e < 2; e++) b[(2 * (t % 4) + 8 * r + e) * 8 + t / 4] = decode(f, (u8*)&word + 2 * e);
+            for (int e = 0; e < 4 / bytes; e++)
+                b[((4 * (t % 4) + 16 * r) / bytes + e) * 8 + t / 4] = decode(f, (u8*)&word + e * bytes);
         }
-    multiply(w, i, 0, c, 8, 32, a, b, true, false);
+    multiply(w, i, 0, c, 8, k, a, b, true, false);
     return DONE;
 }
 
@@ -171,7 +177,7 @@ static void read_matrix(Warp& w, const Matrix& m, u32 first, u32 rows, int k, Fo
 }
 
 // wgmma.mma_async.m64n128k16.f32.bf16.bf16 {d}, a-desc or {a}, b-desc, scale-d, scale-a, scale-b (, tnsp-a, tnsp-b)
-// wgmma.mma_async.sp.m64n128k32.f32.bf16.bf16 has the metadata, and which lanes' are read (0 or 1), after b-desc.
+// wgmma.mma_async.sp.m64n128k32.f32.bf16.bf16, and k64 of 8 bits, has the metadata, and which lanes' are read, after b-desc.
 static bool is_sparse(const Ins& i) { return i.name.find(".sp.") != std::string::npos; }
 
 Step wgmma(Warp& w, const Ins& i, u32) {
@@ -210,13 +216,13 @@ void land_one_wgmma(Warp& w) {
     if (n != (half ? 4 : 2) * nd) fail(i.name, " is not emulated");
     auto flag = [&](int index) { return flags + index < int(i.op.size()) ? src<i32>(w, i, flags + index)[0] : 0; };
     int sign = flag(0) * flag(1);
-    static thread_local float rows[32 * 16], columns[32 * 256];
-    float a[16][32];
+    static thread_local float rows[32 * 16], columns[64 * 256];
+    float a[16][64];
     if (sparse) {
-        if (na > 1 || format_bytes(fa) != 2) fail(i.name, " with such an A is not emulated");
+        if (na > 1 || format_bytes(fa) > 2) fail(i.name, " with such an A is not emulated");
         read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k / 2, fa, rows);
         auto stored = [&](int row, int j) { return rows[j * 16 + row]; };
-        expand(call.metadata.data(), src<u32>(w, i, nd + na + 2)[0], stored, a);
+        expand(call.metadata.data(), src<u32>(w, i, nd + na + 2)[0], format_bytes(fa), stored, a);
     } else if (na > 1) a_from_registers(w, i, nd, na, fa, a);
     else {
         read_matrix(w, matrix_of(call.a, flag(2)), 16 * (w.number % 4), 16, k, fa, rows);
@@ -255,6 +261,8 @@ void add_tensor_cores(Table& t) {
             t[std::string("mma.m16n8") + k + ".row.col.f32." + type + "." + type + ".f32"] = {mma, true};
     for (const char* type : {"bf16", "f16"})
         t[std::string("mma.sp::ordered_metadata.m16n8k32.row.col.f32.") + type + "." + type + ".f32"] = {sparse_mma, true};
+    for (const char* type : {"e4m3", "e5m2"})
+        t[std::string("mma.sp::ordered_metadata.m16n8k64.row.col.f32.") + type + "." + type + ".f32"] = {sparse_mma, true};
     for (const char* k : {"k8", "k16"}) t[std::string("mma.m16n8") + k + ".row.col.f16.f16.f16.f16"] = {mma, true};
     for (const char* k : {"k4", "k8"}) t[std::string("mma.m16n8") + k + ".row.col.f32.tf32.tf32.f32"] = {mma, true};
     for (const char* a : {"e4m3", "e5m2"})
@@ -270,7 +278,10 @@ void add_tensor_cores(Table& t) {
         t[shape + "k16.f16.f16.f16"] = {wgmma, true};
         t[shape + "k8.f32.tf32.tf32"] = {wgmma, true};
         for (const char* a : {"e4m3", "e5m2"})
-            for (const char* b : {"e4m3", "e5m2"}) t[shape + "k32.f32." + a + "." + b] = {wgmma, true};
+            for (const char* b : {"e4m3", "e5m2"}) {
+                t[shape + "k32.f32." + a + "." + b] = {wgmma, true};
+                t["wgmma.mma_async.sp.m64n" + std::to_string(n) + "k64.f32." + a + "." + b] = {wgmma, true};
+            }
     }
     t["wgmma.fence"] = {wgmma_fence, true};
     t["wgmma.commit_group"] = {wgmma_commit, true};
