@@ -104,8 +104,7 @@ def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr2
         narrow += [(64, 64, wide, 1, 2, 1, 1, 1, 1), (64, 32, wide, 1, 2, 1, 1, 1, 1)]
         narrow += [] if low else [(128, 32, wide, 2, 1, 1, 1, 1, 1), (128, 16, wide, 2, 1, 1, 1, 1, 1)]
     found = [of_shape(kind, shape, spec, element, rings=2) for shape in own]
-    if element.width == 1:  # with two stages one would be under way, which hides nothing
-        found = [config for config in found if config.stages > 2]
+    found = [config for config in found if config.stages > 2]  # with two one would be under way, which hides nothing
     return found + [of_shape(kind, shape, spec, element) for shape in (*shapes, *narrow)]
 
 
