@@ -345,7 +345,7 @@ class MainloopSm90:
             self.recompute(c, stage)
             if const_expr(self.facts.softcap):
                 cap_scores(scores, softcap)
-            grown = softmax.step_lazily(scores)
+            grown = softmax.step_lazily(scores, softmax.retry_threshold)
         return grown
 
     def recompute(self, c: Consumer, stage: Int32):

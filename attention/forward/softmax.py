@@ -74,7 +74,7 @@ class OnlineSoftmax:
     adds_row_sums: cutlass.Constexpr[bool] = (
         True  # whether `step` adds up `row_sum`, and not the product of P with ones
     )
-    rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
+    rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`, usually
     headroom: cutlass.Constexpr[float] = 0.0  # p of a new maximum is 2 to this
     largest_p: cutlass.Constexpr[float] = LARGE  # that P's dtype holds, or more than that needs
 
@@ -101,6 +101,17 @@ class OnlineSoftmax:
         self.row_max.fill(-Float32.inf)
         if self.adds_row_sums:
             self.row_sum.fill(0.0)
+
+    @property
+    def retry_threshold(self) -> float:
+        """The threshold of `step_lazily` where `step_without_max` gave up.
+
+        The next tile must be able to do without its maxima. Of 8 bits the largest p and the largest sum are the same,
+        so each row is brought back to its headroom: its p are at most 2 ** headroom then, and their sum is small. Had
+        it only to be right, the sums of a row whose first tile had few scores would be too large in every tile, and
+        each tile's scores would be computed twice.
+        """
+        return 0.0 if self.headroom else self.rescale_threshold
 
     def below(self, row_max: Float32) -> Float32:
         """What is kept of a row's largest score: less than that, by the headroom."""
@@ -149,7 +160,11 @@ class OnlineSoftmax:
                 self.row_sum[r] = self.row_sum[r] * self.factor[r] + row_sum
 
     @cute.jit
-    def step_lazily(self, scores: cute.Tensor):  # (rows, columns), replaced by p
+    def step_lazily(
+        self,
+        scores: cute.Tensor,  # (rows, columns), replaced by p
+        rescale_threshold: cutlass.Constexpr,
+    ):
         """A tile of scores after the first one. Returns whether O must be rescaled, the same in all threads of a warp.
 
         A row's maximum stays what it was until a score is larger by more than rescale_threshold powers of 2. Until then
@@ -158,17 +173,19 @@ class OnlineSoftmax:
         maximum between threads; with a low one the p of a row's maximum is exact more often
         (FlashFacts.rescale_threshold). Each row decides for itself.
         """
-        larger, rescale_threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
+        larger = cutlass.Boolean(False)
+        if const_expr(self.headroom == 0):
+            threshold = rescale_threshold / self.scale_log2
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = row_max_of(scores, r)
             self.factor[r] = Float32(1.0)
-            if const_expr(self.headroom != 0):  # the same
+            if const_expr(self.headroom != 0):
                 scale = value_after(self.scale_log2, row_max)
-                rescale_threshold = (self.rescale_threshold + self.headroom) * cute.arch.rcp_approx(scale)
-            grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + rescale_threshold)
+                threshold = (rescale_threshold + self.headroom) * cute.arch.rcp_approx(scale)
+            grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + threshold)
             if grows:
                 row_max = quad_max(row_max)
-                if row_max > self.row_max[r] + rescale_threshold:
+                if row_max > self.row_max[r] + threshold:
                     row_max = self.below(row_max)
                     self.factor[r] = exp2((self.row_max[r] - row_max) * self.scale_log2)
                     self.row_max[r] = row_max
