@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def place(request, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def outcome_of(request):
+def outcome_of(request, tmp_path_factory):
     """outcome_of(inspect, facts): what became of a kernel that a test compiles to inspect it.
 
     One process of tests compiles, in a process for each CPU, the kernels of all selected tests of the file, and each
@@ -98,8 +97,8 @@ def outcome_of(request):
     finds what another one has found of the same kernel.
     """
     if hasattr(request.config, "workerinput"):
-        run = request.config.workerinput["testrunuid"]
-        yield partial(remembered, Path(os.environ[CACHE], "outcomes", run))
+        of_the_run = tmp_path_factory.getbasetemp().parent  # that of one process is in it
+        yield partial(remembered, of_the_run / "outcomes")
         return
     selected = [item for item in request.session.items if item.module is request.module]
     selected = [item.callspec.params["facts"] for item in selected if "outcome_of" in item.fixturenames]

@@ -21,7 +21,7 @@ one's dK and dV are stored, which come straight from registers.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.tile.barriers import Arrivals
@@ -97,9 +97,13 @@ class FlashBackwardSm90:
         tma_k, tK = loop.make_load(tK, layouts["sK"], (cfg.tile_n, facts.head_dim))
         tma_v, tV = loop.make_load(tV, layouts["sV"], (cfg.tile_n, facts.head_dim_v))
         tma_do, tdO = loop.make_load(tdO, layouts["sdO"], (loop.piece_rows, facts.head_dim_v))
+        size = const_expr(2 * cfg.tile_m)
+        tRows = cute.make_tensor(rows.iterator, cute.make_layout((size, rows.shape[0]), stride=(1, size)))
+        tma_rows, tRows = loop.make_load(tRows, self.rows_layout(), (size, 1))
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, p.mdK, p.mdV, rows, dq, turns, counter, loop.make_mmas(),
-            p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale, (score_tensors, score_sums),
+            tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO, tma_rows, tRows, p.mdK, p.mdV, dq, turns, counter,
+            loop.make_mmas(), p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale,
+            (score_tensors, score_sums),
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
@@ -120,9 +124,10 @@ class FlashBackwardSm90:
         mV: cute.Tensor,  # (Sk, Dv, Hkv, B)
         tma_do: cute.CopyAtom,
         mdO: cute.Tensor,  # (Sq, Dv, H, B)
+        tma_rows: cute.CopyAtom,
+        mRows: cute.Tensor,  # (2 * tile_m, B * H * tiles)
         mdK: cute.Tensor,  # (B, Hkv, Sk, D)
         mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        rows: cute.Tensor,
         dq: cute.Tensor,
         turns: cute.Tensor | None,
         counter: cute.Tensor,
@@ -140,7 +145,7 @@ class FlashBackwardSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
         if warp == 0:
-            for tma in (tma_q, tma_k, tma_v, tma_do):
+            for tma in (tma_q, tma_k, tma_v, tma_do, tma_rows):
                 cpasync.prefetch_descriptor(tma)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
@@ -154,7 +159,9 @@ class FlashBackwardSm90:
                 operands = (tma_q, views["sQ"], mQ), (tma_do, views["sdO"], mdO)
                 operands += (tma_k, views["sK"], mK), (tma_v, views["sV"], mV)
                 pipes = pipe_k, pipe_v, pipe_q, pipe_do
-                self.produce(operands, rows, storage.rows.data_ptr(), pipes, queue, source, scheduler, seqlens)
+                sRows = storage.rows.get_tensor(self.rows_layout())
+                rows = self.partition_tiles(tma_rows, sRows, mRows, (2 * cfg.tile_m, 1))
+                self.produce(operands, rows, pipes, queue, source, scheduler, seqlens)
             elif warp <= cfg.storing_warps:
                 if const_expr(cfg.storing_warps > 0):
                     sums = storage.sums.data_ptr().toint()
@@ -307,12 +314,10 @@ class FlashBackwardSm90:
             at_queue.advance()
 
     @cute.jit
-    def produce(
-        self, operands: tuple, rows, ring, pipes: tuple, queue: TileQueue, source, scheduler, seqlens
-    ):  # fmt: skip
+    def produce(self, operands: tuple, rows: tuple, pipes: tuple, queue: TileQueue, source, scheduler, seqlens):
         """Load this CTA's tiles of K and V, and all query tiles that see them.
 
-        operands: (TMA atom, smem, tensor) of Q, dO, K and V.
+        operands: (TMA atom, smem, tensor) of Q, dO, K and V. rows: `partition_tiles` of LSE and delta.
         """
         cfg, facts = self.cfg, self.facts
         q, do, k, v = operands
@@ -349,7 +354,7 @@ class FlashBackwardSm90:
                     if (h == last) & (i == fetch_at):
                         number = queue.fetch(step)
                     numbers = self.mainloop.numbers(tiles, i)
-                    self.load_step((q_part, do_part), rows, ring, pipes, numbers, first, (h, seqlen.b), at_q, at)
+                    self.load_step((q_part, do_part, rows), pipes, numbers, first, (h, seqlen.b), at_q, at)
                     at_q.advance()
                     at.advance()
             if count == 0:
@@ -360,19 +365,18 @@ class FlashBackwardSm90:
             at_queue.advance()
         cute.arch.griddepcontrol_launch_dependents()
 
-    def load_step(self, parts: tuple, rows, ring, pipes: tuple, numbers: list, first, head: tuple, at_q, at):
-        """Load the query tiles `numbers` of a head and item; rows has the head's from number `first` on.
+    def load_step(self, parts: tuple, pipes: tuple, numbers: list, first, head: tuple, at_q, at):
+        """Load the query tiles `numbers` of a head and item.
 
-        parts: of Q and dO.
+        parts: of Q, dO and rows, which has those of the head from number `first` on.
         """
-        (q, do), (_, _, pipe_q, pipe_do) = parts, pipes
+        (q, do, rows), (_, _, pipe_q, pipe_do) = parts, pipes
         pieces = list(enumerate(self.mainloop.coordinates(numbers)))
         pipe_q.producer_acquire(at_q)
         for j, m in pieces:
             self.load(q, (m, 0, *head), pipe_q, at_q, at_q.index * len(pieces) + j)
         for j, m in enumerate(numbers):
-            index = at_q.index * len(numbers) + j
-            self.load_rows(rows, first + m, ring, index, pipe_q.producer_get_barrier(at_q))
+            self.load(rows, (0, first + m), pipe_q, at_q, at_q.index * len(numbers) + j)
         pipe_do.producer_acquire(at)
         for j, m in pieces:
             self.load(do, (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)
@@ -382,22 +386,24 @@ class FlashBackwardSm90:
         tma, sX, gX = part
         cute.copy(tma, gX[(None, *tile)], sX[None, index], tma_bar_ptr=pipe.producer_get_barrier(at))
 
-    @cute.jit
-    def load_rows(self, rows: cute.Tensor, number: Int32, ring: cute.Pointer, stage: Int32, bar: cute.Pointer):
-        """LSE and delta of a query tile, by one bulk copy."""
-        size = const_expr(2 * self.cfg.tile_m)
-        layout = cute.make_layout(size)
-        source = cute.make_tensor(rows.iterator + Int64(number) * size, layout)
-        place = cute.make_tensor(ring + stage * size, layout)
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        with cute.arch.elect_one():
-            cute.copy(atom, source, place, mbar_ptr=bar)
+    def rows_layout(self) -> cute.Layout:
+        """The ring of LSE and delta, (2 * tile_m, 1, PIPE): of a query tile LSE, and behind it delta.
+
+        They are loaded by TMA tensors, too. compute-sanitizer knows of an mbarrier only the threads that arrive at it,
+        and reports a copy without a tensor (cp.async.bulk) as one that overwrites what other lanes still read.
+        """
+        size, stages = 2 * self.cfg.tile_m, self.cfg.ring_q * max(self.cfg.query_tiles, 1)
+        return cute.make_layout((size, 1, stages), stride=(1, size, size))
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin) -> tuple:
         """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand, its tiles from row `begin` on."""
         if self.facts.packed:
             tensor = cute.domain_offset((begin, 0, 0, 0), tensor)
-        tiles = cute.local_tile(tensor, tile, (None, None, None, None))
+        return self.partition_tiles(tma, smem, tensor, tile)
+
+    def partition_tiles(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple) -> tuple:
+        """The same of a tensor of any rank, all of its tiles: (TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, ...))."""
+        tiles = cute.local_tile(tensor, tile, (None,) * cute.rank(tensor))
         sX, gX = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
         )
