@@ -246,12 +246,6 @@ class GemmFacts:
         return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
 
     @property
-    def keeps_apart(self) -> bool:
-        """Whether the second of two warpgroups that share a tile begins it later (mainloop_sm90)."""
-        cfg = self.config
-        return self.warp_specialised and cfg.consumer_groups == 1 and (self.promotes or cfg.waits)
-
-    @property
     def a_in_registers(self) -> bool:
         """Whether a warpgroup reads its 64 rows of A once a K-tile of 128 bytes, by ldmatrix (promoted_sm90), since it
         has several products of 64 columns."""

@@ -84,7 +84,7 @@ class ProductFamily(Family):
             return None
         return "product", {
             PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
-            PRODUCT_ORDER: 2 * (cfg.consumer_groups > cfg.rings or facts.keeps_apart),
+            PRODUCT_ORDER: 2 * (cfg.consumer_groups > cfg.rings),
         }
 
     def kernel(self, entry):

@@ -67,7 +67,6 @@ class GemmSm90:
         self.cluster = cfg.cluster  # CTAs that take work tiles together
         self.in_turns = cfg.consumer_groups > cfg.rings  # groups multiply in turns, and share a ring
         self.mainloop = mainloop(facts.k_blocks, 1 + self.in_turns, cfg.cluster_n > 1, cfg.cluster_m > 1)
-        self.mainloop.keeps_apart, self.mainloop.starts_late = facts.keeps_apart, cfg.rings > 1
         self.k_of_a = cfg.tile_k // self.mainloop.stored  # columns of A that are stored of a K-tile
         self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
@@ -288,7 +287,6 @@ class GemmSm90:
             consumer_group = warpgroup // self.warpgroups
             phase = Int32(0)  # of the exchange
             bounds = self.bounds(first, scheduler, source, rank_m)
-            self.mainloop.begin(warpgroup)
             if const_expr(self.in_turns):
                 if consumer_group == 1:
                     self.mainloop.order_arrive(consumer_group)  # group 0 goes first

@@ -10,11 +10,6 @@ stages. Where the tiles lie is the source's business (k_tiles.py).
 Two ping-pong consumer groups multiply in an order that named barriers keep: one starts when the other has issued its
 last WGMMA. The order keeps the tensor cores from being shared, and it is what makes stepping over the other group's
 stages safe: an mbarrier tells only the parity of its phase, so whoever waits must never be more than one phase away.
-
-Some mainloops wait for each product before they start the next. Tensor cores give two warpgroups turns: two that start
-together end each product together, and then nobody multiplies until the next ones start. There the second of two that
-share a tile begins it some clocks after the first (`keep_apart`), by the barriers that order ping-pong groups. With
-rings and tiles of their own one is to store while the other multiplies: the second starts HEAD_START later, once.
 """
 
 import cutlass
@@ -23,20 +18,9 @@ from cutlass import const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..tile.barriers import PRODUCT_ORDER
-from ..tile.hopper import WARPGROUP, start_product
-from ..tile.ptx import read_special_register
+from ..tile.hopper import start_product
 
 ORDER_THREADS = 256  # one consumer group waits, the other arrives
-HEAD_START = 2500  # clocks; a warpgroup's store, or half of the promoted products of eight K-tiles
-APART = 1.0  # clocks, for each column of a product of 64 rows and 128 bytes of K; such a product takes two
-
-
-@cute.jit
-def wait_clocks(count: cutlass.Constexpr):
-    """Return after so many clocks of the SM."""
-    start = read_special_register("clock")
-    while read_special_register("clock") - start < count:
-        pass
 
 
 class MainloopSm90:
@@ -47,8 +31,6 @@ class MainloopSm90:
     multiplies_by_one = False  # which it takes from shared memory
     boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
     stored = 1  # of so many columns of A one is stored
-    keeps_apart = False  # GemmFacts.keeps_apart
-    starts_late = False  # whether consumer groups have rings of their own
     metadata_bytes = 0  # of A, of a stage; those of all stages lie behind A's ring
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
     # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's
@@ -157,8 +139,6 @@ class MainloopSm90:
             # The first period starts the accumulation, so that no register is cleared beforehand.
             for j in range_constexpr(period):
                 pipeline.consumer_wait(read)
-                if const_expr(j == 0):
-                    self.keep_apart(cute.size(acc, mode=[0]) * 2)
                 self.multiply(tiled_mma, acc, tCrA, tCrB, read.index, self.k_blocks[j], j == 0)
                 if const_expr(j > 0):
                     warpgroup.wait_group(1)
@@ -178,26 +158,6 @@ class MainloopSm90:
             pipeline.consumer_release(release)
             release.advance()
         return read, release
-
-    @cute.jit
-    def begin(self, warpgroup: cutlass.Int32):
-        """Before the first tile of a consumer warpgroup, whose number this is."""
-        if const_expr(self.keeps_apart):  # as if the second one had begun a tile before
-            if warpgroup == 1:
-                cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER, number_of_threads=ORDER_THREADS)
-        if const_expr(self.starts_late):
-            if warpgroup == 1:
-                wait_clocks(HEAD_START)
-
-    @cute.jit
-    def keep_apart(self, columns: cutlass.Constexpr):
-        """Return to the second warpgroup later than to the first; their first products have so many columns."""
-        if const_expr(self.keeps_apart):
-            second = cute.arch.make_warp_uniform(read_special_register("tid.x") // WARPGROUP) - 1
-            cute.arch.barrier(barrier_id=PRODUCT_ORDER + second, number_of_threads=ORDER_THREADS)
-            if second == 1:
-                wait_clocks(int(APART * columns))
-            cute.arch.barrier_arrive(barrier_id=PRODUCT_ORDER + 1 - second, number_of_threads=ORDER_THREADS)
 
     def order_wait(self, consumer_group):
         """Wait until it is this consumer group that may start its mainloop."""

@@ -20,9 +20,8 @@ reads it once a K-tile, by ldmatrix, while the first product runs; the first tak
                            issue the WGMMAs of 128 of K, commit -> wait until they are done -> add
                        -> release empty[s] -> s += 1
 
-A warpgroup's own products do not overlap with its additions, but the other one's do: both share a tile.
-
-So that they do not add at the same time, the second one starts later (MainloopSm90.keep_apart).
+A warpgroup's own products do not overlap with its additions, but the other one's do. So both share a tile, and none
+waits for the other.
 """
 
 import cutlass
@@ -112,9 +111,6 @@ class PromotedMainloopSm90(MainloopSm90):
         acc.fill(0.0)
         operands = (tiled_mma, acc, self.make_parts(acc), A, tCrB)
         factors = self.first_factors(k_tiles, scales)
-        if k_tiles.count > 0:
-            pipeline.consumer_wait(read)
-            self.keep_apart(cute.size(acc, mode=[0]) * 2)
         if const_expr(not self.takes_turns):
             period = const_expr(len(self.k_blocks))  # K-tiles of one block
             for i in cutlass.range(k_tiles.count // period, unroll=1):
@@ -122,6 +118,7 @@ class PromotedMainloopSm90(MainloopSm90):
                 read, release = self.add_period(operands, factors, pipeline, read, release)
                 self.keep_factors(factors)
         elif k_tiles.count > 0:
+            pipeline.consumer_wait(read)
             self.start(operands, 0, None, read.index)
             last = k_tiles.count - 1
             for i in cutlass.range(last // 2, unroll=1):

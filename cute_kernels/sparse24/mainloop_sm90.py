@@ -6,8 +6,8 @@
                        -> wait until they are done -> release empty[s - 1] -> s += 1
 
 A product reads its metadata's registers while it runs, and the compiler does not know: with a group in flight, the
-next K-tile's words were loaded to the same registers, and results were wrong (H100). So a warpgroup waits. The other
-one's products keep the tensor cores busy, which is why the two are kept apart.
+next K-tile's words were loaded to the same registers, and results were wrong (H100). So a warpgroup waits; the other
+one's products keep the tensor cores busy.
 
 Each thread reads one word for 64 rows and 64 columns, 4 lanes of 4 neighbouring bytes each: a warp reads 128 bytes.
 CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added. A step is one

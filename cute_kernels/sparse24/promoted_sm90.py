@@ -10,8 +10,7 @@ many as dense sums have that are promoted after 128 of K; one of 128 columns has
                        -> release empty[s] -> s += 1
 
 A wait for each product is what its metadata ask for, too: they are read while it runs (mainloop_sm90). A warpgroup's
-own products do not overlap with its additions, but the other one's do. So that both do not add at the same time, the
-second of two that share a tile starts later (MainloopSm90.keep_apart).
+own products do not overlap with its additions, but the other one's do.
 """
 
 import cutlass
@@ -55,9 +54,6 @@ class PromotedSparse24MainloopSm90(Sparse24MainloopSm90):
         acc.fill(0.0)
         part = cute.make_rmem_tensor(self.part_n // 2, Float32)
         scale = self.scale(k_tiles, 0)
-        if k_tiles.count > 0:
-            pipeline.consumer_wait(read)
-            self.keep_apart(self.part_n)
         for i in cutlass.range(k_tiles.count, unroll=1):
             following = self.scale(k_tiles, i + 1)
             pipeline.consumer_wait(read)

@@ -4,8 +4,7 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
 
     kernel          barriers   threads                        for
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
-    product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply, or
-                                                              begin to
+    product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
     forward         4          both consumer warpgroups       one's part of the scores is written, or read by the other
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros

@@ -82,7 +82,7 @@ int emu_load(const char* text, const char* source) try {
             at >> p->name >> p->register_bytes >> p->static_shared >> p->local_bytes;
             p->lines = lines;
         } else if (word == "param") { u32 n; at >> n; p->param_sizes.push_back(n); }
-        else if (word == "special") { std::string name; u32 offset; at >> name >> offset; p->special.push_back({name, offset}); if (name == "clock") p->clock = int(offset); }
+        else if (word == "special") { std::string name; u32 offset; at >> name >> offset; p->special.push_back({name, offset}); }
         else if (word == "constant") {
             u64 value; int param;
             at >> value >> param;

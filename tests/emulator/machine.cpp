@@ -117,7 +117,6 @@ void Machine::run_warp(Warp& w, int budget) {
                 continue;
             }
             if (mask) {
-                if (program->clock >= 0) EACH_LANE(l, group) ((u32*)(w.registers.data() + program->clock))[l] = u32(steps);
                 u32 all = i.masked ? w.live & src<u32>(w, i, int(i.op.size()) - 1)[0] : w.live;
                 if (i.together && (mask & all) != all) {  // others of the warp are still to come
                     w.blocked |= group;

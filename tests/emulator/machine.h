@@ -73,7 +73,6 @@ struct Program {
     std::vector<std::pair<int, int>> param_constants;                  // (constant, parameter whose address it is)
     std::vector<std::pair<std::string, u32>> special;
     u32 register_bytes = 0, static_shared = 0, local_bytes = 0;
-    int clock = -1;                          // where %clock is, which goes on
     bool has_wgmma = false;
     void set_constant(int index, u64 value);
 };
