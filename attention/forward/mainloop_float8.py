@@ -35,7 +35,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
-from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3, to_e4m3_of_256th
+from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
 from .config import PROMOTED_TILES, Float8Facts
 from .mainloop_sm90 import Consumer, MainloopSm90
@@ -44,8 +44,6 @@ from .softmax import OnlineSoftmax, exp2
 
 HEADROOM = 3.0  # see Float8Facts
 LARGEST = 448.0  # of e4m3
-BY_BITS = False  # whether P becomes e4m3 by way of fp16; then registers hold a 256th of it
-SHIFT = 8.0 if BY_BITS else 0.0
 GROUP = 16  # keys that are in another order
 KEYS = tuple(8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(GROUP))
 
@@ -66,8 +64,7 @@ class MainloopFloat8(MainloopSm90):
 
     def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
         threshold = self.facts.rescale_threshold
-        headroom, largest = HEADROOM - SHIFT, LARGEST * 2**-SHIFT
-        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=headroom, largest_p=largest)
+        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
 
     def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
         """(consumer, softcap): scales of Q and K multiply the scores.
@@ -83,14 +80,13 @@ class MainloopFloat8(MainloopSm90):
         return replace(c, softmax=replace(c.softmax, scale_log2=c.softmax.scale_log2 * factor)), softcap
 
     def value_scale(self, scales: tuple) -> cute.Tensor | None:
-        """A register for V's scale, and for what P is multiplied by."""
-        return cute.make_rmem_tensor(1, Float32) if self.facts.v_scale or SHIFT else None
+        """A register for V's scale."""
+        return cute.make_rmem_tensor(1, Float32) if self.facts.v_scale else None
 
     def read_value_scale(self, scales: tuple, tile, to: cute.Tensor | None):
         """Fill it: at a query tile's end, so that no register holds it before."""
         if to is not None:
-            scale = of_head(scales[2], tile, tile.h_kv) if self.facts.v_scale else Float32(1.0)
-            to[0] = scale * 2**-SHIFT if SHIFT else scale
+            to[0] = of_head(scales[2], tile, tile.h_kv)
 
     # ------------------------------------------------------------------ steps
 
@@ -175,8 +171,7 @@ class MainloopFloat8(MainloopSm90):
         words = cute.recast_tensor(tOrP, Int32)  # (rows, pairs of 8 columns)
         for i in range_constexpr(cute.size(acc_S) // 8):
             for r in range_constexpr(2):
-                convert = to_e4m3_of_256th if SHIFT else to_e4m3
-                words[2 * i + r] = convert([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
+                words[2 * i + r] = to_e4m3([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
 
     # ------------------------------------------------------------------ scores once more
 

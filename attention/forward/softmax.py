@@ -179,7 +179,7 @@ class OnlineSoftmax:
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = row_max_of(scores, r)
             self.factor[r] = Float32(1.0)
-            if const_expr(self.headroom != 0):
+            if const_expr(self.headroom > 0):
                 scale = value_after(self.scale_log2, row_max)
                 threshold = (rescale_threshold + self.headroom) * cute.arch.rcp_approx(scale)
             grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + threshold)

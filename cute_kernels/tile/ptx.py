@@ -236,20 +236,6 @@ def to_e4m3(values: list) -> Int32:
     return cute.arch.inline_ptx(TO_E4M3, write_only_types=[Int32], read_only_args=values)
 
 
-# fp16's exponents are e4m3's of a number 256 times as large. A half, added to the fourth bit of mantissa, rounds.
-TO_E4M3_OF_256TH = """{ .reg .b32 low, high; cvt.rn.f16x2.f32 low, {$r1}, {$r0};
-cvt.rn.f16x2.f32 high, {$r3}, {$r2}; mad.lo.u32 low, low, 2, 0x00800080; mad.lo.u32 high, high, 2, 0x00800080;
-prmt.b32 {$w0}, low, high, 0x7531; }"""
-
-
-def to_e4m3_of_256th(values: list) -> Int32:
-    """256 times four fp32 values from 0 to 1.75 as e4m3 numbers, the first in the lowest byte; halves are rounded up.
-
-    By conversions to fp16 and arithmetic on bits.
-    """
-    return cute.arch.inline_ptx(TO_E4M3_OF_256TH, write_only_types=[Int32], read_only_args=values)
-
-
 # The bytes of two rows by turns, then those of two such pairs.
 TRANSPOSE_BYTES = """{ .reg .b32 a, b, c, d;
 prmt.b32 a, {$r0}, {$r1}, 0x5140; prmt.b32 b, {$r0}, {$r1}, 0x7362;
