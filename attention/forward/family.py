@@ -111,7 +111,7 @@ class TransposedValues(Family):
         if spec.path != "sm_90" or quick:
             return []
         whole = [ValuesFacts(spec.target, dim, 128 if dim < 256 else 64) for dim in HEAD_DIMS]
-        return whole + [ValuesFacts(spec.target, 128, 96, packed) for packed in (False, True)]
+        return whole + [ValuesFacts(spec.target, 128, tile, packed) for tile in (96, 192) for packed in (False, True)]
 
     def bundle(self, op: str, request: Request) -> Iterator[ValuesFacts]:
         return iter(())  # bundles have kernels of 16-bit operands
