@@ -14,6 +14,7 @@ of a half. LSE is of P before it is rounded, so it errs as in 16 bits.
 import contextlib
 import math
 import re
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +36,7 @@ from cute_kernels.tile.hopper import smem_layout
 
 from . import emulate
 from .attention_parts import BF16, CAUSAL, FP16, FP32, FP64, packed, qkv, starts, truth
+from .emulator.emulate import machine
 from .emulator.ops import on_emulator
 from .reference import poisoned, poisoned_empty
 
@@ -264,10 +266,11 @@ def tiles(monkeypatch, dim: int, *wanted):
 
 
 @pytest.mark.slow
-def test_three_warpgroups_on_the_emulator(monkeypatch):
-    with tiles(monkeypatch, 128, (192, 96, 4, 3)), on_emulator("sm_90", sms=2, seed=2):
-        plan = check(case(D=128, Sq=250, Sk=700, B=1, H=2, heads=1), exact=False)
-    assert plan.facts.config.groups == 3
+@pytest.mark.parametrize(("tile", "terms"), [((192, 96, 4, 3), {}), ((128, 192, 2, 2), CAUSAL)], ids=str)
+def test_large_tiles_on_the_emulator(monkeypatch, tile, terms):
+    with tiles(monkeypatch, 128, tile), on_emulator("sm_90", sms=2, seed=2):
+        plan = check(case(D=128, Sq=250, Sk=700, B=1, H=2, heads=1) | terms, exact=False)
+    assert (plan.facts.config.tile_m, plan.facts.config.tile_n) == tile[:2]
 
 
 def growing(**operands) -> dict:
@@ -289,6 +292,22 @@ def test_scores_that_grow_on_the_emulator():
     with on_emulator("sm_90", sms=2, seed=3):
         plan = check(growing(D=64, Sq=64, Sk=4500), exact=False)
     assert plan.facts.keeps_sums
+
+
+def test_scores_are_seldom_computed_twice():
+    """The first row has one score in the tile that is visited first, a low one. So sums of the next tile are too large
+    for e4m3, though no score is above what the threshold lets be. The eight tiles after the first are of that kind, and
+    only one of them may be computed twice for it."""
+    D, tile_n = 64, 128
+    call = case(D=D, Sq=64, Sk=8 * tile_n + 64, B=1, H=1, heads=1, scales=None) | CAUSAL
+    q, k = call["q"].float() / 2, call["k"].float()
+    k[..., 8 * tile_n, :] = -1.5 * D**0.5 * q[..., 0, :] / q[..., 0, :].square().sum(-1)  # a score of -1.5
+    call |= {"q": q.to(E4M3), "k": k.to(E4M3)}
+    before, again = machine().emu_mmas(), tile_n // 8 * D // 16  # mma.sync for 16 rows; all others are wgmma
+    with on_emulator("sm_90", sms=1, seed=2):
+        plan = check(call, exact=False)
+    assert plan.facts.config.tile_n == tile_n
+    assert again <= machine().emu_mmas() - before <= 3 * again
 
 
 @pytest.mark.slow
@@ -362,7 +381,7 @@ def test_keys_are_where_scores_are():
     assert sorted(KEYS) == list(range(16))
 
 
-@pytest.mark.parametrize("tile", [64, 96, 128, 160])
+@pytest.mark.parametrize("tile", [64, 96, 128, 160, 192])
 def test_packed_sequences_have_tiles_of_their_own(tile):
     torch.manual_seed(tile)
     for lengths in ([0], [1, tile, 0, 0, tile + 1, 3 * tile - 1], torch.randint(0, 400, (40,)).tolist()):
@@ -398,6 +417,18 @@ def test_values_lie_as_in_shared_memory(tile):
 def test_p_fits():
     facts = Float8Facts("sm_90a", "sm_90", None)
     assert 2 ** (HEADROOM + facts.rescale_threshold) <= LARGEST == torch.finfo(E4M3).max
+
+
+def test_measured_tiles():
+    """2 x 16 heads of 128, 8192 queries and keys; 128x192 would spill with a cap or a score_mod."""
+    facts = Float8Facts("sm_90a", "sm_90", None)
+
+    def tile_of(right: int | None, **more) -> tuple:
+        config = choose.pick(replace(facts, **more), choose.Extents(32, 8192, 8192, None, right, 132)).config
+        return config.tile_m, config.tile_n
+
+    assert tile_of(None) == (192, 96) and tile_of(0) == (128, 192) and tile_of(0, packed=True) == (128, 192)
+    assert tile_of(0, softcap=True) == (128, 128)
 
 
 def test_rings_fit():

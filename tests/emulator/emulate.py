@@ -74,7 +74,7 @@ def machine_library() -> Path:
 def machine() -> ctypes.CDLL:
     library = ctypes.CDLL(str(machine_library()), mode=ctypes.RTLD_GLOBAL)
     library.emu_message.restype = ctypes.c_char_p
-    library.emu_steps.restype = ctypes.c_uint64
+    library.emu_steps.restype = library.emu_mmas.restype = ctypes.c_uint64
     library.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
     return library
 

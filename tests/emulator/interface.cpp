@@ -10,7 +10,7 @@ static std::vector<Module> modules;
 static size_t current_module = 0;
 static std::vector<Range> allocations;
 static std::string message;
-static u64 seed = 1, total_steps = 0;
+static u64 seed = 1, total_steps = 0, total_mmas = 0;
 static bool check_proxies = true;
 
 static const Table& table() {
@@ -104,6 +104,7 @@ int emu_load(const char* text, const char* source) try {
 void emu_forget(int module) { modules.at(size_t(module)) = Module(); }
 const char* emu_message() { return message.c_str(); }
 u64 emu_steps() { return total_steps; }
+u64 emu_mmas() { return total_mmas; }
 
 // What the next calls of host code find: kernels of this module, so many SMs, this seed.
 void emu_configure(int module, int sms, u64 new_seed, int proxies) {
@@ -164,6 +165,7 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, const void* function, void**
     for (auto& [index, param] : p.param_constants) p.set_constant(index, places[param]);
     m.launch();
     total_steps += m.steps;
+    total_mmas += m.mmas;
     return 0;
 } catch (std::exception& error) {
     message = error.what();

@@ -156,7 +156,7 @@ struct Machine {
     std::vector<Range> allocations;
     std::vector<std::function<void()>> later;  // TMA loads and the like: done at any time, signalled by an mbarrier
     std::deque<std::unique_ptr<Cluster>> resident;
-    u64 random_state = 1, steps = 0, last_event = 0, events = 0;
+    u64 random_state = 1, steps = 0, last_event = 0, events = 0, mmas = 0;  // mmas: mma.sync, once a warp
     u32 grid[3], block[3], cluster_shape[3], dynamic_shared = 0;
     std::vector<std::vector<u8>> params;
     bool check_proxies = true;

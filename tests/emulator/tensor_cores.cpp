@@ -63,6 +63,7 @@ static bool fp16_sums(const Ins& i, const std::string& name, Format a, Format b)
 
 // mma.m16n8k16.row.col.f32.bf16.bf16.f32 d, a, b, c
 Step mma(Warp& w, const Ins& i, u32) {
+    w.cta->machine->mmas++;
     std::vector<std::string> part = split(i.name);
     Format fa = format_named(part[5]), fb = format_named(part[6]);
     int k = atoi(part[1].c_str() + part[1].find('k') + 1), bytes = format_bytes(fa);
