@@ -16,6 +16,7 @@ class FlashForwardFloat8(FlashForwardSm90):
     """Compiles to one kernel per `Float8Facts`."""
 
     mainloop_of = MainloopFloat8
+    follows = True  # the kernel that transposes V, which is waited for before the first load
 
     @cute.jit
     def __call__(

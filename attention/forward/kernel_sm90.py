@@ -54,6 +54,7 @@ class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
     mainloop_of = partial(MainloopSm90, lazy=True)
+    follows = False  # whether this kernel is launched while another one, which makes its V, still runs
 
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
@@ -112,6 +113,7 @@ class FlashForwardSm90:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
             preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
+            use_pdl=self.follows,
             stream=stream,
         )  # fmt: skip
 
@@ -163,6 +165,8 @@ class FlashForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
+                if const_expr(self.follows):
+                    cute.arch.griddepcontrol_wait()
                 operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
         else:

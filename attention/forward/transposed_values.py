@@ -83,6 +83,7 @@ class TransposeValues:
         tidx = cute.arch.thread_idx()[0]
         lane = tidx % 32
         first = part * KEYS_OF_CTA + lane // LANES * GROUP  # column
+        cute.arch.griddepcontrol_launch_dependents()
         d = tidx // 32 * (LANES * WORD) + lane % LANES * WORD
         if first < mT.shape[2] * tile:
             if const_expr(not self.facts.packed):
