@@ -341,11 +341,12 @@ class MainloopSm90:
         softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
         if const_expr(self.facts.softcap):
             cap_scores(scores, softcap)
-        if not softmax.step_without_max(scores, self.cfg.groups < 3):
+        small, *sums = softmax.step_without_max(scores, self.cfg.groups < 3)
+        if not small:
             self.recompute(c, stage)
             if const_expr(self.facts.softcap):
                 cap_scores(scores, softcap)
-            grown = softmax.step_lazily(scores, softmax.retry_threshold)
+            grown = softmax.step_lazily(scores, softmax.too_large(sums))
         return grown
 
     def recompute(self, c: Consumer, stage: Int32):

@@ -49,7 +49,7 @@ def mask_and_softmax(
         mask(facts, scores, work, i)
     grown = cutlass.Boolean(True)
     if const_expr(lazily):
-        grown = softmax.step_lazily(scores, softmax.rescale_threshold)
+        grown = softmax.step_lazily(scores)
     else:
         softmax.step(scores)
     return grown

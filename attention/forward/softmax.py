@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import value_after
@@ -74,7 +74,7 @@ class OnlineSoftmax:
     adds_row_sums: cutlass.Constexpr[bool] = (
         True  # whether `step` adds up `row_sum`, and not the product of P with ones
     )
-    rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`, usually
+    rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
     headroom: cutlass.Constexpr[float] = 0.0  # p of a new maximum is 2 to this
     largest_p: cutlass.Constexpr[float] = LARGE  # that P's dtype holds, or more than that needs
 
@@ -101,17 +101,6 @@ class OnlineSoftmax:
         self.row_max.fill(-Float32.inf)
         if self.adds_row_sums:
             self.row_sum.fill(0.0)
-
-    @property
-    def retry_threshold(self) -> float:
-        """The threshold of `step_lazily` where `step_without_max` gave up.
-
-        The next tile must be able to do without its maxima. Of 8 bits the largest p and the largest sum are the same,
-        so each row is brought back to its headroom: its p are at most 2 ** headroom then, and their sum is small. Had
-        it only to be right, the sums of a row whose first tile had few scores would be too large in every tile, and
-        each tile's scores would be computed twice.
-        """
-        return 0.0 if self.headroom else self.rescale_threshold
 
     def below(self, row_max: Float32) -> Float32:
         """What is kept of a row's largest score: less than that, by the headroom."""
@@ -163,7 +152,7 @@ class OnlineSoftmax:
     def step_lazily(
         self,
         scores: cute.Tensor,  # (rows, columns), replaced by p
-        rescale_threshold: cutlass.Constexpr,
+        large: tuple | None = None,  # too_large
     ):
         """A tile of scores after the first one. Returns whether O must be rescaled, the same in all threads of a warp.
 
@@ -173,15 +162,15 @@ class OnlineSoftmax:
         maximum between threads; with a low one the p of a row's maximum is exact more often
         (FlashFacts.rescale_threshold). Each row decides for itself.
         """
-        larger = cutlass.Boolean(False)
-        if const_expr(self.headroom == 0):
-            threshold = rescale_threshold / self.scale_log2
+        larger, threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = row_max_of(scores, r)
             self.factor[r] = Float32(1.0)
             if const_expr(self.headroom > 0):
-                scale = value_after(self.scale_log2, row_max)
-                threshold = (rescale_threshold + self.headroom) * cute.arch.rcp_approx(scale)
+                threshold = Float32(self.rescale_threshold + self.headroom)
+                if const_expr(large is not None):
+                    threshold = select_(large[r], Float32(self.headroom), threshold)
+                threshold = threshold * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
             grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + threshold)
             if grows:
                 row_max = quad_max(row_max)
@@ -199,9 +188,10 @@ class OnlineSoftmax:
 
     @cute.jit
     def step_without_max(self, scores: cute.Tensor, row_by_row: cutlass.Constexpr):  # (rows, columns), replaced by p
-        """A tile of scores after the first one, without computing its row maxima. Returns whether that was possible.
+        """A tile of scores after the first one, without computing its row maxima.
 
-        That is the same in all threads of a warp. If it was not, the scores are lost, and nothing else has changed.
+        Returns whether that was possible, the same in all threads of a warp, and this thread's sums of the tile's p. If
+        it was not, the scores are lost, and nothing else has changed.
 
         p is computed with the maximum of earlier tiles. If the sum of p is small, so is each p. So no score is compared
         with others, and the first p can be computed as soon as its score is there. A row that has seen no score yet has
@@ -232,7 +222,21 @@ class OnlineSoftmax:
         for r in range_constexpr(rows):
             # Not in a branch, where ptxas adds the sums up once more to save their registers.
             self.row_sum[r] = select_(small, self.row_sum[r] + sums[r], self.row_sum[r])
-        return small
+        return small, *sums
+
+    def too_large(self, sums: list) -> tuple | None:
+        """Which rows' sums made `step_without_max` give up: `step_lazily` brings them back to their headroom.
+
+        Of 8 bits the largest p and the largest sum are the same. A row whose first tile had few scores may have p that
+        are right and sums that are too large, in every tile; each tile's scores would be computed twice. With a new
+        maximum its p are at most 2 ** headroom, and their sums are small. Other rows of its warp stay as they are, so
+        that no row's bits depend on others. None of 16 bits, whose p have room.
+        """
+        if not self.headroom:
+            return None
+        quad = cute.arch.lane_idx() // 4 * 4
+        too_large = (cute.arch.vote_ballot_sync(~(s < self.largest_p)) for s in sums)
+        return tuple((Int32(lanes) >> quad) & 15 != 0 for lanes in too_large)
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O
