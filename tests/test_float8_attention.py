@@ -361,13 +361,9 @@ def test_nan_stays_in_its_row_and_head():
         q, v = call["q"].clone(), call["v"].clone()
         q.view(torch.uint8)[0, 1, 9, 3] = 0x7F
         found = attention(**call | {"q": q})
-        assert found[0, 1, 9].isnan().all()
-        found[0, 1, 9] = expected[0, 1, 9]
-        # Rows of the same warp are brought back to their headroom in each tile, and their p are rounded elsewhere.
-        near, others = found[0, 1, :16], expected[0, 1, :16]
-        assert (near - others).float().norm() <= 2.0**-4 * others.float().norm()
-        found[0, 1, :16] = others
-        assert torch.equal(found, expected)
+        keep = torch.ones(2, 70, dtype=torch.bool)
+        keep[1, 9] = False
+        assert found[0, 1, 9].isnan().all() and torch.equal(found[0][keep], expected[0][keep])
         v.view(torch.uint8)[0, 0, 150, 7] = 0xFF
         found = attention(**call | {"v": v})
         columns = torch.arange(64) != 7
