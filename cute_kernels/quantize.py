@@ -117,7 +117,7 @@ def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     """(x / scale in dtype, scale), with the scales that make the end of its range of these magnitudes."""
     top = torch.finfo(dtype).max
     # Division by the largest finite number; one that leaves no normal scale is as good as zeros.
-    scale = largest / top
+    scale = largest / torch.full_like(largest, top)  # by a number a GPU would multiply by its reciprocal
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
     values = (x / scale).clamp(-top, top)  # a quotient may round to above the range, of which e4m3fn makes NaN
     return values.to(dtype), scale

@@ -8,7 +8,7 @@ the sum of |v| weighted by the softmax (assert_right's spread),
     rms of the errors <= 2^-4 / sqrt(3) of what they would be if all v had independent signs: 0.036 of O's rms
 
 where an exact product has none. The first is a bound; the second is statistics of random operands, asked with a margin
-of a half. LSE is of P before it is rounded, so it errs as in 16 bits.
+of a half. LSE is of P before it is rounded. On a GPU it errs by what tensor cores drop of the scores (`dropped`).
 """
 
 import contextlib
@@ -108,7 +108,18 @@ def assert_right(out, lse, call: dict, exact: bool, plan=None) -> None:
     rms = error.square().mean().sqrt() / expected.out.square().mean().sqrt()
     assert rms <= eps + (2e-5 if exact else 1.5 * 2.0**-4 / math.sqrt(3)), f"rms {rms:.3g}\n{plan}"
     wrong, size = ((t.double().masked_fill(empty, 0.0)) for t in (lse - expected.lse, expected.lse))
-    assert lse.dtype is FP32 and (wrong.abs() <= 2e-5 * (1 + size.abs().max())).all(), f"lse {wrong.abs().max():.3g}"
+    bound = 2e-5 * (1 + size.abs().max()) + (dropped(call) if out.is_cuda else 0.0)
+    assert lse.dtype is FP32 and (wrong.abs() <= bound).all(), f"lse {(wrong.abs() / bound).max():.3g} of the bound"
+
+
+def dropped(call: dict) -> torch.Tensor:
+    """(B, H, Sq): what tensor cores may drop of a row's scores, 2^-12 of the largest sum of |q k|; an H100 was measured
+    at up to 0.4 of it."""
+    q, k = (wide(call)[name].abs() for name in "qk")
+    if q.dim() == 3:
+        q, k = (t.transpose(0, 1)[None] for t in (q, k))
+    largest = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).amax(-1)
+    return 2.0**-12 * call.get("scale", q.shape[-1] ** -0.5) * largest
 
 
 def check(call: dict, out_dtype=BF16, exact=True):
@@ -557,7 +568,8 @@ class TestCuda:
         exact = truth(**wide(call)).out
         bias = ((out.double() - exact) / exact).mean().item()
         print(f"\nD {D}: O of 32768 keys is off by {bias:.2e} on average")
-        assert abs(bias) <= (5e-3 if D < 256 else 5e-2)
+        # Each product loses half of what its sum's 14 bits end at; sums of 2048 keys had 3.4e-2, and these are of 512.
+        assert abs(bias) <= 1e-2
 
     def test_every_tile(self, monkeypatch):
         for dim in (64, 128):

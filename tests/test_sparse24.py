@@ -157,8 +157,11 @@ def test_torch_s_tensors_of_either_backend_on_a_gpu():
             made = semi_structured.SparseSemiStructuredTensorCUTLASS if cutlass else torch.sparse
             t = made.from_dense(w) if cutlass else made.to_sparse_semi_structured(w)
             assert torch.equal(Sparse24.from_torch(t).to_dense(), w)
-        x = normal(512, 64, device="cuda")
-        assert torch.allclose((Sparse24.from_dense(w).to_torch() @ x).float(), (w @ x).float(), rtol=1e-2, atol=1e-1)
+        t = Sparse24.from_dense(w).to_torch()
+        assert torch.equal(Sparse24.from_torch(t).to_dense(), w)
+        if torch.cuda.get_device_capability()[0] == 8:  # where torch multiplies by them
+            x = normal(512, 64, device="cuda")
+            assert torch.allclose((t @ x).float(), (w @ x).float(), rtol=1e-2, atol=1e-1)
 
 
 @pytest.mark.parametrize(

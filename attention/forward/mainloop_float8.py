@@ -13,11 +13,11 @@ are, and the transposed V has its keys in that order: place 4t + i of 16 is KEYS
 
 P's rounding is the largest error there is: e4m3 has three bits of mantissa, and no number below 2 ** -9. See
 OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
-nothing, and LSE is right in fp32.
+nothing, and LSE errs by what the scores do.
 
-Tensor cores add 8-bit products up with some 14 bits of mantissa. So after each PROMOTED_TILES tiles a thread adds
-its sums of O to those that it keeps in shared memory, in fp32, and begins at zero. What is kept belongs to the row's
-maximum of that time.
+Tensor cores add 8-bit products up with some 14 bits of mantissa: scores lose some 2^-13 of the sum of |q k|. O's sums
+are long, so after each PROMOTED_KEYS keys a thread adds them to those that it keeps in shared memory, in fp32, and
+begins at zero. What is kept belongs to the row's maximum of that time.
 
 Scores are recomputed by a warp as those of 16 bits are (recompute_scores), by mma.sync. Hopper has none of 8 bits, so Q
 and K become fp16 in registers, which holds all numbers of e4m3.
@@ -37,7 +37,7 @@ from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
-from .config import PROMOTED_TILES, Float8Facts
+from .config import Float8Facts
 from .mainloop_sm90 import Consumer, MainloopSm90
 from .mask_and_softmax import QueryWork
 from .softmax import OnlineSoftmax, exp2
@@ -92,13 +92,13 @@ class MainloopFloat8(MainloopSm90):
 
     @cute.jit
     def steps(self, c: Consumer, work: QueryWork, at_k, at_v):
-        """All tiles after the first; after PROMOTED_TILES O's sums go to shared memory."""
-        tiles, ends = work.tiles, work.tiles.ends
+        """All tiles after the first; after some of them O's sums go to shared memory (Float8Facts.promoted_tiles)."""
+        tiles, ends, promoted = work.tiles, work.tiles.ends, const_expr(self.facts.promoted_tiles)
         if const_expr(not self.facts.keeps_sums):
             at_k, at_v = MainloopSm90.steps(self, c, work, at_k, at_v)
         else:
-            for first in cutlass.range(0, tiles.count, PROMOTED_TILES, unroll=1):
-                after = first + PROMOTED_TILES
+            for first in cutlass.range(0, tiles.count, promoted, unroll=1):
+                after = first + promoted
                 for segment in range_constexpr(len(ends)):
                     begin = cutlass.max(first, 1 if const_expr(segment == 0) else cutlass.max(ends[segment - 1], 1))
                     for i in cutlass.range(begin, cutlass.min(ends[segment], after), unroll=1):
@@ -134,7 +134,7 @@ class MainloopFloat8(MainloopSm90):
     def add_kept_sums(self, c: Consumer, count: Int32):
         """Add the sums that are kept to O, if there are any after so many tiles."""
         if const_expr(self.facts.keeps_sums):
-            if count > PROMOTED_TILES:
+            if count > self.facts.promoted_tiles:
                 factors = self.factors_of_kept(c)
                 for i in range_constexpr(cute.size(c.acc_O) // 4):
                     self.add_part(c, i, factors, cute.make_tensor(c.acc_O.iterator + 4 * i, cute.make_layout(4)))

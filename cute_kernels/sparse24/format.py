@@ -181,7 +181,8 @@ class Sparse24:
     def to_torch(self) -> Tensor:
         """A torch.sparse.SparseSemiStructuredTensorCUTLASS with the same stored elements, on any device; copies.
 
-        For torch's cuSPARSELt tensors, on a GPU that has it: torch.sparse.to_sparse_semi_structured(W.to_dense()).
+        torch multiplies by these on sm_80, sm_86 and sm_89 alone. For its cuSPARSELt tensors, which sm_90 multiplies,
+        too: torch.sparse.to_sparse_semi_structured(W.to_dense()).
 
         Raises:
             TypeError: values are neither bfloat16 nor float16; torch's tensors of float32 keep 1 of 2.
