@@ -34,11 +34,7 @@ def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Gem
         return found if low else [*high, *found]
     if low:
         return [sm90(64, 256, k, 1, 2, **of), sm90(64, 128, k, 1, 2, ring=1, **of), *found]
-    return [
-        paired_sm90(k, *pair_of(block), **of),
-        *(sm90(128, 128, k, 1, 1, *pair, **own, **of) for pair in ((1, 1), pair_of(block))),
-        *found,
-    ]
+    return [paired_sm90(k, *pair_of(block), **of), *found]
 
 
 def pair_of(block: BlockFacts) -> tuple[int, int]:
