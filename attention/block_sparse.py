@@ -186,7 +186,7 @@ def plan_block_sparse(
     scales, out_dtype = (q_scale, k_scale, v_scale), None
     if float8.serves(q, q_scale):
         float8.check(OP, q, k, v, scales)
-        out_dtype = float8.out_dtype(q, out)
+        out_dtype = float8.out_dtype(OP, q, out)
     else:
         if k_scale is not None or v_scale is not None:
             checks.check_wide(OP, "a block mask and q of 16 bits", k, v, k_scale, v_scale)

@@ -56,12 +56,24 @@ def narrow(k, v) -> bool:
     return getattr(k, "dtype", None) in FLOAT8 or getattr(v, "dtype", None) in FLOAT8
 
 
+def check_differentiable(op: str, k, v, scales: tuple, cache: bool = False) -> None:
+    """Of a call whose gradients are asked for: no cache, no 8-bit floats, and no scales, which nothing would read."""
+    if cache or narrow(k, v):
+        raise RuntimeError(NO_CACHE)
+    if any(scale is not None for scale in scales):
+        raise TypeError(
+            f"{op}: q_scale, k_scale and v_scale are of 8-bit floats, and k is {getattr(k, 'dtype', type(k))}; "
+            "multiply q, k and v by them"
+        )
+
+
 def check_wide(op: str, form: str, k, v, k_scale=None, v_scale=None) -> None:
     """Of forms of calls that no kernel for 8-bit floats serves."""
     if narrow(k, v) or k_scale is not None or v_scale is not None:
         raise TypeError(
-            f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; 8-bit floats are read from "
-            "caches (seqlens_k), and others are to be dequantised, k.to(q.dtype) * scale"
+            f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; give q, k and v in "
+            "torch.float8_e4m3fn, all three (sm_90), or k.to(q.dtype) * scale; caches of 8 bits (seqlens_k) go with a "
+            "q of 16"
         )
 
 

@@ -130,9 +130,9 @@ def plan_attention(
     scales, out_dtype = (q_scale, k_scale, v_scale), None
     if of_8_bits:
         float8.check("attention", q, k, v, scales)
-        out_dtype = float8.out_dtype(q, out)
+        out_dtype = float8.out_dtype("attention", q, out)
     else:
-        cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table, k_scale, v_scale)
+        cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table, q_scale, k_scale, v_scale)
     check_sinks("attention", sinks, q)
     columns = cache_checks.capacity(k, block_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])

@@ -78,10 +78,13 @@ def given(scales: tuple) -> tuple:
     return tuple(s for s in scales if s is not None)
 
 
-def out_dtype(q, out) -> torch.dtype:
-    """bfloat16, or that of out."""
-    default = default_out_dtype(q.dtype)
-    return out.dtype if isinstance(out, Tensor) and out.dtype in NAMES else default
+def out_dtype(op: str, q, out) -> torch.dtype:
+    """bfloat16, or that of out: bfloat16, float16 or float32."""
+    if not isinstance(out, Tensor):  # none, or what the checks will name
+        return default_out_dtype(q.dtype)
+    if out.dtype not in NAMES:
+        raise TypeError(f"{op}: out is {out.dtype}; of a q of 8 bits it is {', '.join(map(str, NAMES))}")
+    return out.dtype
 
 
 def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:

@@ -102,8 +102,8 @@ def attention(
 
     Returns:
         (B, H, Sq, Dv) of q's dtype, `out` if it was given; of a q of 8 bits bfloat16, or out's dtype: bfloat16, float16
-        or float32. A row that sees no column gets 0, and an lse of -inf; one
-        that sees a score of NaN gets NaN, and an lse of NaN.
+        or float32. A row that sees no column gets 0, and an lse of -inf; one that sees a score of NaN gets NaN, and an
+        lse of NaN.
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
@@ -119,7 +119,7 @@ def attention(
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, k and v are of 8
-            bits, or on a GPU the head dimension is 512; or the GPU is older than sm_80.
+            bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
     # What the op of a trace looks for is the function itself. Asked here: a frame of its own may be compiled by itself.
     score = score_mod if score_mod is None or is_compiling() else _bound("attention", score_mod, q)
@@ -128,8 +128,8 @@ def attention(
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
-        if seqlens_k is not None or block_table is not None or checks.narrow(k, v):
-            raise RuntimeError(checks.NO_CACHE)
+        cache = seqlens_k is not None or block_table is not None
+        checks.check_differentiable("attention", k, v, (q_scale, k_scale, v_scale), cache)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         options["deterministic"] = deterministic
         if score is not None:
@@ -199,8 +199,7 @@ def block_sparse_attention(
     if is_compiling():
         from .torch_op import traced_block_sparse as run
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
-        if checks.narrow(k, v):
-            raise RuntimeError(checks.NO_CACHE)
+        checks.check_differentiable("block_sparse_attention", k, v, (q_scale, k_scale, v_scale))
         options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
         if score is not None:
             options["score_mod"] = score

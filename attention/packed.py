@@ -62,7 +62,7 @@ def plan_packed(
     out_dtype = None
     if scales is not None:
         float8.check_operands(OP, q, k, v)
-        out_dtype = float8.out_dtype(q, out)
+        out_dtype = float8.out_dtype(OP, q, out)
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if scales is not None:
         float8.check_scales(OP, q, scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))

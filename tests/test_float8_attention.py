@@ -474,8 +474,10 @@ WRONG = [
     ({"k_scale": torch.ones(2, 4)}, ValueError, "k_scale has shape .2, 4.; it must be .1,., .2,. or .2, 2."),
     ({"v_scale": torch.ones(2, 2, 3)}, ValueError, "scales of blocks of tokens have no kernel yet"),
     ({"v_scale": torch.ones(1, device="meta")}, ValueError, "v_scale is on meta"),
-    ({"out": torch.empty(2, 4, 200, 64, dtype=FP64)}, TypeError, "out is torch.float64"),
+    ({"out": torch.empty(2, 4, 200, 64, dtype=FP64)}, TypeError, "out is torch.float64; of a q of 8 bits it is"),
+    ({"out": torch.empty(2, 4, 200, 64, dtype=E4M3)}, TypeError, "out is torch.float8_e4m3fn; of a q of 8 bits it is"),
     ({"seqlens_k": torch.ones(2, dtype=torch.int32)}, TypeError, "q is torch.float8_e4m3fn; with k and v of 8 bits"),
+    ({"q": BF16, "seqlens_k": torch.ones(2, dtype=torch.int32), "q_scale": SCALE}, TypeError, "has no q_scale"),
 ]
 
 
@@ -530,6 +532,19 @@ def test_gradients_raise():
         attention(**scaled)
     with torch.no_grad():
         attention(**scaled)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_of_16_bits_raise(name):
+    """Also where gradients are asked for: nothing would read the scales."""
+    q, k, v = qkv()
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    for differentiable in (False, True):
+        q.requires_grad_(differentiable)
+        with pytest.raises(TypeError, match="scale"):
+            attention(q, k, v, **{name: SCALE})
+        with pytest.raises(TypeError, match="scale"):
+            block_sparse_attention(q, k, v, mask, **{name: SCALE})
 
 
 # Under torch.compile

@@ -10,11 +10,16 @@ from .. import checks
 LEAST_PAGE = 16  # rows
 
 
-def check_cache(op: str, q, k, v, seqlens_k, block_table, k_scale=None, v_scale=None) -> None:
-    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table, or 8 bits."""
+def check_cache(op: str, q, k, v, seqlens_k, block_table, q_scale=None, k_scale=None, v_scale=None) -> None:
+    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table, or 8 bits. A
+    q_scale is refused: q has 16 bits."""
     narrow = checks.narrow(k, v)
     if narrow or k_scale is not None or v_scale is not None:
         check_float8(op, q, k, v, k_scale, v_scale)
+    if q_scale is not None:
+        raise TypeError(
+            f"{op}: with seqlens_k or block_table q is of 16 bits and has no q_scale; multiply q or `scale` by it"
+        )
     if block_table is None:
         checks.check_qkv(op, q, k, v, narrow)
     else:
