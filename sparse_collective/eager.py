@@ -262,6 +262,8 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     wide, narrow = default_out_dtype(W.dtype), tuple(FLOAT8) if op in NARROW else ()
     out_dtype = checks.check_out_dtype(op, out, out_dtype, wide, narrow)
     check_narrow(op, terms, out_dtype, wide)
+    if W.structured:
+        check_structured(op, terms.accumulation_dtype, out_dtype in FLOAT8)
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", terms.residual, shape, out_dtype)
     spec = _epilogue(op, W, b, terms)
@@ -302,6 +304,14 @@ def _check_groups(op: str, W, x, groups) -> None:
             f"{op}: {rows} rows of x in {runs} groups: each must have the same number of rows, a multiple of "
             f"{RUN_MULTIPLE}; pad each expert's rows with zeros"
         )
+
+
+def check_structured(op: str, accumulation_dtype, narrow: bool) -> None:
+    """ValueError for what a product of a Bsr24 does not have. narrow: whether the output is of 8-bit floats."""
+    if accumulation_dtype is not None:
+        raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
+    if narrow:
+        raise ValueError(f"{op}: a Bsr24 has no float8 outputs; use cute_kernels.quantize")
 
 
 def check_gated(W) -> None:

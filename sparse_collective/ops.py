@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.checks import narrow, scaled, watched
+from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.explain import explains
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
@@ -25,7 +25,7 @@ Epilogue = Callable[[Tensor], Tensor]
 
 
 def bsr_matmul(
-    W: BsrMatrix | Tensor,
+    W: BsrMatrix | Bsr24 | Tensor,
     b: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -47,13 +47,13 @@ def bsr_matmul(
             blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
             them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
             Or a Bsr24, whose blocks are 2:4 sparse, of bfloat16, float16 or, on sm_89 and sm_90, float8: without
-            gradients, and of float8 without torch.compile.
+            gradients, accumulation_dtype and float8 outputs, and of float8 without torch.compile.
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
-        out: where to write the result; its dtype (bfloat16, float16, float32) is the result's.
+        out: where to write the result; its dtype (see out_dtype) is the result's.
         epilogue: a function of the fp32 accumulators, traced by torch (see cute_kernels.gemm).
         scale_b: float32, of float8 operands alone: what b's values are multiplied by. One element, or (..., 1, N), of
             a matrix also (N,), one for each column.
@@ -61,7 +61,8 @@ def bsr_matmul(
             those multiply the sums when they are promoted to fp32.
         accumulation_dtype: of float16 operands alone, see cute_kernels.gemm. Kernels for special shapes (few columns,
             small blocks, pairs of rows) add up in fp32 all the same; `explain` says which.
-        out_dtype: in place of out's; also float8, see cute_kernels.gemm. No gradient is computed with it.
+        out_dtype: bfloat16, float16 or float32; by default W's dtype, of float8 bfloat16. Also float8, without a
+            residual, see cute_kernels.gemm. No gradient is computed with it.
         scale_out, amax: of float8 outputs alone, see cute_kernels.gemm.
 
     Returns:
@@ -74,7 +75,8 @@ def bsr_matmul(
 
     Of float8 operands sums of at most 128 products are added up in fp32, and the result is bfloat16 unless out says
     else. A b that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied first.
-    There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does.
+    There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does, RuntimeError also where an argument
+    requires a gradient beside out_dtype or a Bsr24.
     """
     terms = bias, activation, residual, out, epilogue
     more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
@@ -84,7 +86,7 @@ def bsr_matmul(
 
 def bsr_linear(
     x: Tensor,
-    W: BsrMatrix | Tensor,
+    W: BsrMatrix | Bsr24 | Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     out: Tensor | None = None,
@@ -119,22 +121,23 @@ def bsr_linear(
 
 
 def bsr_gated_linear(
-    x: Tensor, W: BsrMatrix | Tensor, activation: str | None = "silu", out: Tensor | None = None
+    x: Tensor, W: BsrMatrix | Bsr24 | Tensor, activation: str | None = "silu", out: Tensor | None = None
 ) -> Tensor:
     """activation(x @ G.T) * (x @ U.T): the first half of a gated feed-forward layer, in one kernel.
 
     Args:
         x: (..., K) of W's dtype, of any strides.
-        W: (2 H, K) BsrMatrix or torch.sparse_bsr tensor: of its rows 64 are G's, 64 U's, and so on (see interleaved).
+        W: (2 H, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, of no float8: of its rows 64 are G's, 64 U's, and so on
+            (see interleaved).
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
         out: (..., H); its dtype is the result's.
 
     Returns:
         (..., H), `out` if it was given.
 
-    One kernel serves blocks of 128 rows and more on Hopper, where no gradient is wanted: what the two halves are never
-    reaches memory. Elsewhere torch computes the gate of bsr_linear's result, which is rounded to W's dtype before;
-    `explain` says so. Raises as bsr_matmul does.
+    One kernel serves a BsrMatrix with blocks of 128 rows and more on Hopper, where no gradient is wanted: what the two
+    halves are never reaches memory. Elsewhere torch computes the gate of bsr_linear's result, which is rounded to W's
+    dtype before; `explain` says so. Raises as bsr_matmul does.
     """
     if out is None and watched(W, x):
         check_activation(eager.GATED, activation)
@@ -159,7 +162,7 @@ def interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 def bsr_grouped_linear(
     x: Tensor,
-    W: BsrMatrix | Tensor,
+    W: BsrMatrix | Bsr24 | Tensor,
     groups: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -179,7 +182,7 @@ def bsr_grouped_linear(
 
     Args:
         x: (T, K) of W's dtype, of any strides; T a multiple of group_rows.
-        W: (E, M, K) BsrMatrix or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
+        W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
         groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
         bias: (E, M), or (M,) for all items.
         activation, out, epilogue, fast_accumulation, accumulation_dtype: see bsr_matmul.
@@ -274,13 +277,10 @@ def called(
 def structured(
     op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax
 ) -> Tensor:
-    """The same of a W with 2:4 sparse blocks, which torch.func does not take; eager.call refuses gradients."""
+    """The same of a W with 2:4 sparse blocks, which torch.func does not take."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
-    if accumulation_dtype is not None:
-        raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
-    if narrow(terms[5], out_dtype, scale_out, amax):
-        raise ValueError(f"{op}: a Bsr24 has no float8 outputs; use cute_kernels.quantize")
+    eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax))
     if torch.compiler.is_compiling():
         if scaled(terms[1], None, scale_b, fast_accumulation):
             raise RuntimeError(
@@ -289,11 +289,12 @@ def structured(
         from .bsr24.torch_op import traced_bsr24
 
         return traced_bsr24(op, *terms, out_dtype=out_dtype)
+    refuse_gradient(f"{op} of a Bsr24", terms, scale_b)
     return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation, out_dtype=out_dtype)
 
 
 def without_gradient(op: str, terms: tuple, **more) -> Tensor:
-    """The same of a product of 8-bit floats, or into such; which calls it refuses, eager.call says."""
+    """The same of a product of 8-bit floats, or with out_dtype."""
     if torch.compiler.is_compiling():
         from .torch_op import traced_scaled_bsr
 
@@ -302,7 +303,15 @@ def without_gradient(op: str, terms: tuple, **more) -> Tensor:
         raise RuntimeError(
             f"{op} of float8, or with out_dtype, does not compute gradients: call it outside of torch.func's transforms"
         )
+    refuse_gradient(f"{op} of float8, or with out_dtype,", terms, more["scale_b"], more["scale_out"])
     return eager.call(op, *terms, **more)
+
+
+def refuse_gradient(what: str, terms: tuple, *scales: Tensor | None) -> None:
+    """RuntimeError if autograd watches an argument; eager.call says so, too, but not which kind of call it is."""
+    W, b, bias, _, residual, *_ = terms
+    if watched(W, b, bias, residual, *scales):
+        check_no_grad(what, *(t for t in (W, b, bias, residual, *scales) if hasattr(t, "requires_grad")))
 
 
 explains(bsr_matmul, eager.plan_bsr_matmul)

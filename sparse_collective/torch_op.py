@@ -92,12 +92,9 @@ library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=GRADIENT)
 library.register_pair(f"{NAME}_and_z", INPUTS, TERMS, functools.partial(_run, with_z=True), _fake_with_z, GRADIENT)
 
 
-def _run_scaled(op, *inputs, scales, scale_b, fast_accumulation, out, out_dtype, epilogue, **terms):
+def _run_scaled(op, *inputs, scales, out, epilogue, **terms):
     *matrix, b = inputs
-    if out is None and out_dtype is not None:
-        out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype)
-    W, more = _matrix(*matrix, scales), {"scale_b": scale_b, "fast_accumulation": fast_accumulation}
-    return call(op, W, b, out=out, epilogue=function_named(epilogue), **terms, **more)
+    return call(op, _matrix(*matrix, scales), b, out=out, epilogue=function_named(epilogue), **terms)
 
 
 SCALED = "sparse_collective::scaled_bsr"

@@ -313,7 +313,7 @@ def refusals() -> list:
         (lambda: bsr_linear(x.half(), V), TypeError, "x is torch.float16 but W is torch.bfloat16"),
         (lambda: bsr_linear(x, V, scale_x=torch.ones(1)), TypeError, "scale_x of torch.bfloat16 operands"),
         (lambda: bsr_matmul(V, x.t(), fast_accumulation=True), ValueError, "fast_accumulation of torch.bfloat16"),
-        (lambda: bsr_linear(leaf(x), V), RuntimeError, "does not compute gradients"),
+        (lambda: bsr_linear(leaf(x), V), RuntimeError, "bsr_linear of a Bsr24 does not compute gradients"),
         (lambda: bsr_linear(x, of(leaf(V.values))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_linear(x, V, leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_gated_linear(leaf(x), V), RuntimeError, "does not compute gradients"),
@@ -321,10 +321,12 @@ def refusals() -> list:
         (lambda: bsr_grouped_linear(x, V, torch.zeros(1).int()), ValueError, "W is one matrix"),
         (lambda: bsr_linear(x, V.values), TypeError, "must be a BsrMatrix or a"),
         (lambda: explain(bsr_linear, x.float(), V.to(FP32), arch="sm_90"), TypeError, "torch.float32; the kernels"),
+        (lambda: explain(bsr_linear, x.half(), V.to(FP16), accumulation_dtype=FP16), ValueError, "in fp32 alone"),
+        (lambda: explain(bsr_linear, x, V, out_dtype=torch.float8_e5m2), ValueError, "no float8 outputs"),
     ]
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(14))
 def test_refusals(number):
     call, error, words = refusals()[number]
     with pytest.raises(error, match=words):

@@ -421,6 +421,9 @@ def test_compiled(where, per):
         assert torch.equal(fast(x), bsr_linear(x, W, fast_accumulation=True))
     with pytest.raises(Exception, match="does not compute gradients"):
         compiled(x, scale, bias.clone().requires_grad_())
+    wrong = torch.compile(lambda x: bsr_linear(x, W, out=out, out_dtype=BF16), fullgraph=True, backend="aot_eager")
+    with pytest.raises(TypeError, match=r"out is torch.float32 but out_dtype=torch.bfloat16"):
+        wrong(x)
     torch._dynamo.reset()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
 from sparse_collective import random_bsr
-from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, quantize_
+from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, prune_2_4_, quantize_
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
@@ -112,6 +112,7 @@ def test_linear(where):
     assert f"density={W.nnz / 12:.3g}" in repr(narrow) and "float8_e4m3fn" in repr(narrow)
 
 
+@torch.no_grad()
 def test_a_model():
     """Layers are swapped once, others stay; .to(), copies and the state keep 8-bit floats and scales."""
     shared = BsrLinear(256, 256, bias=False, blocksize=(64, 64), density=0.5, dtype=BF16)
@@ -130,6 +131,52 @@ def test_a_model():
     assert isinstance(quantize_(feed_forward()), Float8SwiGLU)
     with pytest.raises(ValueError, match="the state is of a weight"):
         other[1].weight.set_extra_state(model[0].down.weight.get_extra_state())
+
+
+def both() -> list[nn.Module]:
+    return [
+        Float8BsrLinear(BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16)),
+        quantize_(feed_forward()),
+    ]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_gradients_are_refused_and_autocast_is_followed(number):
+    layer, x = both()[number], tokens(8)
+    with pytest.raises(RuntimeError, match=f"{type(layer).__name__} does not compute gradients"):
+        layer(x.clone().requires_grad_())
+    with torch.no_grad():
+        assert layer(x.clone().requires_grad_()).dtype == BF16
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(layer(x.float()), layer(x))
+    assert layer(x.float()).dtype == FP32 and off(layer(x.float()), layer(x)) < 0.02
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("number", range(2))
+def test_state_of_another_pattern(number, assign):
+    """It is copied; layers on the meta device take it."""
+    layer, x = both()[number], tokens(8)
+    other, empty = both()[number], copy.deepcopy(layer).to("meta")
+    if not assign:
+        empty.to_empty(device="cpu")
+    for made in (other, empty):
+        made.load_state_dict(layer.state_dict(), assign=assign)
+        assert torch.equal(made(x), layer(x))
+        pairs = zip(made.modules(), layer.modules(), strict=True)
+        weights = [(a.matrix.values, b.matrix.values) for a, b in pairs if hasattr(a, "matrix")]
+        assert len(weights) == number + 1 and all(a.data_ptr() != b.data_ptr() for a, b in weights)
+
+
+def test_other_layers_stay():
+    """Those of 2:4 values, also inside of a SwiGLU."""
+    model = nn.Sequential(feed_forward(), feed_forward())
+    prune_2_4_(model, lambda name, _: name != "1.down")
+    quantize_(model)
+    names = [[type(layer).__name__ for layer in part.children()] for part in model]
+    assert names == [["Bsr24Linear", "Bsr24Linear"], ["Bsr24Linear", "Float8BsrLinear"]]
+    with torch.no_grad():
+        assert model(tokens(8)).isfinite().all()
 
 
 def test_layers_that_are_refused():

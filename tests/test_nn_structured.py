@@ -30,6 +30,7 @@ from .emulator.ops import on_emulator
 from .reference import ACTIVATIONS, assert_as_good_as_torch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3 = torch.float8_e4m3fn
 USAGE = (Path(__file__).resolve().parents[1] / "docs" / "usage.md").read_text()
 needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -41,7 +42,7 @@ def blocks(where="cpu", M=192, K=256, *, density=0.5, dtype=BF16, **more) -> Bsr
 
 def linear(where="cpu", M=200, K=72, dtype=BF16, bias=True) -> nn.Linear:
     """Of stored rows that are no multiples of 16 bytes."""
-    return nn.Linear(K, M, bias, device=where, dtype=dtype).eval()
+    return nn.Linear(K, M, bias, device=where).to(dtype).eval()
 
 
 def tokens(*shape, where="cpu", dtype=BF16):
@@ -232,10 +233,14 @@ def refusals() -> list:
         (lambda: Sparse24Linear(linear(K=70)), ValueError, r"\(200, 70\); its last must be a multiple of 4"),
         (lambda: prune_2_4_(blocks()), ValueError, r"of one layer use Bsr24Linear\(layer\)"),
         (lambda: prune_2_4_(linear()), ValueError, r"of one layer use Sparse24Linear\(layer\)"),
+        (lambda: Bsr24Linear.from_bsr(sparse.weight.quantize()), TypeError, "weight is torch.float8_e4m3fn; it must"),
+        (lambda: Sparse24Linear(linear(dtype=E4M3)), TypeError, "weight is torch.float8_e4m3fn; it must be"),
+        (lambda: sparse.to(E4M3)(x.to(E4M3)), TypeError, "Bsr24Linear: the weight is torch.float8_e4m3fn"),
+        (lambda: dense.to(E4M3)(z.to(E4M3)), TypeError, "Sparse24Linear: the weight is torch.float8_e4m3fn"),
     ]
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(19))
 def test_what_is_refused(number):
     call, error, words = refusals()[number]
     with pytest.raises(error, match=words):
@@ -274,10 +279,12 @@ def test_layers_that_stay_dense():
     model = nn.ModuleDict({"a": tied, "b": nn.Linear(64, 64), "c": nn.Linear(66, 64), "d": nn.Linear(64, 64)})
     model["b"].weight = tied.weight
     model["attention"] = nn.MultiheadAttention(64, 2)
+    model["e"] = nn.Linear(64, 64).to(E4M3)
     report = prune_2_4_(model, lambda name, _: name != "d", dense=True)
     why = {c.name: c.skipped for c in report.skipped}
-    assert set(why) == {"a", "b", "c", "attention.out_proj"} and not report.changed
+    assert set(why) == {"a", "b", "c", "e", "attention.out_proj"} and not report.changed
     assert "shares a parameter" in why["a"] and "multiple of 4" in why["c"] and "is a Non" in why["attention.out_proj"]
+    assert why["e"] == "its weight is torch.float8_e4m3fn"
 
 
 @ONE_PLACE

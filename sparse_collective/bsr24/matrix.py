@@ -105,7 +105,7 @@ class Bsr24:
         return _of_pattern(self.compressed, values, self.shape)
 
     def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "block") -> Bsr24:
-        """The same matrix with 8-bit values and their scales, as BsrMatrix.quantize makes them."""
+        """The same matrix with 8-bit values and their scales, as BsrMatrix.quantize makes them; raises as it does."""
         return self._with(self.compressed.quantize(dtype, per))
 
     def to_dense(self) -> Tensor:
@@ -115,7 +115,8 @@ class Bsr24:
     def to(self, *args, **kwargs) -> Bsr24:
         """On another device, or with values of another dtype, by BsrMatrix.to; itself where nothing changes.
 
-        Metadata are shared where the device stays, and their order: that of float8 is another.
+        Metadata are shared where the device and their order stay: that of float8 is another. Raises as BsrMatrix.to
+        does.
         """
         return self._with(self.compressed.to(*args, **kwargs))
 
@@ -129,9 +130,9 @@ class Bsr24:
             metadata = pack_blocks(places, compressed.dtype.itemsize)
         return Bsr24(compressed, metadata)
 
-    def cuda(self, device: torch.device | int | None = None) -> Bsr24:
+    def cuda(self, device: torch.device | int | None = None, non_blocking: bool = False) -> Bsr24:
         """On a GPU, the current one unless told."""
-        return self._with(self.compressed.cuda(device))
+        return self._with(self.compressed.cuda(device, non_blocking))
 
     def cpu(self) -> Bsr24:
         """On the CPU."""

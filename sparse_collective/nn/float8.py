@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.checks import check_no_grad
 from cute_kernels.quantize import quantize, quantize_gated
 
 from ..bsr import BsrMatrix
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
 from .linear import BsrLinear
+from .module import autocast_dtype
 from .prune24 import Masked24BsrLinear
 
 __all__ = ["Float8BsrLinear", "Float8SwiGLU", "quantize_"]
@@ -29,19 +33,24 @@ class Weight(nn.Module):
         self.matrix = W
 
     def _apply(self, fn, recurse: bool = True):
-        device = fn(torch.empty(0, device=self.matrix.device)).device
-        if device != self.matrix.device:
-            self.matrix = self.matrix.to(device)
+        W = self.matrix
+        device = fn(torch.empty(0, device=W.device)).device
+        if device != W.device and W.device.type == "meta":  # to_empty(): room for a state
+            crow, col, values, scales = (torch.empty_like(getattr(W, name), device=device) for name in TENSORS)
+            self.matrix = BsrMatrix(crow, col, values, W.shape, scales=scales)
+        elif device != W.device:
+            self.matrix = W.to(device)
         return super()._apply(fn, recurse)
 
     def get_extra_state(self) -> dict:
         return {"shape": tuple(self.matrix.shape), **{name: getattr(self.matrix, name) for name in TENSORS}}
 
     def set_extra_state(self, state: dict) -> None:
-        """Of a weight of the same shape; ValueError for another."""
+        """Of a weight of the same shape; ValueError for another. Copies; on the meta device the state's is taken."""
         if tuple(state["shape"]) != tuple(self.matrix.shape):
             raise ValueError(f"the state is of a weight {tuple(state['shape'])}, and this one is {self.matrix.shape}")
-        crow, col, values, scales = (state[name].to(self.matrix.device) for name in TENSORS)
+        device = self.matrix.device if self.matrix.device.type != "meta" else state["values"].device
+        crow, col, values, scales = (state[name].to(device, copy=True) for name in TENSORS)
         self.matrix = BsrMatrix(crow, col, values, self.matrix.shape, scales=scales)
 
 
@@ -52,12 +61,14 @@ class Float8BsrLinear(nn.Module):
         layer: a BsrLinear, whose weight is quantised, and whose bias and activation are taken over.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    Forward takes x (..., K) of bfloat16 or float16 and gives (..., M) in its dtype: x is quantised with a scale for
-    each token, and multiplied by one kernel (see bsr_linear). On sm_89, sm_90 and the CPU; at most 16 tokens are
-    multiplied on every GPU. There is no gradient.
+    Forward takes x (..., K) of bfloat16, float16 or float32 and gives (..., M) in its dtype, or autocast's: x is
+    quantised with a scale for each token, and multiplied by one kernel (see bsr_linear). On sm_89, sm_90 and the CPU;
+    at most 16 tokens are multiplied on every GPU. There is no parameter and no gradient. state_dict() has the weight
+    as an extra state, which may be of another pattern.
 
     Raises:
         TypeError: `layer` is no BsrLinear, or dtype is no such type.
+        RuntimeError: in forward, x requires a gradient.
     """
 
     def __init__(self, layer: BsrLinear, dtype: torch.dtype = torch.float8_e4m3fn):
@@ -71,6 +82,10 @@ class Float8BsrLinear(nn.Module):
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_no_grad("Float8BsrLinear", x)
+        return outside_autocast(self._product, x)
+
+    def _product(self, x: Tensor) -> Tensor:
         W = self.weight.matrix
         tokens = x if x.dim() > 1 else x[None]
         values, scale = quantize(tokens, W.dtype, "row")
@@ -89,12 +104,13 @@ class Float8SwiGLU(nn.Module):
         layer: a SwiGLU whose layers are BsrLinear.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    Forward takes x (..., dim) of bfloat16 or float16 and gives (..., dim) in its dtype. What is between the layers is
-    quantised with a scale for each token, by the kernel that multiplies it by its gate (see
+    Forward takes x (..., dim) of bfloat16, float16 or float32 and gives (..., dim) in its dtype, or autocast's. What is
+    between the layers is quantised with a scale for each token, by the kernel that multiplies it by its gate (see
     cute_kernels.quantize_gated).
 
     Raises:
         TypeError: `layer` is no such SwiGLU, or dtype is no such type.
+        RuntimeError: in forward, x requires a gradient.
     """
 
     def __init__(self, layer: SwiGLU, dtype: torch.dtype = torch.float8_e4m3fn):
@@ -106,6 +122,10 @@ class Float8SwiGLU(nn.Module):
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_no_grad("Float8SwiGLU", x)
+        return outside_autocast(self._product, x)
+
+    def _product(self, x: Tensor) -> Tensor:
         down = self.down
         z = self.gate_up(x if x.dim() > 1 else x[None])
         values, scale = quantize_gated(z, "silu", down.weight.matrix.dtype)
@@ -116,15 +136,23 @@ class Float8SwiGLU(nn.Module):
 def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.Module:
     """Put a Float8SwiGLU in the place of each SwiGLU of a model, and a Float8BsrLinear in that of each other BsrLinear.
 
-    Returns the model; where it is itself such a layer, the new one. Layers that appear twice stay one layer.
+    Other layers stay: BsrGroupedLinear, Bsr24Linear, subclasses and parametrized layers; of a SwiGLU with such a layer
+    inside the other one is replaced alone. Layers that appear twice stay one layer. Hooks of replaced layers are lost.
+
+    Args:
+        model: changed in place.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        The model; where it is itself such a layer, the new one.
 
     Raises:
-        TypeError: dtype is no float8.
+        TypeError: dtype is no float8, and there is a layer to replace.
     """
     made, kinds = {}, {SwiGLU: Float8SwiGLU, BsrLinear: Float8BsrLinear, Masked24BsrLinear: Float8BsrLinear}
 
     def swapped(module: nn.Module) -> nn.Module:
-        if type(module) in kinds:
+        if type(module) in kinds and all(isinstance(layer, BsrLinear) for layer in module.children()):
             if module not in made:
                 made[module] = kinds[type(module)](module, dtype)
             return made[module]
@@ -134,6 +162,15 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.
         return module
 
     return swapped(model)
+
+
+def outside_autocast(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """product(x); inside torch.autocast of x in its dtype, as `multiply` does."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return product(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return product(x.to(dtype))
 
 
 def quantised(layer: BsrLinear, dtype: torch.dtype) -> BsrMatrix:

@@ -372,12 +372,16 @@ def multiply(op: Callable[..., Tensor], x: Tensor, W: BsrMatrix, bias: Tensor | 
 
     The product itself is outside: on CPU tensors it multiplies in fp32, which autocast would round.
     """
-    if not any_autocast():
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return op(x, W, bias)
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return op(x, W, bias)
-    dtype = torch.get_autocast_dtype(device)
     x, W, bias = x.to(dtype), W if W.dtype is dtype else W.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         return op(x, W, bias)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """That of torch.autocast on x's device, None outside of it."""
+    if any_autocast() and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from cute_kernels.dtypes import FLOAT8
 from cute_kernels.sparse24.format import DTYPES, check_groups, prune_2_4
 
 from ..bsr import BsrMatrix
@@ -151,13 +152,13 @@ def why_not(layer: nn.Module, owners: Counter) -> str:
         return f"its weight is a {type(values).__name__}"
     if any(owners[id(p)] > 1 for p in layer.parameters()):
         return "shares a parameter with another module"
+    if values.dtype in FLOAT8 or not sparse and values.dtype not in DTYPES:
+        return f"its weight is {values.dtype}"
     try:
         if sparse:
             check_blocks("2:4", *layer.blocksize)
-        elif values.dtype in DTYPES:
-            check_groups("weight", values)
         else:
-            return f"its weight is {values.dtype}"
+            check_groups("weight", values)
     except ValueError as error:
         return str(error)
     return ""

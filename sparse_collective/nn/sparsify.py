@@ -70,7 +70,7 @@ class Change:
 
 @dataclass
 class Report:
-    """What sparsify_, densify_ or prune_2_4_ did, layer by layer; prints as a table."""
+    """What sparsify_, densify_, mask_2_4_ or prune_2_4_ did, layer by layer; prints as a table."""
 
     changes: list[Change] = field(default_factory=list)
 

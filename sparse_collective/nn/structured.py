@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cute_kernels import gemm
 from cute_kernels.checks import watched
+from cute_kernels.dtypes import FLOAT8
 from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.sparse24.format import (
     KEPT,
@@ -44,6 +45,7 @@ class StructuredLinear(nn.Module):
     def __init__(self, W: Bsr24 | Sparse24, bias: Tensor | None, activation: str | None, training: bool) -> None:
         super().__init__()
         name = type(self).__name__
+        refuse_float8(name, W.dtype)
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"{name}: activation {activation!r}; use None or one of {', '.join(ACTIVATIONS)}")
         self.out_features, self.in_features = W.shape
@@ -63,6 +65,7 @@ class StructuredLinear(nn.Module):
         """The weight, sharing the buffers; the same object as long as they are the same.
 
         Raises:
+            TypeError: the values are of float8, as after .to(torch.float8_e4m3fn).
             ValueError: the buffers are no such matrix, as after to_empty().
         """
         if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
@@ -153,6 +156,15 @@ class StructuredLinear(nn.Module):
         return ""
 
 
+def refuse_float8(name: str, dtype: torch.dtype) -> None:
+    """TypeError: a layer has no scales, and metadata of 8-bit floats have another order."""
+    if dtype in FLOAT8:
+        raise TypeError(
+            f"{name}: the weight is {dtype}; it must be torch.bfloat16 or torch.float16, on the CPU also torch.float32 "
+            "or torch.float64. gemm of a Sparse24 and bsr_linear of a Bsr24 multiply 8-bit floats"
+        )
+
+
 class Bsr24Linear(StructuredLinear):
     """y = activation(x @ W.T + bias) for inference: W block-sparse, and 2:4 sparse inside of its stored blocks.
 
@@ -189,7 +201,7 @@ class Bsr24Linear(StructuredLinear):
         """The layer, in evaluation mode, with a matrix (M, K) as its weight; copies.
 
         Raises:
-            TypeError: W is no Bsr24.
+            TypeError: W is no Bsr24, or of float8.
             ValueError: W is a batch or has wrong indices, or bias is not (M,).
         """
         if not isinstance(W, Bsr24):
@@ -234,6 +246,7 @@ class Bsr24Linear(StructuredLinear):
         return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, self.bias)
 
     def _matrix(self) -> Bsr24:
+        refuse_float8("Bsr24Linear", self.values.dtype)
         shape = self.out_features, self.in_features // KEPT
         half = BsrMatrix(self.crow_indices, self.col_indices, self.values, shape, check=not self._checked)
         return Bsr24(half, self.metadata)
@@ -318,6 +331,7 @@ class Sparse24Linear(StructuredLinear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def _matrix(self) -> Sparse24:
+        refuse_float8("Sparse24Linear", self.values.dtype)
         return Sparse24(self.values, self.metadata, (self.out_features, self.in_features))
 
     def _adopt(self) -> None:
