@@ -50,7 +50,7 @@ def gemm(
         alpha, beta: Python floats.
         out: where to write the result, of any strides; it may be `residual`, but not `a` or `b`.
         out_dtype: bfloat16, float16 or float32; by default a's dtype, of float8 bfloat16. On sm_89, sm_90 and the CPU
-            also float8_e4m3fn and float8_e5m2, of operands of any dtype, without a residual.
+            also float8_e4m3fn and float8_e5m2, of operands of any dtype but not of a Sparse24, without a residual.
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
             tensor of the same shape, and captures numbers.
@@ -61,9 +61,10 @@ def gemm(
             of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize.
         fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
             mantissas. By default sums of at most 128 products are added up in fp32. Not with scales of blocks.
-        accumulation_dtype: of float16 operands alone: torch.float16 keeps the sums of products in fp16, which GeForce
-            cards (sm_86, sm_89) add up at twice the rate. Each addition rounds to 11 bits, and a sum beyond 65504 is
-            infinite. All that the sum then goes through is in fp32. None or torch.float32: fp32 sums.
+        accumulation_dtype: of float16 operands alone, and not of a Sparse24: torch.float16 keeps the sums of products
+            in fp16, which GeForce cards (sm_86, sm_89) add up at twice the rate. Each addition rounds to 11 bits, and a
+            sum beyond 65504 is infinite. All that the sum then goes through is in fp32. None or torch.float32: fp32
+            sums.
         scale_out: float32 of one element, of float8 outputs alone: what the result is multiplied by before it is
             rounded, as torch._scaled_mm does with scale_result on a GPU (on a CPU torch 2.13 divides by it). Whoever
             reads the output multiplies by its reciprocal. Numbers beyond dtype's range, and infinities, become its
@@ -84,8 +85,8 @@ def gemm(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, and `out` is given, or operands or the output are float8; or the
-            GPU is older than sm_80.
+        RuntimeError: an argument requires a gradient, and `out` is given, operands or the output are float8, or a is a
+            Sparse24; torch.compile traces the call, and a is a Sparse24 of float8; or the GPU is older than sm_80.
     """
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     given = scale_a, scale_b, fast_accumulation

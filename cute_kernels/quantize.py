@@ -31,7 +31,8 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         scale: float32, (1,), (..., rows, 1) or (..., 1, columns); per head (...); of blocks (..., rows, columns / 128)
             or (..., rows / 128, columns / 128), extents rounded up. 1 where all numbers are 0.
 
-    NaN and infinities make the values of what shares their scale NaN. No gradient passes: values are detached.
+    NaN makes all values that share its scale NaN. An infinity makes that scale infinite: its own value is NaN, those of
+    finite numbers are 0. No gradient passes: values are detached.
 
     Raises:
         TypeError: x is no floating-point tensor, or dtype is no such type.
@@ -73,7 +74,8 @@ def quantize_gated(
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        values: (..., H) in dtype. scale: float32, (..., 1). h is computed in fp32 and rounded to z's dtype first.
+        values: (..., H) in dtype. scale: float32, (..., 1). h is computed in fp32, of float64 in float64, and rounded
+            to z's dtype first.
 
     The kernels serve contiguous bfloat16 and float16 on sm_89 and sm_90; torch's functions serve other tensors. No
     gradient passes.

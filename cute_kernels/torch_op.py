@@ -10,11 +10,11 @@ import types
 import torch
 
 from . import eager
-from .checks import check_no_grad, narrow, scaled, watched
+from .checks import check_device, check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
 from .epilogue_gradient import eager as epilogue_gradients
 from .gradients import gemm_backward, saved_of
-from .matmul.terms import epilogue_program
+from .matmul.terms import check_one_number, epilogue_program
 from .runtime import library
 
 _FUNCTIONS: dict[str, object] = {}
@@ -219,9 +219,13 @@ library.register(NARROW, "Tensor a, Tensor b", NARROW_TERMS, _run_narrow, _fake_
 
 
 def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
-    """The output of an op with NARROW_TERMS, of which amax gets the largest magnitude."""
+    """The output of an op with NARROW_TERMS, of which amax gets the largest magnitude. The op does not see amax itself,
+    so that this checks it."""
+    if amax is not None:
+        check_one_number(name, "amax", amax)
     y, found = library.call(name, inputs, out, (scale_out, amax is not None, *terms))
     if amax is not None:
+        check_device(name, y.device, amax=amax)
         amax.copy_(found.view(amax.shape))
     return y
 

@@ -34,6 +34,7 @@ from .matmul.problem import STATS_ROWS, listed_at_random
 from .runtime.cache import cache_directory
 from .runtime.disk_store import write_atomically
 from .runtime.families import family_named
+from .tile.element import BYTES
 
 if TYPE_CHECKING:
     from .matmul.problem import Problem
@@ -106,7 +107,7 @@ def problem_class(problem: Problem, path: str) -> str:
     (EpilogueSpec.is_light) or loaded; and how the path accesses memory: on sm_90 whether D is stored by TMA, on sm_80
     how many elements one copy of each holds.
     """
-    e, out_bytes = problem.extents, 4 if problem.out_dtype == "float32" else 2
+    e, out_bytes = problem.extents, BYTES[problem.out_dtype]
     words = ["gemm 2:4" if problem.structured else "gemm"]
     if problem.block:
         words = ["bsr_linear" if problem.transposed else "bsr_matmul", f"{problem.block.bm}x{problem.block.bk}"]

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels import quantize
+from cute_kernels import quantize, quantize_gated
 from cute_kernels.quantization import eager
 from cute_kernels.quantization.config import facts_for
 from cute_kernels.quantization.family import QUANTIZING
@@ -149,6 +150,24 @@ def test_stored_blocks(where, per):
     (found, used) = by_kernel(where, lambda _: W.quantize(per=per), torch.zeros(1))
     assert used and torch.equal(found.scales.cpu(), wanted.scales)
     assert torch.equal(found.values.cpu().view(torch.uint8), wanted.values.view(torch.uint8))
+
+
+@WHERE
+def test_tensors_without_memory_of_their_own(where):
+    """Inside of torch.func, and fake ones: torch serves them."""
+    x = numbers((3, 8, 256))
+    wanted = quantize(x, per="row")[1]
+    mapped, used = by_kernel(where, torch.vmap(lambda t: quantize(t, per="row")[1]), x)
+    assert not used and torch.equal(mapped.cpu(), wanted)
+    mapped, used = by_kernel(where, torch.vmap(lambda t: quantize_gated(t)[1]), x)
+    assert not used and torch.equal(mapped.cpu(), quantize_gated(x)[1])
+
+    def shapes(t):
+        with FakeTensorMode() as mode:
+            return [each.shape for each in quantize(mode.from_tensor(t), per="row")]
+
+    found, used = by_kernel(where, shapes, x)
+    assert not used and found == [x.shape, wanted.shape]
 
 
 @pytest.mark.gpu

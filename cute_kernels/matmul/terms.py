@@ -180,17 +180,22 @@ def check_narrow(op: str, terms: Terms, out_dtype: torch.dtype, default: torch.d
     for name, value in (("scale_out", terms.scale_out), ("amax", terms.amax)):
         if value is None:
             continue
-        check_tensor(f"{op}: {name}", value)
-        if value.dtype != torch.float32:
-            raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.float32")
-        if value.numel() != 1:
-            raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must have one element")
+        check_one_number(op, name, value)
         if out_dtype not in FLOAT8:
             raise ValueError(
                 f"{op}: {name} of an output of {out_dtype}: outputs of {FLOAT8_TEXT} have it; pass out_dtype="
             )
     if out_dtype in FLOAT8 and terms.residual is not None:
         raise ValueError(f"{op}: a residual and an output of {out_dtype}; add it to a product in {default} instead")
+
+
+def check_one_number(op: str, name: str, value) -> None:
+    """TypeError for what is no tensor of torch.float32, ValueError for one that has not one element."""
+    check_tensor(f"{op}: {name}", value)
+    if value.dtype != torch.float32:
+        raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.float32")
+    if value.numel() != 1:
+        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must have one element")
 
 
 def epilogue_program(op: str, function) -> Program:

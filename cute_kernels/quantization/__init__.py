@@ -1,1 +1,2 @@
-"""8-bit floats and their scales by kernels that read their numbers once."""
+"""8-bit floats and their scales by kernels that read their numbers once, or
+twice where registers do not hold what shares a scale."""

@@ -22,9 +22,7 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] 
     bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 rows are a multiple of 128. Elements are
     numbered in 32 bits.
     """
-    if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
-        return None
-    if per not in SERVED or x.dtype not in NAMES or x.data_ptr() & 15 or x.numel() >= 1 << 31:
+    if per not in SERVED or not _readable(x):
         return None
     if not x.is_contiguous():
         if per not in ("tensor", "128x128") or x.dim() < 2 or not x.mT.is_contiguous():
@@ -49,6 +47,18 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] 
     return values, scale
 
 
+def _readable(x: Tensor) -> bool:
+    """Whether a kernel may read x as far as type, dtype, device, address and size go."""
+    if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
+        return False
+    if type(x) is not Tensor:  # fake tensors and others that have no memory of their own
+        return False
+    try:
+        return x.dtype in NAMES and x.data_ptr() & 15 == 0 and x.numel() < 1 << 31
+    except RuntimeError:  # inside of torch.func, where a tensor stands for others
+        return False
+
+
 def _by_one_scale(facts: QuantizeFacts, x: Tensor, values: Tensor, sms: int) -> Tensor:
     """Fill in values; the scale."""
     amax, scale = (torch.zeros(1, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -64,9 +74,7 @@ def quantized_gated(z: Tensor, activation: str | None, dtype: torch.dtype) -> tu
 
     They serve contiguous bfloat16 and float16 on sm_89 and sm_90 that begin at a multiple of 16 bytes.
     """
-    if torch.compiler.is_compiling() or not plans_kernel(z.device) or z.device.type == "meta":
-        return None
-    if z.dtype not in NAMES or z.data_ptr() & 15 or z.numel() >= 1 << 31 or not z.is_contiguous():
+    if not _readable(z) or not z.is_contiguous():
         return None
     columns = z.shape[-1] // 2
     spec, _, _ = device_arch(z.get_device())

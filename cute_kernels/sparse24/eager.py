@@ -93,7 +93,7 @@ def check_wide(scale_out, amax) -> None:
 
 def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_tensor("gemm: b", b)
+    checks.check_tensor(f"{OP}: b", b)
     if b.dim() != 2:
         raise ValueError(
             f"{OP}: b has {b.dim()} dimensions; it must be a matrix (K, N): fold a batch into its columns, or multiply "
@@ -107,13 +107,13 @@ def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
     scales = scale_kind(OP, "scale_a", terms.scale_a, whole), scale_kind(OP, "scale_b", terms.scale_b, b)
     check_fast_accumulation(OP, terms.fast_accumulation, a.dtype, scales)
     wide = default_out_dtype(a.dtype)
-    out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide)
-    checks.check_result("gemm", "out", out, (M, N), out_dtype)
-    checks.check_result("gemm", "residual", terms.residual, (M, N), out_dtype)
-    kind = bias_kind("gemm", terms.bias, M, N, wide)
+    out_dtype = checks.check_out_dtype(OP, out, out_dtype, wide)
+    checks.check_result(OP, "out", out, (M, N), out_dtype)
+    checks.check_result(OP, "residual", terms.residual, (M, N), out_dtype)
+    kind = bias_kind(OP, terms.bias, M, N, wide)
     others = {"bias": terms.bias, "residual": terms.residual, "scale_a": terms.scale_a, "scale_b": terms.scale_b}
-    checks.check_device("gemm", a.device, out=out, **others)
-    spec = terms.spec("gemm", kind, scales)
+    checks.check_device(OP, a.device, out=out, **others)
+    spec = terms.spec(OP, kind, scales)
     plan = Plan("gemm", (M, N), out_dtype, a.device)
     if M * N == 0:
         plan.empty = True

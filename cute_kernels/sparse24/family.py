@@ -1,7 +1,5 @@
 """The family of products with a 2:4 sparse A, which cute_kernels.gemm of a Sparse24 takes."""
 
-from collections.abc import Iterator
-
 from ..arch import ArchSpec, arch_named
 from ..matmul import cost
 from ..matmul.arguments import epilogue_args, launch_args, matrix, scale_args
@@ -9,13 +7,14 @@ from ..matmul.config import BlockFacts, GemmFacts
 from ..matmul.family import ProductFamily
 from ..matmul.problem import Problem
 from ..runtime.fake import fake_tensor
-from ..runtime.families import Request, register
+from ..runtime.families import register
 from ..tile.element import BITS_16, Element
 from . import config
 
 
 class Sparse24Family(ProductFamily):
-    """gemm of a Sparse24; its facts' a is the stored half."""
+    """gemm of a Sparse24; its facts' a is the stored half. It has no `ops`: bundles hold none of its kernels, which are
+    compiled on their first call."""
 
     name = config.Sparse24Config.family
     config = config.Sparse24Config
@@ -56,10 +55,6 @@ class Sparse24Family(ProductFamily):
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         return config.judge(facts, resources, problems)
-
-    def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
-        """None yet: its kernels are compiled on their first call."""
-        return iter(())
 
     def describe(self, facts: GemmFacts) -> dict[str, str]:
         return super().describe(facts) | {"problem": "2:4"}

@@ -107,14 +107,23 @@ class Sparse24:
         check_tensor("Sparse24: values", values)
         check_tensor("Sparse24: metadata", metadata)
         M, K = shape
-        if values.dtype not in DTYPES or metadata.dtype != torch.int32:
-            raise TypeError(f"Sparse24: values of {values.dtype} and metadata of {metadata.dtype}; the latter is int32")
-        if K % GROUP or tuple(values.shape) != (M, K // KEPT):
+        if values.dtype not in DTYPES:
+            raise TypeError(f"Sparse24: values are {values.dtype}; use one of {', '.join(map(str, DTYPES))}")
+        if metadata.dtype != torch.int32:
+            raise TypeError(f"Sparse24: metadata is {metadata.dtype}; it must be torch.int32")
+        if K % GROUP:
+            raise ValueError(f"Sparse24: shape is {M}x{K}; K must be a multiple of {GROUP}, of which {KEPT} are stored")
+        if tuple(values.shape) != (M, K // KEPT):
             raise ValueError(f"Sparse24: values have shape {tuple(values.shape)}, of {M}x{K} it is {(M, K // KEPT)}")
         if tuple(metadata.shape) != metadata_shape(M, K) or not metadata.is_contiguous():
             raise ValueError(
                 f"Sparse24: metadata has shape {tuple(metadata.shape)} and strides {metadata.stride()}; of {M}x{K} it "
                 f"is {metadata_shape(M, K)}, contiguous"
+            )
+        if metadata.storage_offset() * metadata.itemsize % VECTOR_BYTES:  # bulk copies read such addresses alone
+            raise ValueError(
+                f"Sparse24: metadata begins {metadata.storage_offset()} elements into its storage, and must at a "
+                f"multiple of {VECTOR_BYTES} bytes; pass metadata.clone()"
             )
         if metadata.device != values.device:
             raise ValueError(f"Sparse24: metadata is on {metadata.device}, values are on {values.device}")
