@@ -3,9 +3,7 @@
 import copy
 import io
 import math
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,10 +26,10 @@ from sparse_collective.nn import (
 from .emulator import emulate
 from .emulator.ops import on_emulator
 from .reference import ACTIVATIONS, assert_as_good_as_torch
+from .test_nn_float8 import snippets
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3 = torch.float8_e4m3fn
-USAGE = (Path(__file__).resolve().parents[1] / "docs" / "usage.md").read_text()
 needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -437,12 +435,6 @@ def test_layers_on_the_emulator(arch):
 
 
 # -- the recipe -----------------------------------------------------------------------------------------------------
-
-
-def snippets(heading: str) -> list[str]:
-    """The Python code of a section of the documents."""
-    section = USAGE.split(f"\n### {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
-    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def test_the_recipe():
