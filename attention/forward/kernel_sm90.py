@@ -152,7 +152,6 @@ class FlashForwardSm90:
             cpasync.prefetch_descriptor(tma_k)
             if const_expr(tma_v is not None):
                 cpasync.prefetch_descriptor(tma_v)
-
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
         pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
@@ -219,8 +218,7 @@ class FlashForwardSm90:
                     self.mainloop.last_step(mine, at_v)
                     read_sink(mSinks, tile.h, sinks)
                     self.mainloop.read_value_scale(scales, tile, v_scale)
-                    # While the last product runs. The wait for it must be in this branch, or ptxas waits after each of
-                    # its instructions. So both branches consume.
+                    # The last product runs. Its wait must be in this branch, or ptxas waits often: so both consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(mine, at_v)
