@@ -164,6 +164,18 @@ def test_state(number, assign):
     assert torch.equal(empty(x), layer(x))
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_a_state_at_odd_addresses(number):
+    """As of a mapped file, whose tensors a layer takes as they are."""
+    (layer, x), (other, _) = both()[number], both()[number]
+
+    def odd(t):
+        return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+
+    other.load_state_dict({name: odd(t) for name, t in layer.state_dict().items()}, assign=True)
+    assert torch.equal(other(x), layer(x)) and not any(getattr(other, n).data_ptr() % 16 for n in ("values", "metadata"))
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_of_another_pattern(assign):
     layer, other, x = Bsr24Linear(blocks(density=0.3)), Bsr24Linear(blocks(density=0.8)), tokens(8, 256)

@@ -335,7 +335,9 @@ class Sparse24Linear(StructuredLinear):
         return Sparse24(self.values, self.metadata, (self.out_features, self.in_features))
 
     def _adopt(self) -> None:
-        values = self.values
+        values, metadata = self.values, self.metadata
         if type(values) is Tensor and not values.is_meta:  # a move to another device leaves no room between rows
             self.values = rows_for_tma(aligned(values))
+        if type(metadata) is Tensor and not metadata.is_meta:  # of a mapped file, which a Sparse24 may refuse
+            self.metadata = aligned(metadata)
         super()._adopt()
