@@ -120,7 +120,9 @@ class Sparse24:
                 f"Sparse24: metadata has shape {tuple(metadata.shape)} and strides {metadata.stride()}; of {M}x{K} it "
                 f"is {metadata_shape(M, K)}, contiguous"
             )
-        if metadata.storage_offset() * metadata.itemsize % VECTOR_BYTES:  # bulk copies read such addresses alone
+        # Bulk copies read such addresses alone. torch's compiler cannot trace the question; a compiled call's tensors are
+        # those of a layer, which asked it when it was made.
+        if not torch.compiler.is_compiling() and metadata.storage_offset() * metadata.itemsize % VECTOR_BYTES:
             raise ValueError(
                 f"Sparse24: metadata begins {metadata.storage_offset()} elements into its storage, and must at a "
                 f"multiple of {VECTOR_BYTES} bytes; pass metadata.clone()"
