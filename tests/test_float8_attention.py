@@ -22,13 +22,14 @@ import pytest
 import torch
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, scaled_dot_product_attention
+from attention import BlockMask, attention, block_sparse_attention, eager, scaled_dot_product_attention
 from attention.forward import choose
 from attention.forward.config import Float8Facts
 from attention.forward.mainloop_float8 import HEADROOM, KEYS, LARGEST
 from attention.forward.transposed_values import first_column, place_of, tiles_of
 from attention.score_mods import Alibi
 from cute_kernels import explain, quantize
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.device import assume
 from cute_kernels.runtime.families import family_named, unsupported
@@ -269,10 +270,11 @@ def test_on_the_emulator(operands, scales, terms, dtype):
 
 @contextlib.contextmanager
 def tiles(monkeypatch, dim: int, *wanted):
-    """Inside, such tiles alone."""
+    """Inside, such tiles alone, and plans of their own."""
     with monkeypatch.context() as patch:
         patch.setitem(choose.FLOAT8, dim, tuple((each, 1.0) for each in wanted))
         patch.setattr(choose, "FLOAT8_UNMASKED_ONLY", set())
+        patch.setattr(eager, "_PLANS", PlanCache(operands=3))
         yield
 
 
@@ -590,8 +592,8 @@ class TestCuda:
         for dim in (64, 128):
             for each, _ in choose.FLOAT8[dim]:
                 with tiles(monkeypatch, dim, each):
-                    forget_plans()
-                    check(case("cuda", D=dim, Sq=500, Sk=700) | CAUSAL)
+                    plan = check(case("cuda", D=dim, Sq=500, Sk=700) | CAUSAL)
+                assert (plan.facts.config.tile_m, plan.facts.config.tile_n) == each[:2]
 
     def test_a_graph(self):
         call = case("cuda", D=128, Sq=300, Sk=700)
@@ -609,11 +611,3 @@ class TestCuda:
             call = {n: t.cuda() for n, t in growing(D=D, Sq=300, Sk=6000).items()}
             for terms in ({}, CAUSAL, {"window": (2000, 300)}):
                 check(call | terms)
-
-
-def forget_plans() -> None:
-    """Plans of earlier calls would keep their tiles."""
-    from attention import eager
-
-    eager._PLANS.plans.clear()
-    eager._PLANS.recent.clear()
