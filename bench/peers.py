@@ -79,12 +79,14 @@ class Operands:
         self._a, self._b, self._bias = a, b, bias
         self.activation, self.transposed = activation, transposed
 
+    tolerance = TOLERANCE  # of what candidates compute: `compare`
+
     a = cached_property(lambda self: made(self._a))
     b = cached_property(lambda self: made(self._b))
     bias = cached_property(lambda self: made(self._bias))
 
     def verified(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return verified(call, lambda: self.sample)
+        return verified(call, lambda: self.sample, self.tolerance)
 
     def shown(self, out: Tensor) -> Tensor:
         """(M, N) of an output as an op of ours writes it."""
@@ -127,12 +129,14 @@ def compare(out: Tensor, reference: Tensor, tolerance: float = TOLERANCE, where:
         raise WrongResult(f"wrong result{where}: {off}")
 
 
-def verified(call: Callable[[], Tensor], expected: Callable[[], tuple]) -> Callable[[], Tensor]:
+def verified(
+    call: Callable[[], Tensor], expected: Callable[[], tuple], tolerance: float = TOLERANCE
+) -> Callable[[], Tensor]:
     """`call`, once the `output[index]` that it returns has agreed with (index, reference) of `expected`."""
     # Memory that another candidate freed may hold the right result: what this call leaves unwritten is to be NaN.
     call().fill_(float("nan"))
     index, reference = expected()
-    compare(call()[index], reference)
+    compare(call()[index], reference, tolerance)
     return call
 
 

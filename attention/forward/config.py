@@ -13,7 +13,7 @@ from ..score_mod import ScoreMod
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
-PROMOTED_KEYS = 512  # of 8 bits, whose products with V tensor cores add up
+PROMOTED_KEYS = 512  # of 8 bits: tensor cores add up the products of so many keys with V, or of fewer
 
 
 @dataclass(frozen=True)
