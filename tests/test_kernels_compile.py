@@ -62,7 +62,8 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
         found |= {
             (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),
             (kind, "cap", dims, facts.softcap),
-            (kind, "8 bits", facts.cache, dims, facts.k_scale, facts.v_scale),
+            (kind, "8 bits", facts.cache, dims),
+            (kind, "scales", facts.cache, facts.k_scale, facts.v_scale),
         }
     return found
 
@@ -98,11 +99,14 @@ def is_other_archs(facts) -> bool:
 
 
 def selected(spec) -> list:
-    """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns."""
+    """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns.
+
+    Of 8-bit floats sm_86 has what sm_80 has, and sm_89 instructions of its own.
+    """
     every = catalogue(spec)
     known = [f for f in every if (spec.name in LIKE_SM_80 or is_other_archs(f)) and not of_float8(f)]
     turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
-    own = cover([facts for facts in every if facts not in known], features)
+    own = cover([facts for facts in every if facts not in known], configuration if spec.name == "sm_86" else features)
     found = own + cover(known, configuration)[turn::turns]
     quick = [facts for facts in resources.catalogues(quick=True) if facts.arch == spec.target]
     return found + [facts for facts in quick if facts not in found]

@@ -29,6 +29,7 @@ class SkinnyConfig:
     cluster_n: ClassVar[int] = 1
     cluster: ClassVar[int] = 1
     split: ClassVar[int] = 1
+    stored: ClassVar[int] = 1
     tile_m: int
     tile_n: int
     stages: int
