@@ -15,9 +15,9 @@ P's rounding is the largest error there is: e4m3 has three bits of mantissa, and
 OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
 nothing, and LSE errs by what the scores do.
 
-Tensor cores add 8-bit products up with some 14 bits of mantissa: scores lose some 2^-13 of the sum of |q k|. O's sums
-are long, so after each PROMOTED_KEYS keys a thread adds them to those that it keeps in shared memory, in fp32, and
-begins at zero. What is kept belongs to the row's maximum of that time.
+Tensor cores add 8-bit products up with some 14 bits of mantissa: scores lose up to some 2^-12 of the sum of |q k|.
+O's sums are long, so after each PROMOTED_KEYS keys a thread adds them to those that it keeps in shared memory, in fp32,
+and begins at zero. What is kept belongs to the row's maximum of that time.
 
 Scores are recomputed by a warp as those of 16 bits are (recompute_scores), by mma.sync. Hopper has none of 8 bits, so Q
 and K become fp16 in registers, which holds all numbers of e4m3.

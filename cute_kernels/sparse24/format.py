@@ -120,8 +120,8 @@ class Sparse24:
                 f"Sparse24: metadata has shape {tuple(metadata.shape)} and strides {metadata.stride()}; of {M}x{K} it "
                 f"is {metadata_shape(M, K)}, contiguous"
             )
-        # Bulk copies read such addresses alone. torch's compiler cannot trace the question; a compiled call's tensors are
-        # those of a layer, which asked it when it was made.
+        # Bulk copies read such addresses alone. torch's compiler cannot trace the question; a compiled call's tensors
+        # are those of a layer, which asked it when it was made.
         if not torch.compiler.is_compiling() and metadata.storage_offset() * metadata.itemsize % VECTOR_BYTES:
             raise ValueError(
                 f"Sparse24: metadata begins {metadata.storage_offset()} elements into its storage, and must at a "
