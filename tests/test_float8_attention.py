@@ -586,8 +586,8 @@ class TestCuda:
         exact = truth(**wide(call)).out
         bias = ((out.double() - exact) / exact).mean().item()
         print(f"\nD {D}: O of 32768 keys is off by {bias:.2e} on average")
-        # Each product loses half of what its sum's 14 bits end at; sums of 2048 keys had 3.4e-2, and these are of 512.
-        assert abs(bias) <= 1e-2
+        # Each product loses half of what its sum's 14 bits end at; sums of 2048 keys had 3.4e-2, and these are of 256.
+        assert abs(bias) <= 5e-3
 
     def test_every_tile(self, monkeypatch):
         for dim in (64, 128):

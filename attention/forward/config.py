@@ -13,7 +13,7 @@ from ..score_mod import ScoreMod
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
-PROMOTED_KEYS = 512  # of 8 bits: tensor cores add up the products of so many keys with V, or of fewer
+PROMOTED_KEYS = 256  # of 8 bits: tensor cores add up the products of so many keys with V, or of fewer
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Float8Facts(FlashFacts):
     @property
     def promoted_tiles(self) -> int:
         """After how many tiles O's sums are added to those in shared memory."""
-        return max(PROMOTED_KEYS // self.config.tile_n, 2)
+        return PROMOTED_KEYS // self.config.tile_n or 1
 
     @property
     def kept_bytes(self) -> int:
