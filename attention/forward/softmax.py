@@ -106,8 +106,29 @@ class OnlineSoftmax:
         """What is kept of a row's largest score: less than that, by the headroom."""
         if not self.headroom:
             return row_max
-        # Divided here, and in no register all through the loop.
-        return row_max - self.headroom * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
+        return row_max - self.in_scores(self.headroom, row_max)
+
+    # Units: row_max is in those of scores here. TokensSoftmax, whose tiles differ in theirs, has other ones.
+
+    def in_scores(self, powers: Float32 | float, row_max: Float32) -> Float32:
+        """Powers of 2 in row_max's units. Divided here, after `row_max`, and in no register all through the loop."""
+        return powers * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
+
+    def to_kept(self, row_max: Float32) -> Float32:
+        """A tile's largest score in row_max's units."""
+        return row_max
+
+    def score_scale(self) -> Float32:
+        """What a tile's scores are multiplied by."""
+        return self.scale_log2
+
+    def subtracted(self, scaled_max: Float32) -> Float32:
+        """What is subtracted from a tile's scaled scores."""
+        return scaled_max
+
+    def in_row_sum(self, row_sum: Float32) -> Float32:
+        """A tile's sum of p as what is added to a row's sum."""
+        return row_sum
 
     @cute.jit
     def scaled_max(self, row_max: Float32) -> Float32:
@@ -130,7 +151,7 @@ class OnlineSoftmax:
             if const_expr(scaled_max is None):
                 scores[r, c] = exp2(scores[r, c])
             else:
-                scores[r, c] = exp2(scores[r, c] * self.scale_log2 - scaled_max)
+                scores[r, c] = exp2(scores[r, c] * self.score_scale() - self.subtracted(scaled_max))
             if const_expr(self.adds_row_sums):
                 row_sum = row_sum + scores[r, c]
         return row_sum
@@ -139,14 +160,14 @@ class OnlineSoftmax:
     def step(self, scores: cute.Tensor):  # (rows, columns), replaced by p
         """One tile of scores."""
         for r in range_constexpr(cute.size(self.row_sum)):
-            row_max = row_max_of(scores, r)
+            row_max = self.to_kept(row_max_of(scores, r))
             row_max = cute.arch.fmax(self.row_max[r], self.below(quad_max(row_max)))
             scaled_max = self.scaled_max(row_max)
             self.factor[r] = exp2(self.row_max[r] * self.scale_log2 - scaled_max)
             self.row_max[r] = row_max
             row_sum = self.exponentials(scores, r, scaled_max)
             if const_expr(self.adds_row_sums):
-                self.row_sum[r] = self.row_sum[r] * self.factor[r] + row_sum
+                self.row_sum[r] = self.row_sum[r] * self.factor[r] + self.in_row_sum(row_sum)
 
     @cute.jit
     def step_lazily(
@@ -164,13 +185,13 @@ class OnlineSoftmax:
         """
         larger, threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
         for r in range_constexpr(cute.size(self.row_sum)):
-            row_max = row_max_of(scores, r)
+            row_max = self.to_kept(row_max_of(scores, r))
             self.factor[r] = Float32(1.0)
             if const_expr(self.headroom > 0):
                 threshold = Float32(self.rescale_threshold + self.headroom)
                 if const_expr(large is not None):
                     threshold = select_(large[r], Float32(self.headroom), threshold)
-                threshold = threshold * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
+                threshold = self.in_scores(threshold, row_max)
             grows = cute.arch.vote_any_sync(row_max > self.row_max[r] + threshold)
             if grows:
                 row_max = quad_max(row_max)
@@ -183,7 +204,7 @@ class OnlineSoftmax:
             larger = larger | grows
             row_sum = self.exponentials(scores, r, self.scaled_max(self.row_max[r]))
             if const_expr(self.adds_row_sums):
-                self.row_sum[r] = self.row_sum[r] + row_sum
+                self.row_sum[r] = self.row_sum[r] + self.in_row_sum(row_sum)
         return larger
 
     @cute.jit
@@ -210,7 +231,7 @@ class OnlineSoftmax:
                 scaled_max = value_after(scaled_max, scores[r - 1, columns - 1])
             if const_expr(row_by_row):
                 for c in range_constexpr(columns):
-                    scores[r, c] = scores[r, c] * self.scale_log2 - scaled_max
+                    scores[r, c] = scores[r, c] * self.score_scale() - self.subtracted(scaled_max)
             else:
                 sums.append(self.exponentials(scores, r, scaled_max))
         if const_expr(row_by_row):
@@ -221,7 +242,7 @@ class OnlineSoftmax:
         small = cute.arch.vote_all_sync(small)
         for r in range_constexpr(rows):
             # Not in a branch, where ptxas adds the sums up once more to save their registers.
-            self.row_sum[r] = select_(small, self.row_sum[r] + sums[r], self.row_sum[r])
+            self.row_sum[r] = select_(small, self.row_sum[r] + self.in_row_sum(sums[r]), self.row_sum[r])
         return small, *sums
 
     def too_large(self, sums: list) -> tuple | None:
