@@ -173,7 +173,7 @@ def launch_blocks(
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
     more = None, None, blocks, None if score is None else score.reads
     if float8.serves(q, None):
-        more += float8.of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+        more += float8.for_kernel(scales, q, k)
     return launch(plan, q, k, v, out, more, sinks)
 
 

@@ -82,7 +82,7 @@ def attention(
             more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
         out, lse = launch(plan, q, k, v, out, more, sinks)
     elif float8.serves(q, None):
-        scales = float8.of_heads((q_scale, k_scale, v_scale), q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+        scales = float8.for_kernel((q_scale, k_scale, v_scale), q, k)
         more = None, None, None, None if score is None else score.reads, *scales
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:

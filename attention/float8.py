@@ -1,4 +1,5 @@
-"""attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads. Checks, and the kernel of a plan.
+"""attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads or of blocks of tokens. Checks, and
+the kernel of a plan.
 
 A call has two kernels: one transposes v into memory of the call's own, the other is the forward kernel on sm_90. Their
 function takes v as it is. CPU tensors run the reference of the dequantised operands, in fp32.
@@ -16,7 +17,7 @@ from cute_kernels.runtime import families
 
 from . import checks, reference
 from .forward.choose import Extents, pick
-from .forward.config import FlashFacts, Float8Facts, ValuesFacts
+from .forward.config import SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -46,31 +47,57 @@ def check(op: str, q, k, v, scales: tuple) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv) with their scales."""
     check_operands(op, q, k, v)
     checks.check_qkv(op, q, k, v, also=(E4M3,))
-    check_scales(op, q, scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+    heads, lengths = (q.shape[1], k.shape[1], k.shape[1]), (q.shape[2], k.shape[2], k.shape[2])
+    check_scales(op, q, scales, q.shape[0], heads, lengths)
 
 
-def check_scales(op: str, q, scales: tuple, batch: int, heads: tuple) -> None:
-    """Scales of q, k and v, float32: one for all, for each head, or for each item's; heads: how many each has."""
-    for name, scale, count in zip(SCALES, scales, heads, strict=True):
+def check_scales(op: str, q, scales: tuple, batch: int, heads: tuple, lengths: tuple | None = None) -> None:
+    """Scales of q, k and v, float32: one for all, for each head, for each item's, or for each block of its tokens.
+
+    heads, lengths: how many heads and tokens each has; None of packed sequences, which have no scales of tokens.
+    """
+    for which, (name, scale, count) in enumerate(zip(SCALES, scales, heads, strict=True)):
         if scale is None:
             continue
         common.check_tensor(f"{op}: {name}", scale)
         if scale.dtype != torch.float32:
             raise TypeError(f"{op}: {name} is {scale.dtype}; it must be torch.float32")
         common.check_device(op, q.device, **{name: scale})
-        shapes = f"(1,), ({count},) or ({batch}, {count})"
-        if scale.dim() > 2:
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(scale.shape)}; it must be {shapes}: scales of blocks of tokens have no "
-                "kernel yet"
-            )
-        if any(n not in (1, m) for n, m in zip(scale.shape[::-1], (count, batch), strict=False)):
+        shapes, blocks = f"(1,), ({count},) or ({batch}, {count})", None
+        if lengths is not None:
+            blocks = blocks_of(lengths[which])
+            shapes += f", or ({batch}, {count}, {blocks}) of blocks of {SCALE_TOKENS} tokens"
+        elif scale.dim() == 3:
+            shapes += ", a sequence being an item: packed sequences have no scales of blocks of tokens"
+        fits = all(n in (1, m) for n, m in zip(scale.shape[:2][::-1], (count, batch), strict=False))
+        if not fits or scale.dim() > 2 and tuple(scale.shape[2:]) != (blocks,):
             raise ValueError(f"{op}: {name} has shape {tuple(scale.shape)}; it must be {shapes}")
 
 
+def blocks_of(length: int) -> int:
+    """How many blocks of tokens have a scale each."""
+    return -(-length // SCALE_TOKENS)
+
+
+def of_tokens(scales: tuple) -> bool:
+    """Whether any of a call's scales are of blocks of tokens."""
+    return any(isinstance(s, Tensor) and s.dim() == 3 for s in scales)
+
+
+def for_kernel(scales: tuple, q, k) -> tuple:
+    """Scales as the forward kernel takes them, of any strides: (B, H) and (B, Hkv), or if any are of blocks of tokens,
+    all of them as (B, H, blocks) and (B, Hkv, blocks). Of q (B, H, Sq, D) and k (B, Hkv, Sk, D)."""
+    found = of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+    if not of_tokens(scales):
+        return found
+    blocks = (blocks_of(t.shape[2]) for t in (q, k, k))
+    each = zip(found, blocks, strict=True)
+    return tuple(s if s is None or s.dim() == 3 else s[..., None].expand(*s.shape, n) for s, n in each)
+
+
 def of_heads(scales: tuple, batch: int, heads: tuple) -> tuple:
-    """Scales as (B, H) and (B, Hkv), of any strides."""
-    return tuple(None if s is None else s.expand(batch, n) for s, n in zip(scales, heads, strict=True))
+    """Scales as (B, H) and (B, Hkv), of any strides; those of blocks of tokens as (B, H, blocks) and (B, Hkv, blocks)."""
+    return tuple(None if s is None else s.expand(batch, n, *s.shape[2:]) for s, n in zip(scales, heads, strict=True))
 
 
 def given(scales: tuple) -> tuple:
@@ -93,7 +120,7 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
     def choose(plan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
-        narrow = Float8Facts(**known, out_dtype=NAMES[out_dtype], **has)
+        narrow = Float8Facts(**known, out_dtype=NAMES[out_dtype], **has, tokens=of_tokens(scales))
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = pick(narrow, extents)
@@ -103,6 +130,9 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
         plan.notes.append("v is transposed by a kernel before it")
         if not plan.facts.keeps_sums:
             plan.notes.append("O's sums are the tensor cores', of some 14 bits, however many keys there are")
+        if plan.facts.tokens:
+            keys = f"tiles have {plan.facts.config.tile_n} keys, which divide a block"
+            plan.notes.append(f"scales are of blocks of {SCALE_TOKENS} tokens: {keys}")
         return True
 
     return choose

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8, accumulator
 
+from .forward.config import SCALE_TOKENS
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
 from .score_mod import BoundScore, bound
@@ -236,9 +237,14 @@ def attention_cached(
 
 
 def dequantised(t: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """K or V (B, Hkv, S, D) of 8 bits in a wider dtype, times its scales (B, Hkv)."""
+    """K or V (B, Hkv, S, D) of 8 bits in a wider dtype, times its scales (B, Hkv), or (B, Hkv, blocks) of blocks of
+    tokens."""
     t = t.to(dtype)
-    return t if scale is None else t * scale[:, :, None, None]
+    if scale is None:
+        return t
+    if scale.dim() == 3:
+        return t * scale.repeat_interleave(SCALE_TOKENS, -1)[:, :, : t.shape[2], None]
+    return t * scale[:, :, None, None]
 
 
 def spans_of(seqlens_k: Tensor) -> list[tuple[int, int]]:

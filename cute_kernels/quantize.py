@@ -7,6 +7,7 @@ from torch import Tensor
 from .checks import check_tensor
 from .dtypes import FLOAT8, accumulator
 from .functions import ACTIVATIONS
+from .quantization.config import NO_TOKENS
 from .quantization.eager import quantized, quantized_gated
 from .reference import BLOCK, GATE, gate
 
@@ -22,14 +23,15 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa instead of three).
         per: "tensor", one scale; "row", one for each row, as gemm's scale_a; "column", one for each column, as scale_b;
             "head", one for each matrix of rows and columns, as attention's q_scale, k_scale and v_scale of (B, heads,
-            length, head_dim); "1x128", one for each row and 128 columns, as scale_a; "128x128", one for each so many
+            length, head_dim); "tokens", one for each 128 rows of such a matrix, as those, too; "1x128", one for each row and 128 columns, as scale_a; "128x128", one for each so many
             rows and columns, as scale_b: of an (N, K) weight that is multiplied as values.mT with scale.mT.
 
     Returns:
         values: of x's shape, in dtype, each rounded to nearest from x / scale; contiguous along the mode that x is.
             With scales of blocks the other modes' strides may be those of whole blocks.
-        scale: float32, (1,), (..., rows, 1) or (..., 1, columns); per head (...); of blocks (..., rows, columns / 128)
-            or (..., rows / 128, columns / 128), extents rounded up. 1 where all numbers are 0.
+        scale: float32, (1,), (..., rows, 1) or (..., 1, columns); per head (...); per tokens (..., rows / 128); of
+            blocks (..., rows, columns / 128) or (..., rows / 128, columns / 128), extents rounded up. 1 where all
+            numbers are 0; of tokens 2 ** -24, so that no block of zeros has the largest scale of its head.
 
     NaN makes all values that share its scale NaN. An infinity makes that scale infinite: its own value is NaN, those of
     finite numbers are 0. No gradient passes: values are detached.
@@ -43,8 +45,8 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         raise TypeError(f"quantize: x is {x.dtype}; it must be torch.bfloat16, float16, float32 or float64")
     if dtype not in FLOAT8:
         raise TypeError(f"quantize: dtype is {dtype}; known are {', '.join(map(str, FLOAT8))}")
-    if per not in AXES and per not in BLOCKS:
-        raise ValueError(f"quantize: per is {per!r}; known are {', '.join(map(repr, (*AXES, *BLOCKS)))}")
+    if per not in (known := (*AXES, "tokens", *BLOCKS)):
+        raise ValueError(f"quantize: per is {per!r}; known are {', '.join(map(repr, known))}")
     if per != "tensor" and x.dim() < 2:
         raise ValueError(f"quantize: x has {x.dim()} dimensions; a scale per {per} needs 2")
     with torch.no_grad():
@@ -56,6 +58,9 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         wide = x.to(torch.float32)
         if per in BLOCKS:
             return rounded_by_blocks(wide, *BLOCKS[per], dtype)
+        if per == "tokens":
+            values, scale = rounded_by_blocks(wide, BLOCK, x.shape[-1], dtype, NO_TOKENS)
+            return values, scale[..., 0]
         axis = AXES[per]
         largest = wide.abs().amax().reshape(1) if axis is None else wide.abs().amax(axis, keepdim=True)
         values, scale = rounded(wide, largest, dtype)
@@ -110,31 +115,36 @@ def shape_of_scale(shape, per: str) -> tuple:
     *batch, rows, columns = shape
     if per == "head":
         return tuple(batch)
+    if per == "tokens":
+        return *batch, -(-rows // BLOCK)
     if per in AXES:
         return (*batch, rows, 1) if per == "row" else (*batch, 1, columns)
     return *batch, -(-rows // BLOCKS[per][0]), -(-columns // BLOCKS[per][1])
 
 
-def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x / scale in dtype, scale), with the scales that make the end of its range of these magnitudes."""
+def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype, none: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(x / scale in dtype, scale), with the scales that make the end of its range of these magnitudes; `none` where that
+    is no normal number."""
     top = torch.finfo(dtype).max
     # Division by the largest finite number; one that leaves no normal scale is as good as zeros.
     scale = largest / torch.full_like(largest, top)  # by a number a GPU would multiply by its reciprocal
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.full_like(scale, none), scale)
     values = (x / scale).clamp(-top, top)  # a quotient may round to above the range, of which e4m3fn makes NaN
     return values.to(dtype), scale
 
 
-def rounded_by_blocks(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rounded_by_blocks(
+    x: Tensor, rows: int, columns: int, dtype: torch.dtype, none: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """`rounded` of x (..., R, C), with a scale for each block, (..., R / rows, C / columns), rounded up."""
     R, C = x.shape[-2:]
     padding = (0, -C % columns, 0, -R % rows)
     if any(padding):
         if x.stride(-1) != 1 and x.stride(-2) == 1:  # padding would turn it
-            values, scale = rounded_by_blocks(x.mT, columns, rows, dtype)
+            values, scale = rounded_by_blocks(x.mT, columns, rows, dtype, none)
             return values.mT, scale.mT
         x = torch.nn.functional.pad(x, padding)
     blocks = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # (..., R / rows, rows, C / columns, columns)
-    values, scale = rounded(blocks, blocks.abs().amax((-3, -1), keepdim=True), dtype)
+    values, scale = rounded(blocks, blocks.abs().amax((-3, -1), keepdim=True), dtype, none)
     # Rounded to dtype while whole: with the padding cut off before, torch 2.13 compiled wrong numbers for the CPU.
     return values.flatten(-2).flatten(-3, -2)[..., :R, :C], scale[..., 0, :, 0]

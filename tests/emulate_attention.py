@@ -13,7 +13,7 @@ import attention.operands  # noqa: F401
 import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse
-from attention.forward.config import FlashFacts, Float8Facts
+from attention.forward.config import SCALE_TOKENS, FlashFacts, Float8Facts
 from attention.forward.mainloop_float8 import KEYS
 from attention.forward.transposed_values import place_of
 from attention.reference import spans_of
@@ -115,6 +115,7 @@ class EmulatedFloat8:
         facts, scales = self.facts, more[:3]
         insist_on_arguments(facts, (q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more))
         assert [s is not None for s in scales] == [facts.q_scale, facts.k_scale, facts.v_scale]
+        assert all(s is None or s.dim() == 2 + facts.tokens for s in scales)
         assert all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in (q, k, v, out))
         assert v.shape[3] == facts.head_dim_v * facts.config.tile_n and all(s % 16 == 0 for s in v.stride()[:-1])
         starts = (cu_q, cu_k, cu_k) if facts.packed else (None,) * 3
@@ -180,8 +181,10 @@ def of_sequences(t, scale, cu):
     if scale is None:
         return t
     if cu is None:
-        assert scale.shape == t.shape[:2]
-        return t * scale[..., None, None]
+        of_blocks = -(-t.shape[2] // SCALE_TOKENS), SCALE_TOKENS
+        assert scale.shape in (t.shape[:2], (*t.shape[:2], of_blocks[0]))
+        each = scale if scale.dim() == 3 else scale[..., None].expand(*scale.shape, of_blocks[0])
+        return t * each[..., None].expand(*t.shape[:2], *of_blocks).flatten(2)[:, :, : t.shape[2], None]
     for b, (first, after) in enumerate(itertools.pairwise(cu.tolist())):
         t[first:after] *= scale[b][:, None]
     return t

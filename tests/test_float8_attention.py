@@ -24,7 +24,7 @@ import torch
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, eager, scaled_dot_product_attention
 from attention.forward import choose
-from attention.forward.config import Float8Facts
+from attention.forward.config import SCALE_TOKENS, Float8Facts
 from attention.forward.mainloop_float8 import HEADROOM, KEYS, LARGEST
 from attention.forward.transposed_values import first_column, place_of, tiles_of
 from attention.score_mods import Alibi
@@ -84,7 +84,10 @@ def wide(call: dict) -> dict:
     found, starts = {n: v for n, v in call.items() if n not in SCALES}, call.get("cu_seqlens_q")
     for name, t in zip(SCALES, "qkv", strict=True):
         value, scale = call[t].double(), call.get(name)
-        if scale is not None and starts is None:
+        if scale is not None and scale.dim() == 3:
+            each = torch.arange(value.shape[2], device=value.device) // SCALE_TOKENS
+            value = value * scale.double()[:, :, each, None]
+        elif scale is not None and starts is None:
             value = value * scale.double().expand(value.shape[:2])[..., None, None]
         elif scale is not None:
             cu = call["cu_seqlens_q" if t == "q" else "cu_seqlens_k"].tolist()

@@ -75,7 +75,7 @@ def forward_args(facts: FlashFacts) -> tuple:
     common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if isinstance(facts, Float8Facts):
         given = facts.q_scale, facts.k_scale, facts.v_scale
-        common += tuple(fake_tensor("float32", 2, None, 1) if scale else None for scale in given)
+        common += tuple(fake_tensor("float32", 2 + facts.tokens, None, 1) if scale else None for scale in given)
     if facts.path == "sm_80":
         return *common, *scalar_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None

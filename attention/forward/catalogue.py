@@ -81,6 +81,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
         yield from wide(spec, path)
     if spec.path == "sm_90":
         yield from of_8_bits(spec)
+        yield from of_tokens(spec)
 
 
 def with_sinks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
@@ -130,6 +131,27 @@ def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
     yield pick(plain, EXTENTS)
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
     yield pick(replace(scaled, head_dim=192), EXTENTS)
+
+
+def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
+    """Of 8 bits, with scales of blocks of tokens: every configuration with all scales and LSE, plain and causal; at one
+    head dimension all terms, sinks, functions on scores and each scale alone; block masks."""
+    plain = Float8Facts(spec.target, "sm_90", None, tokens=True)
+    scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
+    for dim in HEAD_DIMS:
+        facts = replace(scaled, head_dim=dim, head_dim_v=dim)
+        for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
+            for config, _ in candidates_sm90(facts, extents):
+                yield replace(facts, config=config, window=band)
+        for block in (64, 128):
+            yield pick(replace(facts, softcap=True, blocks=BlockKind(block, block, MASKS["tensors"])), EXTENTS)
+        yield pick(replace(facts, blocks=BlockKind(128, 128, None)), EXTENTS)
+    terms = replace(scaled, window=FEATURES[2][0], softcap=True, sinks="float32", out_dtype="float32")
+    for config, _ in candidates_sm90(terms, replace(EXTENTS, left=True)):
+        yield replace(terms, config=config)
+    yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        yield pick(replace(plain, **{name: True}), EXTENTS)
 
 
 def candidates(facts: FlashFacts, spec: ArchSpec) -> list:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
-from .config import FlashConfig, FlashFacts, Float8Facts
+from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 WIDE = 512  # the head dimension of q, k and v that has a forward kernel, and no backward
@@ -75,7 +75,7 @@ BLOCKS_SM_90 = {
 # sums (Float8Facts.keeps_sums), but at head dimension 256. The microseconds of head dimension 128 are an H100's, with
 # V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads, 8192 queries and keys without a mask.
 # Those of 64x128 and of other head dimensions are by calculation: those of 16 bits over 1.45, for as many scores. Tiles
-# of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod.
+# of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod, that of FLOAT8_HEADS with scales of blocks of tokens.
 FLOAT8 = {
     64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
     96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
@@ -85,6 +85,7 @@ FLOAT8 = {
 }
 FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3)), (128, (192, 96, 4, 3))}
 FLOAT8_PLAIN_SCORES = {(128, (128, 192, 2, 2))}
+FLOAT8_HEADS = {(192, (64, 128, 2, 1))}
 FLOAT8_BLOCKS = {
     128: {
         64: ((128, 4), (64, 6)),
@@ -206,7 +207,7 @@ def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
 def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
     """Configurations of the sm_90 path and their microseconds a tile.
 
-    CTAs fetch their query tiles where these differ and are more than run at once.
+    With scales of blocks of tokens a tile of K lies in one block. CTAs fetch their query tiles where these differ and are more than run at once.
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     table, unmasked_only, plain_scores = SM_90, UNMASKED_ONLY, set()
@@ -221,6 +222,8 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
             and ((dim, tiles) in unmasked_only)
             or changed
             and (dim, tiles) in plain_scores
+            or getattr(facts, "tokens", False)
+            and (SCALE_TOKENS % tiles[1] or (dim, tiles) in FLOAT8_HEADS)
         ):
             continue
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms

@@ -13,6 +13,7 @@ from ..score_mod import ScoreMod
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+SCALE_TOKENS = 128  # of 8 bits: rows of Q, and of K and V, that share a scale where scales are of blocks of tokens
 PROMOTED_KEYS = 256  # of 8 bits: tensor cores add up the products of so many keys with V, or of fewer
 
 
@@ -164,6 +165,7 @@ class Float8Facts(FlashFacts):
     q_scale: bool = False  # whether Q has scales
     k_scale: bool = False
     v_scale: bool = False
+    tokens: bool = False  # whether all of these are of blocks of SCALE_TOKENS tokens, and not of heads (mainloop_tokens)
 
     @property
     def rescale_threshold(self) -> float:

@@ -10,7 +10,7 @@ from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORE
 
 from .arguments import forward_args, values_args
 from .choose import HEAD_DIMS
-from .config import HALF_SMEM, FlashFacts, Float8Facts, ValuesFacts
+from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 
 
 class FlashForward(Family):
@@ -89,6 +89,10 @@ def float8_unsupported(facts: Float8Facts) -> str:
     if facts.head_dim not in HEAD_DIMS or facts.head_dim_v not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"head_dim {facts.head_dim} and {facts.head_dim_v} of 8 bits have no kernel; there are {dims}"
+    if facts.tokens and facts.packed:
+        return "packed sequences have no scales of blocks of tokens; give scales of each sequence's heads"
+    if facts.tokens and facts.config is not None and SCALE_TOKENS % facts.config.tile_n:
+        return f"tiles of {facts.config.tile_n} keys have scales of several blocks of {SCALE_TOKENS} tokens"
     return ""
 
 
@@ -135,6 +139,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if isinstance(facts, Float8Facts):
         more += [name for name in ("q_scale", "k_scale", "v_scale") if getattr(facts, name)]
+        more += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

@@ -6,8 +6,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.tile.ptx import bulk_load
 
+from .config import Float8Facts
 from .kernel_sm90 import FlashForwardSm90
 from .mainloop_float8 import MainloopFloat8
+from .mainloop_tokens import MainloopTokens
 from .problem import problem_of
 from .transposed_values import first_column
 
@@ -15,8 +17,11 @@ from .transposed_values import first_column
 class FlashForwardFloat8(FlashForwardSm90):
     """Compiles to one kernel per `Float8Facts`."""
 
-    mainloop_of = MainloopFloat8
     follows = True  # the kernel that transposes V, which is waited for before the first load
+
+    @staticmethod
+    def mainloop_of(facts: Float8Facts) -> MainloopFloat8:
+        return (MainloopTokens if facts.tokens else MainloopFloat8)(facts)
 
     @cute.jit
     def __call__(
@@ -31,9 +36,9 @@ class FlashForwardFloat8(FlashForwardSm90):
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
         score_tensors: tuple | None,  # what a score_mod reads
-        q_scale: cute.Tensor | None,  # (B, H)
-        k_scale: cute.Tensor | None,  # (B, Hkv)
-        v_scale: cute.Tensor | None,  # (B, Hkv)
+        q_scale: cute.Tensor | None,  # (B, H); of tokens (B, H, blocks)
+        k_scale: cute.Tensor | None,  # (B, Hkv); of tokens (B, Hkv, blocks)
+        v_scale: cute.Tensor | None,  # the same
         counter: cute.Tensor | None,  # (1,) int32, 0; of a dynamic schedule
         scale_log2: Float32,
         softcap: Float32,

@@ -194,6 +194,10 @@ class MainloopSm90:
         """(consumer, softcap) of one query tile, whose heads may have scales."""
         return c, softcap
 
+    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> tuple:
+        """(consumer, work) of one tile of K and V, the i-th, which may have scales."""
+        return c, work
+
     def value_scale(self, scales: tuple | None) -> cute.Tensor | None:
         """A register (1,) for what O is multiplied by at the end; None for nothing."""
         return None
@@ -258,6 +262,7 @@ class MainloopSm90:
     @cute.jit
     def first_step(self, c: Consumer, work: QueryWork, at_k):
         """P of the first tile; returns the state of K's ring."""
+        c, work = self.of_keys(c, work, 0, work.tiles.first)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
@@ -283,6 +288,7 @@ class MainloopSm90:
     @cute.jit
     def step(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr, at_k, at_v):
         """P of tile i, and O of the tile before; returns the states of K's and V's rings."""
+        c, work = self.of_keys(c, work, i, kind)
         softmax, out = c.softmax, rows_and_columns(c.acc_O)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)

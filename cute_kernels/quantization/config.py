@@ -9,6 +9,7 @@ THREADS = 256  # of a CTA
 WARP = 32
 GATE = 64  # columns of gates, and of what they multiply, in turn
 BLOCK = 128  # rows and columns that share a scale, where blocks do
+NO_TOKENS = 2.0**-24  # the scale of a block of tokens that are zeros
 MOST_VECTORS = 8  # of a thread, 32 registers
 LOOPED_VECTORS = 4  # of a thread in each turn, where a row is longer than that
 AMAX_CTAS = 4  # of a multiprocessor, of the kernel that looks for the largest magnitude of a tensor
@@ -36,6 +37,7 @@ class QuantizeFacts:
     held: bool = True
     each: int = 1
     gate: str | None = None
+    none: float = 1.0  # the scale of a group whose own would be no normal number
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -48,12 +50,15 @@ class QuantizeFacts:
 
 
 def facts_for(arch: str, dtype: str, out_dtype: str, per: str, columns: int) -> QuantizeFacts:
-    """The kernel for a matrix of so many columns with a scale per "row", "1x128" or "128x128"."""
+    """The kernel for a matrix of so many columns with a scale per "row", "tokens", "1x128" or "128x128"."""
     names, elements = (arch, dtype, out_dtype), element_of(dtype).vector
     if per == "1x128":
         return QuantizeFacts(*names, columns=BLOCK, lanes=8, vectors=BLOCK // elements // 8, each=2)
     if per == "128x128":
         return QuantizeFacts(*names, rows=BLOCK, columns=BLOCK, vectors=BLOCK * BLOCK // elements // THREADS)
+    if per == "tokens":
+        vectors = BLOCK * columns // elements // THREADS
+        return QuantizeFacts(*names, rows=BLOCK, columns=columns, vectors=vectors, none=NO_TOKENS)
     vectors = -(-columns // elements)
     lanes = WARP if vectors <= WARP * 4 else THREADS
     each = 1 << (-(-vectors // lanes) - 1).bit_length()  # a power of two, so that there are few kernels

@@ -11,7 +11,9 @@ from ..runtime.families import function_for, unsupported
 from . import family  # noqa: F401 (importing it registers the family)
 from .config import AMAX_CTAS, BLOCK, THREADS, QuantizeFacts, facts_for
 
-SERVED = ("tensor", "row", "1x128", "128x128")
+SERVED = ("tensor", "row", "tokens", "1x128", "128x128")
+TOKENS_SERVED = (64, 128, 256)  # columns of tokens
+MOST_BYTES = 512  # of a token: a CTA has 128 of them in registers
 
 
 def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] | None:
@@ -19,10 +21,12 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] 
 
     They serve bfloat16, float16 and float32 on sm_89 and sm_90, per what SERVED names. Memory is without gaps, and
     contiguous along x's last mode, or of one scale or blocks of 128x128 the one before; it begins at a multiple of 16
-    bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 rows are a multiple of 128. Elements are
-    numbered in 32 bits.
+    bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 or of tokens rows are a multiple of 128.
+    Tokens have 64, 128 or 256 columns, of fp32 64 or 128. Elements are numbered in 32 bits.
     """
     if per not in SERVED or not _readable(x):
+        return None
+    if per == "tokens" and (x.shape[-1] not in TOKENS_SERVED or x.shape[-1] * x.element_size() > MOST_BYTES):
         return None
     if not x.is_contiguous():
         if per not in ("tensor", "128x128") or x.dim() < 2 or not x.mT.is_contiguous():
@@ -33,7 +37,7 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] 
     names = spec.target, NAMES[x.dtype], FLOAT8[dtype]
     facts = QuantizeFacts(*names, step="values") if per == "tensor" else facts_for(*names, per, x.shape[-1])
     matrix = x.view(1, -1) if per == "tensor" else x.view(-1, x.shape[-1])
-    ragged = per == "128x128" and x.dim() > 2 and x.shape[-2] % BLOCK
+    ragged = facts.rows > 1 and x.dim() > 2 and x.shape[-2] % BLOCK
     if unsupported(facts) or ragged or matrix.shape[1] % facts.elements:
         return None
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -44,7 +48,7 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] 
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     ctas = -(-scale.numel() // (THREADS // facts.lanes * facts.each))
     function_for(facts)(matrix, values.view(rows, columns), scale.view(-1), None, ctas)
-    return values, scale
+    return values, scale[..., 0] if per == "tokens" else scale
 
 
 def _readable(x: Tensor) -> bool:

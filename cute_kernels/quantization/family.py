@@ -51,6 +51,7 @@ class Quantizing(Family):
             names = target, dtype, out_dtype
             found += [facts_for(*names, "row", columns) for columns in (lengths if dtype == "bfloat16" else (16384,))]
             found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128") if dtype != "float16"]
+            found += [facts_for(*names, "tokens", columns) for columns in ((64, 128, 256) if dtype == "bfloat16" else ())]
             found += [QuantizeFacts(*names, step=step) for step in ("amax", "values")]
         rows = [facts_for(target, "bfloat16", NARROW[0], "row", columns) for columns in (1024, 14336, 32768)]
         found += [replace(facts, gate="silu") for facts in rows]
@@ -58,6 +59,7 @@ class Quantizing(Family):
 
     def describe(self, facts: QuantizeFacts) -> dict[str, str]:
         block = f"{facts.rows}x{facts.columns}" if facts.columns else "rows"
+        block += " of tokens" if facts.none != 1 else ""
         held = "" if facts.held else ", read twice"
         return {
             "configuration": f"{facts.lanes} lanes x {facts.vectors} vectors{held}",

@@ -228,9 +228,9 @@ class Quantize:
         return most
 
     def scale_of(self, largest: Float32) -> Float32:
-        """That makes the end of the range of 8-bit floats of this magnitude; 1 where it would be no normal number."""
+        """That makes the end of the range of 8-bit floats of this magnitude; `none` where it would be no normal number."""
         scale = divided(largest, Float32(self.top))
-        return Float32(select_(scale < TINY, Float32(1.0), scale))
+        return Float32(select_(scale < TINY, Float32(self.facts.none), scale))
 
     def factors(self, scale: Float32) -> tuple:
         """(factor, divisor, its inverse): x / scale is factor * x / divisor. Of an infinite scale 0 and NaN, where that

@@ -1,0 +1,70 @@
+"""The mainloop of 8-bit floats whose scales are of blocks of 128 tokens.
+
+A warpgroup's 64 rows of Q lie in one block, and a tile of K and V does, whose columns divide 128. So Q's scale is read
+once for a query tile, K's and V's once for each of their tiles, by all threads at one address, before the tile is
+waited for. TokensSoftmax says what becomes of them. With a cap or a score_mod, Q's and K's multiply the scores before
+it.
+"""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.tile.hopper import WARPGROUP
+from cute_kernels.tile.ptx import read_special_register
+
+from .config import SCALE_TOKENS
+from .kv_tiles import PARTIAL
+from .mainloop_float8 import MainloopFloat8
+from .mainloop_sm90 import ROWS, Consumer
+from .mask_and_softmax import QueryWork
+from .softmax_tokens import TokensSoftmax
+
+
+class MainloopTokens(MainloopFloat8):
+    """Scales are (B, H, blocks) of Q, (B, Hkv, blocks) of K and V, of any strides, or None for 1."""
+
+    def make_softmax(self, scale_log2: Float32) -> TokensSoftmax:
+        return TokensSoftmax.like(super().make_softmax(Float32(1.0)), scale_log2)
+
+    @property
+    def before_scores(self) -> bool:
+        """Whether scales of Q and K multiply the scores before what is done to them."""
+        return self.facts.softcap or self.facts.score is not None
+
+    def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
+        """(consumer, softcap) with Q's scale of this warpgroup's rows, and where K's and V's are."""
+        q, *of_keys = scales
+        k, v = (None if s is None else s[tile.b, tile.h_kv, None] for s in of_keys)
+        softmax = replace(c.softmax, k_scales=k, v_scales=v)
+        if q is not None:
+            group = cute.arch.make_warp_uniform(read_special_register("tid.x") // WARPGROUP) - 1
+            block = (tile.m * self.cfg.tile_m + group * ROWS) // SCALE_TOKENS
+            scale = q[tile.b, tile.h, cutlass.min(block, q.shape[2] - 1)]  # a warpgroup may have no rows
+            if self.before_scores:
+                softcap = softcap * scale
+            else:
+                softmax = softmax.times(scale)
+        return replace(c, softmax=softmax), softcap
+
+    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> tuple:
+        """(consumer, work) for the i-th tile of K and V: the scales of its block."""
+        n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
+        block = n // (SCALE_TOKENS // self.cfg.tile_n)
+        softmax = c.softmax.with_values(block)
+        if softmax.k_scales is not None:
+            scale = softmax.k_scales[block]
+            if self.before_scores:
+                work = replace(work, softcap=work.softcap * scale)
+            else:
+                softmax = softmax.times(scale)
+        return replace(c, softmax=softmax), work
+
+    def value_scale(self, scales: tuple) -> None:
+        """O's sums have V's scales in P."""
+        return None
+
+    def read_value_scale(self, scales: tuple, tile, to: None):
+        """There is none."""

@@ -1,0 +1,64 @@
+"""The online softmax of tiles that have scales of their own: those of blocks of tokens, of K and of V.
+
+With s a tile's scale of scores (that of K's block times all others, and log2(e) / sqrt(D)) and w that of V's block, a
+score's x is s times the raw score, as elsewhere. V's scale is part of the exponent, so that O's sums need no scale:
+
+    y = x + log2(w)    m' = max(m, max y)    p = 2^(y - m')    l' = l 2^(m - m') + (sum p) / w
+
+and O = (sum of p V) / l as without scales. m is kept in units of y: two tiles' raw scores cannot be compared. P is in
+the middle of its range where p w is largest, which is what O's error goes by.
+
+For a tile that is a multiplication and an addition of each row's maximum, a subtraction and a multiplication of each
+row, a logarithm and a reciprocal. A score takes what it took.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .softmax import OnlineSoftmax
+
+
+@dataclass(frozen=True)
+class TokensSoftmax(OnlineSoftmax):
+    """OnlineSoftmax with row_max in units of y; `scale_log2`, which row_max is multiplied by, is 1."""
+
+    tile_scale: Float32 | None = None  # what scores are multiplied by: of a tile, or before that of all tiles
+    shift: Float32 | None = None  # log2 of V's scale; None of a V without
+    inverse: Float32 | None = None  # of V's scale
+    k_scales: cute.Tensor | None = None  # (blocks,) of a query tile's item and head
+    v_scales: cute.Tensor | None = None
+
+    @classmethod
+    def like(cls, plain: OnlineSoftmax, scale_log2: Float32) -> "TokensSoftmax":
+        """With the registers of `plain`, whose scale_log2 is 1."""
+        return cls(**{field.name: getattr(plain, field.name) for field in fields(plain)}, tile_scale=scale_log2)
+
+    def times(self, factor: Float32) -> "TokensSoftmax":
+        """With scores that are multiplied by one more factor."""
+        return replace(self, tile_scale=self.tile_scale * factor)
+
+    def with_values(self, block: Int32) -> "TokensSoftmax":
+        """For a tile of V in this block of tokens."""
+        if self.v_scales is None:
+            return self
+        scale = self.v_scales[block]
+        shift = cute.math.log2(scale, approx=True, ftz=True)
+        return replace(self, shift=shift, inverse=cute.arch.rcp_approx(scale))
+
+    def in_scores(self, powers: Float32 | float, row_max: Float32) -> Float32:
+        return Float32(powers)
+
+    def to_kept(self, row_max: Float32) -> Float32:
+        row_max = row_max * self.tile_scale
+        return row_max if self.shift is None else row_max + self.shift
+
+    def score_scale(self) -> Float32:
+        return self.tile_scale
+
+    def subtracted(self, scaled_max: Float32) -> Float32:
+        return scaled_max if self.shift is None else scaled_max - self.shift
+
+    def in_row_sum(self, row_sum: Float32) -> Float32:
+        return row_sum if self.inverse is None else row_sum * self.inverse
