@@ -1,5 +1,6 @@
-"""attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads or of blocks of tokens. Checks, and
-the kernel of a plan.
+"""attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads or of blocks of tokens.
+
+Checks, and the kernel of a plan.
 
 A call has two kernels: one transposes v into memory of the call's own, the other is the forward kernel on sm_90. Their
 function takes v as it is. CPU tensors run the reference of the dequantised operands, in fp32.
@@ -96,7 +97,7 @@ def for_kernel(scales: tuple, q, k) -> tuple:
 
 
 def of_heads(scales: tuple, batch: int, heads: tuple) -> tuple:
-    """Scales as (B, H) and (B, Hkv), of any strides; those of blocks of tokens as (B, H, blocks) and (B, Hkv, blocks)."""
+    """Scales as (B, H) and (B, Hkv), of any strides; those of blocks of tokens have a third dimension."""
     return tuple(None if s is None else s.expand(batch, n, *s.shape[2:]) for s, n in zip(scales, heads, strict=True))
 
 

@@ -40,6 +40,8 @@ SHAPES = [
     ("128x128", (200, 264)),
     ("128x128", (2, 128, 128)),
     ("tensor", (130, 1000)),
+    ("tokens", (2, 128, 128)),
+    ("tokens", (200, 64)),
 ]
 
 
@@ -136,8 +138,21 @@ def test_what_torch_serves(where):
     check(where, x[:, 1:257], E4M3, "row", served=False)
     check(where, numbers((16, 33)), E4M3, "1x128", served=False)
     check(where, numbers((2, 100, 256)), E4M3, "128x128", served=False)
+    check(where, numbers((2, 100, 64)), E4M3, "tokens", served=False)
+    check(where, numbers((128, 96)), E4M3, "tokens", served=False)
+    check(where, x.t(), E4M3, "tokens", served=False)
     for per in ("head", "column"):
         check(where, numbers((2, 3, 16, 264)), E4M3, per, served=False)
+
+
+@WHERE
+def test_tokens_that_are_zeros(where):
+    """Their scale is a small one, where others' is 1: it must not be the largest of its head."""
+    x = numbers((2, 256, 64))
+    x[0, 128:] = 0.0
+    check(where, x, E4M3, "tokens")
+    (values, scale), _ = by_kernel(where, lambda t: quantize(t, per="tokens"), x)
+    assert scale[0, 1] == 2.0**-24 and not values[0, 128:].float().count_nonzero()
 
 
 @WHERE
@@ -196,7 +211,9 @@ def test_kernels_for_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled([("sm_90", QUANTIZING.catalogue("sm_90")[i]) for i in (0, 6, 8, 9, 11, -4)]))
+@pytest.mark.parametrize(
+    "facts", compiled([("sm_90", QUANTIZING.catalogue("sm_90")[i]) for i in (0, 6, 8, 9, 11, 14, -4)])
+)
 def test_kernels_hold_what_a_multiprocessor_is_to_hold(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error and outcome.value.problems == ()

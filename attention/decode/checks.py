@@ -68,9 +68,10 @@ def check_float8(op: str, q, k, v, k_scale, v_scale) -> None:
         common.check_device(op, q.device, **{name: scale})
         items = q.shape[0], k.shape[1] if k.dim() > 1 else 0
         if scale.dim() > 2 or any(n not in (1, m) for n, m in zip(scale.shape[::-1], items[::-1], strict=False)):
+            why = ": caches have no scales of blocks of tokens" if scale.dim() == 3 else ""
             raise ValueError(
                 f"{op}: {name} has shape {tuple(scale.shape)}; it must be (1,), (Hkv,) or (B, Hkv), here "
-                f"({items[1]},) or {items}"
+                f"({items[1]},) or {items}{why}"
             )
 
 

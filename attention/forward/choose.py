@@ -207,7 +207,8 @@ def estimate(extents: Extents, config: FlashConfig, tile_us: float) -> float:
 def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConfig, float]]:
     """Configurations of the sm_90 path and their microseconds a tile.
 
-    With scales of blocks of tokens a tile of K lies in one block. CTAs fetch their query tiles where these differ and are more than run at once.
+    With scales of blocks of tokens a tile of K lies in one block. CTAs fetch their query tiles where these differ and
+    are more than run at once.
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     table, unmasked_only, plain_scores = SM_90, UNMASKED_ONLY, set()

@@ -165,7 +165,7 @@ class Float8Facts(FlashFacts):
     q_scale: bool = False  # whether Q has scales
     k_scale: bool = False
     v_scale: bool = False
-    tokens: bool = False  # whether all of these are of blocks of SCALE_TOKENS tokens, and not of heads (mainloop_tokens)
+    tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (mainloop_tokens)
 
     @property
     def rescale_threshold(self) -> float:

@@ -9,11 +9,9 @@ from ..dtypes import FLOAT8, NAMES
 from ..runtime.device import device_arch, plans_kernel
 from ..runtime.families import function_for, unsupported
 from . import family  # noqa: F401 (importing it registers the family)
-from .config import AMAX_CTAS, BLOCK, THREADS, QuantizeFacts, facts_for
+from .config import AMAX_CTAS, BLOCK, MOST_BYTES, THREADS, TOKENS_SERVED, QuantizeFacts, facts_for
 
 SERVED = ("tensor", "row", "tokens", "1x128", "128x128")
-TOKENS_SERVED = (64, 128, 256)  # columns of tokens
-MOST_BYTES = 512  # of a token: a CTA has 128 of them in registers
 
 
 def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] | None:

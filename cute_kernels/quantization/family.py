@@ -6,7 +6,7 @@ from ..arch import arch_named
 from ..runtime.fake import fake_stream, fake_tensor
 from ..runtime.families import Family, register
 from ..tile.element import BITS_16
-from .config import QuantizeFacts, facts_for
+from .config import TOKENS_SERVED, QuantizeFacts, facts_for
 
 WIDE, NARROW = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "float8_e5m2")
 
@@ -51,8 +51,9 @@ class Quantizing(Family):
             names = target, dtype, out_dtype
             found += [facts_for(*names, "row", columns) for columns in (lengths if dtype == "bfloat16" else (16384,))]
             found += [facts_for(*names, per, 4096) for per in ("1x128", "128x128") if dtype != "float16"]
-            found += [facts_for(*names, "tokens", columns) for columns in ((64, 128, 256) if dtype == "bfloat16" else ())]
             found += [QuantizeFacts(*names, step=step) for step in ("amax", "values")]
+            if dtype == "bfloat16":
+                found += [facts_for(*names, "tokens", columns) for columns in TOKENS_SERVED]
         rows = [facts_for(target, "bfloat16", NARROW[0], "row", columns) for columns in (1024, 14336, 32768)]
         found += [replace(facts, gate="silu") for facts in rows]
         return [f for f in dict.fromkeys(found[:1] if quick else found) if not self.unsupported(f)]

@@ -228,7 +228,7 @@ class Quantize:
         return most
 
     def scale_of(self, largest: Float32) -> Float32:
-        """That makes the end of the range of 8-bit floats of this magnitude; `none` where it would be no normal number."""
+        """That makes the end of the range of 8-bit floats of this magnitude; `none` where that is no normal number."""
         scale = divided(largest, Float32(self.top))
         return Float32(select_(scale < TINY, Float32(self.facts.none), scale))
 
