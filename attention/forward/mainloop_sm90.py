@@ -194,8 +194,12 @@ class MainloopSm90:
         """(consumer, softcap) of one query tile, whose heads may have scales."""
         return c, softcap
 
-    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> tuple:
-        """(consumer, work) of one tile of K and V, the i-th, which may have scales."""
+    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> Consumer:
+        """The consumer of one tile of K and V, the i-th, which may have scales; before that is waited for."""
+        return c
+
+    def of_scores(self, c: Consumer, work: QueryWork) -> tuple:
+        """(consumer, work) of the same tile, when its scores are there."""
         return c, work
 
     def value_scale(self, scales: tuple | None) -> cute.Tensor | None:
@@ -262,12 +266,13 @@ class MainloopSm90:
     @cute.jit
     def first_step(self, c: Consumer, work: QueryWork, at_k):
         """P of the first tile; returns the state of K's ring."""
-        c, work = self.of_keys(c, work, 0, work.tiles.first)
+        c = self.of_keys(c, work, 0, work.tiles.first)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
         self.order_arrive(c.order)
         warpgroup.wait_group(0)
+        c, work = self.of_scores(c, work)
         c.pipe_k.consumer_release(at_k)
         at_k.advance()
         if const_expr(self.sharers > 1):
@@ -288,8 +293,7 @@ class MainloopSm90:
     @cute.jit
     def step(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr, at_k, at_v):
         """P of tile i, and O of the tile before; returns the states of K's and V's rings."""
-        c, work = self.of_keys(c, work, i, kind)
-        softmax, out = c.softmax, rows_and_columns(c.acc_O)
+        c, out = self.of_keys(c, work, i, kind), rows_and_columns(c.acc_O)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
@@ -297,6 +301,8 @@ class MainloopSm90:
         start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
         self.order_arrive(c.order)
         warpgroup.wait_group(1)
+        c, work = self.of_scores(c, work)
+        softmax = c.softmax
         if const_expr(self.lazy and self.facts.skips_max and kind == FULL):
             grown = self.softmax_of_full_tile(c, work.softcap, at_k.index)
             c.pipe_k.consumer_release(at_k)

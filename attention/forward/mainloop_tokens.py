@@ -1,9 +1,10 @@
 """The mainloop of 8-bit floats whose scales are of blocks of 128 tokens.
 
 A warpgroup's 64 rows of Q lie in one block, and a tile of K and V does, whose columns divide 128. So Q's scale is read
-once for a query tile, K's and V's once for each of their tiles, by all threads at one address, before the tile is
-waited for. TokensSoftmax says what becomes of them. With a cap or a score_mod, Q's and K's multiply the scores before
-it.
+once for a query tile, K's and V's once for each of their tiles, by all threads at one address. They are loaded before
+the tile is waited for, and used when its scores are there: by itself the compiler uses them at once, and so waits for
+them before it issues the tile's products. TokensSoftmax says what becomes of them. With a cap or a score_mod, Q's and
+K's multiply the scores before it.
 """
 
 from dataclasses import replace
@@ -49,17 +50,19 @@ class MainloopTokens(MainloopFloat8):
                 softmax = softmax.times(scale)
         return replace(c, softmax=softmax), softcap
 
-    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> tuple:
-        """(consumer, work) for the i-th tile of K and V: the scales of its block."""
+    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> Consumer:
+        """The consumer with the scales of the i-th tile's block, which are being loaded."""
         n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
-        block = n // (SCALE_TOKENS // self.cfg.tile_n)
-        softmax = c.softmax.with_values(block)
-        if softmax.k_scales is not None:
-            scale = softmax.k_scales[block]
+        return replace(c, softmax=c.softmax.loading(n // (SCALE_TOKENS // self.cfg.tile_n)))
+
+    def of_scores(self, c: Consumer, work: QueryWork) -> tuple:
+        """(consumer, work) with what comes of these scales."""
+        softmax = c.softmax.loaded(c.acc_S[0])
+        if softmax.k_scale is not None:
             if self.before_scores:
-                work = replace(work, softcap=work.softcap * scale)
+                work = replace(work, softcap=work.softcap * softmax.k_scale)
             else:
-                softmax = softmax.times(scale)
+                softmax = softmax.times(softmax.k_scale)
         return replace(c, softmax=softmax), work
 
     def value_scale(self, scales: tuple) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_kernels.tile.ptx import value_after
+
 from .softmax import OnlineSoftmax
 
 
@@ -29,6 +31,8 @@ class TokensSoftmax(OnlineSoftmax):
     inverse: Float32 | None = None  # of V's scale
     k_scales: cute.Tensor | None = None  # (blocks,) of a query tile's item and head
     v_scales: cute.Tensor | None = None
+    k_scale: Float32 | None = None  # of a tile's block
+    v_scale: Float32 | None = None
 
     @classmethod
     def like(cls, plain: OnlineSoftmax, scale_log2: Float32) -> "TokensSoftmax":
@@ -39,13 +43,17 @@ class TokensSoftmax(OnlineSoftmax):
         """With scores that are multiplied by one more factor."""
         return replace(self, tile_scale=self.tile_scale * factor)
 
-    def with_values(self, block: Int32) -> "TokensSoftmax":
-        """For a tile of V in this block of tokens."""
-        if self.v_scales is None:
-            return self
-        scale = self.v_scales[block]
-        shift = cute.math.log2(scale, approx=True, ftz=True)
-        return replace(self, shift=shift, inverse=cute.arch.rcp_approx(scale))
+    def loading(self, block: Int32) -> "TokensSoftmax":
+        """For a tile in this block of tokens, whose scales are being loaded."""
+        k, v = (None if scales is None else scales[block] for scales in (self.k_scales, self.v_scales))
+        return replace(self, k_scale=k, v_scale=v)
+
+    def loaded(self, score: Float32) -> "TokensSoftmax":
+        """The same, when one of the tile's scores is there; until then nothing waits for the scales."""
+        k, v = (None if scale is None else value_after(scale, score) for scale in (self.k_scale, self.v_scale))
+        if v is None:
+            return replace(self, k_scale=k)
+        return replace(self, k_scale=k, shift=cute.math.log2(v, approx=True, ftz=True), inverse=cute.arch.rcp_approx(v))
 
     def in_scores(self, powers: Float32 | float, row_max: Float32) -> Float32:
         return Float32(powers)
