@@ -1,4 +1,5 @@
-"""Attention of 8-bit floats beside ours of bfloat16: the same numbers, quantised with a scale for each head.
+"""Attention of 8-bit floats beside ours of bfloat16: the same numbers, quantised with a scale for each head, or for
+each 128 tokens of it.
 
 Both count the same useful operations, so ratios are of times. A row's note says how far each result is from the exact
 one, in Frobenius norm, of some queries.
@@ -32,20 +33,21 @@ TOLERANCE = 0.08  # P has three bits of mantissa: 0.025 in norm on random number
 
 
 class NarrowAttention(Attention):
-    """Attention of q, k and v (B, S, H, D) of bfloat16, which are numbers of 8 bits times a scale of their heads."""
+    """Attention of q, k and v (B, S, H, D) of bfloat16, which are numbers of 8 bits times their scales."""
 
-    def __init__(self, make: Callable, *args, **terms) -> None:
+    def __init__(self, make: Callable, *args, per: str = "head", **terms) -> None:
         super().__init__(*(partial(self.wide, i) for i in range(3)), *args, **terms)
-        self._make = make
+        self._make, self._per = make, per
 
     @cached_property
     def quantised(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(values (B, H, S, D), scales (B, H)) of q, k and v."""
-        return tuple(quantize(make().transpose(1, 2), per="head") for make in self._make)
+        """(values (B, H, S, D), scales (B, H) or of blocks of tokens (B, H, S / 128)) of q, k and v."""
+        return tuple(quantize(make().transpose(1, 2), per=self._per) for make in self._make)
 
     def wide(self, which: int) -> Tensor:
         values, scale = self.quantised[which]
-        return (values.float() * scale[..., None, None]).to(torch.bfloat16).transpose(1, 2)
+        scale = scale[..., None] if self._per == "head" else scale.repeat_interleave(128, -1)[..., : values.shape[2]]
+        return (values.float() * scale[..., None]).to(torch.bfloat16).transpose(1, 2)
 
     def verified(self, call: Call) -> Call:
         """The call with its error; WrongResult where that is too large."""
@@ -57,14 +59,22 @@ class NarrowAttention(Attention):
 
 
 def row(
-    problem: AttentionProblem, name: str, asked: float | None, blocks: Tensor | None = None, tile: tuple | None = None
+    problem: AttentionProblem,
+    name: str,
+    asked: float | None,
+    blocks: Tensor | None = None,
+    tile: tuple | None = None,
+    per: str = "head",
 ) -> Case:
-    """Attention of a problem; blocks: of a block mask; tile: the one that is taken, whatever is estimated."""
+    """Attention of a problem.
+
+    blocks: of a block mask. tile: the one that is taken, whatever is estimated. per: what has a scale.
+    """
     shapes = [(problem.batch, problem.queries, problem.heads, problem.head_dim)]
     shapes += 2 * [(problem.batch, problem.keys, problem.kv_heads, problem.head_dim)]
     make = [partial(randn, *shape) for shape in shapes]
     terms = {} if blocks is None else {"blocks": lambda: blocks.to(device()), "block_size": problem.block}
-    x = NarrowAttention(make, problem.causal, **terms)
+    x = NarrowAttention(make, problem.causal, per=per, **terms)
     op, more = (attention, ()) if blocks is None else (block_sparse_attention, (kept_mask,))
 
     def call_of(q, k, v, **scales) -> tuple:
@@ -98,24 +108,36 @@ def forced(tile: tuple, plans: PlanCache) -> Iterator[None]:
 
 
 def dense(
-    shape: tuple[int, int, int, int], causal: bool, asked: float | None = None, tile: tuple | None = None
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    asked: float | None = None,
+    tile: tuple | None = None,
+    per: str = "head",
 ) -> Case:
-    name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
-    return row(dense_problem(shape, causal), name, asked, tile=tile)
+    name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "") + of_tokens(per)
+    return row(dense_problem(shape, causal), name, asked, tile=tile, per=per)
 
 
-def sparse(shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None) -> Case:
+def of_tokens(per: str) -> str:
+    """What a row's name says of scales that are not of heads."""
+    return ", scales of 128 tokens" if per == "tokens" else ""
+
+
+def sparse(
+    shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None, per: str = "head"
+) -> Case:
     """Equally many random full blocks in each row of blocks."""
     B, S, H, D = shape
     blocks = uniform(S // side, S // side, round(density * S / side))
     kept = blocks.double().mean().item()
     problem = AttentionProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
-    return row(problem, f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}", asked, blocks)
+    name = f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}{of_tokens(per)}"
+    return row(problem, name, asked, blocks, per=per)
 
 
 def float8_attention_cases(mode: str) -> Iterator[Case]:
-    """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, and tiles
-    beside each other."""
+    """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, tiles
+    beside each other, and scales of tokens."""
     for shape in (FIRST, LONG):
         for causal in (False, True):
             yield dense(shape, causal, 1.45)
@@ -128,6 +150,9 @@ def float8_attention_cases(mode: str) -> Iterator[Case]:
         for causal in (False, True):
             for tile in TILES:
                 yield dense(FIRST, causal, tile=tile)
+            for shape in (FIRST, (2, 8192, 32, 64)):
+                yield dense(shape, causal, per="tokens")
+        yield sparse(FIRST, 128, 1 / 8, per="tokens")
 
 
 def host_calls() -> dict[str, Callable]:

@@ -159,13 +159,16 @@ def of_float8_cache(path: str) -> None:
 
 
 def of_float8_attention(path: str) -> None:
-    """Attention of 8-bit floats: with ragged edges, packed, and of scores that grow over many tiles."""
+    """Attention of 8-bit floats: with ragged edges, packed, of scores that grow over many tiles, and with scales of
+    tokens."""
     from . import test_float8_attention as float8
+    from . import test_float8_tokens as tokens
 
     calls = [
         float8.case(DEVICE, D=128, Sq=130, Sk=177) | {"causal": True},
         float8.narrow(float8.packed([70, 0, 33], [90, 17, 200], D=64, device=DEVICE)),
         {name: t.to(DEVICE) for name, t in float8.growing(D=64, Sq=64, Sk=2700).items()},
+        tokens.case(DEVICE, D=128, Sq=330, Sk=177) | {"causal": True},
     ]
     for call in calls:
         with cute_kernels.path(path):

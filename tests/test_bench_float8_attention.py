@@ -29,11 +29,13 @@ def test_rows_and_what_is_asked_of_them():
 
 @pytest.mark.parametrize("make", [
     lambda: cases.dense((2, 160, 2, 64), False), lambda: cases.dense((1, 200, 2, 128), True),
-    lambda: cases.sparse((1, 1024, 2, 64), 128, 1 / 8),
+    lambda: cases.sparse((1, 1024, 2, 64), 128, 1 / 8), lambda: cases.dense((1, 200, 2, 128), True, per="tokens"),
+    lambda: cases.sparse((1, 1024, 2, 64), 128, 1 / 8, per="tokens"),
 ])  # fmt: skip
 def test_a_row(emulated, make):
     row = measured(make())
     assert row.ratio == 0.5 and "sm_90" in row.plan
+    assert ("scales are of blocks of 128 tokens" in row.plan) == row.name.endswith("scales of 128 tokens")
     assert row.ours.note.startswith("error ") and row.rival.note.startswith("error ")
 
 
