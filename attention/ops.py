@@ -90,11 +90,10 @@ def attention(
             all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too, (B, H) or (B, Hkv), which is what
             FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number of packed sequences. None for 1.
             They must be above 0, which is not checked.
-            q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks. Of these, but not packed,
-            each may also have a scale for each block of 128 tokens, (B, H, ceil(Sq / 128)) and (B, Hkv, ceil(Sk /
-            128)), where 1 serves all items or heads: quantize(per="tokens"). P is rounded to e4m3, and
-            O's sums of many keys are added up in fp32 (at head dimension 256 they are the tensor cores', of some 14
-            bits). Not with seqlens_k.
+            q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks, not with seqlens_k. If not
+            packed, each may have a scale for each block of 128 tokens, quantize(per="tokens"): (B, H, blocks) and (B,
+            Hkv, blocks). P is rounded to e4m3, and O's sums of many keys are added up in fp32 (at head dimension 256
+            they are the tensor cores', of some 14 bits).
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
             seqlens_k for any number of queries, or without for few queries.
             Neither at head dimension 512.
