@@ -90,7 +90,7 @@ def attention(
             all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too, (B, H) or (B, Hkv), which is what
             FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number of packed sequences. None for 1.
             They must be above 0, which is not checked.
-            q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks, not with seqlens_k. If not
+            q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks, not with seqlens_k. Not
             packed, each may have a scale for each block of 128 tokens, quantize(per="tokens"): (B, H, blocks) and (B,
             Hkv, blocks). P is rounded to e4m3, and O's sums of many keys are added up in fp32 (at head dimension 256
             they are the tensor cores', of some 14 bits).
