@@ -79,7 +79,7 @@ def exact_of(x, W, groups, scale, *, bias=None, activation=None, epilogue=None, 
 
 
 def check(x, W, groups, scale, *, fast=False, out=None, **terms) -> torch.Tensor:
-    """Against fp64: as torch errs in fp32, but for what tensor cores of a GPU round. Slopes of terms are at most 1.2."""
+    """Against fp64, as torch errs in fp32 but for what tensor cores of a GPU drop. Slopes of terms are at most 1.2."""
     ours = bsr_grouped_linear(x, W, groups, out=out, scale_x=scale, fast_accumulation=fast, **terms)
     assert out is None or ours is out
     exact = exact_of(x, W, groups, scale, **terms)
