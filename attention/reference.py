@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8, accumulator
+from cute_kernels.reference import outside_autocast
 
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
@@ -89,6 +90,7 @@ def _seen(shape, sk: int, device, bounds: tuple, block_mask, begin: int, end: in
     return mask
 
 
+@outside_autocast
 def gradients(
     q: Tensor,
     k: Tensor,
@@ -301,6 +303,7 @@ def attention_packed(
     return (out, torch.cat([lse[0] for _, lse in parts], dim=1)) if return_lse else out
 
 
+@outside_autocast
 def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, sinks=None, score=None) -> tuple:
     """O and LSE; seen(begin, end) tells what those rows see, a bool tensor that broadcasts to (B, H, rows, Sk)."""
     (batch, heads, sq, d), (kv_heads, sk, dv) = q.shape, v.shape[1:]
