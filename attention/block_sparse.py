@@ -172,8 +172,8 @@ def launch_blocks(
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
     more = None, None, blocks, None if score is None else score.reads
-    if float8.serves(q, None):
-        more += float8.of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+    if plan.transposed is not None:
+        more += float8.as_planned(plan, scales)
     return launch(plan, q, k, v, out, more, sinks)
 
 
@@ -200,7 +200,7 @@ def plan_block_sparse(
     if score is not None:
         checks.check_score(OP, score, q.shape[:2], mask.lengths, softcap)
     if not plan.empty and planning.has_kernel(q):
-        choose = None if out_dtype is None else float8.choose_kernel(scales, out_dtype)
+        choose = None if out_dtype is None else float8.choose_kernel(q, k, v, scales, out_dtype)
         _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose)
     return plan
 

@@ -81,8 +81,8 @@ def attention(
         if plan.facts.cache is not None:
             more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
         out, lse = launch(plan, q, k, v, out, more, sinks)
-    elif float8.serves(q, None):
-        scales = float8.of_heads((q_scale, k_scale, v_scale), q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
+    elif plan.transposed is not None:
+        scales = float8.as_planned(plan, (q_scale, k_scale, v_scale))
         more = None, None, None, None if score is None else score.reads, *scales
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
@@ -150,7 +150,7 @@ def plan_attention(
             return True
 
         if of_8_bits:
-            choose = float8.choose_kernel(scales, out_dtype)
+            choose = float8.choose_kernel(q, k, v, scales, out_dtype)
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns

@@ -1,7 +1,8 @@
 """attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads. Checks, and the kernel of a plan.
 
-A call has two kernels: one transposes v into memory of the call's own, the other is the forward kernel on sm_90. Their
-function takes v as it is. CPU tensors run the reference of the dequantised operands, in fp32.
+A call has two kernels: one transposes v into memory of the call's own, the other is the forward kernel on sm_90. One
+plan has both, the shape of that memory, and how the kernel takes scales. CPU tensors run the reference of the
+dequantised operands, in fp32.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from cute_kernels.runtime import families
 from . import checks, reference
 from .forward.choose import Extents, pick
 from .forward.config import FlashFacts, Float8Facts, ValuesFacts
+from .plan import FlashPlan
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -73,6 +75,14 @@ def of_heads(scales: tuple, batch: int, heads: tuple) -> tuple:
     return tuple(None if s is None else s.expand(batch, n) for s, n in zip(scales, heads, strict=True))
 
 
+def as_planned(plan: FlashPlan, scales: tuple) -> tuple:
+    """Scales as the plan's kernel takes them, `of_heads`. Most calls have them so, and expand() takes as long as all
+    that a plan is looked up by."""
+    if not plan.scale_shapes:
+        return scales
+    return tuple(s if shape is None else s.expand(shape) for s, shape in zip(scales, plan.scale_shapes, strict=True))
+
+
 def given(scales: tuple) -> tuple:
     """Those that there are."""
     return tuple(s for s in scales if s is not None)
@@ -87,10 +97,13 @@ def out_dtype(op: str, q, out) -> torch.dtype:
     return out.dtype
 
 
-def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
-    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which transposes v."""
+def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, sequences: int = 0) -> Callable:
+    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which transposes v.
 
-    def choose(plan, facts: FlashFacts, extents: Extents) -> bool:
+    sequences: of packed q, k and v.
+    """
+
+    def choose(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
         narrow = Float8Facts(**known, out_dtype=NAMES[out_dtype], **has)
@@ -98,8 +111,11 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = pick(narrow, extents)
         plan.more = *plan.more, None, None, None  # scales
+        shapes = [(sequences or q.shape[0], heads) for heads in (q.shape[1], k.shape[1], k.shape[1])]
+        shapes = [None if s is None or s.shape == shape else shape for s, shape in zip(scales, shapes, strict=True)]
+        plan.scale_shapes = tuple(shapes) if any(shapes) else ()
         values = ValuesFacts(facts.arch, facts.head_dim_v, plan.facts.config.tile_n, facts.packed)
-        plan.function = with_values(families.function_for(plan.facts), families.function_for(values), values)
+        plan.function, plan.transposed = families.function_for(plan.facts), transposed(v, values, sequences)
         plan.notes.append("v is transposed by a kernel before it")
         if not plan.facts.keeps_sums:
             plan.notes.append("O's sums are the tensor cores', of some 14 bits, however many keys there are")
@@ -108,20 +124,19 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
     return choose
 
 
-def with_values(attend: Callable, transpose: Callable, facts: ValuesFacts) -> Callable:
-    """The forward kernel's function, with v as it is."""
+def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
+    """A function of such a v and, of packed ones, cu_seqlens_k: v for the forward kernel, in new memory."""
     from .forward.transposed_values import tiles_of
 
-    def function(q, k, v, out, lse, sinks, cu_q, cu_k, *more):
-        if facts.packed:
-            batch, (rows, heads, dim) = 1, v.shape
-            tiles = tiles_of(rows, facts.tile, len(cu_k) - 1)
-        else:
-            batch, heads, rows, dim = v.shape
-            tiles = tiles_of(rows, facts.tile)
-        values = torch.empty((batch, heads, tiles, dim * facts.tile), dtype=v.dtype, device=v.device)
-        transpose(v, values, cu_k)
-        attend(q, k, values, out, lse, sinks, cu_q, cu_k, *more)
+    (batch, heads), (rows, dim) = ((1, v.shape[1]), v.shape[::2]) if sequences else (v.shape[:2], v.shape[2:])
+    tiles, tile = tiles_of(rows, facts.tile, sequences), dim * facts.tile
+    shape, strides = (batch, heads, tiles, tile), (heads * tiles * tile, tiles * tile, tile, 1)
+    kernel = families.function_for(facts)
+
+    def function(v, cu_seqlens_k):
+        values = v.new_empty_strided(shape, strides)
+        kernel(v, values, cu_seqlens_k)
+        return values
 
     return function
 

@@ -46,7 +46,7 @@ def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, 
     if plan.function is not None:
         more = cu_seqlens_q, cu_seqlens_k, None, None if score is None else score.reads
         if scales is not None:
-            more += float8.of_heads(scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))
+            more += float8.as_planned(plan, scales)
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
         compute = partial(_reference, plan, *tensors, terms | {"score_mod": score}, scales)
@@ -85,7 +85,7 @@ def plan_packed(
     extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
     terms |= {"packed": True, "score": score, "sinks": sinks}
     if scales is not None:
-        terms["choose"] = float8.choose_kernel(scales, out_dtype)
+        terms["choose"] = float8.choose_kernel(q, k, v, scales, out_dtype, sequences)
     planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     plan.notes.append(
         f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
