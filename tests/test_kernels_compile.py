@@ -7,6 +7,8 @@ architecture are compiled with each configuration. What `python -m bench gates -
 continuous integration need not compile it twice.
 """
 
+import heapq
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -69,14 +71,27 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
 
 
 def cover(catalogue: list, features) -> list:
-    """Some of the catalogue's kernels that have all features among them, those with the most new ones first."""
-    of = {facts: features(facts) for facts in catalogue}
-    missing, found = set().union(*of.values()), []
+    """Some of the catalogue's kernels that have all features among them, those with the most new ones first, and none
+    of which each feature is another's, too."""
+    of, found = {facts: features(facts) for facts in catalogue}, {}
+    missing = set().union(*of.values())
+    # A kernel has no more new features later than now: those counted again are the few that may come next.
+    heap = [(-len(each), number) for number, each in enumerate(of.values())]
+    heapq.heapify(heap)
+    kernels = list(of)
     while missing:
-        best = max(of, key=lambda facts: len(of[facts] & missing))
-        found.append(best)
-        missing -= of.pop(best)
-    return found
+        _, number = heapq.heappop(heap)
+        new = of[kernels[number]] & missing
+        if heap and (-len(new), number) > heap[0]:
+            heapq.heappush(heap, (-len(new), number))
+        else:
+            found[kernels[number]] = of[kernels[number]]
+            missing -= new
+    count = Counter(feature for of_one in found.values() for feature in of_one)
+    for facts, of_one in reversed(list(found.items())):
+        if all(count[feature] > 1 for feature in of_one):
+            count.subtract(found.pop(facts))
+    return list(found)
 
 
 def catalogue(spec) -> list:
@@ -94,8 +109,11 @@ def of_float8(facts) -> bool:
 
 
 def is_other_archs(facts) -> bool:
-    """Whether another architecture has a kernel of the same source: those of the sm_80 path on newer ones."""
-    return getattr(facts, "path", "") == "sm_80" and facts.arch != "sm_80"
+    """Whether another architecture has a kernel of the same source: those of the sm_80 path on newer ones. sm_90
+    decodes from caches of 8-bit floats by the instructions of sm_89, sm_80 and sm_86 without them."""
+    if getattr(facts, "path", "") != "sm_80" or facts.arch == "sm_80":
+        return False
+    return not of_float8(facts) or (facts.arch == "sm_90a" and getattr(facts, "cache", None) is not None)
 
 
 def selected(spec) -> list:
@@ -104,7 +122,7 @@ def selected(spec) -> list:
     Of 8-bit floats sm_86 has what sm_80 has, and sm_89 instructions of its own.
     """
     every = catalogue(spec)
-    known = [f for f in every if (spec.name in LIKE_SM_80 or is_other_archs(f)) and not of_float8(f)]
+    known = [f for f in every if is_other_archs(f) or spec.name in LIKE_SM_80 and not of_float8(f)]
     turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
     own = cover([facts for facts in every if facts not in known], configuration if spec.name == "sm_86" else features)
     found = own + cover(known, configuration)[turn::turns]
