@@ -111,6 +111,7 @@ def is_other_archs(facts) -> bool:
     return not of_float8(facts) or (facts.arch == "sm_90a" and getattr(facts, "cache", None) is not None)
 
 
+@functools.cache
 def selected(spec) -> list:
     """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns.
 
