@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, eager, scaled_dot_product_attention
+from attention import BlockMask, attention, block_sparse_attention, eager, float8, scaled_dot_product_attention
 from attention.forward import choose
 from attention.forward.config import Float8Facts
 from attention.forward.mainloop_float8 import HEADROOM, KEYS, LARGEST
@@ -452,6 +452,21 @@ def test_rings_fit():
     for facts in found:
         assert not unsupported(facts) and facts.smem_bytes <= family.smem_limit(facts)
         assert facts.config.tile_n % 32 == 0 and (facts.keeps_sums or facts.head_dim_v == 256)
+
+
+def test_a_plan_knows_how_scales_are_taken():
+    """A call expands no scale that each item's head has."""
+    with assume("sm_90"):
+        for scales, shapes in (((), ()), ((1,), ((2, 4), (2, 2), (2, 2))), ((2,), ((2, 4), (2, 2), (2, 2)))):
+            call = narrow(dict(zip("qkv", qkv(100, 200), strict=True)), scales)
+            if scales == (2,):
+                call["q_scale"] = torch.rand(4)
+            plan = eager.plan_attention(**call)
+            assert plan.scale_shapes == shapes
+            given = [call[name] for name in SCALES]
+            taken = float8.as_planned(plan, tuple(given))
+            assert [t.shape for t in taken] == [(2, 4), (2, 2), (2, 2)]
+            assert shapes or all(a is b for a, b in zip(taken, given, strict=True))
 
 
 def test_a_plan():
