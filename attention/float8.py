@@ -1,17 +1,18 @@
 """attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads. Checks, and the kernel of a plan.
 
-A call has two kernels: one transposes v into memory of the call's own, the other is the forward kernel on sm_90. Their
-function takes v as it is. CPU tensors run the reference of the dequantised operands, in fp32.
+A call has two kernels: one converts v to fp16, or transposes it for fast sums, in memory of the call's own, the other
+is the forward kernel on sm_90. Their function takes v as it is. v of 16 bits needs no other kernel. CPU tensors run the
+reference of the dequantised operands, in fp32.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from cute_kernels import checks as common
-from cute_kernels.dtypes import FLOAT8, NAMES, default_out_dtype
+from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, OPERANDS, default_out_dtype
 from cute_kernels.runtime import families
 
 from . import checks, reference
@@ -28,24 +29,30 @@ def serves(q, q_scale) -> bool:
 
 
 def check_operands(op: str, q, k, v) -> None:
-    """q, k and v of float8_e4m3fn."""
+    """q and k of float8_e4m3fn, and v of it or of 16 bits."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     if q.dtype not in FLOAT8:
         raise TypeError(f"{op}: q is {q.dtype} and has a q_scale; only a q of {E4M3} has one")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != E4M3:
+        if tensor.dtype != E4M3 and not (name == "v" and tensor.dtype in OPERANDS):
             others = ", ".join(str(t.dtype) for t in (q, k, v))
             raise TypeError(
-                f"{op}: {name} is {tensor.dtype}; with q of 8 bits q, k and v are {E4M3}, all three (here {others}); "
-                "cast them, or give q in torch.bfloat16: decoding reads caches of 8 bits (seqlens_k), e5m2, too"
+                f"{op}: {name} is {tensor.dtype}; with q of 8 bits q and k are {E4M3}, and v is, too, or has 16 bits "
+                f"(here {others}); cast them, or give q in torch.bfloat16: decoding reads caches of 8 bits "
+                "(seqlens_k), e5m2, too"
             )
+
+
+def alike(v) -> dict:
+    """What checks.check_qkv is to know: v of 16 bits is of another dtype."""
+    return {"also": (E4M3,), "alike": "kv" if v.dtype == E4M3 else "k"}
 
 
 def check(op: str, q, k, v, scales: tuple) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv) with their scales."""
     check_operands(op, q, k, v)
-    checks.check_qkv(op, q, k, v, also=(E4M3,))
+    checks.check_qkv(op, q, k, v, **alike(v))
     check_scales(op, q, scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
 
 
@@ -87,29 +94,48 @@ def out_dtype(op: str, q, out) -> torch.dtype:
     return out.dtype
 
 
-def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
-    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which transposes v."""
+def choose_kernel(v, scales: tuple, out_dtype: torch.dtype, fast: bool) -> Callable:
+    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which makes its v."""
 
     def choose(plan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
-        narrow = Float8Facts(**known, out_dtype=NAMES[out_dtype], **has)
+        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": fast, "out_dtype": NAMES[out_dtype]}
+        narrow = Float8Facts(**known, **kinds, **has)
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = pick(narrow, extents)
         plan.more = *plan.more, None, None, None  # scales
-        values = ValuesFacts(facts.arch, facts.head_dim_v, plan.facts.config.tile_n, facts.packed)
-        plan.function = with_values(families.function_for(plan.facts), families.function_for(values), values)
-        plan.notes.append("v is transposed by a kernel before it")
-        if not plan.facts.keeps_sums:
-            plan.notes.append("O's sums are the tensor cores', of some 14 bits, however many keys there are")
+        values, attend = ValuesFacts(facts.arch, facts.head_dim_v), families.function_for(plan.facts)
+        if v.dtype != E4M3:
+            plan.function = attend
+        elif fast:
+            values = replace(values, tile=plan.facts.config.tile_n, packed=facts.packed)
+            plan.function = with_transposed_values(attend, families.function_for(values), values)
+            plan.notes.append("v is transposed by a kernel before it")
+            plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
+        else:
+            plan.function = with_converted_values(attend, families.function_for(values))
+            plan.notes.append("v is converted to float16 by a kernel before it")
         return True
 
     return choose
 
 
-def with_values(attend: Callable, transpose: Callable, facts: ValuesFacts) -> Callable:
+def with_converted_values(attend: Callable, convert: Callable) -> Callable:
     """The forward kernel's function, with v as it is."""
+
+    def function(q, k, v, out, lse, sinks, cu_q, cu_k, *more):
+        values = torch.empty(v.shape, dtype=torch.float16, device=v.device)
+        four = (v, values) if v.dim() == 4 else (t.transpose(0, 1)[None] for t in (v, values))
+        convert(*four, None)
+        attend(q, k, values, out, lse, sinks, cu_q, cu_k, *more)
+
+    return function
+
+
+def with_transposed_values(attend: Callable, transpose: Callable, facts: ValuesFacts) -> Callable:
+    """The same of the fast kernel."""
     from .forward.transposed_values import tiles_of
 
     def function(q, k, v, out, lse, sinks, cu_q, cu_k, *more):

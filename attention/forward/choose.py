@@ -128,13 +128,18 @@ def head_dims_text() -> str:
     return f"{', '.join(map(str, HEAD_DIMS))}, and {WIDE} of q, k and v alike"
 
 
+def is_fast(facts: FlashFacts) -> bool:
+    """Whether P and V are of 8 bits: then there are other tiles."""
+    return isinstance(facts, Float8Facts) and facts.fast
+
+
 def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
     blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
     if facts.path == "sm_90" and dim == WIDE:
         return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
-        table = FLOAT8_BLOCKS if isinstance(facts, Float8Facts) else BLOCKS_SM_90
+        table = FLOAT8_BLOCKS if is_fast(facts) else BLOCKS_SM_90
         tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64]
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
@@ -210,7 +215,7 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     table, unmasked_only, plain_scores = SM_90, UNMASKED_ONLY, set()
-    if isinstance(facts, Float8Facts):
+    if is_fast(facts):
         table, unmasked_only, plain_scores = FLOAT8, FLOAT8_UNMASKED_ONLY, FLOAT8_PLAIN_SCORES
     changed = facts.softcap or facts.score is not None
     for tiles, tile_us in table[dim]:
