@@ -65,14 +65,12 @@ def attention(
             finite numbers.
         block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
-            j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Entries past an item's rows are not
-            used.
+            j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Later entries are not read.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
             to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries must begin
             at 0 and never decrease. On a GPU this is not checked, since the host does not wait for the GPU. Other
-            entries give wrong results, but no access outside of the tensors. They may change between the replays of a
-            CUDA graph.
+            entries give wrong results, but no access outside of the tensors. They may change between a graph's replays.
         sinks: (H,) float32, bfloat16 or float16, a logit for each head that takes part in the softmax and has no value,
             as gpt-oss's models learn them. Kernels add it to each row's sum, so lse has it, too; a row that sees no
             column has its sink for an lse.
@@ -93,11 +91,9 @@ def attention(
             q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks. v of 8 bits
             is converted to float16, which holds its numbers, and P has 16 bits. Not with seqlens_k.
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
-            seqlens_k for any number of queries, or without for few queries.
-            Neither at head dimension 512.
-        fast_accumulation: of q, k and v of 8 bits: P is rounded to e4m3, and tensor cores add P V up with some 14 bits.
-            Faster, and O errs by 2.6 % (norm, of normal numbers); with V of one sign it is 3.4 % too small after 2048
-            keys, and more after more. Not on the CPU, which computes in fp32.
+            seqlens_k for any number of queries, or without for few queries. Neither at head dimension 512.
+        fast_accumulation: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits. O errs
+            by 2.6 % then, and with V of one sign it is 3.4 % too small after 2048 keys; see usage.md. Not on the CPU.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.

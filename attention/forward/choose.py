@@ -71,11 +71,10 @@ BLOCKS_SM_90 = {
     },
 }
 
-# Of 8-bit floats, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. Stages leave room for O's
-# sums (Float8Facts.keeps_sums), but at head dimension 256. The microseconds of head dimension 128 are an H100's, with
-# V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads, 8192 queries and keys without a mask.
-# Those of 64x128 and of other head dimensions are by calculation: those of 16 bits over 1.45, for as many scores. Tiles
-# of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod.
+# Of P and V of 8 bits, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. The microseconds of
+# head dimension 128 are an H100's, with V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads,
+# 8192 queries and keys without a mask. Those of 64x128 and of other head dimensions are by calculation: those of 16
+# bits over 1.45, for as many scores. Tiles of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod.
 FLOAT8 = {
     64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
     96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
