@@ -34,9 +34,9 @@ class FlashPlan(CallPlan):
     more: tuple = (None, None, None, None)
     takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
-    # Of q, k and v of 8 bits: what makes v's transposed copy, of v and cu_seqlens_k; and for each scale the shape that
-    # the kernel takes it as, None where it has that or is not there. () where that goes for all.
-    transposed: Callable | None = None
+    # Of q of 8 bits: what makes the v that the kernel reads, of v and cu_seqlens_k, None where it reads v; and for each
+    # scale the shape that the kernel takes it as, None where it has that or is not there. () where that goes for all.
+    values: Callable | None = None
     scale_shapes: tuple | None = None
 
     def kernel_lines(self) -> list[str]:
@@ -190,8 +190,8 @@ def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None)
     d = out
     if plan.views:
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
-    if plan.transposed is not None:
-        v = plan.transposed(v, more[1])
+    if plan.values is not None:
+        v = plan.values(v, more[1])
     plan.function(q, k, v, d, lse, sinks, *more, *plan.scalars)
     return out, lse
 

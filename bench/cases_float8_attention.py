@@ -1,4 +1,5 @@
-"""Attention of 8-bit floats beside ours of bfloat16: the same numbers, quantised with a scale for each head.
+"""Attention of 8-bit floats, with P of 16 bits and of 8 (fast), beside ours of bfloat16: the same numbers, quantised
+with a scale for each head.
 
 Both count the same useful operations, so ratios are of times. A row's note says how far each result is from the exact
 one, in Frobenius norm, of some queries.
@@ -57,7 +58,12 @@ class NarrowAttention(Attention):
 
 
 def row(
-    problem: AttentionProblem, name: str, asked: float | None, blocks: Tensor | None = None, tile: tuple | None = None
+    problem: AttentionProblem,
+    name: str,
+    asked: float | None,
+    fast: bool,
+    blocks: Tensor | None = None,
+    tile: tuple | None = None,
 ) -> Case:
     """Attention of a problem; blocks: of a block mask; tile: the one that is taken, whatever is estimated."""
     shapes = [(problem.batch, problem.queries, problem.heads, problem.head_dim)]
@@ -73,7 +79,7 @@ def row(
 
     def ours() -> tuple:
         (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "fast_accumulation": fast}
         if tile is None:
             return call_of(q, k, v, **scales)
         within = partial(forced, tile, PlanCache(operands=3))
@@ -83,7 +89,7 @@ def row(
 
     peer = Candidate(WIDE, problem.flops, lambda: call_of(*x.heads_first)[0])
     problem = replace(problem, dtype="float8_e4m3fn")
-    return Case(SUITE, f"{name}, e4m3fn, over {WIDE}", problem, ours, [peer], WIDE, asked)
+    return Case(SUITE, f"{name}, e4m3fn{', fast' * fast}, over {WIDE}", problem, ours, [peer], WIDE, asked)
 
 
 @contextlib.contextmanager
@@ -98,28 +104,35 @@ def forced(tile: tuple, plans: PlanCache) -> Iterator[None]:
 
 
 def dense(
-    shape: tuple[int, int, int, int], causal: bool, asked: float | None = None, tile: tuple | None = None
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    asked: float | None = None,
+    fast: bool = False,
+    tile: tuple | None = None,
 ) -> Case:
     name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
-    return row(dense_problem(shape, causal), name, asked, tile=tile)
+    return row(dense_problem(shape, causal), name, asked, fast, tile=tile)
 
 
-def sparse(shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None) -> Case:
+def sparse(
+    shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None, fast: bool = False
+) -> Case:
     """Equally many random full blocks in each row of blocks."""
     B, S, H, D = shape
     blocks = uniform(S // side, S // side, round(density * S / side))
     kept = blocks.double().mean().item()
     problem = AttentionProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
-    return row(problem, f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}", asked, blocks)
+    return row(problem, f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}", asked, fast, blocks)
 
 
 def float8_attention_cases(mode: str) -> Iterator[Case]:
     """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, and tiles
     beside each other."""
     for shape in (FIRST, LONG):
-        for causal in (False, True):
-            yield dense(shape, causal, 1.45)
-        yield sparse(shape, 128, 1 / 8, 1.3)
+        for fast in (False, True):
+            for causal in (False, True):
+                yield dense(shape, causal, 1.45, fast)
+            yield sparse(shape, 128, 1 / 8, 1.3, fast)
     if mode == "full":
         for shape in ((16, 1024, 16, 128), (2, 8192, 32, 64), (2, 8192, 8, 256)):
             for causal in (False, True):
@@ -127,7 +140,7 @@ def float8_attention_cases(mode: str) -> Iterator[Case]:
         yield sparse(FIRST, 64, 1 / 8)
         for causal in (False, True):
             for tile in TILES:
-                yield dense(FIRST, causal, tile=tile)
+                yield dense(FIRST, causal, fast=True, tile=tile)
 
 
 def host_calls() -> dict[str, Callable]:

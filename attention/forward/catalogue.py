@@ -111,9 +111,18 @@ def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
 
 
 def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
-    """Every configuration with scales and LSE, plain and causal where it serves both; at one head dimension all terms,
-    packed sequences, sinks and other outputs; block masks of each shape."""
-    plain = Float8Facts(spec.target, "sm_90", None)
+    """Fast kernels: every configuration with scales and LSE, plain and causal where it serves both; at one head
+    dimension all terms, packed sequences, sinks and other outputs; block masks of each shape. The others: the same with
+    fewer features, since 16-bit ones have the same registers."""
+    for fast in (True, False):
+        plain = Float8Facts(spec.target, "sm_90", None, fast=fast)
+        yield from with_8_bits(plain)
+    for facts in (replace(plain, given_v="bfloat16"), replace(plain, given_v="float16", packed=True)):
+        yield pick(facts, EXTENTS)
+
+
+def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
+    """One of the two kinds."""
     scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)

@@ -71,11 +71,10 @@ BLOCKS_SM_90 = {
     },
 }
 
-# Of 8-bit floats, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. Stages leave room for O's
-# sums (Float8Facts.keeps_sums), but at head dimension 256. The microseconds of head dimension 128 are an H100's, with
-# V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads, 8192 queries and keys without a mask.
-# Those of 64x128 and of other head dimensions are by calculation: those of 16 bits over 1.45, for as many scores. Tiles
-# of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod.
+# Of P and V of 8 bits, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. The microseconds of
+# head dimension 128 are an H100's, with V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads,
+# 8192 queries and keys without a mask. Those of 64x128 and of other head dimensions are by calculation: those of 16
+# bits over 1.45, for as many scores. Tiles of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod.
 FLOAT8 = {
     64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
     96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
@@ -128,13 +127,18 @@ def head_dims_text() -> str:
     return f"{', '.join(map(str, HEAD_DIMS))}, and {WIDE} of q, k and v alike"
 
 
+def is_fast(facts: FlashFacts) -> bool:
+    """Whether P and V are of 8 bits: then there are other tiles."""
+    return isinstance(facts, Float8Facts) and facts.fast
+
+
 def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
     blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
     if facts.path == "sm_90" and dim == WIDE:
         return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
-        table = FLOAT8_BLOCKS if isinstance(facts, Float8Facts) else BLOCKS_SM_90
+        table = FLOAT8_BLOCKS if is_fast(facts) else BLOCKS_SM_90
         tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64]
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
@@ -210,7 +214,7 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     """
     found, dim = [], max(facts.head_dim, facts.head_dim_v)
     table, unmasked_only, plain_scores = SM_90, UNMASKED_ONLY, set()
-    if isinstance(facts, Float8Facts):
+    if is_fast(facts):
         table, unmasked_only, plain_scores = FLOAT8, FLOAT8_UNMASKED_ONLY, FLOAT8_PLAIN_SCORES
     changed = facts.softcap or facts.score is not None
     for tiles, tile_us in table[dim]:
