@@ -12,6 +12,7 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+WITH_FLOAT32 = ("dense", "bsr")  # families whose kernels multiply it as TF32
 WITH_FLOAT8 = ("dense", "bsr", "skinny", "sparse24", "bsr24")  # families
 WITH_NARROW = ("dense", "bsr", "skinny")  # families that store 8-bit floats
 WITH_FP16_SUMS = ("dense", "bsr")  # families
@@ -22,8 +23,11 @@ PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
     cfg, block = facts.config, facts.block
-    if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family in WITH_FLOAT8):
-        also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by those of dense and BSR products"
+    more = FLOAT8 if facts.family in WITH_FLOAT8 else ()
+    more += ("float32",) if facts.family in WITH_FLOAT32 else ()
+    if facts.dtype not in OPERANDS + more:
+        by_others = facts.dtype in FLOAT8 or facts.dtype == "float32"
+        also = f"; {facts.dtype} is multiplied by those of dense and BSR products" if by_others else ""
         return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
     mma_k = MMA_M if facts.converts else facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
