@@ -35,7 +35,7 @@ def general(facts: GemmFacts) -> str:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
-    if reason := _float8(facts) or _fp16_sums(facts) or _narrow(facts):
+    if reason := _float8(facts) or _float32(facts) or _fp16_sums(facts) or _narrow(facts):
         return reason
     if reason := majors(facts):
         return reason
@@ -88,6 +88,16 @@ def _float8(facts: GemmFacts) -> str:
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
         return (
             f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
+        )
+    return ""
+
+
+def _float32(facts: GemmFacts) -> str:
+    """What operands of fp32, which are multiplied as TF32, ask."""
+    if facts.dtype == "float32" and facts.block is not None and facts.block.permuted:
+        return (
+            f"a transposed view of blocks of {facts.dtype}: tensor cores read them contiguous along K alone; "
+            "W.transpose() stores the transpose"
         )
     return ""
 
