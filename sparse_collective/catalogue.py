@@ -5,7 +5,20 @@ from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
-from cute_kernels.matmul.catalogue import COL, FP16_SUMS, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
+from cute_kernels.matmul.catalogue import (
+    COL,
+    FP16_SUMS,
+    LIGHT,
+    LINEAR,
+    ROW,
+    TF32,
+    buildable,
+    dense,
+    first,
+    fp32_bias,
+    full,
+    kept,
+)
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.tile.element import BITS_16, element_of
 
@@ -239,6 +252,41 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
             made = buildable(family, [linear(spec, spec.path, c, block, **usual | change) for c in configs])
             found += made if change is every else made[:1]
     return found
+
+
+# Blocks whose values are fp32, and those of 128x128, 32x32, 16x16 and 512x112 in three parts, side by side.
+TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), (128, 384), (32, 96), (16, 48), (512, 336))
+
+
+def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Of fp32 operands, which are multiplied as TF32: each configuration as a layer, those of 128x128 blocks loaded as
+    well, and the main one in its variations."""
+    spec = arch_named(arch)
+    if quick:
+        return []
+    element, layer, found = element_of("float32"), TF32 | {"majors": ("k", "k", "m")}, []
+    for block in TF32_BLOCKS:
+        for config in family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element):
+            found.append(linear(spec, spec.path, config, block, **layer))
+            if block == (128, 128):
+                found.append(linear(spec, spec.path, config, block, **layer, epilogue=fp32_bias(LINEAR, residual=None)))
+    changes = [
+        {"ordered": True},
+        {"index_dtype": "int64"},
+        {"epilogue": full()},
+        {"epilogue": fp32_bias(COL), "aligns": (4, 4, 1)},
+        {"out_dtype": "bfloat16", "aligns": (4, 4, 8), "epilogue": fp32_bias(COL)},
+        {"batch": "values", "ranks": (4, 3, 3)},
+        {"batch": "patterns", "ranks": (3, 3, 3)},
+    ]
+    for block in ((128, 128), (128, 384)):
+        configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
+        for change in changes:
+            found += buildable(family, (bsr(spec, spec.path, c, block, **TF32 | change) for c in configs))[:1]
+    if spec.path != "sm_80":
+        configs = family.candidates("sm_80", BlockFacts(128, 128, "int32"), spec, element)
+        found += buildable(family, (linear(spec, "sm_80", c, (128, 128), **layer) for c in configs))[:1]
+    return buildable(family, found)
 
 
 def small_blocks_kernels(family, arch: str) -> list[GemmFacts]:
