@@ -234,8 +234,7 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     ]
     configs, found = family.candidates(spec.path, None, spec, element_of("float32")), []
     for config in configs:
-        epilogues = EpilogueSpec(), fp32_bias(COL), fp32_bias(kept("col"))
-        found += [dense(spec, spec.path, config, **TF32, epilogue=e) for e in epilogues[: 3 if arch == "sm_90" else 2]]
+        found += [dense(spec, spec.path, config, **TF32, epilogue=e) for e in (EpilogueSpec(), fp32_bias(COL))]
     for change in changes:
         found += buildable(family, (dense(spec, spec.path, config, **TF32 | change) for config in configs))[:1]
     if spec.path != "sm_80":
