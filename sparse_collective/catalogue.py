@@ -254,8 +254,9 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
     return found
 
 
-# Blocks whose values are fp32, and those of 128x128, 32x32, 16x16 and 512x112 in three parts, side by side.
-TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), (128, 384), (32, 96), (16, 48), (512, 336))
+# Blocks whose values are fp32, and those of 16x16 and 512x112 in three parts, side by side. Loops of others are the same
+# in three parts.
+TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), (16, 48), (512, 336))
 
 
 def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
@@ -279,10 +280,9 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {"batch": "values", "ranks": (4, 3, 3)},
         {"batch": "patterns", "ranks": (3, 3, 3)},
     ]
-    for block in ((128, 128), (128, 384)):
-        configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
-        for change in changes:
-            found += buildable(family, (bsr(spec, spec.path, c, block, **TF32 | change) for c in configs))[:1]
+    configs = family.candidates(spec.path, BlockFacts(128, 128, "int32"), spec, element)
+    for change in changes:
+        found += buildable(family, (bsr(spec, spec.path, c, (128, 128), **TF32 | change) for c in configs))[:1]
     if spec.path != "sm_80":
         configs = family.candidates("sm_80", BlockFacts(128, 128, "int32"), spec, element)
         found += buildable(family, (linear(spec, "sm_80", c, (128, 128), **layer) for c in configs))[:1]

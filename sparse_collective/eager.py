@@ -18,7 +18,7 @@ from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
 from cute_kernels.matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, split_view, stage, viewed
-from cute_kernels.matmul.precision import PARTS, check_precision, rounded, side_by_side
+from cute_kernels.matmul.precision import PARTS, check_precision, rounded
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.matmul.terms import (
     Terms,
@@ -33,6 +33,7 @@ from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.families import family_of
+from cute_kernels.tf32_parts import eager as tf32_parts
 from cute_kernels.tile.element import VECTOR_BYTES
 
 from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
@@ -137,7 +138,7 @@ def call(
     if values.data_ptr() & 15:
         values = alignment.aligned(values)
     if plan.split_blocks:
-        values = side_by_side(values, False)
+        values = tf32_parts.side_by_side(values, False)
     scales = _scales(plan, W, scale_b, scale_out, amax) if plan.scales else ()
     _launch(plan, W, values, b, d, scales, bias, residual, z, groups)
     if with_z:

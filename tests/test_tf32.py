@@ -1,5 +1,6 @@
 """Products of float32 operands, as TF32 or as two TF32 numbers each: against fp64, copies, refusals, kernels."""
 
+import contextlib
 import itertools
 import shutil
 
@@ -17,12 +18,13 @@ from cute_kernels.runtime.compile import cubin_of
 from cute_kernels.runtime.families import compile_kernel, family_named, family_of
 from cute_kernels.runtime.inspect import disassemble
 from cute_kernels.runtime.parallel import inspect_kernel
+from cute_kernels.tf32_parts import eager as tf32_parts
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective import catalogue as bsr_catalogue
 from sparse_collective.family import BSR
 
 from .emulator import emulate
-from .emulator.ops import on_emulator
+from .emulator.ops import GpuTensor, on_emulator
 from .reference import ACTIVATIONS, poisoned
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -102,6 +104,33 @@ def test_parts_lie_side_by_side():
     padded = side_by_side(x[..., :30], False).view(2, 3, 3, 32)
     assert torch.equal(padded[..., :30], side_by_side(x, False).view(2, 3, 3, 32)[..., :30])
     assert (padded[..., 30:] == 0).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(70, 136), (3, 20, 64), (2, 5, 48), (1, 4)], ids=str)
+def test_kernels_make_the_parts_that_torch_makes(place, shape):
+    """Bit for bit, of operands contiguous along K and along their rows; also of what is not finite."""
+    x = numbers(*shape) * 2.0 ** torch.randint(-40, 40, shape)
+    x.view(-1)[:4] = torch.tensor([torch.inf, -torch.finfo(FP32).max, torch.nan, 1e-42])
+    with on_emulator("sm_90", sms=2) if place == "emulated" else contextlib.nullcontext():
+        for y in (x, x.mT.contiguous().mT):
+            y = y.as_subclass(GpuTensor) if place == "emulated" else y.to("cuda")
+            for of_b, group in itertools.product((False, True), (None, 4, 16)):
+                if group is None or shape[-1] % group == 0:
+                    found = tf32_parts.side_by_side(y, of_b, group).cpu()
+                    assert torch.equal(found.view(torch.int32), side_by_side(x, of_b, group).view(torch.int32))
+            copied = tf32_parts.along_k(y)
+            assert copied is None or torch.equal(copied.cpu().view(torch.int32), x.view(torch.int32))
+            assert (copied is None) == (y.stride(-1) == 1)
+
+
+def test_tensors_that_no_kernel_copies():
+    """Those of CPUs and of a K that is no multiple of 16 bytes; and all that is planned for another GPU."""
+    x = numbers(8, 16)
+    for y in (x.t(), x.t().as_subclass(GpuTensor)[:, :7], numbers(2, 3, 8, 16).transpose(0, 1).mT):
+        assert tf32_parts.along_k(y) is None
+        assert torch.equal(tf32_parts.side_by_side(y, True), side_by_side(y, True))
 
 
 # -- the op, wherever tensors are -----------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import torch
 
 from ..operand import flatten_batch, layout_of_tensor
 from ..runtime.call_plan import CallPlan
+from ..tf32_parts import eager as tf32_parts
 from ..tile.element import VECTOR_BYTES
-from .precision import side_by_side
 
 
 @dataclass
@@ -93,8 +93,10 @@ def along_k(name: str, t, view, plan: Plan, rows: bool):
 
     def copied(t):
         bits = t if view is None else view(t)
-        bits = bits.view(torch.uint8) if t.element_size() == 1 else bits
         bits = bits if rows else bits.mT  # (..., rows, K)
+        if t.dtype == torch.float32 and (found := tf32_parts.along_k(bits)) is not None:
+            return found if rows else found.mT
+        bits = bits.view(torch.uint8) if t.element_size() == 1 else bits
         padding = -K % vector
         padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
         padded[..., :K] = bits
@@ -114,7 +116,8 @@ def split_view(name: str, view, plan: Plan, rows: bool, of_b: bool, group: int |
 
     def copied(t):
         t = t if view is None else view(t)
-        return side_by_side(t, of_b, group) if rows else side_by_side(t.mT, of_b, group).mT
+        found = tf32_parts.side_by_side(t if rows else t.mT, of_b, group)
+        return found if rows else found.mT
 
     return copied
 
