@@ -254,8 +254,7 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
     return found
 
 
-# Blocks whose values are fp32, and those of 16x16 and 512x112 in three parts, side by side. Loops of others are the same
-# in three parts.
+# Blocks whose values are fp32, and those of 16x16 and 512x112 in three parts, side by side. Others' loops are the same.
 TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), (16, 48), (512, 336))
 
 
