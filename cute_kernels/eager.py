@@ -200,6 +200,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         spec,
         fast_accumulation=terms.fast_accumulation,
         acc_dtype=terms.acc_dtype,
+        promoted=terms.precision == "3xtf32",
     )
     arch, sms, card = device_arch(a.get_device())
     plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)

@@ -1,5 +1,6 @@
 """Which kernels of block-sparse products there are; see cute_kernels.matmul.catalogue."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -255,21 +256,24 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
 
 
 # Blocks whose values are fp32, and those of 16x16 and 512x112 in three parts, side by side. Others' loops are the same.
-TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), (16, 48), (512, 336))
+SPLIT_BLOCKS = ((16, 48), (512, 336))
+TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), *SPLIT_BLOCKS)
 
 
 def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Of fp32 operands, which are multiplied as TF32: each configuration as a layer, those of 128x128 blocks loaded as
-    well, and the main one in its variations."""
+    """Of fp32 operands, which are multiplied as TF32: each configuration as a layer, with sums of both kinds, those of
+    128x128 blocks loaded as well, and the main one in its variations."""
     spec = arch_named(arch)
     if quick:
         return []
     element, layer, found = element_of("float32"), TF32 | {"majors": ("k", "k", "m")}, []
     for block in TF32_BLOCKS:
-        for config in family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element):
-            found.append(linear(spec, spec.path, config, block, **layer))
+        configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
+        for config, promoted in itertools.product(configs, (False, True)):
+            facts = linear(spec, spec.path, config, block, **layer, promoted=promoted)
+            found += [facts] if promoted or block not in SPLIT_BLOCKS else []
             if block == (128, 128):
-                found.append(linear(spec, spec.path, config, block, **layer, epilogue=fp32_bias(LINEAR, residual=None)))
+                found.append(replace(facts, epilogue=fp32_bias(LINEAR, residual=None)))
     changes = [
         {"ordered": True},
         {"index_dtype": "int64"},
@@ -278,6 +282,9 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {"out_dtype": "bfloat16", "aligns": (4, 4, 8), "epilogue": fp32_bias(COL)},
         {"batch": "values", "ranks": (4, 3, 3)},
         {"batch": "patterns", "ranks": (3, 3, 3)},
+        {"promoted": True, "ordered": True, "epilogue": full()},
+        {"promoted": True, "epilogue": fp32_bias(COL), "aligns": (4, 4, 1)},
+        {"promoted": True, "batch": "values", "ranks": (4, 3, 3)},
     ]
     configs = family.candidates(spec.path, BlockFacts(128, 128, "int32"), spec, element)
     for change in changes:

@@ -438,6 +438,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         terms.fast_accumulation,
         structured=W.structured,
         acc_dtype=terms.acc_dtype,
+        promoted=terms.precision == "3xtf32",
     )
     if spec.scales_operands or problem.block.scaled or plan.out_dtype in FLOAT8:
         plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)

@@ -87,7 +87,7 @@ def test_two_parts_hold_a_number_but_for_its_last_bit():
     x = torch.cat([numbers(10_000) * 2.0 ** torch.randint(-40, 40, (10_000,)), torch.tensor([top, -top, 0.0])])
     big, small = split(x)
     assert big.isfinite().all() and small.isfinite().all()
-    small = rounded(small)
+    assert torch.equal(rounded(small), small)
     assert ((big.double() + small.double() - x.double()).abs() <= 2.0**-23 * x.double().abs())[:-3].all()
     assert big[-1] == small[-1] == 0
     big, small = split(torch.tensor([torch.inf, torch.nan]))
@@ -423,7 +423,7 @@ def some() -> list:
     """Of sm_90 one of each kind of loop. All kernels are compiled, and judged, by test_kernels_compile."""
     found = {}
     for _, facts in KERNELS:
-        if facts.warp_specialised and facts.epilogue == type(facts.epilogue)():
+        if facts.warp_specialised and not facts.promoted and facts.epilogue == type(facts.epilogue)():
             found.setdefault((facts.family, facts.config.consumer_groups), facts)
     title = [f"{facts.family}: {family_of(facts).title(facts)}" for facts in found.values()]
     return [pytest.param(f, id=t, marks=pytest.mark.sm_90) for f, t in zip(found.values(), title, strict=True)]
@@ -457,11 +457,14 @@ def without_ties(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_the_emulator(facts, K: int = 148) -> None:
-    """A product whose tiles and K-tiles have tails; of operands that were rounded, but for fp32 sums."""
+    """A product whose tiles and K-tiles have tails; of operands that were rounded, but for fp32 sums. Those of parts
+    are rounded before."""
     cfg = facts.config
     K = K if cfg.split == 1 else cfg.split * cfg.tile_k * 2
     M, N = cfg.tile_m + 72, cfg.tile_n * cfg.cluster_n + 40
     a, b, d = without_ties(numbers(M, K)), without_ties(numbers(N, K)).t(), poisoned(M, N, dtype=FP32)
+    if facts.promoted:
+        a, b = rounded(a), rounded(b.t()).t()
     with emulate.emulator(sms=4):
         emulate.emulated(facts)(a, b, d, None, None, None, 1.0, 0.0, *facts.counts(1, 4))
     exact = rounded(a).double() @ rounded(b.t()).t().double()
@@ -472,9 +475,18 @@ def configurations(arch: str) -> list:
     """One of each kind of loop."""
     plain = [f for name, f in KERNELS if name == arch and f.path == ARCHS[arch].path and f.family == "dense"]
     plain = [f for f in plain if f.epilogue == type(f.epilogue)() and f.ranks == (2, 2, 2) and f.out_dtype == "float32"]
-    wanted = {"sm_86": ["128x64", "64x64"], "sm_90": ["128x192", "256x128", "128x128x32/5 2x1 k/4", "64x32"]}[arch]
-    found = [next(facts for facts in plain if facts.config.short.startswith(name)) for name in wanted]
-    return [pytest.param(facts, id=facts.config.short) for facts in found]
+    wanted = {
+        "sm_86": [("128x64", False), ("64x64", False), ("128x128x16/4 4x2", True)],
+        "sm_90": [
+            ("128x192", False),
+            ("128x128x32/5 2x1 k/4", False),
+            ("64x32", False),
+            ("128x128x32/6 2x1 c2x1", True),
+        ],
+    }[arch]
+    wanted += [("64x64x64", True), ("64x256", True)] if arch == "sm_90" else []
+    found = [next(f for f in plain if f.config.short.startswith(n) and f.promoted == p) for n, p in wanted]
+    return [pytest.param(facts, id=facts.config.short + " promoted" * facts.promoted) for facts in found]
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ architecture, and a bundle can carry them to machines that should not compile.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -215,8 +216,8 @@ def fp32_bias(spec: EpilogueSpec, **more) -> EpilogueSpec:
 
 
 def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Of fp32 operands, which are multiplied as TF32: each configuration plain and loaded, and the main one in its
-    variations."""
+    """Of fp32 operands, which are multiplied as TF32: each configuration plain and loaded, with sums of both kinds, and
+    the main one in its variations."""
     spec = arch_named(arch)
     if quick:
         return []
@@ -231,10 +232,15 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {"epilogue": fp32_bias(kept("col"))},
         {"ranks": (3, 3, 3)},
         {"ranks": (2, 3, 3)},
+        {"promoted": True, "epilogue": full()},
+        {"promoted": True, "epilogue": fp32_bias(kept("col"))},
+        {"promoted": True, "aligns": (4, 4, 1), "epilogue": fp32_bias(COL)},
+        {"promoted": True, "majors": ("k", "k", "m"), "ranks": (3, 3, 3)},
     ]
     configs, found = family.candidates(spec.path, None, spec, element_of("float32")), []
-    for config in configs:
-        found += [dense(spec, spec.path, config, **TF32, epilogue=e) for e in (EpilogueSpec(), fp32_bias(COL))]
+    for config, promoted in itertools.product(configs, (False, True)):
+        given = TF32 | {"promoted": promoted}
+        found += [dense(spec, spec.path, config, **given, epilogue=e) for e in (EpilogueSpec(), fp32_bias(COL))]
     for change in changes:
         found += buildable(family, (dense(spec, spec.path, config, **TF32 | change) for config in configs))[:1]
     if spec.path != "sm_80":
@@ -325,6 +331,7 @@ def operands_text(facts: GemmFacts) -> str:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
     text += " scaled" if facts.block and facts.block.scaled else ""
     text += " fast" if facts.fast_accumulation else ""
+    text += " promoted" if facts.promoted else ""
     text += f" sums {SHORT[facts.acc_dtype]}" if facts.acc_dtype != "float32" else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 

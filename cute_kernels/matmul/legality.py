@@ -53,7 +53,7 @@ def general(facts: GemmFacts) -> str:
 
 def _float8(facts: GemmFacts) -> str:
     """What operands of 8-bit floats, and their sums, ask."""
-    cfg, scaled = facts.config, facts.epilogue.scales_operands or facts.block is not None and facts.block.scaled
+    scaled = facts.epilogue.scales_operands or facts.block is not None and facts.block.scaled
     if facts.element.width != 1:
         if facts.fast_accumulation or scaled:
             return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
@@ -69,6 +69,12 @@ def _float8(facts: GemmFacts) -> str:
         return reason
     if facts.epilogue.scales_blocks and (reason := _block_scales(facts)):
         return reason
+    return _promoted(facts)
+
+
+def _promoted(facts: GemmFacts) -> str:
+    """What sums that are promoted to fp32 ask."""
+    cfg = facts.config
     if not facts.promotes:
         return ""
     threads, most = (
@@ -94,12 +100,17 @@ def _float8(facts: GemmFacts) -> str:
 
 def _float32(facts: GemmFacts) -> str:
     """What operands of fp32, which are multiplied as TF32, ask."""
+    cfg = facts.config
     if facts.dtype == "float32" and facts.block is not None and facts.block.permuted:
         return (
             f"a transposed view of blocks of {facts.dtype}: tensor cores read them contiguous along K alone; "
             "W.transpose() stores the transpose"
         )
-    return ""
+    if facts.promoted and facts.dtype != "float32":
+        return f"promoted sums of {facts.dtype}: those of float32 operands in TF32 parts are"
+    if facts.promoted and facts.path == "sm_90" and cfg.tile_n // cfg.warps_n > 128:
+        return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: promoted sums of fp32 operands are of at most 128"
+    return _promoted(facts) if facts.promoted else ""
 
 
 def _narrow(facts: GemmFacts) -> str:

@@ -34,10 +34,11 @@ class Plan(CallPlan):
         f = self.facts
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
-        if f.element.width == 1 or f.acc_dtype != "float32":
+        if f.element.width == 1 or f.promoted or f.acc_dtype != "float32":
             lines.append(f"sums: {sums_text(f)}")
         if f.dtype == "float32":
-            lines.append(f"precision: operands rounded to TF32 {'by TMA' if f.warp_specialised else 'in registers'}")
+            where = "before" if f.promoted else "by TMA" if f.warp_specialised else "in registers"
+            lines.append(f"precision: operands rounded to TF32 {where}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
             lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
@@ -53,7 +54,8 @@ def sums_text(f) -> str:
         return f"of the tensor cores, in {f.acc_dtype}"
     if not f.promotes and not f.converts:
         return "of the tensor cores, which keep fewer bits than fp32"
-    products = 32 * min(4 * f.config.stored, max(f.k_blocks)) if f.warp_specialised else 32 * f.config.stored
+    steps = min(4 * f.config.stored, max(f.k_blocks)) if f.warp_specialised else f.config.stored
+    products = f.element.mma_k * steps
     text = "in fp32, of operands made fp16" if f.converts else f"promoted to fp32 after every {products} of K"
     text += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
     return text + (", times the scale of their block" if f.block and f.block.scaled else "")

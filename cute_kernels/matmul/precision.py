@@ -6,7 +6,8 @@ small parts, 2^-22 of their product, is left out. The three products are one who
 
     A'  [small, big, big]        B'  [big, small, big]        along K; of a block-sparse A, and of B, in each block
 
-so kernels know nothing of it, and small products are added up first.
+so kernels know nothing of it, and small products are added up first. Tensor cores cut sums off, which over a long K
+errs by far more than this: so short sums are promoted to fp32, as those of 8-bit floats are.
 """
 
 import torch
@@ -40,12 +41,12 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(big, small) of fp32 numbers: both are finite where x is. small is not rounded yet: kernels do that."""
+    """(big, small) of fp32 numbers, both TF32, and finite where x is."""
     big = rounded(x)
     if x.numel():  # the largest numbers round to infinity; those lose their last bits instead
         cut = (x.contiguous().view(torch.int32) & ~DROPPED).view(torch.float32)
         big = torch.where(big.isinf(), cut, big)
-    return big, torch.where(x.isfinite(), x - big, 0.0)
+    return big, rounded(torch.where(x.isfinite(), x - big, 0.0))
 
 
 def side_by_side(x: torch.Tensor, of_b: bool, group: int | None = None) -> torch.Tensor:

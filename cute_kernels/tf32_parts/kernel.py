@@ -27,6 +27,11 @@ WARP = 32
 EXPONENT = 0x7F800000  # all ones: infinities and NaN
 
 
+def rounded(bits: Int32) -> Int32:
+    """The bits of the nearest TF32 number, of two the even one; what is not finite is another's business."""
+    return (bits + (DROPPED >> 1) + ((bits >> 13) & 1)) & ~DROPPED
+
+
 class Parts:
     """The kernel of one `PartsFacts`."""
 
@@ -113,11 +118,11 @@ class Parts:
         """The bits of (big, small), as matmul.precision.split has them."""
         big, small = (cute.make_rmem_tensor(VECTOR, Int32) for _ in range(2))
         for v in range(VECTOR):
-            bits = x[v]
-            nearest = (bits + (DROPPED >> 1) + ((bits >> 13) & 1)) & ~DROPPED
-            nearest = select_((nearest & EXPONENT) == EXPONENT, bits & ~DROPPED, nearest)
-            big[v] = Int32(select_((bits & EXPONENT) == EXPONENT, bits, nearest))
+            nearest = rounded(x[v])
+            nearest = select_((nearest & EXPONENT) == EXPONENT, x[v] & ~DROPPED, nearest)
+            big[v] = Int32(select_((x[v] & EXPONENT) == EXPONENT, x[v], nearest))
         wide, part, rest = (cute.recast_tensor(t, Float32) for t in (x, big, small))
         for v in range(VECTOR):
             rest[v] = Float32(select_((x[v] & EXPONENT) == EXPONENT, Float32(0.0), wide[v] - part[v]))
+            small[v] = rounded(small[v])
         return big, small

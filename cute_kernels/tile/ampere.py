@@ -138,7 +138,7 @@ class OperandTile:
 
 
 def rounded_to_tf32(rX: cute.Tensor) -> cute.Tensor:
-    """A fragment of fp32 numbers as TF32 ones, which tensor cores read as words; they would cut bits off."""
+    """The words of a fragment of fp32 numbers, rounded to TF32."""
     words = cute.make_rmem_tensor(rX.shape, Int32)
     for v in range(cute.size(rX)):
         words[v] = round_to_tf32(rX[v])
@@ -200,8 +200,8 @@ class TileSteps:
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step, with sums of acc's type; fp32 numbers are rounded to TF32, in registers."""
+        """One MMA step, with sums of acc's type. Of fp32 numbers tensor cores take the bits, and cut 13 of them off."""
         atom = cute.make_mma_atom(mma_op(self.dtype, acc.element_type))
         if const_expr(self.dtype.width == 32):
-            rA, rB = rounded_to_tf32(rA), rounded_to_tf32(rB)
+            rA, rB = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)
         cute.gemm(atom, acc, rA, rB, acc)
