@@ -257,7 +257,7 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
 
 # Blocks whose values are fp32, and those of 16x16 and 512x112 in three parts, side by side. Others' loops are the same.
 SPLIT_BLOCKS = ((16, 48), (512, 336))
-TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (32, 32), (16, 16), *SPLIT_BLOCKS)
+TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (16, 16), *SPLIT_BLOCKS)
 
 
 def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:

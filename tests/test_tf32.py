@@ -88,7 +88,7 @@ def test_two_parts_hold_a_number_but_for_its_last_bit():
     big, small = split(x)
     assert big.isfinite().all() and small.isfinite().all()
     assert torch.equal(rounded(small), small)
-    assert ((big.double() + small.double() - x.double()).abs() <= 2.0**-23 * x.double().abs())[:-3].all()
+    assert ((big.double() + small.double() - x.double()).abs() <= 2.0**-23 * x.double().abs()).all()
     assert big[-1] == small[-1] == 0
     big, small = split(torch.tensor([torch.inf, torch.nan]))
     assert big[0] == torch.inf and big[1].isnan() and torch.equal(small, torch.zeros(2))
@@ -230,7 +230,8 @@ def test_what_is_not_finite(place):
     for precision in PRECISIONS:
         y = gemm(a, b * 0 + 2.0**-10, precision=precision)
         assert y[1].isnan().all() and not y[0].isnan().any() and not y[3:].isnan().any()
-        assert precision == "tf32" or (y[2] == torch.finfo(FP32).max * 2.0**-10).all()
+        top = torch.finfo(FP32).max * 2.0**-10
+        assert precision == "tf32" or ((y[2] - top).abs() <= 2.0**-22 * top).all()
     a[1, 3] = torch.inf
     assert (gemm(a, b.abs() + 1, precision="tf32")[1] == torch.inf).all()
     assert not gemm(a, b.abs() + 1, precision="3xtf32")[1].isfinite().any()
@@ -245,8 +246,10 @@ def test_plans(arch, precision):
     a, b = (torch.empty(2048, 2048, dtype=FP32, device="meta") for _ in range(2))
     plan = explain(gemm, a, b.t(), arch=arch, precision=precision)
     assert plan.facts.dtype == plan.facts.out_dtype == "float32" and plan.facts.path == ARCHS[arch].path
-    how = "by TMA" if arch == "sm_90" else "in registers"
+    how = "before" if precision == "3xtf32" else "by TMA" if arch == "sm_90" else "in registers"
     assert f"precision: operands rounded to TF32 {how}" in str(plan)
+    every = 32 if arch == "sm_90" else 8
+    assert (f"sums: promoted to fp32 after every {every} of K" in str(plan)) == (precision == "3xtf32")
     copies = [note for note in plan.notes if "copied" in note]
     assert len(copies) == (2 if precision == "3xtf32" else 0)
     turned = [note for note in explain(gemm, a, b, arch=arch, precision=precision).notes if "copied" in note]
@@ -423,7 +426,12 @@ def some() -> list:
     """Of sm_90 one of each kind of loop. All kernels are compiled, and judged, by test_kernels_compile."""
     found = {}
     for _, facts in KERNELS:
-        if facts.warp_specialised and not facts.promoted and facts.epilogue == type(facts.epilogue)():
+        if (
+            facts.block is None
+            and facts.warp_specialised
+            and not facts.promoted
+            and facts.epilogue == type(facts.epilogue)()
+        ):
             found.setdefault((facts.family, facts.config.consumer_groups), facts)
     title = [f"{facts.family}: {family_of(facts).title(facts)}" for facts in found.values()]
     return [pytest.param(f, id=t, marks=pytest.mark.sm_90) for f, t in zip(found.values(), title, strict=True)]
@@ -439,9 +447,8 @@ def test_products_are_not_serialised(facts, outcome_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "instruction"), [(name, "HMMA.1688.F32.TF32 ") for name in ("sm_80", "sm_86", "sm_89")]
-    + [("sm_90", "HGMMA.64x192x8.F32.TF32 ")],
-)  # fmt: skip
+    ("arch", "instruction"), [("sm_86", "HMMA.1688.F32.TF32 "), ("sm_90", "HGMMA.64x192x8.F32.TF32 ")]
+)
 def test_machine_code(arch, instruction):
     """The products are those of TF32; on the path of mma.sync each operand is rounded, unless it is infinite or NaN."""
     facts = next(facts for name, facts in KERNELS if name == arch)
@@ -570,11 +577,9 @@ def test_every_configuration_of_this_gpu(precision):
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [1024, 8192])
 def test_three_products_are_nearly_as_exact_as_fp32(K):
-    """By norm. Of positive numbers, whose sums tensor cores may cut off, and of both signs."""
+    """By norm. Of positive numbers, whose sums tensor cores cut off, and of both signs."""
     for make in (torch.rand, torch.randn):
         a, b = make(512, K, device="cuda"), make(K, 512, device="cuda")
         exact = a.double() @ b.double()
-        errors = [
-            torch.linalg.norm(gemm(a, b, precision=p).double() - exact) / torch.linalg.norm(exact) for p in PRECISIONS
-        ]
-        assert errors[1] < errors[0] / 16 and errors[1] < 2.0**-16
+        fast, three = (torch.linalg.norm(gemm(a, b, precision=p).double() - exact) for p in PRECISIONS)
+        assert three < 2.0**-20 * torch.linalg.norm(exact) and three < fast / 4

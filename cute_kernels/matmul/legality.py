@@ -110,6 +110,9 @@ def _float32(facts: GemmFacts) -> str:
         return f"promoted sums of {facts.dtype}: those of float32 operands in TF32 parts are"
     if facts.promoted and facts.path == "sm_90" and cfg.tile_n // cfg.warps_n > 128:
         return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: promoted sums of fp32 operands are of at most 128"
+    if facts.promoted and facts.warp_specialised and not (facts.tma_store or facts.epilogue.is_light):
+        if cfg.tile_m * cfg.tile_n > 64 * 128 * cfg.warps_m * cfg.warps_n:  # compiled: 80 bytes of stack
+            return "128 promoted sums a thread leave no registers for an epilogue and a store element by element"
     return _promoted(facts) if facts.promoted else ""
 
 
