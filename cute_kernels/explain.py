@@ -5,10 +5,10 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING
 
-from .matmul.plan import Plan
 from .runtime.device import assume, assumed
 
 if TYPE_CHECKING:
+    from .matmul.plan import Plan
     from .report import KernelReport
 
 _PLANNERS = {}

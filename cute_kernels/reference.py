@@ -8,6 +8,7 @@ import torch
 
 from . import functions
 from .dtypes import FLOAT8, accumulator
+from .matmul.precision import rounded
 from .traced.evaluate import evaluate
 
 BLOCK = 128  # rows or columns that have one scale, where blocks have
@@ -52,6 +53,8 @@ def gemm(a, b, terms, out, out_dtype):
     """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
     of which the epilogue is a Program."""
     wide = accumulator(a.dtype)
+    if terms.precision == "tf32":
+        a, b = rounded(a), rounded(b)
     scale_a, scale_b = terms.scale_a, terms.scale_b
     a_blocks = scale_a is not None and scale_a.dim() > 1 and scale_a.shape[-1] != 1
     b_blocks = scale_b is not None and scale_b.numel() != 1 and scale_b.dim() > 1
