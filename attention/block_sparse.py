@@ -138,8 +138,9 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
 
 
 def launch_blocks(
-    q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None, scales=(None,) * 3
-) -> tuple:
+    q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None, scales=(None,) * 3,
+    fast: bool = False,
+) -> tuple:  # fmt: skip
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for.
 
     scales: of q, k and v of 8 bits, or None for each.
@@ -150,7 +151,7 @@ def launch_blocks(
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
-            None if score is None else score.mod, sinks is None, *(s is None for s in scales),
+            None if score is None else score.mod, sinks is None, *(s is None for s in scales), fast,
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # the checks will say what is wrong
@@ -164,6 +165,7 @@ def launch_blocks(
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
         more |= {"sinks": sinks, "score_mod": score} | dict(zip(float8.SCALES, scales, strict=True))
+        more["fast_accumulation"] = fast
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out, sinks)  # nothing to compute
@@ -172,16 +174,17 @@ def launch_blocks(
         reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
     blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
     more = None, None, blocks, None if score is None else score.reads
-    if float8.serves(q, None):
-        more += float8.for_kernel(scales, q, k)
+    if plan.scale_shapes is not None:
+        more += float8.as_planned(plan, scales)
     return launch(plan, q, k, v, out, more, sinks)
 
 
 def plan_block_sparse(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None,
+    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    checks.check_fast(OP, q, k, v, fast_accumulation)
     mask = as_block_mask(q, k, block_mask)
     scales, out_dtype = (q_scale, k_scale, v_scale), None
     if float8.serves(q, q_scale):
@@ -200,7 +203,9 @@ def plan_block_sparse(
     if score is not None:
         checks.check_score(OP, score, q.shape[:2], mask.lengths, softcap)
     if not plan.empty and planning.has_kernel(q):
-        choose = None if out_dtype is None else float8.choose_kernel(scales, out_dtype)
+        choose = None
+        if out_dtype is not None:
+            choose = float8.choose_kernel(q, k, v, scales, out_dtype, fast_accumulation)
         _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose)
     return plan
 

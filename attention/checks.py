@@ -17,11 +17,11 @@ NO_CACHE = (
 )
 
 
-def check_qkv(op: str, q, k, v, narrow: bool = False, also: tuple = ()) -> None:
+def check_qkv(op: str, q, k, v, alike: str = "kv", also: tuple = ()) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one dtype and device, D and Dv contiguous. The dtype
     has 16 bits, or on the CPU, without a kernel, is float32 or float64.
 
-    narrow: whether k and v are of 8 bits, and of another dtype than q, which is not looked at.
+    alike: which of k and v are of q's dtype; that of others is not looked at.
     also: other dtypes that q, k and v may have.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -30,8 +30,8 @@ def check_qkv(op: str, q, k, v, narrow: bool = False, also: tuple = ()) -> None:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, head_dim)"
             )
-    alike = {} if narrow else {"k": k, "v": v}
-    checks.check_operands(op, kernel=plans_kernel(q.device), also=also, q=q, **alike)
+    of_one = {name: tensor for name, tensor in (("q", q), ("k", k), ("v", v)) if name in f"q{alike}"}
+    checks.check_operands(op, kernel=plans_kernel(q.device), also=also, **of_one)
     checks.check_device(op, q.device, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:
@@ -99,6 +99,18 @@ def check_score(op: str, score, items: tuple[int, int], lengths: tuple[int, int]
 def check_deterministic(op: str, deterministic) -> None:
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
+
+
+def check_fast(op: str, q, k, v, fast_accumulation) -> None:
+    """True needs q, k and v of 8 bits, since the kernels of others have no other sums."""
+    if not isinstance(fast_accumulation, bool):
+        raise TypeError(f"{op}: fast_accumulation must be True or False, got {fast_accumulation!r}")
+    if fast_accumulation and any(getattr(t, "dtype", None) not in FLOAT8 for t in (q, k, v)):
+        dtypes = ", ".join(str(getattr(t, "dtype", type(t))) for t in (q, k, v))
+        raise TypeError(
+            f"{op}: fast_accumulation is of q, k and v of torch.float8_e4m3fn, all three, and these are of {dtypes}; "
+            "leave it out, or quantize them"
+        )
 
 
 def check_head_dims(op: str, q, v) -> None:

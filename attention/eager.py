@@ -27,7 +27,7 @@ _PLANS = PlanCache(operands=3)
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_scale=None, k_scale=None, v_scale=None,
+    score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
@@ -37,11 +37,12 @@ def attention(
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
         terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
+        terms["fast"] = fast_accumulation
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqlens_k is None, block_table is None, None if score is None else score.mod, sinks is None,
-        q_scale is None, k_scale is None, v_scale is None,
+        q_scale is None, k_scale is None, v_scale is None, fast_accumulation,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqlens_k is not None or block_table is not None:
@@ -62,7 +63,7 @@ def attention(
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
             out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score, q_scale=q_scale,
-            k_scale=k_scale, v_scale=v_scale,
+            k_scale=k_scale, v_scale=v_scale, fast_accumulation=fast_accumulation,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
@@ -81,8 +82,8 @@ def attention(
         if plan.facts.cache is not None:
             more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
         out, lse = launch(plan, q, k, v, out, more, sinks)
-    elif float8.serves(q, None):
-        scales = float8.for_kernel((q_scale, k_scale, v_scale), q, k)
+    elif plan.scale_shapes is not None:
+        scales = float8.as_planned(plan, (q_scale, k_scale, v_scale))
         more = None, None, None, None if score is None else score.reads, *scales
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
@@ -92,17 +93,20 @@ def attention(
 
 def block_sparse_attention(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None,
+    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
 ):  # fmt: skip
     """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
     score = None if score_mod is None else bound_to(score_mod, q)
     scales = q_scale, k_scale, v_scale
     if planning.has_kernel(q):
-        out, lse = launch_blocks(q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales)
+        out, lse = launch_blocks(
+            q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, fast_accumulation
+        )
         return (out, lse) if return_lse else out
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
     named = dict(zip(float8.SCALES, scales, strict=True))
+    named["fast_accumulation"] = fast_accumulation
     plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
     captured = () if score is None else score.tensors
     common.check_no_grad("block_sparse_attention", q, k, v, sinks, *captured, *scales)
@@ -115,15 +119,17 @@ def block_sparse_attention(
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_scale=None, k_scale=None, v_scale=None,
+    score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    checks.check_fast("attention", q, k, v, fast_accumulation)
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
+        terms["fast"] = fast_accumulation
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
     of_8_bits = seqlens_k is None and block_table is None and float8.serves(q, q_scale)
@@ -150,7 +156,7 @@ def plan_attention(
             return True
 
         if of_8_bits:
-            choose = float8.choose_kernel(scales, out_dtype)
+            choose = float8.choose_kernel(q, k, v, scales, out_dtype, fast_accumulation)
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns

@@ -2,23 +2,25 @@
 
 Checks, and the kernel of a plan.
 
-A call has two kernels: one transposes v into memory of the call's own, the other is the forward kernel on sm_90. Their
-function takes v as it is. CPU tensors run the reference of the dequantised operands, in fp32.
+A call has two kernels: one converts v to fp16, or transposes it for fast sums, in memory of the call's own, the other
+is the forward kernel on sm_90. One plan has both, the shape of that memory, and how the kernel takes scales. v of 16
+bits needs no other kernel. CPU tensors run the reference of the dequantised operands, in fp32.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from cute_kernels import checks as common
-from cute_kernels.dtypes import FLOAT8, NAMES, default_out_dtype
+from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, OPERANDS, default_out_dtype
 from cute_kernels.runtime import families
 
 from . import checks, reference
 from .forward.choose import Extents, pick
 from .forward.config import SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
+from .plan import FlashPlan
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -30,24 +32,30 @@ def serves(q, q_scale) -> bool:
 
 
 def check_operands(op: str, q, k, v) -> None:
-    """q, k and v of float8_e4m3fn."""
+    """q and k of float8_e4m3fn, and v of it or of 16 bits."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     if q.dtype not in FLOAT8:
         raise TypeError(f"{op}: q is {q.dtype} and has a q_scale; only a q of {E4M3} has one")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != E4M3:
+        if tensor.dtype != E4M3 and not (name == "v" and tensor.dtype in OPERANDS):
             others = ", ".join(str(t.dtype) for t in (q, k, v))
             raise TypeError(
-                f"{op}: {name} is {tensor.dtype}; with q of 8 bits q, k and v are {E4M3}, all three (here {others}); "
-                "cast them, or give q in torch.bfloat16: decoding reads caches of 8 bits (seqlens_k), e5m2, too"
+                f"{op}: {name} is {tensor.dtype}; with q of 8 bits q and k are {E4M3}, and v is, too, or has 16 bits "
+                f"(here {others}); cast them, or give q in torch.bfloat16: decoding reads caches of 8 bits "
+                "(seqlens_k), e5m2, too"
             )
+
+
+def alike(v) -> dict:
+    """What checks.check_qkv is to know: v of 16 bits is of another dtype."""
+    return {"also": (E4M3,), "alike": "kv" if v.dtype == E4M3 else "k"}
 
 
 def check(op: str, q, k, v, scales: tuple) -> None:
     """q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv) with their scales."""
     check_operands(op, q, k, v)
-    checks.check_qkv(op, q, k, v, also=(E4M3,))
+    checks.check_qkv(op, q, k, v, **alike(v))
     heads, lengths = (q.shape[1], k.shape[1], k.shape[1]), (q.shape[2], k.shape[2], k.shape[2])
     check_scales(op, q, scales, q.shape[0], heads, lengths)
 
@@ -85,20 +93,30 @@ def of_tokens(scales: tuple) -> bool:
     return any(isinstance(s, Tensor) and s.dim() == 3 for s in scales)
 
 
-def for_kernel(scales: tuple, q, k) -> tuple:
-    """Scales as the forward kernel takes them, of any strides: (B, H) and (B, Hkv), or if any are of blocks of tokens,
-    all of them as (B, H, blocks) and (B, Hkv, blocks). Of q (B, H, Sq, D) and k (B, Hkv, Sk, D)."""
-    found = of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
-    if not of_tokens(scales):
-        return found
-    blocks = (blocks_of(t.shape[2]) for t in (q, k, k))
-    each = zip(found, blocks, strict=True)
-    return tuple(s if s is None or s.dim() == 3 else s[..., None].expand(*s.shape, n) for s, n in each)
-
-
 def of_heads(scales: tuple, batch: int, heads: tuple) -> tuple:
     """Scales as (B, H) and (B, Hkv), of any strides; those of blocks of tokens have a third dimension."""
     return tuple(None if s is None else s.expand(batch, n, *s.shape[2:]) for s, n in zip(scales, heads, strict=True))
+
+
+def planned_shapes(q, k, scales: tuple, sequences: int = 0) -> tuple:
+    """FlashPlan.scale_shapes: (B, H) and (B, Hkv), or if any scales are of blocks of tokens, all of them (B, H, blocks)
+    and (B, Hkv, blocks). B is `sequences` of packed ones, (rows, heads, D)."""
+    shapes = [(sequences or q.shape[0], t.shape[1]) for t in (q, k, k)]
+    if of_tokens(scales):
+        shapes = [(*shape, blocks_of(t.shape[2])) for shape, t in zip(shapes, (q, k, k), strict=True)]
+    shapes = [None if s is None or s.shape == shape else shape for s, shape in zip(scales, shapes, strict=True)]
+    return tuple(shapes) if any(shapes) else ()
+
+
+def as_planned(plan: FlashPlan, scales: tuple) -> tuple:
+    """Scales as the plan's kernel takes them, of any strides. Most calls have them so, and expand() takes as long as
+    all that a plan is looked up by."""
+    if not plan.scale_shapes:
+        return scales
+    return tuple(
+        s if shape is None else (s if s.dim() == len(shape) or len(shape) == 2 else s[..., None]).expand(shape)
+        for s, shape in zip(scales, plan.scale_shapes, strict=True)
+    )
 
 
 def given(scales: tuple) -> tuple:
@@ -115,22 +133,30 @@ def out_dtype(op: str, q, out) -> torch.dtype:
     return out.dtype
 
 
-def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
-    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which transposes v."""
+def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = False, sequences: int = 0) -> Callable:
+    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which makes its v.
 
-    def choose(plan, facts: FlashFacts, extents: Extents) -> bool:
+    sequences: of packed q, k and v.
+    """
+
+    def choose(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
-        narrow = Float8Facts(**known, out_dtype=NAMES[out_dtype], **has, tokens=of_tokens(scales))
+        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": fast, "out_dtype": NAMES[out_dtype]}
+        narrow = Float8Facts(**known, **kinds, **has, tokens=of_tokens(scales))
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = pick(narrow, extents)
         plan.more = *plan.more, None, None, None  # scales
-        values = ValuesFacts(facts.arch, facts.head_dim_v, plan.facts.config.tile_n, facts.packed)
-        plan.function = with_values(families.function_for(plan.facts), families.function_for(values), values)
-        plan.notes.append("v is transposed by a kernel before it")
-        if not plan.facts.keeps_sums:
-            plan.notes.append("O's sums are the tensor cores', of some 14 bits, however many keys there are")
+        plan.scale_shapes = planned_shapes(q, k, scales, sequences)
+        plan.function, values = families.function_for(plan.facts), ValuesFacts(facts.arch, facts.head_dim_v)
+        if v.dtype == E4M3 and fast:
+            plan.values = transposed(v, replace(values, tile=plan.facts.config.tile_n, packed=facts.packed), sequences)
+            plan.notes.append("v is transposed by a kernel before it")
+            plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
+        elif v.dtype == E4M3:
+            plan.values = converted(v, values)
+            plan.notes.append("v is converted to float16 by a kernel before it")
         if plan.facts.tokens:
             keys = f"tiles have {plan.facts.config.tile_n} keys, which divide a block"
             plan.notes.append(f"scales are of blocks of {SCALE_TOKENS} tokens: {keys}")
@@ -139,20 +165,32 @@ def choose_kernel(scales: tuple, out_dtype: torch.dtype) -> Callable:
     return choose
 
 
-def with_values(attend: Callable, transpose: Callable, facts: ValuesFacts) -> Callable:
-    """The forward kernel's function, with v as it is."""
+def converted(v, facts: ValuesFacts) -> Callable:
+    """A function of such a v: fp16 for the forward kernel, in new memory."""
+    shape, strides, dense = v.shape, v.new_empty(v.shape).stride(), v.dim() == 4
+    kernel = families.function_for(facts)
+
+    def function(v, cu_seqlens_k):
+        values = v.new_empty_strided(shape, strides, dtype=torch.float16)
+        kernel(*((v, values) if dense else (t.transpose(0, 1)[None] for t in (v, values))), None)
+        return values
+
+    return function
+
+
+def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
+    """A function of such a v and, of packed ones, cu_seqlens_k: v for the fast forward kernel, in new memory."""
     from .forward.transposed_values import tiles_of
 
-    def function(q, k, v, out, lse, sinks, cu_q, cu_k, *more):
-        if facts.packed:
-            batch, (rows, heads, dim) = 1, v.shape
-            tiles = tiles_of(rows, facts.tile, len(cu_k) - 1)
-        else:
-            batch, heads, rows, dim = v.shape
-            tiles = tiles_of(rows, facts.tile)
-        values = torch.empty((batch, heads, tiles, dim * facts.tile), dtype=v.dtype, device=v.device)
-        transpose(v, values, cu_k)
-        attend(q, k, values, out, lse, sinks, cu_q, cu_k, *more)
+    (batch, heads), (rows, dim) = ((1, v.shape[1]), v.shape[::2]) if sequences else (v.shape[:2], v.shape[2:])
+    tiles, tile = tiles_of(rows, facts.tile, sequences), dim * facts.tile
+    shape, strides = (batch, heads, tiles, tile), (heads * tiles * tile, tiles * tile, tile, 1)
+    kernel = families.function_for(facts)
+
+    def function(v, cu_seqlens_k):
+        values = v.new_empty_strided(shape, strides)
+        kernel(v, values, cu_seqlens_k)
+        return values
 
     return function
 

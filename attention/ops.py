@@ -44,6 +44,7 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
@@ -64,15 +65,12 @@ def attention(
             finite numbers.
         block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
-            j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Entries past an item's rows are not
-            used.
+            j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Later entries are not read.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
             to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries must begin
             at 0 and never decrease. On a GPU this is not checked, since the host does not wait for the GPU. Other
-            entries give wrong results, but no access outside of the tensors. They may change between the replays of a
-            CUDA graph.
-
+            entries give wrong results, but no access outside of the tensors. They may change between a graph's replays.
         sinks: (H,) float32, bfloat16 or float16, a logit for each head that takes part in the softmax and has no value,
             as gpt-oss's models learn them. Kernels add it to each row's sum, so lse has it, too; a row that sees no
             column has its sink for an lse.
@@ -86,17 +84,17 @@ def attention(
             indexed by q or kv are long enough: past their end they are read at their last element. Under torch.compile
             it is a function, a method of a module, a functools.partial or a dataclass; see score_text for what it may
             capture.
-        q_scale, k_scale, v_scale: float32, of q, k and v of 8-bit floats: what their numbers are multiplied by. One for
-            all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too, (B, H) or (B, Hkv), which is what
-            FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number of packed sequences. None for 1.
-            They must be above 0, which is not checked.
-            q, k and v of float8_e4m3fn, all three: on sm_90, dense, packed, with block masks, not with seqlens_k. Not
-            packed, each may have a scale for each block of 128 tokens, quantize(per="tokens"): (B, H, blocks) and (B,
-            Hkv, blocks). P is rounded to e4m3, and O's sums of many keys are added up in fp32 (at head dimension 256
-            they are the tensor cores', of some 14 bits).
+        q_scale, k_scale, v_scale: float32 above 0 (not checked), of q, k and v of 8-bit floats: what their numbers are
+            multiplied by, None for 1. One for all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too,
+            (B, H) or (B, Hkv), which is what FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number
+            of packed sequences.
+            q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks. v of 8 bits
+            is converted to float16, which holds its numbers, and P has 16 bits. Not with seqlens_k. Not packed, each
+            may have a scale for each block of 128 tokens, quantize(per="tokens"): (B, H, blocks) and (B, Hkv, blocks).
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
-            seqlens_k for any number of queries, or without for few queries.
-            Neither at head dimension 512.
+            seqlens_k for any number of queries, or without for few queries. Neither at head dimension 512.
+        fast_accumulation: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits. O errs
+            by 2.6 % then, and with V of one sign it is 3.4 % too small after 2048 keys; see usage.md. Not on the CPU.
 
     The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
     length out of range counts as the nearest one in range, a page that does not exist as zeros.
@@ -126,6 +124,8 @@ def attention(
     score = score_mod if score_mod is None or is_compiling() else _bound("attention", score_mod, q)
     run = eager.attention
     checks.check_deterministic("attention", deterministic)
+    if fast_accumulation is not False:
+        checks.check_fast("attention", q, k, v, fast_accumulation)
     if is_compiling():
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
@@ -141,7 +141,8 @@ def attention(
     return run(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-        sinks=sinks, deterministic=deterministic, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **more,
+        sinks=sinks, deterministic=deterministic, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        fast_accumulation=fast_accumulation, **more,
     )  # fmt: skip
 
 
@@ -162,12 +163,13 @@ def block_sparse_attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and q_scale, k_scale
-            and v_scale, of q, k and v of float8_e4m3fn, all three.
+        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and q_scale, k_scale,
+            v_scale and fast_accumulation, of q and k of float8_e4m3fn.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -197,6 +199,8 @@ def block_sparse_attention(
     score = score_mod if score_mod is None or is_compiling() else _bound("block_sparse_attention", score_mod, q)
     run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
+    if fast_accumulation is not False:
+        checks.check_fast("block_sparse_attention", q, k, v, fast_accumulation)
     if is_compiling():
         from .torch_op import traced_block_sparse as run
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
@@ -209,8 +213,8 @@ def block_sparse_attention(
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
     if score is not None:
         terms["score_mod"] = score
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    return run(q, k, v, block_mask, **terms, **scales, sinks=sinks, deterministic=deterministic)
+    terms |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "fast_accumulation": fast_accumulation}
+    return run(q, k, v, block_mask, **terms, sinks=sinks, deterministic=deterministic)
 
 
 def _bound(op: str, score_mod, q) -> BoundScore:

@@ -21,7 +21,9 @@ LEAST_TILE = 64  # rows of the smallest query tile
 _PLANS = PlanCache(operands=3)
 
 
-def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, scales=None, **terms):
+def attention_packed(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, scales=None, fast=False, **terms
+):
     """See ops.attention; terms are causal, window, softcap and scale, `score` a score_mod.BoundScore.
 
     scales: of q, k and v of 8 bits, or None for each; None of 16 bits.
@@ -31,7 +33,7 @@ def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, 
     mod = None if score is None else score.mod
     key = *terms.values(), return_lse, forced_path(), out is None, once, mod, sinks is None
     if scales is not None:
-        key += tuple(s is None for s in scales)
+        key += (*(s is None for s in scales), fast)
     given = (q, k, v) if out is None else (q, k, v, out)
     given += (cu_seqlens_q,) if once else (cu_seqlens_q, cu_seqlens_k)
     if score is not None:
@@ -41,12 +43,13 @@ def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, 
         given += float8.given(scales)
     plan = _PLANS.known(key, given, out)
     if plan is None:
-        make = partial(plan_packed, *tensors, **terms, return_lse=return_lse, out=out, score=score, scales=scales)
+        more = {"return_lse": return_lse, "out": out, "score": score, "scales": scales, "fast": fast}
+        make = partial(plan_packed, *tensors, **terms, **more)
         plan = _PLANS.checked(OP, key, given, out, make)
     if plan.function is not None:
         more = cu_seqlens_q, cu_seqlens_k, None, None if score is None else score.reads
         if scales is not None:
-            more += float8.of_heads(scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))
+            more += float8.as_planned(plan, scales)
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
         compute = partial(_reference, plan, *tensors, terms | {"score_mod": score}, scales)
@@ -56,7 +59,7 @@ def attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, 
 
 def plan_packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks=None, *, causal=False, window=None, softcap=None, scale=None,
-    return_lse=False, out=None, score=None, scales=None,
+    return_lse=False, out=None, score=None, scales=None, fast=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     out_dtype = None
@@ -85,7 +88,7 @@ def plan_packed(
     extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
     terms |= {"packed": True, "score": score, "sinks": sinks}
     if scales is not None:
-        terms["choose"] = float8.choose_kernel(scales, out_dtype)
+        terms["choose"] = float8.choose_kernel(q, k, v, scales, out_dtype, fast, sequences)
     planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     plan.notes.append(
         f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
@@ -104,8 +107,8 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise ValueError(
                 f"{OP}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
             )
-    also = (float8.E4M3,) if q.dtype == float8.E4M3 else ()
-    checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)), also=also)
+    more = float8.alike(v) if q.dtype == float8.E4M3 else {}
+    checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)), **more)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.check_tensor(f"{OP}: {name}", tensor)
         if tensor.dtype != torch.int32:

@@ -34,6 +34,10 @@ class FlashPlan(CallPlan):
     more: tuple = (None, None, None, None)
     takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
+    # Of q of 8 bits: what makes the v that the kernel reads, of v and cu_seqlens_k, None where it reads v; and for each
+    # scale the shape that the kernel takes it as, None where it has that or is not there. () where that goes for all.
+    values: Callable | None = None
+    scale_shapes: tuple | None = None
 
     def kernel_lines(self) -> list[str]:
         f = self.facts
@@ -183,11 +187,12 @@ def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if plan.facts.lse else None
     if plan.takes_counter:
         more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
+    d = out
     if plan.views:
         q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
-        plan.function(q, k, v, d, lse, sinks, *more, *plan.scalars)
-    else:
-        plan.function(q, k, v, out, lse, sinks, *more, *plan.scalars)
+    if plan.values is not None:
+        v = plan.values(v, more[1])
+    plan.function(q, k, v, d, lse, sinks, *more, *plan.scalars)
     return out, lse
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8, accumulator
+from cute_kernels.reference import outside_autocast
 
 from .forward.config import SCALE_TOKENS
 from .masks.block_mask import BlockMask
@@ -90,6 +91,7 @@ def _seen(shape, sk: int, device, bounds: tuple, block_mask, begin: int, end: in
     return mask
 
 
+@outside_autocast
 def gradients(
     q: Tensor,
     k: Tensor,
@@ -307,6 +309,7 @@ def attention_packed(
     return (out, torch.cat([lse[0] for _, lse in parts], dim=1)) if return_lse else out
 
 
+@outside_autocast
 def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, sinks=None, score=None) -> tuple:
     """O and LSE; seen(begin, end) tells what those rows see, a bool tensor that broadcasts to (B, H, rows, Sk)."""
     (batch, heads, sq, d), (kv_heads, sk, dv) = q.shape, v.shape[1:]

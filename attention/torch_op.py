@@ -27,7 +27,7 @@ ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
     "Tensor? block_table=None, bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, Tensor? sinks=None"
+    "Tensor? v_scale=None, bool fast_accumulation=False, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
@@ -37,7 +37,8 @@ SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
 SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
-    "bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None"
+    "bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "bool fast_accumulation=False, Tensor? sinks=None"
 )
 
 
@@ -232,7 +233,7 @@ for _name, _inputs, *_rest, _gradient in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    sinks, deterministic, q_scale, k_scale, v_scale, score_mod=None,
+    sinks, deterministic, q_scale, k_scale, v_scale, fast_accumulation, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
@@ -241,20 +242,22 @@ def traced_attention(
     score = () if score_mod is None else score_text.written(score_mod)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, q_scale, k_scale, v_scale, sinks
+    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, q_scale, k_scale, v_scale
+    terms += fast_accumulation, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
 def traced_block_sparse(
     q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_scale, k_scale, v_scale,
-    score_mod=None,
+    fast_accumulation, score_mod=None,
 ):  # fmt: skip
     """ops.block_sparse_attention inside a torch.compile trace."""
     mask, form = crossing(block_mask)
     score = () if score_mod is None else score_text.written(score_mod)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
-    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_scale, k_scale, v_scale, sinks
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_scale, k_scale, v_scale
+    terms += fast_accumulation, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 

@@ -9,7 +9,7 @@ from cute_kernels import explain, gemm
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 
 from . import patterns, peers
-from .peers import CUBLAS, CUBLASLT, Call, Operands, own_call, verified
+from .peers import CUBLAS, CUBLAS_FP32, CUBLAS_TF32, CUBLASLT, Call, Operands, own_call, verified
 from .rows import Candidate, Case, Problem
 
 DTYPE = torch.bfloat16
@@ -20,6 +20,7 @@ COPY = "copy of as many bytes"
 LOOP = "a loop over the experts"
 FP32_SUMS = "ours, fp32 sums"
 FP16_SUMS_TOLERANCE = 0.03  # 0.005 in norm and 0.01 at most at K 8192, if a card rounds to nearest
+TF32_TOLERANCE = {"tf32": 0.01, "3xtf32": 2e-4}  # tensor cores may cut sums off, at K 8192 by some 1e-5
 SQUARES = (512, 1024, 2048, 4096, 8192)
 PROJECTIONS = ((4096, 4096), (14336, 4096), (4096, 14336))  # (N, K) of a transformer 4096 wide
 TOKENS = (128, 2048, 8192)
@@ -76,6 +77,23 @@ def fp16_sums(M: int, N: int, K: int, layout: str = "NN", asked: float | None = 
     return Case("gemm", name, problem, ours, [wide, peers.cublas_fp16_sums(x, problem.flops)], FP32_SUMS, asked)
 
 
+def tf32(M: int, N: int, K: int, layout: str = "NN", precision: str = "tf32", asked: float | None = None) -> Case:
+    """gemm(a, b, precision=) of fp32 operands beside torch.mm: of TF32 with it, of three such products without."""
+    problem = Problem("gemm", M, N, K, layout=layout, dtype="float32", epilogue=precision)
+    x = Operands(
+        lambda: randn(M, K, dtype=torch.float32),
+        lambda: randn(K, N, dtype=torch.float32) if layout == "NN" else randn(N, K, dtype=torch.float32).t(),
+    )
+    x.tolerance = TF32_TOLERANCE[precision]
+    peer, against = (peers.cublas_tf32, CUBLAS_TF32) if precision == "tf32" else (peers.cublas_fp32, CUBLAS_FP32)
+
+    def ours() -> tuple:
+        return product(x, gemm, precision=precision)
+
+    name = f"gemm {M}x{N}x{K} {layout} fp32, {precision}"
+    return Case("gemm", name, problem, ours, [peer(x, problem.flops)], against, asked)
+
+
 def epilogue(M: int, N: int, K: int, activation: str | None, asked: float | None = None) -> Case:
     """A linear layer's forward: bias and activation, b the transpose of a contiguous weight, beside cuBLASLt's own."""
     problem = Problem("gemm", M, N, K, layout="NT", epilogue="bias" + (f"+{activation}" if activation else ""))
@@ -108,6 +126,8 @@ def gemm_cases(mode: str) -> Iterator[Case]:
     for size in (4096, 8192):
         for layout in ("NN", "NT"):
             yield fp16_sums(size, size, size, layout)
+            for precision in TF32_TOLERANCE:
+                yield tf32(size, size, size, layout, precision)
     for tokens in TOKENS:
         for N, K in PROJECTIONS:
             yield dense(tokens, N, K, "NT")

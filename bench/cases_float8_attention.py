@@ -1,5 +1,5 @@
-"""Attention of 8-bit floats beside ours of bfloat16: the same numbers, quantised with a scale for each head, or for
-each 128 tokens of it.
+"""Attention of 8-bit floats, with P of 16 bits and of 8 (fast), beside ours of bfloat16: the same numbers, quantised
+with a scale for each head, or for each 128 tokens of it.
 
 Both count the same useful operations, so ratios are of times. A row's note says how far each result is from the exact
 one, in Frobenius norm, of some queries.
@@ -62,6 +62,7 @@ def row(
     problem: AttentionProblem,
     name: str,
     asked: float | None,
+    fast: bool,
     blocks: Tensor | None = None,
     tile: tuple | None = None,
     per: str = "head",
@@ -83,7 +84,7 @@ def row(
 
     def ours() -> tuple:
         (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "fast_accumulation": fast}
         if tile is None:
             return call_of(q, k, v, **scales)
         within = partial(forced, tile, PlanCache(operands=3))
@@ -93,7 +94,7 @@ def row(
 
     peer = Candidate(WIDE, problem.flops, lambda: call_of(*x.heads_first)[0])
     problem = replace(problem, dtype="float8_e4m3fn")
-    return Case(SUITE, f"{name}, e4m3fn, over {WIDE}", problem, ours, [peer], WIDE, asked)
+    return Case(SUITE, f"{name}, e4m3fn{', fast' * fast}, over {WIDE}", problem, ours, [peer], WIDE, asked)
 
 
 @contextlib.contextmanager
@@ -111,11 +112,12 @@ def dense(
     shape: tuple[int, int, int, int],
     causal: bool,
     asked: float | None = None,
+    fast: bool = False,
     tile: tuple | None = None,
     per: str = "head",
 ) -> Case:
     name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "") + of_tokens(per)
-    return row(dense_problem(shape, causal), name, asked, tile=tile, per=per)
+    return row(dense_problem(shape, causal), name, asked, fast, tile=tile, per=per)
 
 
 def of_tokens(per: str) -> str:
@@ -124,7 +126,12 @@ def of_tokens(per: str) -> str:
 
 
 def sparse(
-    shape: tuple[int, int, int, int], side: int, density: float, asked: float | None = None, per: str = "head"
+    shape: tuple[int, int, int, int],
+    side: int,
+    density: float,
+    asked: float | None = None,
+    fast: bool = False,
+    per: str = "head",
 ) -> Case:
     """Equally many random full blocks in each row of blocks."""
     B, S, H, D = shape
@@ -132,16 +139,17 @@ def sparse(
     kept = blocks.double().mean().item()
     problem = AttentionProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
     name = f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}{of_tokens(per)}"
-    return row(problem, name, asked, blocks, per=per)
+    return row(problem, name, asked, fast, blocks, per=per)
 
 
 def float8_attention_cases(mode: str) -> Iterator[Case]:
     """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, tiles
     beside each other, and scales of tokens."""
     for shape in (FIRST, LONG):
-        for causal in (False, True):
-            yield dense(shape, causal, 1.45)
-        yield sparse(shape, 128, 1 / 8, 1.3)
+        for fast in (False, True):
+            for causal in (False, True):
+                yield dense(shape, causal, 1.45, fast)
+            yield sparse(shape, 128, 1 / 8, 1.3, fast)
     if mode == "full":
         for shape in ((16, 1024, 16, 128), (2, 8192, 32, 64), (2, 8192, 8, 256)):
             for causal in (False, True):
@@ -149,10 +157,12 @@ def float8_attention_cases(mode: str) -> Iterator[Case]:
         yield sparse(FIRST, 64, 1 / 8)
         for causal in (False, True):
             for tile in TILES:
-                yield dense(FIRST, causal, tile=tile)
+                yield dense(FIRST, causal, fast=True, tile=tile)
+        for fast in (False, True):
             for shape in (FIRST, (2, 8192, 32, 64)):
-                yield dense(shape, causal, per="tokens")
-        yield sparse(FIRST, 128, 1 / 8, per="tokens")
+                for causal in (False, True):
+                    yield dense(shape, causal, fast=fast, per="tokens")
+            yield sparse(FIRST, 128, 1 / 8, fast=fast, per="tokens")
 
 
 def host_calls() -> dict[str, Callable]:

@@ -30,6 +30,7 @@ from .rows import Candidate
 
 CUBLAS = "cuBLAS"
 CUBLAS_FP16_SUMS = "cuBLAS, fp16 sums"
+CUBLAS_TF32, CUBLAS_FP32 = "cuBLAS, TF32", "cuBLAS, fp32"
 CUBLASLT = "cuBLASLt epilogue"
 QUACK = "quack, untuned"
 TORCH_BSR = "torch BSR"
@@ -206,6 +207,32 @@ def cublas_fp16_sums(x: Operands) -> Call:
             flags.allow_fp16_accumulation = before
 
     return Call(run)
+
+
+def of_fp32(x: Operands, allow_tf32: bool) -> Call:
+    """torch.mm of fp32 operands into a given output, which torch lets cuBLAS multiply as TF32, or does not."""
+    a, b, out, flags = x.a, x.b, x.out(), torch.backends.cuda.matmul
+
+    def run() -> Tensor:
+        before, flags.allow_tf32 = flags.allow_tf32, allow_tf32
+        try:
+            return torch.mm(a, b, out=out)
+        finally:
+            flags.allow_tf32 = before
+
+    return Call(run)
+
+
+@peer(CUBLAS_TF32)
+def cublas_tf32(x: Operands) -> Call:
+    """With torch.backends.cuda.matmul.allow_tf32."""
+    return of_fp32(x, True)
+
+
+@peer(CUBLAS_FP32)
+def cublas_fp32(x: Operands) -> Call:
+    """Without it: by the CUDA cores."""
+    return of_fp32(x, False)
 
 
 @peer(CUBLASLT, fused=(None, "relu", "gelu_tanh"))

@@ -12,7 +12,8 @@ import torch
 from . import checks, reference
 from .dtypes import FLOAT8, NAMES_OF_OPERANDS, default_out_dtype
 from .matmul.choose import choose
-from .matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, stage, viewed
+from .matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, split_view, stage, viewed
+from .matmul.precision import check_precision
 from .matmul.problem import Extents, Problem
 from .matmul.terms import (
     Terms,
@@ -33,7 +34,7 @@ _PLANS = PlanCache()
 
 def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None,
+    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -55,7 +56,7 @@ def gemm(
         terms = (
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
             out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
-            type(fast_accumulation), accumulation_dtype, scale_out is None, amax is None,
+            type(fast_accumulation), accumulation_dtype, scale_out is None, amax is None, precision,
         )  # fmt: skip
     except AttributeError:
         terms = None  # whatever it is, the plan's checks will name it
@@ -63,7 +64,7 @@ def gemm(
     if plan is None:
         given = Terms(
             bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation,
-            accumulation_dtype, scale_out, amax,
+            accumulation_dtype, scale_out, amax, precision,
         )  # fmt: skip
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
     if amax is not None:
@@ -72,7 +73,7 @@ def gemm(
     if plan.function is None:
         given = Terms(
             bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b,
-            accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
+            accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax, precision=precision,
         )  # fmt: skip
         return without_kernel(plan, a, b, given, out)
     if out is None:
@@ -113,7 +114,9 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     checks.check_tensor("gemm: b", b)
     if a.dim() < 2 or b.dim() < 2:
         raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both need at least 2 (use unsqueeze)")
-    checks.check_operands("gemm", kernel=plans_kernel(a.device), also=tuple(FLOAT8), a=a, b=b)
+    kernel, precision = plans_kernel(a.device), terms.precision
+    checks.check_operands("gemm", kernel=kernel, also=tuple(FLOAT8), precision=precision, a=a, b=b)
+    check_precision("gemm", precision, a.dtype)
     (M, K), N = a.shape[-2:], b.shape[-1]
     if b.shape[-2] != K:
         raise ValueError(f"gemm: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[-2]} rows")
@@ -138,7 +141,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     plan = Plan("gemm", shape, out_dtype, a.device)
     if math.prod(shape) == 0:
         plan.empty = True
-    elif plans_kernel(a.device):
+    elif kernel:
         _plan_kernel(plan, a, b, terms, out, batch, spec)
     return plan
 
@@ -165,7 +168,10 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         rows = (d if views[2] is None else views[2](d)).shape[-2]
         step = VECTOR_BYTES // a.element_size()  # for TMA, at any N
         views = (lambda t: t.new_zeros(rows, step), lambda t: t.new_zeros(N, step).t(), *views[2:])
-    elif a.dtype in FLOAT8:
+    elif terms.precision == "3xtf32":
+        of_a, of_b, *others = views
+        views = split_view("a", of_a, plan, True, False), split_view("b", of_b, plan, False, True), *others
+    elif a.dtype in FLOAT8 or a.dtype == torch.float32:
         views = (
             *(along_k(name, t, view, plan, name == "a") for name, t, view in zip("ab", (a, b), views, strict=False)),
             *views[2:],
@@ -194,6 +200,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         spec,
         fast_accumulation=terms.fast_accumulation,
         acc_dtype=terms.acc_dtype,
+        promoted=terms.precision == "3xtf32",
     )
     arch, sms, card = device_arch(a.get_device())
     plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING
 
-from .matmul.plan import Plan
 from .runtime.device import assume, assumed
 
 if TYPE_CHECKING:
+    from .matmul.plan import Plan
     from .report import KernelReport
 
 _PLANNERS = {}
@@ -27,6 +28,14 @@ def planner_of(op):
         raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; known are {known}") from None
 
 
+def check_arguments(op, args: tuple, kwargs: dict) -> None:
+    """TypeError, with the op's own name, unless it takes such arguments."""
+    try:
+        signature(op).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op.__name__}(): {error}") from None
+
+
 def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
     """The plan of `op(*args, **kwargs)`, without running it; print it to read it.
 
@@ -38,6 +47,7 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
     "meta" device, and nothing is compiled. Without it, planning compiles the kernel if no cache has it.
     """
     planner = planner_of(op)
+    check_arguments(op, args, kwargs)
     if arch is None:
         return planner(*args, **kwargs)
     with assume(arch):

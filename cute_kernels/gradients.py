@@ -7,6 +7,7 @@ computed by an op that did not store z (torch's own opcheck calls it so), backwa
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,33 +76,35 @@ class Gemm(torch.autograd.Function):
     """gemm, differentiable once in a, b, bias and residual. Backward's products have fp32 sums, whatever forward's."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype):
+    def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision):
         epilogue = None if epilogue is None else epilogue_program("gemm", epilogue)  # as it is now
 
         def run(with_z):
             terms = bias, activation, residual, alpha, beta, None, out_dtype, epilogue
-            return eager.gemm(a, b, *terms, with_z, accumulation_dtype=accumulation_dtype)
+            return eager.gemm(a, b, *terms, with_z, accumulation_dtype=accumulation_dtype, precision=precision)
 
         y, saved = with_saved(run, activation, epilogue)
         ctx.save_for_backward(a, b, bias, residual, saved)
         ctx.terms, ctx.path = (activation, alpha, beta, epilogue), forced_path()
+        ctx.precision = precision
         return y
 
     @staticmethod
     @once_differentiable
     @in_forwards_path
     def backward(ctx, dy):
-        return gemm_backward(_product, epilogue_gradient, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
+        product = partial(_product, precision=ctx.precision)
+        return gemm_backward(product, epilogue_gradient, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
 
 
-def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None)
+def _product(a: Tensor, b: Tensor, alpha: float, precision: str | None) -> Tensor:
+    return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None, precision=precision)
 
 
 def gemm_backward(
     product: Callable, gradient: Callable, saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor
 ) -> tuple:
-    """The gradients of all ten inputs of Gemm. product(a, b, alpha) is alpha * a @ b, gradient epilogue_gradient, or
+    """The gradients of all eleven inputs of Gemm. product(a, b, alpha) is alpha * a @ b, gradient epilogue_gradient, or
     both the ops of them."""
     (a, b, bias, _, kept), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
     sums = needs_bias and of_columns(bias)
@@ -113,4 +116,4 @@ def gemm_backward(
     if needs_bias:
         dbias = total.view_as(bias).to(bias.dtype) if sums else sum_to(dz, bias)
     dresidual = dz * beta if needs_residual else None
-    return da, db, dbias, None, dresidual, *(None,) * 5
+    return da, db, dbias, None, dresidual, *(None,) * 6

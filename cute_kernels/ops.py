@@ -33,6 +33,7 @@ def gemm(
     accumulation_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     amax: Tensor | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
 
@@ -42,6 +43,7 @@ def gemm(
         a: (..., M, K) bfloat16 or float16, of any strides; on sm_89 and sm_90 also float8_e4m3fn or float8_e5m2; on the
             CPU all of them, and float32 or float64. Or a Sparse24 (M, K), a matrix with 2:4 structured sparsity: in
             bfloat16, float16 or, on sm_89 and sm_90, float8, with b (K, N), without scales of blocks and gradients.
+            With a precision also float32.
         b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
         bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype,
             but no float8.
@@ -71,6 +73,10 @@ def gemm(
             largest; NaN stays NaN.
         amax: float32 of one element, of float8 outputs alone, which is written: the largest magnitude of the result
             before scale_out and rounding; NaN if the result has one, 0 if it has no elements.
+        precision: of float32 operands alone, which kernels do not multiply without it. "tf32": both are rounded to
+            TF32, 10 bits of mantissa. "3xtf32": each is the sum of two such numbers, and of their products the three
+            larger are added up, which is nearly as exact as fp32 and three times the work; infinite operands give NaN.
+            torch's own setting, torch.set_float32_matmul_precision, changes nothing.
 
     Returns:
         (..., M, N), `out` if it was given.
@@ -78,10 +84,11 @@ def gemm(
     CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
     run a plain torch reference in fp32, of float64 in float64; sums in fp16 are fp32 ones there, rounded once. Results
-    are the same bits on every run. Gradients are products with fp32 sums.
+    are the same bits on every run. Gradients are products with fp32 sums, and forward's precision.
 
     A float8 operand that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied
-    first, and so are both where K is no multiple of 16.
+    first, and so are both where K is no multiple of 16. So is a float32 one, and a K that is no multiple of 4. With
+    "3xtf32" both are copied to where their parts lie side by side along K. `explain` names each copy.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
@@ -91,7 +98,7 @@ def gemm(
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     given = scale_a, scale_b, fast_accumulation
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
-        sparse24.check_wide(scale_out, amax)
+        sparse24.check_wide(scale_out, amax, precision)
         if torch.compiler.is_compiling():
             from .sparse24.torch_op import traced_gemm as run
         else:
@@ -107,7 +114,9 @@ def gemm(
     ):
         from .gradients import Gemm
 
-        return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype)
+        terms = bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
+        return Gemm.apply(a, b, *terms)
     more = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
     more |= {"accumulation_dtype": accumulation_dtype, "scale_out": scale_out, "amax": amax}
+    more["precision"] = precision
     return run(a, b, *terms, **more)

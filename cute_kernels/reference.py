@@ -1,14 +1,31 @@
 """The same products in plain torch: what CPU tensors run, and what tests compare with. Sums are in fp32, of fp64 in
 fp64."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from . import functions
 from .dtypes import FLOAT8, accumulator
+from .matmul.precision import rounded
 from .traced.evaluate import evaluate
 
 BLOCK = 128  # rows or columns that have one scale, where blocks have
 GATE = 64  # features of a gate, and of what it multiplies, in turn
+
+
+def outside_autocast(function: Callable) -> Callable:
+    """The function with torch.autocast off for CPU tensors, whose products it would round; kernels never see it."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def linear_terms(acc, bias, residual, alpha, beta):
@@ -31,10 +48,13 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
     return x
 
 
+@outside_autocast
 def gemm(a, b, terms, out, out_dtype):
     """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
     of which the epilogue is a Program."""
     wide = accumulator(a.dtype)
+    if terms.precision == "tf32":
+        a, b = rounded(a), rounded(b)
     scale_a, scale_b = terms.scale_a, terms.scale_b
     a_blocks = scale_a is not None and scale_a.dim() > 1 and scale_a.shape[-1] != 1
     b_blocks = scale_b is not None and scale_b.numel() != 1 and scale_b.dim() > 1

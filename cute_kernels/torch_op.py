@@ -124,7 +124,8 @@ def _fake(a, b, *, out_dtype, **terms):
 
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, float alpha=1.0, float beta=1.0, "
-    "ScalarType? out_dtype=None, str? epilogue=None, ScalarType? accumulation_dtype=None"
+    "ScalarType? out_dtype=None, str? epilogue=None, ScalarType? accumulation_dtype=None, "
+    "str? precision=None"
 )
 
 
@@ -135,21 +136,21 @@ def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | N
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, bias, activation, residual, alpha, beta, _, epilogue, accumulation_dtype = inputs
+    a, b, bias, activation, residual, alpha, beta, _, epilogue, accumulation_dtype, precision = inputs
     ctx.save_for_backward(a, b, bias, residual, result_to_save(output, activation, epilogue))
-    ctx.terms, ctx.accumulation_dtype = (activation, alpha, beta, epilogue), accumulation_dtype
+    ctx.terms, ctx.sums = (activation, alpha, beta, epilogue), (accumulation_dtype, precision)
 
 
 def _backward(ctx, dy, *_):
     activation, alpha, beta, epilogue = ctx.terms
     given, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # without the last that are their defaults
-    needed = (*ctx.needs_input_grad, *(False,) * (10 - given))
+    needed, (_, precision) = (*ctx.needs_input_grad, *(False,) * (11 - given)), ctx.sums
     a, b, bias, residual, kept = ctx.saved_tensors
     if kept is None and saved_of(activation, epilogue):
-        kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None, ctx.accumulation_dtype)
+        kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None, *ctx.sums)
 
     def product(a, b, alpha):
-        return gemm(a, b, None, None, None, alpha)
+        return gemm(a, b, None, None, None, alpha, precision=precision)
 
     saved = a, b, bias, residual, kept
     return gemm_backward(product, epilogue_gradient, saved, activation, alpha, beta, epilogue, needed, dy)[:given]
@@ -232,11 +233,11 @@ def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
 
 def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None,
+    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """gemm inside a torch.compile trace."""
     named = named_function(epilogue)
-    terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype
+    terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype, precision
     if narrow(out, out_dtype, scale_out, amax):
         check_no_grad("gemm into float8", a, b, bias, residual, scale_a, scale_b, scale_out, amax)
         given = scale_a, scale_b, fast_accumulation, *terms

@@ -10,12 +10,12 @@ from cute_kernels.tile.element import Element
 
 def bsr_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
     """Configurations worth trying, best first among equals."""
-    return wide_sm90(block, spec, element) + (float8_sm90(block, spec, element) if element.width == 1 else [])
+    return wide_sm90(block, spec, element) + (promoted_sm90(block, spec, element) if element.width != 2 else [])
 
 
-def float8_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
-    """Of 8-bit floats, whose promoted sums want both warpgroups on one tile: cooperative kernels in the place of
-    ping-pong ones, for blocks narrower or lower than 128 and for few columns.
+def promoted_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
+    """For promoted sums, which want both warpgroups on one tile: cooperative kernels in the place of ping-pong ones,
+    for blocks narrower or lower than 128 and for few columns.
 
     Of few columns the bytes of A that are under way count, so narrow K-tiles have rings of as many bytes as wide ones.
     """
@@ -100,6 +100,6 @@ def bsr_sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
         deep = spec.smem > 200_000
         shapes = [(128, 128, wide if deep else narrow, 2, 2), (128, 64, narrow, 2, 2)]
     widest, of = tile_k_of(block, element), {"spec": spec, "element": element}
-    if element.width == 1 and block.bm % 128 == 0:  # with fewer sums a warp: promoted ones spill 128
+    if element.width != 2 and block.bm % 128 == 0:  # with fewer sums a warp: promoted ones spill 128
         shapes.append((128, 128, narrow, 4, 2))
     return [sm80(m, n, min(k, widest), wm, wn, 3 if k == wide else 4, **of) for m, n, k, wm, wn in shapes]

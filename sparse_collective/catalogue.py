@@ -1,11 +1,25 @@
 """Which kernels of block-sparse products there are; see cute_kernels.matmul.catalogue."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
-from cute_kernels.matmul.catalogue import COL, FP16_SUMS, LIGHT, LINEAR, ROW, buildable, dense, first, full, kept
+from cute_kernels.matmul.catalogue import (
+    COL,
+    FP16_SUMS,
+    LIGHT,
+    LINEAR,
+    ROW,
+    TF32,
+    buildable,
+    dense,
+    first,
+    fp32_bias,
+    full,
+    kept,
+)
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.tile.element import BITS_16, element_of
 
@@ -239,6 +253,46 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
             made = buildable(family, [linear(spec, spec.path, c, block, **usual | change) for c in configs])
             found += made if change is every else made[:1]
     return found
+
+
+# Blocks whose values are fp32, and those of 16x16 and 512x112 in three parts, side by side. Others' loops are the same.
+SPLIT_BLOCKS = ((16, 48), (512, 336))
+TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (16, 16), *SPLIT_BLOCKS)
+
+
+def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Of fp32 operands, which are multiplied as TF32: each configuration as a layer, with sums of both kinds, those of
+    128x128 blocks loaded as well, and the main one in its variations."""
+    spec = arch_named(arch)
+    if quick:
+        return []
+    element, layer, found = element_of("float32"), TF32 | {"majors": ("k", "k", "m")}, []
+    for block in TF32_BLOCKS:
+        configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
+        for config, promoted in itertools.product(configs, (False, True)):
+            facts = linear(spec, spec.path, config, block, **layer, promoted=promoted)
+            found += [facts] if promoted or block not in SPLIT_BLOCKS else []
+            if block == (128, 128):
+                found.append(replace(facts, epilogue=fp32_bias(LINEAR, residual=None)))
+    changes = [
+        {"ordered": True},
+        {"index_dtype": "int64"},
+        {"epilogue": full()},
+        {"epilogue": fp32_bias(COL), "aligns": (4, 4, 1)},
+        {"out_dtype": "bfloat16", "aligns": (4, 4, 8), "epilogue": fp32_bias(COL)},
+        {"batch": "values", "ranks": (4, 3, 3)},
+        {"batch": "patterns", "ranks": (3, 3, 3)},
+        {"promoted": True, "ordered": True, "epilogue": full()},
+        {"promoted": True, "epilogue": fp32_bias(COL), "aligns": (4, 4, 1)},
+        {"promoted": True, "batch": "values", "ranks": (4, 3, 3)},
+    ]
+    configs = family.candidates(spec.path, BlockFacts(128, 128, "int32"), spec, element)
+    for change in changes:
+        found += buildable(family, (bsr(spec, spec.path, c, (128, 128), **TF32 | change) for c in configs))[:1]
+    if spec.path != "sm_80":
+        configs = family.candidates("sm_80", BlockFacts(128, 128, "int32"), spec, element)
+        found += buildable(family, (linear(spec, "sm_80", c, (128, 128), **layer) for c in configs))[:1]
+    return buildable(family, found)
 
 
 def small_blocks_kernels(family, arch: str) -> list[GemmFacts]:

@@ -17,7 +17,8 @@ from cute_kernels.dtypes import FLOAT8, NAMES_OF_INDEX, NAMES_OF_OPERANDS, defau
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.cost import resident_clusters
-from cute_kernels.matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, stage, viewed
+from cute_kernels.matmul.plan import Plan, along_k, as_vector, bias_view, scale_view, split_view, stage, viewed
+from cute_kernels.matmul.precision import PARTS, check_precision, rounded
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.matmul.terms import (
     Terms,
@@ -32,6 +33,7 @@ from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.families import family_of
+from cute_kernels.tf32_parts import eager as tf32_parts
 from cute_kernels.tile.element import VECTOR_BYTES
 
 from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
@@ -42,6 +44,7 @@ from .tile_order import reference as tile_order
 
 GATED = "bsr_gated_linear"
 NARROW = ("bsr_matmul", "bsr_linear")  # may write 8-bit floats
+WITH_PRECISION = ("bsr_matmul", "bsr_linear")  # multiply float32 as they are told
 _PLANS = PlanCache()
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
@@ -73,7 +76,7 @@ def groups_of(op, x, groups, offsets, group_rows):
 
 def call(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None,
+    fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -102,7 +105,7 @@ def call(
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
             groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
-            accumulation_dtype, out_dtype, scale_out is None, amax is None,
+            accumulation_dtype, out_dtype, scale_out is None, amax is None, precision,
         )  # fmt: skip
     except AttributeError:
         terms = None
@@ -111,6 +114,7 @@ def call(
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
             fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
+            precision=precision,
         )  # fmt: skip
         plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups, out_dtype))
     if amax is not None:
@@ -120,6 +124,7 @@ def call(
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
             fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
+            precision=precision,
         )  # fmt: skip
         return _without_kernel(plan, W, b, given, out, groups)
     if out is None:
@@ -132,6 +137,8 @@ def call(
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
     if values.data_ptr() & 15:
         values = alignment.aligned(values)
+    if plan.split_blocks:
+        values = tf32_parts.side_by_side(values, False)
     scales = _scales(plan, W, scale_b, scale_out, amax) if plan.scales else ()
     _launch(plan, W, values, b, d, scales, bias, residual, z, groups)
     if with_z:
@@ -199,6 +206,8 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     bias = terms.bias
     if W.structured:
         W = W.to_bsr()
+    if terms.precision == "tf32":
+        W, b = W.with_values(rounded(W.values)), rounded(b)
     if groups is not None:
         acc = on_cpu.grouped_linear(W, b, groups)
         if bias is not None and bias.dim() == 2:
@@ -245,7 +254,9 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
     also = () if op == GATED else tuple(FLOAT8)
-    checks.check_operands(op, kernel=plans_kernel(W.device), also=also, W=W.stored, **{name: b})
+    precision = terms.precision if op in WITH_PRECISION else False
+    checks.check_operands(op, kernel=plans_kernel(W.device), also=also, precision=precision, W=W.stored, **{name: b})
+    check_precision(op, terms.precision, W.dtype)
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
     if inner != K:
@@ -263,7 +274,7 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     out_dtype = checks.check_out_dtype(op, out, out_dtype, wide, narrow)
     check_narrow(op, terms, out_dtype, wide)
     if W.structured:
-        check_structured(op, terms.accumulation_dtype, out_dtype in FLOAT8)
+        check_structured(op, terms.accumulation_dtype, out_dtype in FLOAT8, terms.precision)
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", terms.residual, shape, out_dtype)
     spec = _epilogue(op, W, b, terms)
@@ -306,10 +317,12 @@ def _check_groups(op: str, W, x, groups) -> None:
         )
 
 
-def check_structured(op: str, accumulation_dtype, narrow: bool) -> None:
+def check_structured(op: str, accumulation_dtype, narrow: bool, precision=None) -> None:
     """ValueError for what a product of a Bsr24 does not have. narrow: whether the output is of 8-bit floats."""
     if accumulation_dtype is not None:
         raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
+    if precision is not None:
+        raise ValueError(f"{op}: a Bsr24 has no float32 values, which precision belongs to; leave it out")
     if narrow:
         raise ValueError(f"{op}: a Bsr24 has no float8 outputs; use cute_kernels.quantize")
 
@@ -374,13 +387,20 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         None if bias is None else _bias_of_items(bias, W) if spec.bias_items else bias_view(bias),
         None if residual is None or not fold else _view_of("residual", residual, linear, plan),
     )
+    bm, bk = W.blocksize
+    if terms.precision == "3xtf32":
+        bk *= PARTS
     if W.shape[-1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
         plan.notes.append("K is 0: the kernel sums over nothing")
-        columns = W.blocksize[1]
+        columns = bk
         rows = 1 if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
         N = rows if linear else b.shape[-1]  # K-major on either side, which suits TMA at any N
         views = (lambda t: t.new_zeros(N, columns) if linear else t.new_zeros(N, columns).t(), *views[1:])
-    elif W.dtype in FLOAT8:
+    elif terms.precision == "3xtf32":
+        plan.split_blocks = True
+        plan.notes.append("W.values are copied: 3xtf32 multiplies the TF32 parts of each block's numbers, side by side")
+        views = split_view("x" if linear else "b", views[0], plan, linear, True, W.blocksize[1]), *views[1:]
+    elif W.dtype in FLOAT8 or W.dtype == torch.float32:
         views = along_k("x" if linear else "b", b, views[0], plan, linear), *views[1:]
     if any(view is not None for view in views):
         plan.views = views
@@ -392,7 +412,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
     if residual is not None:
         vr = residual if views[3] is None else views[3](residual)
         spec = replace(spec, residual=major(layout_of_tensor(vr), names[1]))
-    (M, K), (bm, bk) = W.shape[-2:], W.blocksize
+    M, K = W.shape[-2], W.shape[-1] // W.blocksize[1] * bk
     run = 0 if groups is None else b.shape[0] // len(groups)
     N, vector = vb.shape[-2] if linear else vb.shape[-1], VECTOR_BYTES // W.stored.element_size()
     problem = Problem(
@@ -418,6 +438,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         terms.fast_accumulation,
         structured=W.structured,
         acc_dtype=terms.acc_dtype,
+        promoted=terms.precision == "3xtf32",
     )
     if spec.scales_operands or problem.block.scaled or plan.out_dtype in FLOAT8:
         plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)

@@ -94,6 +94,7 @@ class Bsr(BsrFamily):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         made = catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
+        made += (catalogue.tf32_kernels,)
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import accumulator
+from cute_kernels.reference import outside_autocast
 
 from .bsr import BsrMatrix
 from .conversions import bits, of_bits
@@ -16,6 +17,7 @@ CHUNK_BYTES = 1 << 20  # of gathered blocks and rows, for each thread: they stay
 MOST_COLUMNS = 512  # of b at a time
 
 
+@outside_autocast
 def product(W: BsrMatrix, b: Tensor) -> Tensor:
     """W @ b, (..., M, N) of the accumulator's dtype, contiguous. b (..., K, N); with a batch (L, K, N) or (K, N)."""
     M, rows, columns = W.shape[-2], W.row_of_block(), W.col_indices
@@ -37,6 +39,7 @@ def product(W: BsrMatrix, b: Tensor) -> Tensor:
     return _multiply(W, W.stored, rows, columns, b, items * M, scales=W.stored_scales).unflatten(0, (items, M))
 
 
+@outside_autocast
 def grouped_linear(W: BsrMatrix, x: Tensor, groups: Tensor) -> Tensor:
     """(T, M) of the accumulator's dtype: x (T, K) run by run times the item of W in groups, zeros where there is none.
 

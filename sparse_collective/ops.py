@@ -39,6 +39,7 @@ def bsr_matmul(
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     amax: Tensor | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
@@ -48,6 +49,7 @@ def bsr_matmul(
             them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
             Or a Bsr24, whose blocks are 2:4 sparse, of bfloat16, float16 or, on sm_89 and sm_90, float8: without
             gradients, accumulation_dtype and float8 outputs, and of float8 without torch.compile.
+            With a precision also float32, no view W.t().
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
         b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
@@ -64,6 +66,8 @@ def bsr_matmul(
         out_dtype: bfloat16, float16 or float32; by default W's dtype, of float8 bfloat16. Also float8, without a
             residual, see cute_kernels.gemm. No gradient is computed with it.
         scale_out, amax: of float8 outputs alone, see cute_kernels.gemm.
+        precision: "tf32" or "3xtf32", of float32 operands alone, see cute_kernels.gemm; without
+            gradients.
 
     Returns:
         (..., M, N), of a batch (L, M, N); `out` if it was given.
@@ -75,12 +79,15 @@ def bsr_matmul(
 
     Of float8 operands sums of at most 128 products are added up in fp32, and the result is bfloat16 unless out says
     else. A b that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied first.
-    There is no gradient, and no kernel for W.t(). Raises as cute_kernels.gemm does, RuntimeError also where an argument
-    requires a gradient beside out_dtype or a Bsr24.
+    There is no gradient, and no kernel for W.t(). Such a b of float32 is copied, too; with "3xtf32" W's values and b
+    are, to where the parts of their numbers lie side by side along K.
+
+    Raises as cute_kernels.gemm does, RuntimeError also where an argument requires a gradient beside out_dtype, a
+    precision or a Bsr24.
     """
     terms = bias, activation, residual, out, epilogue
     more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
-    more |= {"scale_out": scale_out, "amax": amax}
+    more |= {"scale_out": scale_out, "amax": amax, "precision": precision}
     return called("bsr_matmul", W, b, *terms, scale_b=scale_b, **more)
 
 
@@ -98,6 +105,7 @@ def bsr_linear(
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     amax: Tensor | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
@@ -105,7 +113,8 @@ def bsr_linear(
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax: see bsr_matmul.
+        activation, out, epilogue, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax, precision: see
+            bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
 
@@ -116,7 +125,7 @@ def bsr_linear(
     """
     terms = bias, activation, None, out, epilogue
     more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
-    more |= {"scale_out": scale_out, "amax": amax}
+    more |= {"scale_out": scale_out, "amax": amax, "precision": precision}
     return called("bsr_linear", W, x, *terms, scale_b=scale_x, **more)
 
 
@@ -252,15 +261,16 @@ def sddmm(
 
 def called(
     op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False, accumulation_dtype=None,
-    out_dtype=None, scale_out=None, amax=None,
+    out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
     of_output = out_dtype, scale_out, amax
     more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
-    more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax}
+    more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
     if isinstance(terms[0], Bsr24):
         return structured(op, terms, **more)
-    if scaled(terms[1], None, scale_b, fast_accumulation) or narrow(terms[5], *of_output) or out_dtype is not None:
+    of_operands = scaled(terms[1], None, scale_b, fast_accumulation) or precision is not None
+    if of_operands or narrow(terms[5], *of_output) or out_dtype is not None:
         return without_gradient(op, terms, **more)
     run = eager.call
     if torch.compiler.is_compiling():
@@ -275,12 +285,12 @@ def called(
 
 
 def structured(
-    op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax
+    op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax, precision
 ) -> Tensor:
     """The same of a W with 2:4 sparse blocks, which torch.func does not take."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
-    eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax))
+    eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
     if torch.compiler.is_compiling():
         if scaled(terms[1], None, scale_b, fast_accumulation):
             raise RuntimeError(
@@ -294,16 +304,17 @@ def structured(
 
 
 def without_gradient(op: str, terms: tuple, **more) -> Tensor:
-    """The same of a product of 8-bit floats, or with out_dtype."""
+    """The same of a product of 8-bit floats, or with out_dtype or a precision."""
     if torch.compiler.is_compiling():
         from .torch_op import traced_scaled_bsr
 
         return traced_scaled_bsr(op, *terms, **more)
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{op} of float8, or with out_dtype, does not compute gradients: call it outside of torch.func's transforms"
+            f"{op} of float8, or with out_dtype or precision, does not compute gradients: call it outside of "
+            "torch.func's transforms"
         )
-    refuse_gradient(f"{op} of float8, or with out_dtype,", terms, more["scale_b"], more["scale_out"])
+    refuse_gradient(f"{op} of float8, or with out_dtype or precision,", terms, more["scale_b"], more["scale_out"])
     return eager.call(op, *terms, **more)
 
 

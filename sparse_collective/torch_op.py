@@ -98,7 +98,7 @@ def _run_scaled(op, *inputs, scales, out, epilogue, **terms):
 
 
 SCALED = "sparse_collective::scaled_bsr"
-SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}"
+SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}, str? precision=None"
 library.register(SCALED, INPUTS, SCALED_TERMS, _run_scaled, _fake)
 
 
@@ -181,14 +181,15 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None,
 
 def traced_scaled_bsr(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation,
-    accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None,
+    accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
-    """A product of 8-bit floats, or into such, inside a torch.compile trace; see traced_bsr."""
+    """A product of 8-bit floats, or into such, or with a precision, inside a torch.compile trace; see traced_bsr."""
     inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
     *first, _, function, groups, sums = terms
     scales = W.stored_scales
-    check_no_grad(f"{op} of float8, or with out_dtype,", inputs[4], scales, b, bias, residual, scale_b, scale_out, amax)
-    terms = scales, scale_b, fast_accumulation, *first, out_dtype, function, groups, sums
+    what = f"{op} of float8, or with out_dtype or precision,"
+    check_no_grad(what, inputs[4], scales, b, bias, residual, scale_b, scale_out, amax)
+    terms = scales, scale_b, fast_accumulation, *first, out_dtype, function, groups, sums, precision
     if narrow(out, out_dtype, scale_out, amax):
         return called_narrow(NARROW, inputs, out, terms, scale_out, amax)
     return library.call(SCALED, inputs, out, terms)

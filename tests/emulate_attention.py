@@ -18,7 +18,7 @@ from attention.forward.mainloop_float8 import KEYS
 from attention.forward.transposed_values import place_of
 from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
-from cute_kernels.dtypes import FLOAT8, TORCH
+from cute_kernels.dtypes import FLOAT8, NAMES, TORCH
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 
@@ -102,7 +102,8 @@ class EmulatedFlash:
 
 
 class EmulatedFloat8:
-    """The same of the kernel of 8-bit floats, which is given V transposed, and scales; in fp32, of wide numbers."""
+    """The same of the kernels of 8-bit floats, which are given V of 16 bits or transposed, and scales; in fp32, of wide
+    numbers."""
 
     def __init__(self, facts):
         known = {field.name: getattr(facts, field.name) for field in dataclasses.fields(FlashFacts)}
@@ -117,9 +118,12 @@ class EmulatedFloat8:
         assert [s is not None for s in scales] == [facts.q_scale, facts.k_scale, facts.v_scale]
         assert all(s is None or s.dim() == 2 + facts.tokens for s in scales)
         assert all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in (q, k, v, out))
-        assert v.shape[3] == facts.head_dim_v * facts.config.tile_n and all(s % 16 == 0 for s in v.stride()[:-1])
+        if facts.fast:
+            assert v.shape[3] == facts.head_dim_v * facts.config.tile_n and all(s % 16 == 0 for s in v.stride()[:-1])
+        else:
+            assert NAMES[v.dtype] == facts.values_dtype and v.shape[:-1] == k.shape[:-1]
         starts = (cu_q, cu_k, cu_k) if facts.packed else (None,) * 3
-        tensors = q, k, self.rows_of(v, k, cu_k)
+        tensors = q, k, self.rows_of(v, k, cu_k) if facts.fast else v.float()
         wide = [of_sequences(*each) for each in zip(tensors, scales, starts, strict=True)]
         result = torch.full(out.shape, math.nan)
         self.plain(*wide, result, lse, sinks, cu_q, cu_k, blocks, score, *more[3:])
@@ -139,7 +143,7 @@ class EmulatedFloat8:
 
 
 class EmulatedValues:
-    """The function that stands for the kernel that transposes V."""
+    """The function that stands for the kernel that converts or transposes V."""
 
     def __init__(self, facts):
         self.facts = facts
@@ -148,6 +152,10 @@ class EmulatedValues:
     def __call__(self, v, to, cu_k):
         insist_on_arguments(self.facts, (v, to, cu_k))
         tile, dim = self.facts.tile, self.facts.head_dim
+        if not tile:
+            assert v.shape == to.shape and to.dtype is torch.float16 and cu_k is None
+            to.copy_(v.float())
+            return
         found = torch.zeros(*to.shape[:2], to.shape[2] * tile, dim)
         if not self.facts.packed:
             found[:, :, : v.shape[2]] = v.float()
@@ -244,7 +252,7 @@ def of_forward(facts):
     return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
 
 
-KINDS = {"flash forward": of_forward, "transposed values": EmulatedValues, "decode": EmulatedDecode}
+KINDS = {"flash forward": of_forward, "values of 8 bits": EmulatedValues, "decode": EmulatedDecode}
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:

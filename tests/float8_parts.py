@@ -5,23 +5,25 @@ import torch
 
 from cute_kernels.runtime.families import family_of
 
+from .kernel_selection import one_of_each
+
 KEPT = 2.0**-13  # of the largest of what tensor cores add at once, the least that they keep
 TERMS = 33  # that are added at once: the products of 32 of K, and the sum before
 
 
 def some(kernels: list, facts=lambda kernel: kernel) -> list:
-    """The first kernel of each kind: those that differ in more are compiled by test_kernels_compile, and run on a GPU.
+    """A kernel of each kind: those that differ in more are compiled by test_kernels_compile, and run on a GPU.
 
     facts: of an element of `kernels`.
     """
-    found = {}
-    for kernel in kernels:
-        f, e = facts(kernel), facts(kernel).epilogue
-        cfg = f.config
+
+    def kind(f) -> tuple:
+        cfg, e = f.config, f.epilogue
         loop = f.path, f.promotes, f.takes_turns, f.a_in_registers, cfg.split > 1, cfg.consumer_groups, cfg.rings
         blocks = f.block and (f.block.bm >= 128, f.block.bk % 128, f.block.scaled)
-        found.setdefault((loop, blocks, f.dtype, f.out_dtype, e.scale_m, e.scale_n, e.is_light), kernel)
-    return list(found.values())
+        return loop, blocks, f.dtype, f.out_dtype, e.scale_m, e.scale_n, e.is_light
+
+    return one_of_each(kernels, kind, facts)
 
 
 def compiled(kernels: list) -> list:

@@ -17,7 +17,7 @@ import cute_kernels
 from attention import attention
 from attention.decode import choose as decode
 from cute_kernels.matmul import choose
-from sparse_collective import bsr_linear
+from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.nn import BsrLinear, change_pattern_
 
 from . import reference
@@ -102,6 +102,18 @@ def of_fp16_sums(path: str) -> None:
             cute_kernels.gemm(a.to(DEVICE), b.to(DEVICE), out=out, accumulation_dtype=torch.float16)
         exact = a.double() @ b.double()
         assert (out.cpu().double() - exact).norm() < 0.01 * exact.norm()
+
+
+def of_fp32(path: str) -> None:
+    """fp32 operands as TF32 and in two parts, b being copied; and stored blocks of them."""
+    a, b, W = torch.randn(136, 272), torch.randn(272, 200), random_bsr((192, 272), (64, 16), density=0.5, dtype=FP32)
+    for precision, near_to in (("tf32", 2e-3), ("3xtf32", 1e-5)):
+        with cute_kernels.path(path):
+            out = poisoned(136, 200, dtype=FP32).to(DEVICE)
+            cute_kernels.gemm(a.to(DEVICE), b.to(DEVICE), out=out, precision=precision)
+            blocks = bsr_linear(a.to(DEVICE), W.to(DEVICE), precision=precision)
+        for ours, exact in ((out, a.double() @ b.double()), (blocks, a.double() @ W.to_dense().double().t())):
+            assert (ours.cpu().double() - exact).norm() < near_to * exact.norm()
 
 
 def of_float8_blocks(path: str) -> None:
@@ -190,6 +202,7 @@ def differentiated(name: str) -> Callable:
 CASES = {  # a maker's arguments, or a function of the path
     "dense ragged": partial(dense, 200, 136, 72),
     "dense, sums in fp16": of_fp16_sums,
+    "fp32 operands": of_fp32,
     "dense nt with terms": partial(dense, 136, 200, 72, "nt", dtype=FP16, terms="bias+gelu+residual"),
     "dense tn fp32 m-major": partial(dense, 136, 72, 200, "tn", out_dtype=FP32, m_major=True),
     "dense batch": partial(dense, 40, 72, 136, batch=(3,)),

@@ -29,6 +29,19 @@ def test_a_row_of_sums_in_fp16(monkeypatch):
     assert (cublas().float() - wide().float()).norm() < 0.01 * wide().float().norm()
 
 
+@pytest.mark.parametrize("precision", ["tf32", "3xtf32"])
+def test_a_row_of_fp32_operands(monkeypatch, precision):
+    """On the CPU: of TF32 ours rounds operands, else it errs by less than the row allows."""
+    monkeypatch.setattr(cases, "randn", torch.randn)
+    case = cases.tf32(136, 80, 96, "NT", precision)
+    call, _ = case.ours()
+    (peer,) = (peer.setup() for peer in case.peers)
+    assert case.against == case.peers[0].name and call().dtype == torch.float32
+    assert not torch.backends.cuda.matmul.allow_tf32
+    error = (peer() - call()).norm() / call().norm()
+    assert 1e-4 < error < 1e-3 if precision == "tf32" else error < 1e-6
+
+
 @pytest.mark.parametrize("name", patterns.PATTERNS)
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (128, 128), (512, 512)])
 def test_patterns_keep_what_they_should(name, rows, cols):

@@ -8,6 +8,7 @@ from bench import cases_float8, cases_float8_layers, findings_float8, peers_floa
 from bench.peers import WrongResult
 from bench.rows import OURS
 from sparse_collective import random_bsr
+from sparse_collective.nn import Float8BsrLinear, Float8SwiGLU
 
 
 def scaled_mm(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum, out):
@@ -108,6 +109,28 @@ def test_a_row_of_a_feed_forward(tokens):
     )  # fmt: skip
     row = measured(case)
     assert row.problem.flops == 3 * 2 * 256 * 384 * tokens / 2 and row.ratio == 0.5 and not row.rival.error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("gate_up", "wrong result before the gate"),
+        ("quantize_gated", "wrong result of the hidden numbers"),
+        ("down", "wrong result: off"),
+    ],
+)
+def test_a_wrong_step_of_a_feed_forward(monkeypatch, wrong, words):
+    """Of each step alone, whose results are a tenth too large."""
+    if wrong == "quantize_gated":
+        right = cases_float8_layers.quantize_gated
+        monkeypatch.setattr(cases_float8_layers, wrong, lambda z: (lambda v, s: (v, s * 1.1))(*right(z)))
+    else:
+        kind = {"gate_up": Float8BsrLinear, "down": Float8SwiGLU}[wrong]
+        right = kind._product
+        monkeypatch.setattr(kind, "_product", lambda layer, x: right(layer, x) * 1.1)
+    case = cases_float8_layers.feed_forward(256, 384, 70, 0.5, block=(64, 64), device="cpu")
+    with pytest.raises(WrongResult, match=words):
+        case.ours()
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):

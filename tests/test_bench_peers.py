@@ -80,6 +80,8 @@ def test_only_what_is_right_is_verified():
     [
         (peers.cublas, lambda: dense(bias=False)),
         (peers.cublas_fp16_sums, lambda: dense(bias=False)),
+        (peers.cublas_tf32, lambda: dense(bias=False)),
+        (peers.cublas_fp32, lambda: dense(bias=False)),
         (peers.cublaslt_epilogue, dense),
         (peers.cublaslt_epilogue, lambda: dense("relu")),
         (peers.cublaslt_epilogue, lambda: dense("gelu_tanh")),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import explain, gemm
+from attention import attention
+from cute_kernels import explain, gemm, inspect
 from cute_kernels.arch import ARCHS, PATHS
 from cute_kernels.matmul.choose import candidates_for, choose, facts_for
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
@@ -59,6 +60,11 @@ def test_explain_on_the_cpu():
     known = "known are .*bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
     with pytest.raises(ValueError, match=f"cannot explain 'matmul'; {known}"):
         explain(torch.matmul, normal(8, 8), normal(8, 8))
+    for op, other in ((gemm, normal(16, 24)), (bsr_linear, W), (attention, normal(8, 16))):  # with the op's own name
+        with pytest.raises(TypeError, match=rf"^{op.__name__}\(\): got an unexpected keyword argument 'transposed'"):
+            explain(op, a, other, *([other] if op is attention else ()), transposed=True)
+    with pytest.raises(TypeError, match=r"^gemm\(\): missing a required argument: 'b'"):
+        inspect(gemm, a, arch="sm_90")
 
 
 def test_explain_of_a_kernel(emulated):

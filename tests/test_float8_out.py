@@ -23,6 +23,7 @@ from sparse_collective.skinny.family import SKINNY
 from .emulator import emulate
 from .emulator.ops import on_emulator
 from .float8_parts import compiled
+from .kernel_selection import one_of_each
 from .test_float8 import numbers
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -316,11 +317,12 @@ KERNELS = [
 ]
 
 
-OF_EACH_KIND = {(f.family, f.path, f.dtype, f.majors[2], f.epilogue.is_light): (name, f) for name, f in KERNELS}
+def kind(f) -> tuple:
+    return f.arch, f.family, f.path, f.dtype, f.majors[2], f.epilogue.is_light
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(list(OF_EACH_KIND.values())))
+@pytest.mark.parametrize("facts", compiled(one_of_each(KERNELS, kind, lambda kernel: kernel[1])))
 def test_kernels_convert_two_at_a_time_and_spill_nothing(facts, outcome_of):
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error

@@ -1,17 +1,19 @@
-"""attention() of 8-bit floats with scales of blocks of 128 tokens: kernels of sm_90, and the reference.
+"""attention() of 8-bit floats with scales of blocks of 128 tokens: kernels of sm_90, fast and not, and the reference.
 
-Bounds are those of test_float8_attention: of all that differs P is rounded, and p w is in the middle of its range,
-which is what its error is a part of.
+Bounds are those of test_float8_attention: of all that differs P is rounded, and p w is in the middle of a fast P's
+range, which is what its error is a part of.
 """
 
 import contextlib
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attention import BlockMask, attention, block_sparse_attention, scaled_dot_product_attention
 from attention.forward import choose
-from attention.forward.catalogue import of_tokens
+from attention.forward.catalogue import EXTENTS, of_tokens
 from attention.forward.config import SCALE_TOKENS, Float8Facts
 from attention.score_mods import Alibi
 from cute_kernels import explain, quantize
@@ -20,9 +22,20 @@ from cute_kernels.runtime.device import assume
 from cute_kernels.runtime.families import unsupported
 
 from .attention_parts import BF16, CAUSAL, FP16, FP32, packed, qkv, truth
+from .emulator.emulate import machine
 from .emulator.ops import on_emulator
 from .reference import poisoned_empty
-from .test_float8_attention import E4M3, SCALES, check, narrow, place, tiles, wide  # noqa: F401 (place is a fixture)
+from .test_float8_attention import (  # noqa: F401 (place is a fixture)
+    BOTH,
+    E4M3,
+    FAST,
+    SCALES,
+    check,
+    narrow,
+    place,
+    tiles,
+    wide,
+)
 
 
 def of_tokens_scales(t: torch.Tensor, spread: float) -> torch.Tensor:
@@ -58,10 +71,20 @@ CALLS = [  # operands, terms
 ]
 
 
+@BOTH
 @pytest.mark.parametrize(("operands", "terms"), CALLS, ids=str)
-def test_calls(place, operands, terms):  # noqa: F811
-    plan = check(case(place, **operands) | terms)
-    assert plan.facts is None or plan.facts.tokens and SCALE_TOKENS % plan.facts.config.tile_n == 0
+def test_calls(place, operands, terms, fast):  # noqa: F811
+    plan = check(case(place, **operands) | terms | fast)
+    if plan.facts is not None:
+        assert plan.facts.tokens and plan.facts.fast == bool(fast) and SCALE_TOKENS % plan.facts.config.tile_n == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_values_of_16_bits(place, dtype):  # noqa: F811
+    """They have scales of tokens, too."""
+    call = case(place, D=128, Sq=300, Sk=500) | CAUSAL
+    plan = check(call | {"v": torch.randn(call["v"].shape, device=place).to(dtype)})
+    assert plan.facts is None or plan.facts.v_scale and plan.facts.values_dtype == str(dtype)[6:]
 
 
 @pytest.mark.parametrize("names", [SCALES[:1], SCALES[1:2], SCALES[2:], SCALES[1:]], ids=str)
@@ -89,8 +112,9 @@ def test_outputs_and_sinks(place, dtype):  # noqa: F811
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("terms", [{}, CAUSAL], ids=str)
-def test_block_masks(place, block, terms):  # noqa: F811
-    call = case(place, D=128, Sq=300, Sk=500)
+@BOTH
+def test_block_masks(place, block, terms, fast):  # noqa: F811
+    call = case(place, D=128, Sq=300, Sk=500) | fast
     blocks = torch.rand(2, 4, -(-300 // block[0]), -(-500 // block[1])) < 0.5
     blocks[0, 1] = False
     mask = BlockMask.from_blocks(blocks.to(place), block, lengths=(300, 500), **terms)
@@ -112,8 +136,11 @@ def test_plans_of_their_own(place):  # noqa: F811
     for name in SCALES:
         of_heads = torch.rand(2, call[name[0]].shape[1], device=place) + 0.5
         blocks = -(-call[name[0]].shape[2] // SCALE_TOKENS)
-        found = attention(**call, **{name: of_heads[..., None].expand(-1, -1, blocks)}, out=torch.empty(2, 4, 200, 64))
-        wanted = attention(**call, **{name: of_heads}, out=torch.empty(2, 4, 200, 64))
+        each = of_heads[..., None].expand(-1, -1, blocks)
+        found, wanted = (
+            attention(**call, **{name: scale}, out=torch.empty(2, 4, 200, 64, device=place))
+            for scale in (each, of_heads)
+        )
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
 
 
@@ -137,9 +164,11 @@ def test_nothing_to_see(place):  # noqa: F811
 SMALL, ONE = {"B": 1, "H": 2, "heads": 1}, {"B": 1, "H": 1, "heads": 1}
 EMULATED = [  # operands, terms, dtype of out
     ({"D": 128, "Sq": 330, "Sk": 400} | SMALL, CAUSAL, FP32),
-    ({"D": 64, "Sq": 200, "Sk": 700} | ONE, {}, BF16),
+    ({"D": 128, "Sq": 330, "Sk": 400} | SMALL, CAUSAL | FAST, FP32),
+    ({"D": 64, "Sq": 200, "Sk": 700} | ONE, FAST, BF16),
+    ({"D": 64, "Sq": 190, "Sk": 300} | ONE, {}, BF16),
     ({"D": 192, "Dv": 96, "Sq": 70, "Sk": 300} | ONE, {"window": (190, 3), "softcap": 2.0}, FP16),
-    ({"D": 256, "Sq": 40, "Sk": 300} | ONE, {"sinks": torch.tensor([2.0])}, BF16),
+    ({"D": 256, "Sq": 20, "Sk": 200} | ONE, {"sinks": torch.tensor([2.0])}, BF16),
 ]
 
 
@@ -151,16 +180,23 @@ def test_on_the_emulator(operands, terms, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [SCALES[::2], SCALES[1:2]], ids=str)
-def test_some_scales_on_the_emulator(names):
+@pytest.mark.parametrize(("names", "fast"), [(SCALES[::2], {}), (SCALES[1:2], {}), (SCALES[1:2], FAST)], ids=str)
+def test_some_scales_on_the_emulator(names, fast):
     with on_emulator("sm_90", sms=2, seed=1):
-        check(case(names=names, D=64, Sq=70, Sk=300, **ONE) | CAUSAL, exact=False)
+        check(case(names=names, D=64, Sq=70, Sk=300, **ONE) | CAUSAL | fast, exact=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
-def test_block_masks_on_the_emulator(block):
-    call = case(D=128, Sq=200, Sk=400, **SMALL)
+def test_values_of_16_bits_on_the_emulator():
+    call = case(spread=3, D=96, Sq=70, Sk=300, **SMALL)
+    with on_emulator("sm_90", sms=3, seed=1):
+        check(call | {"v": torch.randn(call["v"].shape).to(BF16)} | CAUSAL, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("block", "fast"), [((128, 128), {}), ((64, 64), {}), ((64, 64), FAST)], ids=str)
+def test_block_masks_on_the_emulator(block, fast):
+    call = case(D=128, Sq=200, Sk=400, **SMALL) | fast
     blocks = torch.rand(1, 2, -(-200 // block[0]), -(-400 // block[1])) < 0.6
     mask = BlockMask.from_blocks(blocks, block, lengths=(200, 400), causal=True)
     with on_emulator("sm_90", sms=3, seed=1):
@@ -191,33 +227,54 @@ def growing(**operands) -> dict:
 
 
 @pytest.mark.slow
-def test_scores_and_values_that_grow_on_the_emulator():
-    """Over so many tiles that O's sums are kept in shared memory, and their rows' maxima grow."""
+@BOTH
+def test_scores_and_values_that_grow_on_the_emulator(fast):
     with on_emulator("sm_90", sms=2, seed=3):
-        plan = check(growing(D=64, Sq=64, Sk=2700, **ONE), exact=False)
-    assert plan.facts.keeps_sums
+        check(growing(D=64, Sq=64, Sk=1500, **ONE) | fast, exact=False)
 
 
 @pytest.mark.slow
-def test_rows_of_small_values_on_the_emulator():
+def test_sums_that_are_too_large():
+    """As test_no_scores_are_computed_twice: p are multiplied, however small V's scales are. What is kept of a row's
+    maximum and of its sum goes by them."""
+    D, tile_n = 64, 128
+    call = case(D=D, Sq=64, Sk=8 * tile_n + 64, names=SCALES[1:], spread=0.1, **ONE) | CAUSAL | FAST
+    q, k = call["q"].float() / 2, call["k"].float()
+    k[..., 8 * tile_n, :] = -1.5 * D**0.5 * q[..., 0, :] / q[..., 0, :].square().sum(-1)  # a score of -1.5
+    call |= {"q": q.to(E4M3), "k": k.to(E4M3), "v_scale": call["v_scale"] * 2.0**-40}
+    out = torch.empty(1, 1, 64, D)
+    before = machine().emu_mmas()  # mma.sync; all others are wgmma
+    with on_emulator("sm_90", sms=1, seed=2):
+        plan = explain(attention, **call)
+        _, lse = attention(**call, out=out, return_lse=True)
+    expected = truth(**wide(call))
+    assert plan.facts.config.tile_n == tile_n and machine().emu_mmas() == before
+    assert (out - expected.out).norm() <= 0.04 * expected.out.norm()
+    torch.testing.assert_close(lse, expected.lse.float(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@BOTH
+def test_rows_of_small_values_on_the_emulator(fast):
     """Rows that see small values alone are as exact as others, though V's other blocks are a million times as large or
     zeros."""
     q, k, v = (t.float() for t in qkv(D=64, Sq=384, Sk=384, **ONE))
     v[:, :, :128] *= 1e-6
     k[:, :, 128:256], v[:, :, 128:256] = 0.0, 0.0
-    call = quantised(q, k, v) | CAUSAL
+    call = quantised(q, k, v) | CAUSAL | fast
     assert (call["v_scale"][0, 0, 1] == call["k_scale"][0, 0, 1]) and call["v_scale"].max() < 1
     exact = truth(**wide(call)).out
     with on_emulator("sm_90", sms=2):
         out = attention(**call, out=torch.empty(1, 1, 384, 64))
     for rows in (slice(0, 128), slice(128, 256), slice(256, 384)):
-        assert (out - exact)[..., rows, :].norm() <= 0.04 * exact[..., rows, :].norm()
+        assert (out - exact)[..., rows, :].norm() <= (0.04 if fast else 0.001) * exact[..., rows, :].norm()
 
 
 @pytest.mark.slow
-def test_scales_that_are_no_numbers_stay_with_their_rows():
+@BOTH
+def test_scales_that_are_no_numbers_stay_with_their_rows(fast):
     """NaN in a block's scale makes the rows that see the block NaN, and no others."""
-    call = case(D=64, Sq=256, Sk=256, B=1, H=2, heads=2) | CAUSAL
+    call = case(D=64, Sq=256, Sk=256, B=1, H=2, heads=2) | CAUSAL | fast
     with on_emulator("sm_90", sms=2):
         expected = attention(**call)
         for name, rows in (("q_scale", slice(128, 256)), ("k_scale", slice(128, 256)), ("v_scale", slice(128, 256))):
@@ -230,7 +287,8 @@ def test_scales_that_are_no_numbers_stay_with_their_rows():
 
 @pytest.mark.slow
 def test_powers_of_two_on_the_emulator():
-    """Scales of powers of 2 move from blocks of K to their scales without rounding; as much holds of all of V's."""
+    """Scales of powers of 2 move from blocks of K to their scales without rounding. Where all of V's are 4, maxima are
+    larger by 2, so that fp32 rounds others than with 1."""
     call = case(names=(), D=64, Sq=70, Sk=300, **ONE)
     powers = torch.tensor([1.0, 0.5, 0.25]).view(1, 1, 3)
     moved = call["k"].float() / powers.repeat_interleave(SCALE_TOKENS, -1)[..., :300, None]
@@ -240,7 +298,8 @@ def test_powers_of_two_on_the_emulator():
         found, again = attention(**call | {"k": moved.to(E4M3)}, k_scale=powers, **ones, return_lse=True)
         assert torch.equal(found, expected) and torch.equal(again, lse)
         found, again = attention(**call, v_scale=ones["v_scale"] * 4, return_lse=True)
-    assert torch.equal(found, expected * 4) and torch.allclose(again, lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected * 4, rtol=2.0**-7, atol=1e-4)
+    torch.testing.assert_close(again, lse, rtol=1e-6, atol=1e-6)
 
 
 # Plans
@@ -250,15 +309,16 @@ def test_tiles():
     """Those whose columns divide a block; and the catalogue has no others."""
     q = torch.empty(2, 16, 8192, 128, dtype=E4M3, device="meta")
     scale = torch.empty(2, 16, 64, device="meta")
-    heads = explain(attention, q, q, q, q_scale=scale[..., 0], arch="sm_90")
-    plan = explain(attention, q, q, q, q_scale=scale, v_scale=scale[0, :, 0], arch="sm_90")
-    assert heads.facts.config.tile_n == 96 and plan.facts.config.tile_n == 128
-    assert plan.facts.tokens and plan.facts.q_scale and plan.facts.v_scale and not plan.facts.k_scale
-    assert "scales are of blocks of 128 tokens: tiles have 128 keys, which divide a block" in str(plan)
+    for fast, columns in (({}, 80), (FAST, 96)):
+        heads = explain(attention, q, q, q, q_scale=scale[..., 0], arch="sm_90", **fast)
+        plan = explain(attention, q, q, q, q_scale=scale, v_scale=scale[0, :, 0], arch="sm_90", **fast)
+        assert heads.facts.config.tile_n == columns and plan.facts.config.tile_n == 128
+        assert plan.facts.tokens and plan.facts.q_scale and plan.facts.v_scale and not plan.facts.k_scale
+        assert "scales are of blocks of 128 tokens: tiles have 128 keys, which divide a block" in str(plan)
     found = list(of_tokens(arch_named("sm_90")))
-    assert {f.head_dim for f in found} == set(choose.HEAD_DIMS)
+    assert {(f.head_dim, f.fast) for f in found} >= set(itertools.product(choose.HEAD_DIMS, (False, True)))
     assert all(f.tokens and not unsupported(f) and SCALE_TOKENS % f.config.tile_n == 0 for f in found)
-    facts = Float8Facts("sm_90a", "sm_90", choose.FlashConfig(192, 96, 4, 3), tokens=True)
+    facts = Float8Facts("sm_90a", "sm_90", choose.FlashConfig(192, 96, 4, 3), fast=True, tokens=True)
     assert "tiles of 96 keys have scales of several blocks" in unsupported(facts)
 
 
@@ -317,20 +377,22 @@ def test_compiled():
 class TestCuda:
     @pytest.mark.parametrize("terms", [{}, CAUSAL], ids=str)
     @pytest.mark.parametrize("shape", [(1, 2, 4096, 128), (2, 4, 1000, 64), (1, 2, 3000, 256)], ids=str)
-    def test_long(self, shape, terms):
+    @BOTH
+    def test_long(self, shape, terms, fast):
         B, H, S, D = shape
-        call = case("cuda", spread=3, D=D, Sq=S, Sk=S, B=B, H=H, heads=H) | terms
+        call = case("cuda", spread=3, D=D, Sq=S, Sk=S, B=B, H=H, heads=H) | terms | fast
         check(call)
         first, again = (attention(**call, return_lse=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "other bits"
 
-    def test_every_tile(self, monkeypatch):
+    @BOTH
+    def test_every_tile(self, monkeypatch, fast):
+        plain = Float8Facts("sm_90a", "sm_90", None, fast=bool(fast), tokens=True)
         for dim in choose.HEAD_DIMS:
-            for each, _ in choose.FLOAT8[dim]:
-                if SCALE_TOKENS % each[1] == 0 and (dim, each) not in choose.FLOAT8_HEADS:
-                    with tiles(monkeypatch, dim, each):
-                        plan = check(case("cuda", D=dim, Sq=500, Sk=700) | CAUSAL)
-                    assert (plan.facts.config.tile_m, plan.facts.config.tile_n) == each[:2]
+            for config, _ in choose.candidates_sm90(replace(plain, head_dim=dim, head_dim_v=dim), EXTENTS):
+                with tiles(monkeypatch, dim, (config.tile_m, config.tile_n, config.stages, config.groups)):
+                    plan = check(case("cuda", D=dim, Sq=500, Sk=700) | CAUSAL | fast)
+                assert replace(plan.facts.config, dynamic=False) == replace(config, dynamic=False)
 
     def test_a_graph(self):
         call = case("cuda", D=128, Sq=300, Sk=700)
@@ -343,8 +405,9 @@ class TestCuda:
             graph.replay()
             assert torch.equal(out, attention(**call))
 
-    def test_scores_and_values_that_grow(self):
+    @BOTH
+    def test_scores_and_values_that_grow(self, fast):
         for D in (64, 128):
-            call = {n: t.cuda() for n, t in growing(D=D, Sq=300, Sk=6000, **ONE).items()}
+            call = {n: t.cuda() for n, t in growing(D=D, Sq=300, Sk=6000, **ONE).items()} | fast
             for terms in ({}, CAUSAL, {"window": (2000, 300)}):
                 check(call | terms)

@@ -23,6 +23,7 @@ from sparse_collective.family import BSR
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
+from .kernel_selection import one_of_each
 from .reference import ACTIVATIONS, poisoned
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -313,15 +314,15 @@ KERNELS = [
 
 
 def some() -> list:
-    """Of each kind the first: the rest is compiled by test_kernels_compile."""
-    found = {}
-    for name, facts in KERNELS:
-        cfg, e = facts.config, facts.epilogue
-        kind = name, facts.family, cfg.split > 1, cfg.consumer_groups, cfg.tile_n > 128, bool(e.residual), e.stores_z
-        found.setdefault(kind, (name, facts))
+    """One of each kind: the rest is compiled by test_kernels_compile."""
+
+    def kind(f) -> tuple:
+        cfg, e = f.config, f.epilogue
+        return f.arch, f.family, cfg.split > 1, cfg.consumer_groups, cfg.tile_n > 128, bool(e.residual), e.stores_z
+
     return [
         pytest.param(facts, id=f"{name}: {family_of(facts).title(facts)}", marks=getattr(pytest.mark, name))
-        for name, facts in found.values()
+        for name, facts in one_of_each(KERNELS, kind, lambda kernel: kernel[1])
     ]
 
 

@@ -1,6 +1,7 @@
 """The house stands as docs/architecture.md says: which way imports go, and how long functions are."""
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -21,7 +22,12 @@ SCRIPTS = {
     for name in (*PACKAGES, "bench", "demo", "docs", "examples", "tests")
     for path in (ROOT / name).rglob("*.py")
 }
-FILES = {path: ast.parse(path.read_text()) for name in (*PACKAGES, "bench") for path in (ROOT / name).rglob("*.py")}
+
+
+@functools.cache
+def files() -> dict[Path, ast.Module]:
+    """What modules hold. Read by the tests that ask: each process of tests imports this file."""
+    return {path: ast.parse(path.read_text()) for name in (*PACKAGES, "bench") for path in (ROOT / name).rglob("*.py")}
 
 
 def module_of(path: Path) -> str:
@@ -29,11 +35,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """module -> the modules that its file imports, also inside functions."""
-    modules = {module_of(path) for path in FILES}
+    modules = {module_of(path) for path in files()}
     graph = {}
-    for path, tree in FILES.items():
+    for path, tree in files().items():
         name = module_of(path)
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
         found = set()
@@ -48,26 +55,24 @@ def imports() -> dict[str, set[str]]:
     return graph
 
 
-GRAPH = imports()
-
-
-EDGES = [(module, other) for module, found in GRAPH.items() for other in found]
+def edges() -> list[tuple[str, str]]:
+    return [(module, other) for module, found in imports().items() for other in found]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_nothing_above_it(package):
     above = PACKAGES[PACKAGES.index(package) + 1 :] + ("bench",)
-    assert not [edge for edge in EDGES if edge[0].split(".")[0] == package and edge[1].split(".")[0] in above]
+    assert not [edge for edge in edges() if edge[0].split(".")[0] == package and edge[1].split(".")[0] in above]
 
 
 @pytest.mark.parametrize("package", KNOW_NO_KERNEL)
 def test_the_ground_knows_no_kernel(package):
-    assert not [edge for edge in EDGES if edge[0].startswith(package) and edge[1].startswith("cute_kernels.matmul")]
+    assert not [edge for edge in edges() if edge[0].startswith(package) and edge[1].startswith("cute_kernels.matmul")]
 
 
 def test_no_module_imports_itself_by_way_of_others():
     try:
-        list(TopologicalSorter(GRAPH).static_order())
+        list(TopologicalSorter(imports()).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -75,7 +80,7 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_functions_can_be_seen_at_once():
     long = [
         f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for path, tree in FILES.items()
+        for path, tree in files().items()
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= LONGEST
     ]
@@ -84,12 +89,12 @@ def test_functions_can_be_seen_at_once():
 
 def test_files_that_are_named_exist():
     """In comments and docstrings, as "see tables.py"."""
-    named = {(path, name) for path in FILES for name in re.findall(r"\w+\.py\b", path.read_text())}
+    named = {(path, name) for path in files() for name in re.findall(r"\w+\.py\b", path.read_text())}
     assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in SCRIPTS]
 
 
 def test_inline_ptx_is_in_one_file():
-    users = {path.relative_to(ROOT) for path in FILES if re.search(r"\binline_(asm|ptx)\b", path.read_text())}
+    users = {path.relative_to(ROOT) for path in files() if re.search(r"\binline_(asm|ptx)\b", path.read_text())}
     assert users == {Path("cute_kernels/tile/ptx.py")}
 
 

@@ -11,106 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from attention.backward.config import BackwardFacts
-from attention.forward.config import DecodeFacts, FlashFacts, Float8Facts
-from bench.gates import resources
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
-from cute_kernels.runtime.families import families, family_of, load_all
+from cute_kernels.runtime.families import family_of
 from cute_kernels.runtime.parallel import inspect_kernel
 
-load_all()
-LIKE_SM_80 = ("sm_86", "sm_89")  # both have the same kernels: machine_code.txt has the same code for the two
-
-
-def features(facts) -> set:
-    """What a kernel has of each thing that varies: its spills depend on configuration, blocks, mask and epilogue."""
-    if isinstance(facts, FlashFacts | BackwardFacts):
-        return features_of_attention(facts)
-    if not isinstance(family_of(facts), ProductFamily):
-        return {facts}
-    cfg, block = facts.config, facts.block
-    kind = facts.path, facts.family, cfg.split > 1
-    return {
-        (kind, "configuration", cfg, facts.epilogue.is_light),
-        (kind, "rows", cfg.tile_m, cfg.split, facts.transposed, block and block.bm),
-        (kind, "columns", cfg.tile_n, cfg.split, facts.transposed),
-        (kind, "epilogue", facts.epilogue),
-        (kind, "blocks", block and (block.bm, block.bk)),
-        (kind, "layouts", facts.majors, facts.aligns, facts.transposed),
-        (kind, "types", facts.dtype, facts.out_dtype, block and block.index_dtype),
-        (kind, "sums", cfg, facts.promotes, facts.acc_dtype),
-        (kind, "batches", facts.ranks, facts.ordered, block and (block.batch, block.run)),
-    }
-
-
-def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
-    """Each head dimension with every configuration and every mask. What a term adds is the same for all of them."""
-    blocks, kind = facts.blocks, (facts.path, facts.family)
-    dims = facts.head_dim, facts.head_dim_v
-    terms = facts.window, facts.softcap, getattr(facts, "lse", None), facts.packed
-    found = {
-        (kind, "configuration", facts.config, dims),
-        (kind, "terms", terms, blocks is None),
-        (kind, "mask", dims, blocks and (blocks.mask,)),
-        (kind, "blocks", blocks and (blocks.block_q, blocks.block_k)),
-        (kind, "type", facts.dtype),
-    }
-    if isinstance(facts, Float8Facts):
-        found.add((kind, "scales", facts.q_scale, facts.v_scale, facts.out_dtype))
-        found.add((kind, "tokens", facts.tokens and (dims, facts.config.groups)))
-    if isinstance(facts, DecodeFacts):
-        found |= {
-            (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),
-            (kind, "cap", dims, facts.softcap),
-            (kind, "8 bits", facts.cache, dims),
-            (kind, "scales", facts.cache, facts.k_scale, facts.v_scale),
-        }
-    return found
-
-
-def cover(catalogue: list, features) -> list:
-    """Some of the catalogue's kernels that have all features among them, those with the most new ones first."""
-    of = {facts: features(facts) for facts in catalogue}
-    missing, found = set().union(*of.values()), []
-    while missing:
-        best = max(of, key=lambda facts: len(of[facts] & missing))
-        found.append(best)
-        missing -= of.pop(best)
-    return found
-
-
-def catalogue(spec) -> list:
-    return [facts for family in families() for facts in family.catalogue(spec.name)]
-
-
-def configuration(facts) -> set:
-    return {(facts.family, getattr(facts, "path", ""), getattr(facts, "config", None))}
-
-
-def of_float8(facts) -> bool:
-    """What sm_89 has, and other architectures of the sm_80 path have not, or by other code."""
-    dtypes = (getattr(facts, name, "") for name in ("dtype", "out_dtype"))
-    return any(dtype.startswith("float8") for dtype in dtypes) or getattr(facts, "cache", None) == "float8_e4m3fn"
-
-
-def is_other_archs(facts) -> bool:
-    """Whether another architecture has a kernel of the same source: those of the sm_80 path on newer ones."""
-    return getattr(facts, "path", "") == "sm_80" and facts.arch != "sm_80"
-
-
-def selected(spec) -> list:
-    """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns.
-
-    Of 8-bit floats sm_86 has what sm_80 has, and sm_89 instructions of its own.
-    """
-    every = catalogue(spec)
-    known = [f for f in every if (spec.name in LIKE_SM_80 or is_other_archs(f)) and not of_float8(f)]
-    turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
-    own = cover([facts for facts in every if facts not in known], configuration if spec.name == "sm_86" else features)
-    found = own + cover(known, configuration)[turn::turns]
-    quick = [facts for facts in resources.catalogues(quick=True) if facts.arch == spec.target]
-    return found + [facts for facts in quick if facts not in found]
+from .kernel_selection import LIKE_SM_80, catalogue, configuration, features, is_other_archs, of_float8, selected
 
 
 def pytest_generate_tests(metafunc):

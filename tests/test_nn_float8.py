@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
@@ -177,6 +178,61 @@ def test_other_layers_stay():
     assert names == [["Bsr24Linear", "Bsr24Linear"], ["Bsr24Linear", "Float8BsrLinear"]]
     with torch.no_grad():
         assert model(tokens(8)).isfinite().all()
+
+
+@torch.no_grad()
+def test_hooks_of_forward_are_taken_over():
+    """With keywords and after an error, too; a handle still removes its hook."""
+    shared, seen = BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16), []
+    model = nn.Sequential(feed_forward(), shared, shared)
+    before = [
+        model[0].register_forward_pre_hook(lambda layer, args: (seen.append(type(layer).__name__), (args[0] * 2,))[1]),
+        shared.register_forward_pre_hook(lambda layer, args, kwargs: seen.append(sorted(kwargs)), with_kwargs=True),
+        shared.register_forward_hook(lambda layer, args, y: y + 1.0),
+        model[0].register_forward_hook(lambda *_: seen.append("always"), always_call=True),
+    ]
+    x = tokens(8)
+    plain = [kind(layer) for kind, layer in ((Float8SwiGLU, model[0]), (Float8BsrLinear, shared))]
+    quantize_(model)
+    assert torch.equal(model(x), plain[1](plain[1](plain[0](x * 2)) + 1.0) + 1.0)
+    assert seen == ["Float8SwiGLU", "always", [], []]
+    with pytest.raises(Exception, match="dimension|shape|columns|K"):
+        model[0](x[:, :64])
+    assert seen[4:] == ["Float8SwiGLU", "always"]
+    assert model[1](x=x).shape == x.shape and seen[6:] == [["x"]]
+    for handle in before:
+        handle.remove()
+    assert torch.equal(model(x), plain[1](plain[1](plain[0](x)))) and len(seen) == 7
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (lambda layer: layer.down.register_full_backward_hook(lambda *_: None), "0.down has hooks, .* put hooks on 0,"),
+        (lambda layer: layer.gate_up.register_forward_hook(lambda *_: None), "0.gate_up has hooks"),
+        (lambda layer: layer.register_full_backward_hook(lambda *_: None), "0 has hooks .backward.*no gradients"),
+        (lambda layer: layer.register_state_dict_post_hook(lambda *_: None), "0 has hooks .state_dict.*another state"),
+        (lambda layer: layer.register_state_dict_pre_hook(lambda *_: None), "0 has hooks.*another state"),
+        (lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None), "0 has .*another state"),
+        (lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None), "0 has hooks.*another state"),
+    ],
+)
+def test_hooks_that_are_refused(hook, words):
+    """Before anything is replaced."""
+    model = nn.Sequential(feed_forward(), feed_forward())
+    hook(model[0])
+    with pytest.raises(ValueError, match=f"quantize_: {words}"):
+        quantize_(model)
+    assert all(type(layer) is SwiGLU for layer in model)
+
+
+def test_hooks_that_make_weights_are_refused():
+    layer = BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16)
+    prune.random_unstructured(layer, "values", 0.5)
+    with pytest.raises(ValueError, match="BsrLinear has a hook that makes its weight.*prune.remove"):
+        quantize_(layer)
+    prune.remove(layer, "values")
+    assert isinstance(quantize_(layer), Float8BsrLinear)
 
 
 def test_layers_that_are_refused():

@@ -23,6 +23,7 @@ from cute_kernels.sparse24.format import metadata_shape
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
+from .kernel_selection import one_of_each
 from .reference import ACTIVATIONS, assert_as_good_as_torch, normal, poisoned
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -329,6 +330,7 @@ def test_paths():
 
 KERNELS = [facts for facts in SPARSE24.catalogue("sm_90") if facts.element.width == 2]
 PLAIN = [facts for facts in KERNELS if facts.epilogue.is_light and not facts.epilogue.scale]
+OF_EACH_CONFIGURATION = one_of_each(KERNELS, lambda facts: (facts.config, facts.epilogue.is_light))
 AMPERE = SPARSE24.catalogue("sm_80")
 
 
@@ -346,8 +348,9 @@ def test_each_architecture_has_kernels():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(KERNELS + AMPERE[:3] + AMPERE[-3:]))
+@pytest.mark.parametrize("facts", titled(OF_EACH_CONFIGURATION + AMPERE[:3] + AMPERE[-3:]))
 def test_kernels_have_no_spills(facts, outcome_of):
+    """Each configuration, with and without a heavy epilogue; test_kernels_compile has more."""
     outcome = outcome_of(inspect_kernel, facts)
     assert not outcome.error
     found, cfg = outcome.value, facts.config

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from attention import attention
 from cute_kernels import functions as F
-from cute_kernels import gemm, torch_op
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
+from cute_kernels import gemm, quantize, torch_op
+from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
 from sparse_collective import torch_op as sparse_torch_op
 
 from .bsr_parts import DEVICES, FORMS, batch, bsr, operands
@@ -18,6 +19,7 @@ from .reference import normal
 pytestmark = pytest.mark.filterwarnings("ignore:.*TF32:UserWarning")
 
 BF16, FP32 = torch.bfloat16, torch.float32
+SAME = object()  # an operand that is the first one
 ON = pytest.mark.parametrize(
     ("device", "backend"),
     [("cpu", "eager"), ("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)],
@@ -53,6 +55,42 @@ def batches(device):
 
 def dense_operands(device="cpu"):
     return normal(24, 40, device=device), normal(40, 16, device=device, k=40)
+
+
+# torch.autocast
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_do_not_see_autocast(place):
+    """Every op and gradient gives the same bits inside of it."""
+    x, w, heads = (normal(*shape, device=place) for shape in ((128, 160), (160, 128), (1, 2, 64, 64)))
+    W, grouped = weights(place), batches(place)[0]
+    groups = torch.tensor([1, 0], dtype=torch.int32, device=place)
+    (q, scale), narrow = quantize(x, per="row"), W.quantize()
+
+    def gradient(op, t, *args, **terms):
+        t = t.clone().requires_grad_()
+        y = op(t, *(t if other is SAME else other for other in args), **terms)
+        return torch.autograd.grad(y, t, torch.ones_like(y))[0]
+
+    calls = [
+        lambda: gemm(x, w, out_dtype=FP32, activation="gelu"),
+        lambda: bsr_linear(x, W, out_dtype=FP32),
+        lambda: bsr_matmul(W, x.t()),
+        lambda: bsr_linear(x[:, : W.shape[0]], W.t()),
+        lambda: bsr_grouped_linear(x, grouped, groups),
+        lambda: sddmm(x[: W.shape[0]].contiguous(), w.repeat(1, 2)[:, : W.shape[1]], W),
+        lambda: attention(heads, heads, heads, causal=True),
+        lambda: gradient(gemm, x, w),
+        lambda: gradient(bsr_linear, x, W),
+        lambda: gradient(attention, heads, SAME, SAME, deterministic=True),
+    ]
+    if place == "cpu":
+        calls.append(lambda: bsr_linear(q, narrow, scale_x=scale))
+    for call in calls:
+        right = call()
+        with torch.autocast(place, torch.float16 if place == "cuda" else BF16):
+            assert torch.equal(call(), right)
 
 
 # The schemas

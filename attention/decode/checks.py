@@ -21,10 +21,10 @@ def check_cache(op: str, q, k, v, seqlens_k, block_table, q_scale=None, k_scale=
             f"{op}: with seqlens_k or block_table q is of 16 bits and has no q_scale; multiply q or `scale` by it"
         )
     if block_table is None:
-        checks.check_qkv(op, q, k, v, narrow)
+        checks.check_qkv(op, q, k, v, "" if narrow else "kv")
     else:
         parts = (t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v))
-        checks.check_qkv(op, *parts, narrow)
+        checks.check_qkv(op, *parts, "" if narrow else "kv")
         if k.shape[0] != v.shape[0]:
             raise ValueError(f"{op}: with a block_table k and v have {k.shape[0]} and {v.shape[0]} pages")
         rows = k.shape[2]

@@ -19,7 +19,9 @@ def tensor_args(facts: FlashFacts) -> tuple:
     cache = getattr(facts, "cache", None) or facts.dtype
     tensors = heads(facts.head_dim), heads(facts.head_dim, cache), heads(facts.head_dim_v, cache)
     if isinstance(facts, Float8Facts):
-        tensors = *tensors[:2], transposed_values(facts.dtype, facts.head_dim_v * facts.config.tile_n)
+        size = facts.head_dim_v * facts.config.tile_n
+        values = transposed_values(facts.dtype, size) if facts.fast else heads(facts.head_dim_v, facts.values_dtype)
+        tensors = *tensors[:2], values
     tensors += (heads(facts.head_dim_v, getattr(facts, "out_dtype", facts.dtype)),)
     return *tensors, fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
 
@@ -32,14 +34,16 @@ def transposed_values(dtype: str, size: int):
 
 
 def values_args(facts: ValuesFacts) -> tuple:
-    """Fakes of all arguments of TransposeValues."""
+    """Fakes of all arguments of TransposeValues or ConvertValues."""
     import cutlass.cute as cute
 
-    dtype, rank = "float8_e4m3fn", 3 if facts.packed else 4
-    shape = *(cute.sym_int32() for _ in range(rank - 1)), facts.head_dim
-    values = fake_tensor(dtype, rank, rank - 1, element_of(dtype).vector, shape)
-    cu_seqlens = fake_tensor("int32", 1, 0, 1) if facts.packed else None
-    return values, transposed_values(dtype, facts.head_dim * facts.tile), cu_seqlens, fake_stream()
+    def heads(dtype: str, rank: int):
+        shape = *(cute.sym_int32() for _ in range(rank - 1)), facts.head_dim
+        return fake_tensor(dtype, rank, rank - 1, element_of(dtype).vector, shape)
+
+    dtype, cu_seqlens = "float8_e4m3fn", fake_tensor("int32", 1, 0, 1) if facts.packed else None
+    to = transposed_values(dtype, facts.head_dim * facts.tile) if facts.tile else heads("float16", 4)
+    return heads(dtype, 3 if facts.packed else 4), to, cu_seqlens, fake_stream()
 
 
 def scalar_args(facts: FlashFacts) -> tuple:

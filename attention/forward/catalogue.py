@@ -112,9 +112,18 @@ def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
 
 
 def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
-    """Every configuration with scales and LSE, plain and causal where it serves both; at one head dimension all terms,
-    packed sequences, sinks and other outputs; block masks of each shape."""
-    plain = Float8Facts(spec.target, "sm_90", None)
+    """Fast kernels: every configuration with scales and LSE, plain and causal where it serves both; at one head
+    dimension all terms, packed sequences, sinks and other outputs; block masks of each shape. The others: the same with
+    fewer features, since 16-bit ones have the same registers."""
+    for fast in (True, False):
+        plain = Float8Facts(spec.target, "sm_90", None, fast=fast)
+        yield from with_8_bits(plain)
+    for facts in (replace(plain, given_v="bfloat16"), replace(plain, given_v="float16", packed=True)):
+        yield pick(facts, EXTENTS)
+
+
+def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
+    """One of the two kinds."""
     scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
@@ -134,9 +143,17 @@ def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
 
 
 def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
-    """Of 8 bits, with scales of blocks of tokens: every configuration with all scales and LSE, plain and causal; at one
-    head dimension all terms, sinks, functions on scores and each scale alone; block masks."""
-    plain = Float8Facts(spec.target, "sm_90", None, tokens=True)
+    """Of 8 bits, with scales of blocks of tokens, fast and not: every configuration with all scales and LSE, plain and
+    causal; at one head dimension all terms, sinks, functions on scores and each scale alone; block masks. And V of 16
+    bits."""
+    for fast in (True, False):
+        plain = Float8Facts(spec.target, "sm_90", None, fast=fast, tokens=True)
+        yield from with_tokens(plain)
+    yield pick(replace(plain, given_v="bfloat16", v_scale=True, lse=True), EXTENTS)
+
+
+def with_tokens(plain: Float8Facts) -> Iterator[Float8Facts]:
+    """One of the two kinds."""
     scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)

@@ -21,7 +21,7 @@ SM_90 = {
     256: (((128, 80, 2, 2), 1.72), ((64, 80, 2, 1), 1.34)),
     WIDE: (((64, 64, 1, 2), 2.2),),  # by calculation
 }
-NO_SOFTCAP = {(64, (192, 128, 2, 3))}
+NO_SOFTCAP = {(64, (192, 128, 2, 3)), (256, (128, 128, 2, 2))}
 UNMASKED_ONLY = {(96, (192, 80, 4, 3)), (128, (192, 80, 4, 3))}
 # What a query tile costs in addition, for each warpgroup: little overlaps with its first scores and its last product.
 TILE_US = 1.0
@@ -71,11 +71,17 @@ BLOCKS_SM_90 = {
     },
 }
 
-# Of 8-bit floats, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. Stages leave room for O's
-# sums (Float8Facts.keeps_sums), but at head dimension 256. The microseconds of head dimension 128 are an H100's, with
-# V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads, 8192 queries and keys without a mask.
-# Those of 64x128 and of other head dimensions are by calculation: those of 16 bits over 1.45, for as many scores. Tiles
-# of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod, that of FLOAT8_HEADS with scales of blocks of tokens.
+# Of Q and K alone of 8 bits, with scales of blocks of tokens: where no tile of SM_90 divides a block. By calculation:
+# the time of SM_90's for as many scores. 64x128 would spill at head dimension 192.
+TOKENS = {
+    192: (((128, 128, 2, 2), 1.95), ((64, 64, 4, 1), 0.80)),
+    256: (((128, 64, 3, 2), 1.40), ((64, 64, 3, 1), 1.10)),
+}
+
+# Of P and V of 8 bits, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. The microseconds of
+# head dimension 128 are an H100's, with V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads,
+# 8192 queries and keys without a mask. Those of 64x128 and of other head dimensions are by calculation: those of 16
+# bits over 1.45, for as many scores. Tiles of FLOAT8_PLAIN_SCORES would spill with a cap or a score_mod.
 FLOAT8 = {
     64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
     96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
@@ -85,7 +91,7 @@ FLOAT8 = {
 }
 FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3)), (128, (192, 96, 4, 3))}
 FLOAT8_PLAIN_SCORES = {(128, (128, 192, 2, 2))}
-FLOAT8_HEADS = {(192, (64, 128, 2, 1))}
+FLOAT8_HEADS = {(192, (64, 128, 2, 1))}  # that would spill with scales of blocks of tokens
 FLOAT8_BLOCKS = {
     128: {
         64: ((128, 4), (64, 6)),
@@ -129,13 +135,18 @@ def head_dims_text() -> str:
     return f"{', '.join(map(str, HEAD_DIMS))}, and {WIDE} of q, k and v alike"
 
 
+def is_fast(facts: FlashFacts) -> bool:
+    """Whether P and V are of 8 bits: then there are other tiles."""
+    return isinstance(facts, Float8Facts) and facts.fast
+
+
 def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     """The tiles of a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
     blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
     if facts.path == "sm_90" and dim == WIDE:
         return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
-        table = FLOAT8_BLOCKS if isinstance(facts, Float8Facts) else BLOCKS_SM_90
+        table = FLOAT8_BLOCKS if is_fast(facts) else BLOCKS_SM_90
         tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64]
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
@@ -210,9 +221,9 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     With scales of blocks of tokens a tile of K lies in one block. CTAs fetch their query tiles where these differ and
     are more than run at once.
     """
-    found, dim = [], max(facts.head_dim, facts.head_dim_v)
-    table, unmasked_only, plain_scores = SM_90, UNMASKED_ONLY, set()
-    if isinstance(facts, Float8Facts):
+    found, dim, tokens = [], max(facts.head_dim, facts.head_dim_v), getattr(facts, "tokens", False)
+    table, unmasked_only, plain_scores = SM_90 | TOKENS if tokens else SM_90, UNMASKED_ONLY, set()
+    if is_fast(facts):
         table, unmasked_only, plain_scores = FLOAT8, FLOAT8_UNMASKED_ONLY, FLOAT8_PLAIN_SCORES
     changed = facts.softcap or facts.score is not None
     for tiles, tile_us in table[dim]:
@@ -223,8 +234,8 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
             and ((dim, tiles) in unmasked_only)
             or changed
             and (dim, tiles) in plain_scores
-            or getattr(facts, "tokens", False)
-            and (SCALE_TOKENS % tiles[1] or (dim, tiles) in FLOAT8_HEADS)
+            or tokens
+            and (SCALE_TOKENS % tiles[1] or is_fast(facts) and (dim, tiles) in FLOAT8_HEADS)
         ):
             continue
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms

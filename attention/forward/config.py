@@ -14,7 +14,6 @@ SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbou
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
 SCALE_TOKENS = 128  # of 8 bits: rows of Q, and of K and V, that share a scale where scales are of blocks of tokens
-PROMOTED_KEYS = 256  # of 8 bits: tensor cores add up the products of so many keys with V, or of fewer
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,17 @@ class FlashFacts:
 
     @cached_property
     def element(self) -> Element:
-        """Of Q, K, V and O."""
+        """Of Q and K, and of V and O where these have no other."""
         return element_of(self.dtype)
+
+    @property
+    def values_dtype(self) -> str:
+        """Of P and V."""
+        return self.dtype
+
+    @property
+    def values_element(self) -> Element:
+        return element_of(self.values_dtype)
 
     @property
     def smem_bytes(self) -> int:
@@ -154,13 +162,16 @@ class FlashFacts:
 
 @dataclass(frozen=True)
 class Float8Facts(FlashFacts):
-    """Facts of a kernel of 8-bit floats (mainloop_float8): Q, K and P K-major, V transposed by another kernel before.
+    """Facts of a kernel whose Q and K are 8-bit floats (mainloop_float8).
 
-    A row's P is at most 2 ** HEADROOM when its maximum is new, and 2 ** (HEADROOM + rescale_threshold) until it is
-    rescaled, just below the largest number of e4m3, 448.
+    P and V are fp16, to which another kernel converts V before, or V has 16 bits already. With `fast` they are of 8
+    bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its maximum is new, and 2 **
+    (HEADROOM + rescale_threshold) until it is rescaled, just below the largest number of e4m3, 448.
     """
 
-    dtype: str = "float8_e4m3fn"  # of Q, K, V and P
+    dtype: str = "float8_e4m3fn"  # of Q and K
+    given_v: str = "float8_e4m3fn"  # dtype of V before another kernel makes it what this one reads
+    fast: bool = False
     out_dtype: str = "bfloat16"
     q_scale: bool = False  # whether Q has scales
     k_scale: bool = False
@@ -168,48 +179,31 @@ class Float8Facts(FlashFacts):
     tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (mainloop_tokens)
 
     @property
+    def values_dtype(self) -> str:
+        if self.given_v == self.dtype:
+            return self.dtype if self.fast else "float16"
+        return self.given_v
+
+    @property
     def rescale_threshold(self) -> float:
-        return 5.75
+        return 5.75 if self.fast else super().rescale_threshold
 
     @property
-    def keeps_sums(self) -> bool:
-        """Whether O's sums of `promoted_tiles` tiles are added up in fp32, in shared memory, where that has room.
-
-        Tensor cores keep some 14 bits of the largest that they add at once, and cut off what is below. A long sum is
-        much larger than what is added to it: with V of one sign, those of 2048 keys were 3.4 % too small (H100).
-        """
-        room = self.spec.smem if self.config.ctas == 1 else HALF_SMEM
-        return self.ring_bytes + self.kept_bytes <= room
-
-    @property
-    def promoted_tiles(self) -> int:
-        """After how many tiles O's sums are added to those in shared memory."""
-        return PROMOTED_KEYS // self.config.tile_n or 1
-
-    @property
-    def kept_bytes(self) -> int:
-        """Shared memory of O's sums, and of 16 bytes a thread for their rows' maxima."""
-        return self.config.tile_m * self.head_dim_v * 4 + self.config.groups * 128 * 16
-
-    @property
-    def ring_bytes(self) -> int:
-        """Shared memory of Q and of the rings, with barriers."""
-        kv = self.config.tile_n * (self.head_dim + self.head_dim_v) * self.config.stages
-        return self.config.tile_m * self.head_dim + kv + BARRIER_BYTES
-
-    @property
-    def exchange_bytes(self) -> int:
-        return self.kept_bytes if self.keeps_sums else 0
+    def smem_bytes(self) -> int:
+        """Shared memory of Q and of the rings of K and V, with barriers."""
+        cfg = self.config
+        values = cfg.tile_n * self.head_dim_v * cfg.stages * self.values_element.width
+        return (cfg.tile_m + cfg.tile_n * cfg.stages) * self.head_dim + values + BARRIER_BYTES
 
 
 @dataclass(frozen=True)
 class ValuesFacts:
-    """Facts of the kernel that transposes V of 8 bits (transposed_values)."""
+    """Facts of the kernel that makes V of 8 bits fp16 (converted_values), or transposes it (transposed_values)."""
 
-    family: ClassVar[str] = "transposed values"
+    family: ClassVar[str] = "values of 8 bits"
     arch: str
     head_dim: int
-    tile: int  # keys of the forward kernel's tiles
+    tile: int = 0  # keys of the forward kernel's tiles; 0: V stays in the order that it has
     packed: bool = False  # sequences, each of which begins with a tile
 
     def key(self) -> str:

@@ -21,7 +21,9 @@ class FlashForward(Family):
 
     def entry(self, facts: FlashFacts):
         if isinstance(facts, Float8Facts):
-            from .kernel_float8 import FlashForwardFloat8 as FlashForward
+            from .kernel_float8 import FlashForwardFloat8, FlashForwardFloat8Fast
+
+            FlashForward = FlashForwardFloat8Fast if facts.fast else FlashForwardFloat8
         elif facts.path == "sm_90":
             from .kernel_sm90 import FlashForwardSm90 as FlashForward
         else:
@@ -96,16 +98,17 @@ def float8_unsupported(facts: Float8Facts) -> str:
     return ""
 
 
-class TransposedValues(Family):
-    """V of 8-bit floats, transposed: what runs before forward attention of them (transposed_values)."""
+class Values(Family):
+    """V of 8-bit floats, transposed or converted: what runs before forward attention of them."""
 
-    name = "transposed values"
+    name = "values of 8 bits"
     ops = ("attention", "block_sparse_attention")
 
     def entry(self, facts: ValuesFacts):
+        from .converted_values import ConvertValues
         from .transposed_values import TransposeValues
 
-        return TransposeValues(facts)
+        return TransposeValues(facts) if facts.tile else ConvertValues(facts)
 
     def arguments(self, facts: ValuesFacts) -> tuple:
         return values_args(facts)
@@ -114,14 +117,16 @@ class TransposedValues(Family):
         spec = arch_named(arch)
         if spec.path != "sm_90" or quick:
             return []
-        whole = [ValuesFacts(spec.target, dim, 128 if dim < 256 else 64) for dim in HEAD_DIMS]
-        return whole + [ValuesFacts(spec.target, 128, tile, packed) for tile in (96, 192) for packed in (False, True)]
+        converted = [ValuesFacts(spec.target, dim) for dim in HEAD_DIMS]
+        converted += [ValuesFacts(spec.target, dim, 128 if dim < 256 else 64) for dim in HEAD_DIMS]
+        cases = itertools.product((96, 192), (False, True))
+        return converted + [ValuesFacts(spec.target, 128, tile, packed) for tile, packed in cases]
 
     def bundle(self, op: str, request: Request) -> Iterator[ValuesFacts]:
         return iter(())  # bundles have kernels of 16-bit operands
 
     def describe(self, facts: ValuesFacts) -> dict[str, str]:
-        more = f"tiles of {facts.tile}" + (", packed" if facts.packed else "")
+        more = f"tiles of {facts.tile}" + (", packed" if facts.packed else "") if facts.tile else "to fp16"
         return {"path": "sm_90", "problem": f"D {facts.head_dim}", "operands": "float8_e4m3fn", "epilogue": more}
 
 
@@ -138,7 +143,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
     if facts.score:
         more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if isinstance(facts, Float8Facts):
-        more += [name for name in ("q_scale", "k_scale", "v_scale") if getattr(facts, name)]
+        more += [name for name in ("fast", "q_scale", "k_scale", "v_scale") if getattr(facts, name)]
         more += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
     if facts.blocks:
         mask = facts.blocks.mask
@@ -170,4 +175,4 @@ def divided(sass: str) -> list[str]:
 
 
 FLASH_FORWARD = register(FlashForward())
-TRANSPOSED_VALUES = register(TransposedValues())
+VALUES = register(Values())

@@ -1,4 +1,5 @@
-"""The sm_90 attention kernel of 8-bit floats: the kernel of 16 bits with another mainloop, scales, and V transposed."""
+"""The sm_90 attention kernels of 8-bit floats: the kernel of 16 bits with other mainloops, scales, and V as another
+kernel has made it."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -8,16 +9,19 @@ from cute_kernels.tile.ptx import bulk_load
 
 from .config import Float8Facts
 from .kernel_sm90 import FlashForwardSm90
-from .mainloop_float8 import MainloopFloat8
-from .mainloop_tokens import MainloopTokens
+from .mainloop_float8 import MainloopFloat8, MainloopFloat8Fast
+from .mainloop_tokens import MainloopTokens, MainloopTokensFast
 from .problem import problem_of
 from .transposed_values import first_column
 
 
 class FlashForwardFloat8(FlashForwardSm90):
-    """Compiles to one kernel per `Float8Facts`."""
+    """Compiles to one kernel per `Float8Facts` that are not fast."""
 
-    follows = True  # the kernel that transposes V, which is waited for before the first load
+    @property
+    def follows(self) -> bool:
+        """The kernel that converts or transposes V is waited for before the first load."""
+        return self.facts.given_v == self.facts.dtype
 
     @staticmethod
     def mainloop_of(facts: Float8Facts) -> MainloopFloat8:
@@ -28,7 +32,7 @@ class FlashForwardFloat8(FlashForwardSm90):
         self,
         mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
-        mV: cute.Tensor,  # (B, Hkv, tiles, Dv * tile_n), packed (1, ...): transposed_values
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv), fp16; fast as in transposed_values
         mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
         mSinks: cute.Tensor | None,  # (H,)
@@ -47,10 +51,20 @@ class FlashForwardFloat8(FlashForwardSm90):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        # V is not among the tensors that have rows of keys.
-        p = problem_of(self.facts, (mQ, mK, mK, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        # A transposed V is not among the tensors that have rows of keys.
+        rows = mK if const_expr(self.facts.fast) else mV
+        p = problem_of(self.facts, (mQ, mK, rows, mO, mLSE), (cu_q, cu_k), blocks, left, right)
         scalars, scales = (scale_log2, softcap, score_tensors, mSinks), (q_scale, k_scale, v_scale)
-        self.start(p, self.mainloop.view_of_values(mV), counter, scalars, scales, max_ctas, stream)
+        values = self.mainloop.view_of_values(mV if const_expr(self.facts.fast) else p.mV)
+        self.start(p, values, counter, scalars, scales, max_ctas, stream)
+
+
+class FlashForwardFloat8Fast(FlashForwardFloat8):
+    """Compiles to one kernel per `Float8Facts` that are fast."""
+
+    @staticmethod
+    def mainloop_of(facts: Float8Facts) -> MainloopFloat8Fast:
+        return (MainloopTokensFast if facts.tokens else MainloopFloat8Fast)(facts)
 
     def values(self, tma: None, sV: cute.Tensor, mV: cute.Tensor, tile, seqlen) -> tuple:
         """What load_values takes of a query tile: the address of its item's first tile of V, and of the ring."""

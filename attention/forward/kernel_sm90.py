@@ -54,7 +54,7 @@ class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
     mainloop_of = partial(MainloopSm90, lazy=True)
-    follows = False  # whether this kernel is launched while another one, which makes its V, still runs
+    follows = False  # whether this kernel may be launched while another one, which makes its V, still runs
 
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
@@ -126,7 +126,7 @@ class FlashForwardSm90:
         mQ: cute.Tensor,  # (Sq, D, H, B)
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,  # (Sk, D, Hkv, B)
-        tma_v: cute.CopyAtom | None,  # None of 8 bits, as is what follows: kernel_float8
+        tma_v: cute.CopyAtom | None,  # None of V of 8 bits, which is as kernel_float8 says
         mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
         mO: cute.Tensor,  # (Sq, Dv, H, B)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
@@ -178,8 +178,6 @@ class FlashForwardSm90:
             if const_expr(facts.sharers > 1):
                 c = self.mainloop.sharing(c, group, storage.scores)
                 column = group * self.mainloop.columns
-            elif const_expr(facts.exchange_bytes > 0):
-                c = self.mainloop.keeping(c, storage.scores)
             acc_O, out = c.acc_O, rows_and_columns(c.acc_O)
             lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
             v_scale = self.mainloop.value_scale(scales)
@@ -204,7 +202,7 @@ class FlashForwardSm90:
                     work = QueryWork(source, tiles, tile, seqlen, row, cap, score_tensors)
                     pipe_q.consumer_wait(state_q)
                     at_k = self.mainloop.first_step(mine, work, at_k)
-                    if const_expr(facts.packed and facts.element.transposes):
+                    if const_expr(facts.packed and facts.values_element.transposes):
                         valid = seqlen.cols - tiles.at(0) * cfg.tile_n
                         if valid < cfg.tile_n:
                             pipe_v.consumer_wait(at_v)
@@ -222,7 +220,6 @@ class FlashForwardSm90:
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(mine, at_v)
-                    self.mainloop.add_kept_sums(mine, tiles.count)
                 else:
                     read_sink(mSinks, tile.h, sinks)
                     self.mainloop.read_value_scale(scales, tile, v_scale)
@@ -335,7 +332,7 @@ class FlashForwardSm90:
     def make_pipelines(self, storage) -> tuple:
         """(Q, K, V, queue); returns after every barrier is visible."""
         cfg, loop, queue = self.cfg, self.mainloop, None
-        pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim)
+        pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim, loop.dtype)
         pipe_k, pipe_v = loop.make_kv_rings(storage)
         if cfg.dynamic:
             arrivals = self.arrivals["queue"]

@@ -1,9 +1,13 @@
-"""The sm_90 mainloop of 8-bit floats (e4m3): Q, K, V and P of 8 bits, scores, softmax and sums in fp32.
+"""The sm_90 mainloops of 8-bit floats (e4m3): Q and K of 8 bits, scores, softmax and sums in fp32.
 
-WGMMA of 8 bits takes operands that are contiguous along K: Q and K are, along D. V must be contiguous along its
-columns' keys, so a kernel before this one transposes it (transposed_values), to tiles as shared memory has them.
+P and V are fp16 (MainloopFloat8), to which another kernel converts V before (converted_values): that is exact, P has 11
+bits, and tensor cores add products of 16 bits up in fp32. Scores take half of bf16's time, and P V all of it.
 
-A thread's scores are not where P must be. Of every 16 columns of a row, lane t of a quad has
+Or P and V are of 8 bits (MainloopFloat8Fast). WGMMA of 8 bits takes operands that are contiguous along K: Q and K are,
+along D. V must be contiguous along its columns' keys, so a kernel before this one transposes it (transposed_values), to
+tiles as shared memory has them.
+
+A thread's scores are not where P of 8 bits must be. Of every 16 columns of a row, lane t of a quad has
 
     scores     2t, 2t + 1, 8 + 2t, 9 + 2t
     P as A     4t, 4t + 1, 4t + 2, 4t + 3, a register
@@ -11,13 +15,12 @@ A thread's scores are not where P must be. Of every 16 columns of a row, lane t 
 Sums over the keys do not ask for their order, if V has the same. So the lane's four scores become its register as they
 are, and the transposed V has its keys in that order: place 4t + i of 16 is KEYS[4t + i].
 
-P's rounding is the largest error there is: e4m3 has three bits of mantissa, and no number below 2 ** -9. See
+P's rounding is the largest error there is then: e4m3 has three bits of mantissa, and no number below 2 ** -9. See
 OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
 nothing, and LSE errs by what the scores do.
 
-Tensor cores add 8-bit products up with some 14 bits of mantissa: scores lose up to some 2^-12 of the sum of |q k|.
-O's sums are long, so after each PROMOTED_KEYS keys a thread adds them to those that it keeps in shared memory, in fp32,
-and begins at zero. What is kept belongs to the row's maximum of that time.
+Tensor cores add 8-bit products up with some 14 bits of mantissa: scores lose up to some 2^-12 of the sum of |q k|. So
+do fast sums of O, which are long, of the sum of |p v|.
 
 Scores are recomputed by a warp as those of 16 bits are (recompute_scores), by mma.sync. Hopper has none of 8 bits, so Q
 and K become fp16 in registers, which holds all numbers of e4m3.
@@ -28,19 +31,15 @@ from dataclasses import replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr, range_constexpr
-from cutlass.cute import make_ptr
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
-from cutlass.cute.typing import AddressSpace
-from cutlass.cutlass_dsl import select_
 
-from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
 from .config import Float8Facts
 from .mainloop_sm90 import Consumer, MainloopSm90
-from .mask_and_softmax import QueryWork
-from .softmax import OnlineSoftmax, exp2
+from .mask import cap_scores
+from .softmax import OnlineSoftmax, rows_and_columns
 
 HEADROOM = 3.0  # see Float8Facts
 LARGEST = 448.0  # of e4m3
@@ -49,22 +48,10 @@ KEYS = tuple(8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(GROUP))
 
 
 class MainloopFloat8(MainloopSm90):
-    """The steps are those of 16 bits. Query tiles' scores have scales of their heads."""
+    """Q and K of 8 bits, P and V of fp16. The steps are those of 16 bits. Query tiles' scores have scales of heads."""
 
     def __init__(self, facts: Float8Facts):
         super().__init__(facts, lazy=True)
-
-    def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
-        """V as it is."""
-        return mV
-
-    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
-        """No TMA: a tile of V is in one piece."""
-        return None, tensor
-
-    def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
-        threshold = self.facts.rescale_threshold
-        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
 
     def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
         """(consumer, softcap): scales of Q and K multiply the scores.
@@ -87,91 +74,6 @@ class MainloopFloat8(MainloopSm90):
         """Fill it: at a query tile's end, so that no register holds it before."""
         if to is not None:
             to[0] = of_head(scales[2], tile, tile.h_kv)
-
-    # ------------------------------------------------------------------ steps
-
-    @cute.jit
-    def steps(self, c: Consumer, work: QueryWork, at_k, at_v):
-        """All tiles after the first; after some of them O's sums go to shared memory (Float8Facts.promoted_tiles)."""
-        tiles, ends, promoted = work.tiles, work.tiles.ends, const_expr(self.facts.promoted_tiles)
-        if const_expr(not self.facts.keeps_sums):
-            at_k, at_v = MainloopSm90.steps(self, c, work, at_k, at_v)
-        else:
-            for first in cutlass.range(0, tiles.count, promoted, unroll=1):
-                after = first + promoted
-                for segment in range_constexpr(len(ends)):
-                    begin = cutlass.max(first, 1 if const_expr(segment == 0) else cutlass.max(ends[segment - 1], 1))
-                    for i in cutlass.range(begin, cutlass.min(ends[segment], after), unroll=1):
-                        at_k, at_v = self.step(c, work, i, tiles.kinds[segment], at_k, at_v)
-                if after < tiles.count:
-                    self.keep_sums(c, first == 0)
-        return at_k, at_v
-
-    def keeping(self, c: Consumer, scores) -> Consumer:
-        """The consumer with a place for O's sums. `scores`: storage."""
-        return replace(c, exchange=scores.data_ptr().toint())
-
-    @cute.jit
-    def keep_sums(self, c: Consumer, first: cutlass.Boolean):
-        """Add O's sums to those that are kept, of which there are none at `first`."""
-        parts, new = const_expr(cute.size(c.acc_O) // 4), cute.make_rmem_tensor(4, Float32)
-        if first:
-            new.fill(0.0)
-            for i in range_constexpr(parts):
-                cute.autovec_copy(new, self.kept(c.exchange, i))
-            new.fill(-Float32.inf)
-            cute.autovec_copy(new, self.kept(c.exchange, parts))
-        factors = self.factors_of_kept(c)
-        for i in range_constexpr(parts):
-            self.add_part(c, i, factors, new)
-            cute.autovec_copy(new, self.kept(c.exchange, i))
-        c.acc_O.fill(0.0)
-        for r in range_constexpr(2):
-            new[r] = c.softmax.row_max[r]
-        cute.autovec_copy(new, self.kept(c.exchange, parts))
-
-    @cute.jit
-    def add_kept_sums(self, c: Consumer, count: Int32):
-        """Add the sums that are kept to O, if there are any after so many tiles."""
-        if const_expr(self.facts.keeps_sums):
-            if count > self.facts.promoted_tiles:
-                factors = self.factors_of_kept(c)
-                for i in range_constexpr(cute.size(c.acc_O) // 4):
-                    self.add_part(c, i, factors, cute.make_tensor(c.acc_O.iterator + 4 * i, cute.make_layout(4)))
-
-    def add_part(self, c: Consumer, i: int, factors: list, to: cute.Tensor):
-        """Four sums, the i-th of O, two of each row, with those that are kept."""
-        part = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(self.kept(c.exchange, i), part)
-        for j in range(4):
-            to[j] = c.acc_O[4 * i + j] + part[j] * factors[j // 2]
-
-    def factors_of_kept(self, c: Consumer) -> list:
-        """What the sums that are kept are multiplied by, for each row: its maximum may have grown."""
-        softmax, found, before = c.softmax, [], cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(self.kept(c.exchange, cute.size(c.acc_O) // 4), before)
-        for r in range(2):
-            factor = exp2((before[r] - softmax.row_max[r]) * softmax.scale_log2)
-            # A row that has seen no score has sums of 0.
-            found.append(select_(softmax.row_max[r] == -Float32.inf, Float32(0.0), factor))
-        return found
-
-    def kept(self, base: Int32, i: int) -> cute.Tensor:
-        """The i-th four sums of this thread; after the last of them its two rows' maxima."""
-        number = read_special_register("tid.x") - WARPGROUP  # read anew: no register is held for it
-        at = base + number * VECTOR_BYTES + i * (self.cfg.groups * WARPGROUP * VECTOR_BYTES)
-        place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES)
-        return cute.make_tensor(place, cute.make_layout(4))
-
-    # ------------------------------------------------------------------ P
-
-    @cute.jit
-    def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):
-        """P to 8 bits: of each row four scores, two of each 8 columns, make a register."""
-        words = cute.recast_tensor(tOrP, Int32)  # (rows, pairs of 8 columns)
-        for i in range_constexpr(cute.size(acc_S) // 8):
-            for r in range_constexpr(2):
-                words[2 * i + r] = to_e4m3([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
 
     # ------------------------------------------------------------------ scores once more
 
@@ -223,6 +125,49 @@ class MainloopFloat8(MainloopSm90):
         words = cute.recast_tensor(pairs, Int32)
         columns = [float8_to_fp16(words[2 * n + half], self.facts.dtype, False) for n in range(2)]
         return fragment((4, 2), [*columns[0], *columns[1]])
+
+
+class MainloopFloat8Fast(MainloopFloat8):
+    """P and V of 8 bits, too."""
+
+    def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
+        """V as it is."""
+        return mV
+
+    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
+        """No TMA: a tile of V is in one piece."""
+        return None, tensor
+
+    def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
+        threshold = self.facts.rescale_threshold
+        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
+
+    @cute.jit
+    def softmax_of_full_tile(self, c: Consumer, softcap: Float32, stage: Int32):
+        """The same as of 16 bits, but finite sums that are too large ask for no scores: their p are multiplied."""
+        softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
+        if const_expr(self.facts.softcap):
+            cap_scores(scores, softcap)
+        small, *sums = softmax.step_without_max(scores, self.cfg.groups < 3)
+        if not small:
+            finite = (sums[0] < Float32.inf) & (sums[1] < Float32.inf)
+            if cute.arch.vote_all_sync(finite):
+                softmax.bring_back(scores, sums)
+                grown = cutlass.Boolean(True)
+            else:
+                self.recompute(c, stage)
+                if const_expr(self.facts.softcap):
+                    cap_scores(scores, softcap)
+                grown = softmax.step_lazily(scores, softmax.too_large(sums))
+        return grown
+
+    @cute.jit
+    def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):
+        """P to 8 bits: of each row four scores, two of each 8 columns, make a register."""
+        words = cute.recast_tensor(tOrP, Int32)  # (rows, pairs of 8 columns)
+        for i in range_constexpr(cute.size(acc_S) // 8):
+            for r in range_constexpr(2):
+                words[2 * i + r] = to_e4m3([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
 
 
 def of_head(scale: cute.Tensor, tile, head) -> Float32:

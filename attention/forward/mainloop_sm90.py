@@ -65,9 +65,7 @@ class Consumer:
     pipe_k: pipeline.PipelineAsync
     pipe_v: pipeline.PipelineAsync
     order: Int32 | None  # MainloopSm90.order
-    # Address of what else is in shared memory, 16 bytes of each thread, and so on: scores of those that share rows, or
-    # sums of O (mainloop_float8).
-    exchange: Int32 | None = None
+    exchange: Int32 | None = None  # where those that share rows exchange scores, 16 bytes of each thread, and so on
 
 
 def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
@@ -84,7 +82,7 @@ class MainloopSm90:
 
     def __init__(self, facts: FlashFacts, lazy: bool):
         self.facts, self.cfg, self.lazy = facts, facts.config, lazy
-        self.dtype = cutlass_dtype(facts.dtype)
+        self.dtype, self.dtype_v = cutlass_dtype(facts.dtype), cutlass_dtype(facts.values_dtype)  # of P, too
         self.sharers = facts.sharers
         self.columns = facts.head_dim_v // self.sharers  # of O, that a warpgroup has
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
@@ -97,7 +95,7 @@ class MainloopSm90:
         sQ = smem_layout(self.dtype, cfg.tile_m, facts.head_dim, 1, True)
         sK = smem_layout(self.dtype, cfg.tile_n, facts.head_dim, cfg.stages, True)
         # (Dv, tile_n), as B of P V; of 8 bits contiguous along tile_n, since tensor cores turn 16 bits alone
-        sV = smem_layout(self.dtype, facts.head_dim_v, cfg.tile_n, cfg.stages, not facts.element.transposes)
+        sV = smem_layout(self.dtype_v, facts.head_dim_v, cfg.tile_n, cfg.stages, not facts.values_element.transposes)
         return sQ, sK, sV
 
     def storage(self) -> type:
@@ -114,7 +112,7 @@ class MainloopSm90:
             slots: cute.struct.MemRange[Int32, FIELDS * SLOTS]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], ALIGN]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
-            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], ALIGN]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype_v, sizes[2]], ALIGN]
             scores: cute.struct.MemRange[Float32, exchanged]
 
         return SharedStorage
@@ -129,13 +127,13 @@ class MainloopSm90:
     def make_mmas(self) -> tuple:
         """(S = Q K', O = P V) of all consumers."""
         k = cute.nvgpu.OperandMajorMode.K
-        major = cute.nvgpu.OperandMajorMode.MN if self.facts.element.transposes else k
+        major = cute.nvgpu.OperandMajorMode.MN if self.facts.values_element.transposes else k
         groups = (self.cfg.groups // self.sharers, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
         # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
         wide = self.columns // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
         pv = sm90_utils.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k, major, Float32, groups, (ROWS, wide),
+            self.dtype_v, self.dtype_v, k, major, Float32, groups, (ROWS, wide),
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         return qk, pv
@@ -150,14 +148,14 @@ class MainloopSm90:
         """The same of V."""
         return self.make_load(tensor, layout, tile)
 
-    def make_ring(self, barriers, stages: int, elements: int) -> pipeline.PipelineAsync:
+    def make_ring(self, barriers, stages: int, elements: int, dtype: type) -> pipeline.PipelineAsync:
         """The pipeline of an operand whose stages have `elements` elements; its barriers are not yet visible to all."""
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.full),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.empty),
-            tx_count=elements * self.dtype.width // 8,
+            tx_count=elements * dtype.width // 8,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
@@ -166,8 +164,8 @@ class MainloopSm90:
         """The pipelines of K and V."""
         cfg, facts = self.cfg, self.facts
         return (
-            self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * facts.head_dim),
-            self.make_ring(storage.barriers_v, cfg.stages, cfg.tile_n * facts.head_dim_v),
+            self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * facts.head_dim, self.dtype),
+            self.make_ring(storage.barriers_v, cfg.stages, cfg.tile_n * facts.head_dim_v, self.dtype_v),
         )
 
     def consumer(self, mmas: tuple, thread, operands: tuple, rings: tuple, scale_log2: Float32, order) -> Consumer:
@@ -180,7 +178,7 @@ class MainloopSm90:
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, self.columns)), Float32)
-        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype)
+        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype_v)
         softmax = self.make_softmax(scale_log2)
         return Consumer(
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
@@ -340,9 +338,6 @@ class MainloopSm90:
         at_v.advance()
         return at_v
 
-    def add_kept_sums(self, c: Consumer, count: Int32):
-        """After `finish` of so many tiles: sums of O that are in shared memory. Here there are none."""
-
     @cute.jit
     def softmax_of_full_tile(self, c: Consumer, softcap: Float32, stage: Int32):
         """Scores of a full tile to P, without their row maxima if possible. Returns whether O is to be rescaled.
@@ -374,7 +369,7 @@ class MainloopSm90:
         """P to 16 bits. Eight values at a time: as one vector it kept so many registers that WGMMAs were serialised."""
         for i in range_constexpr(0, cute.size(acc_S), 8):
             part = cute.make_tensor(acc_S.iterator + i, cute.make_layout(8))
-            cute.make_tensor(tOrP.iterator + i, cute.make_layout(8)).store(part.load().to(self.dtype))
+            cute.make_tensor(tOrP.iterator + i, cute.make_layout(8)).store(part.load().to(self.dtype_v))
 
 
 def permuted(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:

@@ -1,4 +1,4 @@
-"""The mainloop of 8-bit floats whose scales are of blocks of 128 tokens.
+"""The mainloops of 8-bit floats whose scales are of blocks of 128 tokens: a mixin of those with scales of heads.
 
 A warpgroup's 64 rows of Q lie in one block, and a tile of K and V does, whose columns divide 128. So Q's scale is read
 once for a query tile, K's and V's once for each of their tiles, by all threads at one address. They are loaded before
@@ -18,13 +18,13 @@ from cute_kernels.tile.ptx import read_special_register
 
 from .config import SCALE_TOKENS
 from .kv_tiles import PARTIAL
-from .mainloop_float8 import MainloopFloat8
+from .mainloop_float8 import MainloopFloat8, MainloopFloat8Fast
 from .mainloop_sm90 import ROWS, Consumer
 from .mask_and_softmax import QueryWork
 from .softmax_tokens import TokensSoftmax
 
 
-class MainloopTokens(MainloopFloat8):
+class ScalesOfTokens:
     """Scales are (B, H, blocks) of Q, (B, Hkv, blocks) of K and V, of any strides, or None for 1."""
 
     def make_softmax(self, scale_log2: Float32) -> TokensSoftmax:
@@ -71,3 +71,11 @@ class MainloopTokens(MainloopFloat8):
 
     def read_value_scale(self, scales: tuple, tile, to: None):
         """There is none."""
+
+
+class MainloopTokens(ScalesOfTokens, MainloopFloat8):
+    """Q and K of 8 bits, P and V of 16, whatever dtype V was given in."""
+
+
+class MainloopTokensFast(ScalesOfTokens, MainloopFloat8Fast):
+    """P and V of 8 bits, too."""

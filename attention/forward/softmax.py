@@ -130,6 +130,10 @@ class OnlineSoftmax:
         """A tile's sum of p as what is added to a row's sum."""
         return row_sum
 
+    def multiplied_sum(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
+        """A row's sum with a tile's sum of p, both in units of the maximum that was raised."""
+        return (self.row_sum[r] + row_sum) * self.factor[r]
+
     @cute.jit
     def scaled_max(self, row_max: Float32) -> Float32:
         """What is subtracted from a row's scaled scores: its scaled maximum, 0 where it has seen no score."""
@@ -258,6 +262,24 @@ class OnlineSoftmax:
         quad = cute.arch.lane_idx() // 4 * 4
         too_large = (cute.arch.vote_ballot_sync(~(s < self.largest_p)) for s in sums)
         return tuple((Int32(lanes) >> quad) & 15 != 0 for lanes in too_large)
+
+    @cute.jit
+    def bring_back(self, scores: cute.Tensor, sums: list):  # (rows, columns) of p
+        """Rows that made `step_without_max` give up, with finite sums: their p are multiplied, so that the largest is
+        2 ** headroom, and their maxima raised.
+
+        A row may have seen few scores, as the first rows of a causal mask have in their first tile, and then its
+        maximum is low. Each row decides for itself, as by `too_large`.
+        """
+        for r, too_large in enumerate(self.too_large(sums)):
+            largest = cute.math.log2(quad_max(row_max_of(scores, r)), approx=True, ftz=True)
+            grown = select_(too_large, largest - self.headroom, Float32(0.0))
+            row_max = self.row_max[r] + grown * cute.arch.rcp_approx(self.scale_log2)
+            self.factor[r] = exp2((self.row_max[r] - row_max) * self.scale_log2)
+            self.row_max[r] = row_max
+            self.row_sum[r] = self.multiplied_sum(r, sums[r])
+            for c in range_constexpr(cute.size(scores, mode=[1])):
+                scores[r, c] = scores[r, c] * self.factor[r]
 
     @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O

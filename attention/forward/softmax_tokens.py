@@ -14,6 +14,7 @@ row, a logarithm and a reciprocal. A score takes what it took.
 
 from dataclasses import dataclass, fields, replace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -70,3 +71,7 @@ class TokensSoftmax(OnlineSoftmax):
 
     def in_row_sum(self, row_sum: Float32) -> Float32:
         return row_sum if self.inverse is None else row_sum * self.inverse
+
+    def multiplied_sum(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
+        """The tile's sum is multiplied before it is divided by w: it may be near the end of fp32."""
+        return self.row_sum[r] * self.factor[r] + self.in_row_sum(row_sum * self.factor[r])

@@ -55,13 +55,13 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
         *shared_high,
         *shared_low,
         *fp16_sums_sm90(k, (2, 1), **of),
-        *([paired_sm90(k, *pair, **of) for pair in ((2, 1), (1, 2))] if element.width == 1 else []),
+        *([paired_sm90(k, *pair, **of) for pair in ((2, 1), (1, 2))] if element.width != 2 else []),
     ]
 
 
 def paired_sm90(k: int, cluster_m: int, cluster_n: int, **of) -> GemmConfig:
-    """For 8-bit floats, whose promoted sums leave registers for two products of 64x128 where tiles are 128x128. Two
-    such tiles share an operand."""
+    """For sums that are promoted, which leave registers for two products of 64x128 where tiles are 128x128. Two such
+    tiles share an operand."""
     return sm90(128, 128, k, 2, 1, cluster_m, cluster_n, **of)
 
 
@@ -95,12 +95,12 @@ def dense_sm80(spec: ArchSpec, element: Element) -> list[GemmConfig]:
     """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
 
     Measured on an H200 (compiled for it), 4096 cubed: 256x128x32 477, 128x128x64 458, 128x128x32 434 TFLOP/s. K-tiles
-    of 64 take more than sm_8x has for two CTAs. Of 8-bit floats there is one with fewer sums a warp, which leaves
-    registers for those that are promoted.
+    of 64 take more than sm_8x has for two CTAs. Of 8-bit floats and fp32 there is one with fewer sums a warp, which
+    leaves registers for those that are promoted.
     """
     k = element.rows[1]
     shapes = [(256, 128, k, 4, 2), (128, 128, k, 2, 2), (128, 64, k, 2, 2), (64, 64, k, 2, 2)]
-    shapes += [(128, 128, k, 4, 2)] if element.width == 1 else []
+    shapes += [(128, 128, k, 4, 2)] if element.width != 2 else []
     return [sm80(*shape, spec=spec, element=element) for shape in shapes]
 
 

@@ -5,6 +5,7 @@ architecture, and a bundle can carry them to machines that should not compile.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -206,6 +207,50 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     return buildable(family, found)
 
 
+TF32 = {"dtype": "float32", "out_dtype": "float32", "majors": ("k", "k", "n"), "aligns": (4, 4, 4)}
+
+
+def fp32_bias(spec: EpilogueSpec, **more) -> EpilogueSpec:
+    """An epilogue whose bias is of fp32, as operands are."""
+    return replace(spec, bias_dtype="float32", **more)
+
+
+def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
+    """Of fp32 operands, which are multiplied as TF32: each configuration plain and loaded, with sums of both kinds, and
+    the main one in its variations."""
+    spec = arch_named(arch)
+    if quick:
+        return []
+    changes = [
+        {"out_dtype": "bfloat16", "aligns": (4, 4, 8), "epilogue": fp32_bias(COL)},
+        {"out_dtype": "float16", "aligns": (4, 4, 8)},
+        {"majors": ("k", "k", "m"), "epilogue": fp32_bias(ROW)},
+        {"aligns": (4, 4, 1), "epilogue": fp32_bias(COL)},
+        {"aligns": (4, 4, 1), "majors": ("k", "k", "any")},
+        {"epilogue": LIGHT},
+        {"epilogue": full()},
+        {"epilogue": fp32_bias(kept("col"))},
+        {"ranks": (3, 3, 3)},
+        {"ranks": (2, 3, 3)},
+        {"promoted": True, "epilogue": full()},
+        {"promoted": True, "epilogue": fp32_bias(kept("col"))},
+        {"promoted": True, "aligns": (4, 4, 1), "epilogue": fp32_bias(COL)},
+        {"promoted": True, "majors": ("k", "k", "m"), "ranks": (3, 3, 3)},
+    ]
+    configs, found = family.candidates(spec.path, None, spec, element_of("float32")), []
+    for config, promoted in itertools.product(configs, (False, True)):
+        given = TF32 | {"promoted": promoted}
+        found += [dense(spec, spec.path, config, **given, epilogue=e) for e in (EpilogueSpec(), fp32_bias(COL))]
+    for change in changes:
+        found += buildable(family, (dense(spec, spec.path, config, **TF32 | change) for config in configs))[:1]
+    if spec.path != "sm_80":
+        configs = family.candidates("sm_80", None, spec, element_of("float32"))
+        for epilogue in (EpilogueSpec(), fp32_bias(COL)):
+            given = (dense(spec, "sm_80", config, **TF32, epilogue=epilogue) for config in configs)
+            found += buildable(family, given)[:1]
+    return buildable(family, found)
+
+
 def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     """Outputs of 8-bit floats: each configuration of operands of 8 bits, plain and with all that such an output takes,
     and the main ones in their variations."""
@@ -286,6 +331,7 @@ def operands_text(facts: GemmFacts) -> str:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
     text += " scaled" if facts.block and facts.block.scaled else ""
     text += " fast" if facts.fast_accumulation else ""
+    text += " promoted" if facts.promoted else ""
     text += f" sums {SHORT[facts.acc_dtype]}" if facts.acc_dtype != "float32" else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")
 

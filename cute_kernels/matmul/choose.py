@@ -115,5 +115,6 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         block=problem.block,
         epilogue=problem.epilogue,
         fast_accumulation=problem.fast_accumulation and not config.converts,
+        promoted=problem.promoted,
         acc_dtype=problem.acc_dtype if type(config) is GemmConfig else "float32",
     )

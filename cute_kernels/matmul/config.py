@@ -170,6 +170,7 @@ class GemmFacts:
     output. `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
     `fast_accumulation` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
     `acc_dtype`: what tensor cores keep sums in; float16 takes half the registers, and has 11 bits.
+    `promoted` (of fp32 operands, in TF32 parts): short sums are added up in fp32, as those of 8-bit floats are.
     """
 
     arch: str  # the compiler's target
@@ -186,6 +187,7 @@ class GemmFacts:
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
     fast_accumulation: bool = False
     acc_dtype: str = "float32"
+    promoted: bool = False
 
     @property
     def family(self) -> str:
@@ -225,7 +227,7 @@ class GemmFacts:
     @property
     def promotes(self) -> bool:
         """Whether short sums of the tensor cores are added up in fp32 (promoted_sm90, mainloop_sm80)."""
-        return self.element.width == 1 and not self.converts and not self.fast_accumulation
+        return self.promoted or self.element.width == 1 and not self.converts and not self.fast_accumulation
 
     @property
     def converts(self) -> bool:

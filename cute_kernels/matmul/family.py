@@ -63,10 +63,10 @@ class ProductFamily(Family):
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         """8-bit floats are multiplied as such, each MMA step of a K-tile, and promoted sums are added one by one."""
-        if facts.element.width > 1 or facts.config.converts:
+        if not facts.promotes and (facts.element.width > 1 or facts.config.converts):
             return problems
         cfg, codes, name, found = facts.config, resources.opcodes, self.tensor_core(facts), list(problems)
-        if wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0):
+        if facts.element.width == 1 and (wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0)):
             found.append(f"{wide} products of 16 bits in a kernel of {facts.dtype}")
         if (products := codes.get(name, 0)) < max(facts.k_blocks):
             found.append(f"{products} {name} for {max(facts.k_blocks)} MMA steps of a K-tile")
@@ -146,6 +146,7 @@ class Dense(ProductFamily):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         made = catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
+        made += (catalogue.tf32_kernels,)
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:

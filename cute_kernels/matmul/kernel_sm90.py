@@ -42,7 +42,7 @@ from ..dtypes import cutlass_dtype
 from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
 from ..tile.barriers import Arrivals
-from ..tile.hopper import ALIGN, WARPGROUP, RingState, smem_layout
+from ..tile.hopper import ALIGN, WARPGROUP, MmaTF32Op, RingState, smem_layout
 from .block_scaled_sm90 import block_scales
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
@@ -137,6 +137,9 @@ class GemmSm90:
     def make_mma(self, warps_m: int, warps_n: int, columns: int, a_in_registers: bool = False):
         """Of so many warpgroups; each has products of so many columns."""
         sources = warpgroup.OperandSource
+        if self.facts.element.width == 4:
+            op = MmaTF32Op(columns, sources.RMEM if a_in_registers else sources.SMEM)
+            return cute.make_tiled_mma(cute.make_mma_atom(op), (warps_m, warps_n, 1))
         major = {"k": cute.nvgpu.OperandMajorMode.K, "m": cute.nvgpu.OperandMajorMode.MN}
         major["n"] = major["m"]
         return sm90_utils.make_trivial_tiled_mma(
@@ -153,7 +156,9 @@ class GemmSm90:
     def make_load(self, tensor: cute.Tensor, layout, tile: tuple, multicast: bool, sharers: int):
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
         smem = cute.slice_(layout, (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, tensor, smem, tile, num_multicast=sharers)
+        # TMA rounds fp32 to TF32, to nearest even. Tensor cores would cut bits off.
+        internal = cutlass.TFloat32 if self.facts.element.width == 4 else None
+        return cpasync.make_tiled_tma_atom(op, tensor, smem, tile, num_multicast=sharers, internal_type=internal)
 
     # ------------------------------------------------------------------ launch
 

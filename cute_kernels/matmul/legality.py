@@ -12,6 +12,7 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+WITH_FLOAT32 = ("dense", "bsr")  # families whose kernels multiply it as TF32
 WITH_FLOAT8 = ("dense", "bsr", "skinny", "sparse24", "bsr24")  # families
 WITH_NARROW = ("dense", "bsr", "skinny")  # families that store 8-bit floats
 WITH_FP16_SUMS = ("dense", "bsr")  # families
@@ -22,8 +23,11 @@ PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
     cfg, block = facts.config, facts.block
-    if facts.dtype not in OPERANDS and not (facts.dtype in FLOAT8 and facts.family in WITH_FLOAT8):
-        also = "" if facts.dtype not in FLOAT8 else f"; {facts.dtype} is multiplied by those of dense and BSR products"
+    more = FLOAT8 if facts.family in WITH_FLOAT8 else ()
+    more += ("float32",) if facts.family in WITH_FLOAT32 else ()
+    if facts.dtype not in OPERANDS + more:
+        by_others = facts.dtype in FLOAT8 or facts.dtype == "float32"
+        also = f"; {facts.dtype} is multiplied by those of dense and BSR products" if by_others else ""
         return f"operands of {facts.dtype}: the kernels multiply {' and '.join(OPERANDS)}{also}"
     mma_k = MMA_M if facts.converts else facts.element.mma_k
     if block and (block.bm % MMA_M or block.bk % MMA_M or block.operand == "a" and block.bk % mma_k):
@@ -31,7 +35,7 @@ def general(facts: GemmFacts) -> str:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
-    if reason := _float8(facts) or _fp16_sums(facts) or _narrow(facts):
+    if reason := _float8(facts) or _float32(facts) or _fp16_sums(facts) or _narrow(facts):
         return reason
     if reason := majors(facts):
         return reason
@@ -49,7 +53,7 @@ def general(facts: GemmFacts) -> str:
 
 def _float8(facts: GemmFacts) -> str:
     """What operands of 8-bit floats, and their sums, ask."""
-    cfg, scaled = facts.config, facts.epilogue.scales_operands or facts.block is not None and facts.block.scaled
+    scaled = facts.epilogue.scales_operands or facts.block is not None and facts.block.scaled
     if facts.element.width != 1:
         if facts.fast_accumulation or scaled:
             return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
@@ -65,6 +69,12 @@ def _float8(facts: GemmFacts) -> str:
         return reason
     if facts.epilogue.scales_blocks and (reason := _block_scales(facts)):
         return reason
+    return _promoted(facts)
+
+
+def _promoted(facts: GemmFacts) -> str:
+    """What sums that are promoted to fp32 ask."""
+    cfg = facts.config
     if not facts.promotes:
         return ""
     threads, most = (
@@ -86,6 +96,24 @@ def _float8(facts: GemmFacts) -> str:
             f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: sums are promoted in parts of 128, or of less than that"
         )
     return ""
+
+
+def _float32(facts: GemmFacts) -> str:
+    """What operands of fp32, which are multiplied as TF32, ask."""
+    cfg = facts.config
+    if facts.dtype == "float32" and facts.block is not None and facts.block.permuted:
+        return (
+            f"a transposed view of blocks of {facts.dtype}: tensor cores read them contiguous along K alone; "
+            "W.transpose() stores the transpose"
+        )
+    if facts.promoted and facts.dtype != "float32":
+        return f"promoted sums of {facts.dtype}: those of float32 operands in TF32 parts are"
+    if facts.promoted and facts.path == "sm_90" and cfg.tile_n // cfg.warps_n > 128:
+        return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: promoted sums of fp32 operands are of at most 128"
+    if facts.promoted and facts.warp_specialised and not (facts.tma_store or facts.epilogue.is_light):
+        if cfg.tile_m * cfg.tile_n > 64 * 128 * cfg.warps_m * cfg.warps_n:  # compiled: 80 bytes of stack
+            return "128 promoted sums a thread leave no registers for an epilogue and a store element by element"
+    return _promoted(facts) if facts.promoted else ""
 
 
 def _narrow(facts: GemmFacts) -> str:

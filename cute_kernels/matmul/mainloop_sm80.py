@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from ..tile.ampere import CHUNK, TileSteps
+from ..tile.ampere import CHUNK, TileSteps, rounded_to_tf32
 from ..tile.ptx import opaque
 from .block_scaled_sm80 import load_scales, multiply_scales
 
@@ -297,7 +297,9 @@ class MainloopSm80(TileSteps):
         multiply_scales(scaling)
 
     def product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, scaling, k: int) -> None:
-        """MMA step k of a K-tile."""
+        """MMA step k of a K-tile, of fp32 numbers rounded to TF32."""
+        if self.element.width == 4:
+            rA, rB = rounded_to_tf32(rA), rounded_to_tf32(rB)
         self.multiply(acc, rA, rB)
 
     def read_step(self, k: int, lanes: tuple, stage: Int32, rA: cute.Tensor, rB: cute.Tensor):

@@ -8,6 +8,7 @@ import torch
 
 from ..operand import flatten_batch, layout_of_tensor
 from ..runtime.call_plan import CallPlan
+from ..tf32_parts import eager as tf32_parts
 from ..tile.element import VECTOR_BYTES
 
 
@@ -22,6 +23,7 @@ class Plan(CallPlan):
     uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
     tiles: tuple = ()  # of one whose work tiles may be ordered: sparse_collective.tile_order's Tiles
+    split_blocks: bool = False  # of a block-sparse product: whether each value is multiplied in parts, see precision
     unfused: bool = False  # of a gated product: whether torch computes the gate of a plain one
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
 
@@ -32,8 +34,11 @@ class Plan(CallPlan):
         f = self.facts
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
-        if f.element.width == 1 or f.acc_dtype != "float32":
+        if f.element.width == 1 or f.promoted or f.acc_dtype != "float32":
             lines.append(f"sums: {sums_text(f)}")
+        if f.dtype == "float32":
+            where = "before" if f.promoted else "by TMA" if f.warp_specialised else "in registers"
+            lines.append(f"precision: operands rounded to TF32 {where}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
             lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
@@ -49,7 +54,8 @@ def sums_text(f) -> str:
         return f"of the tensor cores, in {f.acc_dtype}"
     if not f.promotes and not f.converts:
         return "of the tensor cores, which keep fewer bits than fp32"
-    products = 32 * min(4 * f.config.stored, max(f.k_blocks)) if f.warp_specialised else 32 * f.config.stored
+    steps = min(4 * f.config.stored, max(f.k_blocks)) if f.warp_specialised else f.config.stored
+    products = f.element.mma_k * steps
     text = "in fp32, of operands made fp16" if f.converts else f"promoted to fp32 after every {products} of K"
     text += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
     return text + (", times the scale of their block" if f.block and f.block.scaled else "")
@@ -73,26 +79,47 @@ def bias_view(bias):
 
 
 def along_k(name: str, t, view, plan: Plan, rows: bool):
-    """`view` of an operand of 8-bit floats, followed by a copy where tensor cores could not read what it gives.
+    """`view` of an operand of 8-bit or 32-bit floats, followed by a copy where tensor cores could not read what it
+    gives.
 
     They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
     rows: whether t is (..., rows, K), and not (..., K, columns).
     """
-    K = t.shape[-1 if rows else -2]
+    K, vector = t.shape[-1 if rows else -2], VECTOR_BYTES // t.element_size()
     layout = layout_of_tensor(t if view is None else view(t))
-    if (layout.contiguous, layout.align) == ("row" if rows else "col", VECTOR_BYTES) and K % VECTOR_BYTES == 0:
+    if (layout.contiguous, layout.align) == ("row" if rows else "col", vector) and K % vector == 0:
         return view
     plan.notes.append(
         f"{name} is copied: tensor cores read {t.dtype} contiguous along K, rows and address multiples of 16 bytes"
     )
 
     def copied(t):
-        bits = (t if view is None else view(t)).view(torch.uint8)
+        bits = t if view is None else view(t)
         bits = bits if rows else bits.mT  # (..., rows, K)
-        padding = -K % VECTOR_BYTES
+        if t.dtype == torch.float32 and (found := tf32_parts.along_k(bits)) is not None:
+            return found if rows else found.mT
+        bits = bits.view(torch.uint8) if t.element_size() == 1 else bits
+        padding = -K % vector
         padded = (bits.new_zeros if padding else bits.new_empty)(*bits.shape[:-1], K + padding)
         padded[..., :K] = bits
         return (padded if rows else padded.mT).view(t.dtype)
+
+    return copied
+
+
+def split_view(name: str, view, plan: Plan, rows: bool, of_b: bool, group: int | None = None):
+    """`view` of an operand, followed by a copy of its parts side by side along K.
+
+    rows: whether what it gives is (..., rows, K), and not (..., K, columns). group: as of side_by_side.
+    """
+    plan.notes.append(
+        f"{name} is copied: 3xtf32 multiplies the TF32 parts of its numbers, side by side along K, three times as long"
+    )
+
+    def copied(t):
+        t = t if view is None else view(t)
+        found = tf32_parts.side_by_side(t if rows else t.mT, of_b, group)
+        return found if rows else found.mT
 
     return copied
 

@@ -53,6 +53,7 @@ class Problem:
     fast_accumulation: bool = False  # see GemmFacts
     structured: bool = False  # whether A is 2:4 sparse: its layout is that of the stored half
     acc_dtype: str = "float32"  # what sums may be kept in; see GemmFacts
+    promoted: bool = False  # see GemmFacts
     mma_rate: float = 1.0  # how many times as fast tensor cores are as with fp32 sums
 
     @property

@@ -34,6 +34,7 @@ class Terms:
     accumulation_dtype: torch.dtype | None = None
     scale_out: torch.Tensor | None = None
     amax: torch.Tensor | None = None
+    precision: str | None = None
 
     @property
     def acc_dtype(self) -> str:

@@ -17,7 +17,7 @@ from ..runtime.device import device_arch, forced_path, plans_kernel
 from .format import Sparse24
 
 OP = "gemm of a Sparse24"
-NARROW_TERMS = {"scale_out": None, "amax": None}
+OTHER_TERMS = {"scale_out": None, "amax": None, "precision": None}
 _PLANS = PlanCache()
 
 
@@ -67,7 +67,7 @@ def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
     """The plan of the same call of gemm, whatever its operands are."""
     if not isinstance(a, Sparse24) and not isinstance(b, Sparse24):
         return eager.plan_gemm(a, b, out=out, out_dtype=out_dtype, **terms)
-    check_wide(*(terms.pop(name, default) for name, default in NARROW_TERMS.items()))
+    check_wide(*(terms.pop(name, default) for name, default in OTHER_TERMS.items()))
     _check_kind(a, b, terms.pop("accumulation_dtype", None))
     if a.shape[1] == 0:
         return eager.plan_gemm(a.to_dense(), b, out=out, out_dtype=out_dtype, **terms)
@@ -85,8 +85,10 @@ def _check_kind(a, b, accumulation_dtype) -> None:
         )
 
 
-def check_wide(scale_out, amax) -> None:
-    """Its output has no scale and no amax."""
+def check_wide(scale_out, amax, precision=None) -> None:
+    """Its output has no scale and no amax, and its operands are of at most 16 bits."""
+    if precision is not None:
+        raise ValueError(f"{OP}: precision belongs to float32 operands, which it does not have (leave it out)")
     if scale_out is not None or amax is not None:
         raise ValueError(f"{OP}: scale_out and amax belong to float8 outputs, which it does not have; use quantize")
 

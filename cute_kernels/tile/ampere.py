@@ -10,8 +10,10 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 from cutlass.cute.typing import AddressSpace
 
 from .element import MMA_K_BYTES, VECTOR_BYTES, Element
+from .ptx import round_to_tf32
 
 WARP = 32
+LEAST_CP_ASYNC = 4  # bytes
 CHUNK = VECTOR_BYTES  # what ldmatrix reads of a line, and the unit of the swizzle
 ALIGN = 128  # bytes; all 32 banks
 
@@ -23,6 +25,8 @@ def log2(x: int) -> int:
 
 def mma_op(dtype, acc_dtype=cutlass.Float32):
     """mma.sync of 16 rows, 8 columns and 32 bytes of K, of operands and sums of the compiler's numeric types."""
+    if dtype.width == 32:  # fp32 numbers, of which tensor cores ignore the lower 13 bits
+        return warp.MmaTF32Op((16, 8, MMA_K_BYTES * 8 // dtype.width))
     op = warp.MmaF16BF16Op if dtype.width == 16 else warp.MmaFP8Op
     return op(dtype, acc_dtype, (16, 8, MMA_K_BYTES * 8 // dtype.width))
 
@@ -133,6 +137,14 @@ class OperandTile:
         return self.split(self.element.mma_k * k, 16 * self.element.width * i)
 
 
+def rounded_to_tf32(rX: cute.Tensor) -> cute.Tensor:
+    """The words of a fragment of fp32 numbers, rounded to TF32."""
+    words = cute.make_rmem_tensor(rX.shape, Int32)
+    for v in range(cute.size(rX)):
+        words[v] = round_to_tf32(rX[v])
+    return words
+
+
 class TileSteps:
     """What every mainloop of mma.sync does with OperandTiles: copy a vector, read fragments, multiply them.
 
@@ -149,7 +161,7 @@ class TileSteps:
         layout = cute.make_layout(((op.vector, 1), 1))  # ((vector, rest), copies)
         gX = cute.make_tensor(make_ptr(self.dtype, source, AddressSpace.gmem, assumed_align=size), layout)
         sX = cute.make_tensor(make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=size), layout)
-        if const_expr(op.vector > 1):
+        if const_expr(size >= LEAST_CP_ASYNC):
             # With a predicate that is false, cp.async reads nothing and writes zeros.
             mode = const_expr(LoadCacheMode.GLOBAL if size == CHUNK else LoadCacheMode.ALWAYS)
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), self.dtype, num_bits_per_copy=8 * size)
@@ -188,6 +200,8 @@ class TileSteps:
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step, with sums of acc's type."""
+        """One MMA step, with sums of acc's type. Of fp32 numbers tensor cores take the bits, and cut 13 of them off."""
         atom = cute.make_mma_atom(mma_op(self.dtype, acc.element_type))
+        if const_expr(self.dtype.width == 32):
+            rA, rB = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)
         cute.gemm(atom, acc, rA, rB, acc)

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.atom import make_atom
+from cutlass.cute.core import _pack_shape
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup.mma import MmaOp, MmaTraits
 from cutlass.cutlass_dsl import select_
 
-from .element import SWIZZLES
+from .element import MMA_K_BYTES, SWIZZLES
 
 WARPGROUP = 128
 ALIGN = 1024  # bytes; what a 128-byte swizzle atom needs
@@ -23,6 +28,32 @@ def smem_layout(dtype, rows: int, cols: int, stages: int, row_major: bool, boxes
     name = next(f"SW{span}" for span in SWIZZLES if width % span == 0)
     atom = warpgroup.make_smem_layout_atom(getattr(kinds, f"{'K' if row_major else 'MN'}_{name}"), dtype)
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2) if row_major else (1, 0, 2))
+
+
+class MmaTF32Op(MmaOp):
+    """WGMMA of 64 rows and 8 of K, of fp32 numbers whose lower 13 bits tensor cores ignore, with fp32 sums.
+
+    Both operands are contiguous along K. CuTe DSL has the type of such an atom, but no operation that makes it.
+    """
+
+    descriptive_name = "warpgroup TF32 MMA Operation"
+
+    def __init__(self, columns: int, a_source: warpgroup.OperandSource):
+        k_major = cute.nvgpu.OperandMajorMode.K
+        operand, shape = cutlass.TFloat32, (64, columns, MMA_K_BYTES * 8 // cutlass.TFloat32.width)
+        super().__init__(operand, operand, cutlass.Float32, shape, a_source, k_major, k_major)
+
+    def _make_trait(self, *, loc=None, ip=None, **kwargs) -> MmaTraits:
+        kind = cute_nvgpu.MmaAtomSM90Type.get(
+            _pack_shape(self.shape_mnk, loc=loc, ip=ip).type.attribute,
+            self.a_major_mode._to_ir(),
+            self.b_major_mode._to_ir(),
+            self.a_dtype.mlir_type,
+            self.b_dtype.mlir_type,
+            self.acc_dtype.mlir_type,
+            self.a_src._to_ir(),
+        )
+        return MmaTraits(make_atom(kind, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
 
 
 class RingState:

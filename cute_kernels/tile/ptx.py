@@ -249,6 +249,16 @@ def transpose_bytes(rows: list) -> tuple:
     return cute.arch.inline_ptx(TRANSPOSE_BYTES, write_only_types=[Int32] * 4, read_only_args=rows)
 
 
+# -- TF32 -----------------------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def round_to_tf32(x: Float32, *, loc=None, ip=None) -> Int32:
+    """The bits of the nearest number with 10 bits of mantissa, of two the larger magnitude."""
+    value = Float32(x).ir_value(loc=loc, ip=ip)
+    return Int32(_asm(T.i32(), [value], "cvt.rna.tf32.f32 $0, $1;", "=r,f", side_effects=False, loc=loc, ip=ip))
+
+
 # -- stores ---------------------------------------------------------------------------------------------------
 
 

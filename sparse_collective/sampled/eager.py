@@ -11,6 +11,7 @@ from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
 from cute_kernels.matmul.plan import Plan, viewed
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, layout_of_tensor, major
+from cute_kernels.reference import outside_autocast
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 
@@ -154,6 +155,7 @@ def runs_of(groups, items: int) -> tuple[torch.Tensor, torch.Tensor]:
     return order.int(), torch.searchsorted(item, every, out_int32=True)
 
 
+@outside_autocast
 def _on_cpu(a, b, pattern, out, accumulate: bool, groups=None):
     """The same by torch, stored blocks alone, some at a time; sums are in fp32, of fp64 in fp64."""
     (bm, bk), K, wide = pattern.blocksize, a.shape[1], accumulator(a.dtype)

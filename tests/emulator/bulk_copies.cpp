@@ -9,6 +9,7 @@ struct TensorMap {
     u64 address;
     int rank, element, swizzle;              // bytes of an element; swizzle 0, 32, 64 or 128
     u32 type;
+    bool to_tf32;                            // loads round fp32 numbers to TF32, to nearest even
     u64 size[5], stride[5];                  // elements; bytes
     u32 box[5];
 };
@@ -28,6 +29,8 @@ static TensorMap tensor_map_at(u64 at) {
     m.element = bytes[m.type];
     if (flags >> 11 & 3) fail("an interleaved tensor map is not emulated");
     m.swizzle = widths[flags >> 13 & 3];
+    m.to_tf32 = flags >> 16 & 1;  // found by making maps of fp32 numbers of both kinds
+    if (m.to_tf32 && m.type != 7) fail("a tensor map that rounds elements of type ", m.type, " to TF32");
     if (flags >> 15 & 1) fail("a tensor map that fills with NaN is not emulated");
     u32 low[4] = {u32(w[1] >> 32), u32(w[2]), u32(w[2] >> 32), u32(w[3])};
     m.stride[0] = m.element;
@@ -84,6 +87,13 @@ static void load_box(Cta& cta, const TensorMap& m, const i32* at, u32 to) {
         if (high <= low) return;
         cta.machine->check_global(global + low, high - low, "a TMA load");
         memcpy(s + low, (const void*)(global + low), high - low);
+        if (m.to_tf32)
+            for (int e = 0; e < 16; e += 4) {
+                u32 word;
+                memcpy(&word, s + e, 4);
+                word = rounded_to_tf32(word, true);
+                memcpy(s + e, &word, 4);
+            }
     });
 }
 

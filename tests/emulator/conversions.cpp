@@ -72,11 +72,7 @@ template <int E, int M> Step from_fp8(Warp& w, const Ins& i, u32 m) {  // two at
 Step to_tf32(Warp& w, const Ins& i, u32 m) {
     const u32* a = src<u32>(w, i, 1);
     bool even = i.name.find(".rn.") != std::string::npos;
-    EACH_LANE(l, m) {
-        u32 b = a[l];
-        bool special = (b & 0x7f800000) == 0x7f800000;
-        dst<u32>(w, i, 0)[l] = special ? b : (b + (even ? 0xfff + (b >> 13 & 1) : 0x1000)) & ~0x1fffu;
-    }
+    EACH_LANE(l, m) dst<u32>(w, i, 0)[l] = rounded_to_tf32(a[l], even);
     return DONE;
 }
 

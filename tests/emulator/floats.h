@@ -14,6 +14,13 @@ inline u16 to_bf16(float f) {
     return u16((b + 0x7fff + (b >> 16 & 1)) >> 16);
 }
 
+// The bits of the nearest number with 10 bits of mantissa; of two the even one, or the larger magnitude. Infinities and
+// NaN are left alone.
+inline u32 rounded_to_tf32(u32 b, bool even) {
+    bool special = (b & 0x7f800000) == 0x7f800000;
+    return special ? b : (b + (even ? 0xfff + (b >> 13 & 1) : 0x1000)) & ~0x1fffu;
+}
+
 // A format of `e` exponent and `m` mantissa bits with subnormals. No infinity (as e4m3): its place holds numbers, and
 // only all ones are NaN.
 inline float from_small(u32 bits, int e, int m, bool infinity) {

@@ -20,6 +20,7 @@ from cute_kernels.epilogue_gradient import eager as epilogue_gradient
 from cute_kernels.runtime import device
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.tf32_parts import eager as tf32_parts
 
 from .emulate import emulated, emulator
 
@@ -63,6 +64,8 @@ def on_emulator(arch: str, sms: int = 4, path: str | None = None, **settings):
             (sparse_collective.row_pairs.tables_family, "_make", OnGpu),
             (sparse_collective.small_blocks.tables_family, "_make", OnGpu),
             (epilogue_gradient, "epilogue_gradient", lambda dy: dy.as_subclass(GpuTensor)),
+            (tf32_parts, "side_by_side", lambda x: x.as_subclass(GpuTensor)),
+            (tf32_parts, "along_k", lambda x: x.as_subclass(GpuTensor)),
         ):
             stack.enter_context(mock.patch.object(module, name, _called_with(getattr(module, name), kind)))
         yield

@@ -1,0 +1,147 @@
+"""Which kernels of the catalogues tests compile by default: some, in which everything that a kernel varies in comes up.
+
+test_kernels_compile compiles them. Tests of what is special to some kernels take theirs from among them where they can
+(`one_of_each`): a kernel is compiled once in a run, whichever test asks for it (`outcome_of` in conftest.py).
+"""
+
+import functools
+import heapq
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+from attention.backward.config import BackwardFacts
+from attention.forward.config import DecodeFacts, FlashFacts, Float8Facts
+from bench.gates import resources
+from cute_kernels.arch import ARCHS
+from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.runtime.families import families, family_of, load_all
+
+load_all()
+LIKE_SM_80 = ("sm_86", "sm_89")  # both have the same kernels: machine_code.txt has the same code for the two
+
+
+def features(facts) -> set:
+    """What a kernel has of each thing that varies: its spills depend on configuration, blocks, mask and epilogue."""
+    if isinstance(facts, FlashFacts | BackwardFacts):
+        return features_of_attention(facts)
+    if not isinstance(family_of(facts), ProductFamily):
+        return {facts}
+    cfg, block = facts.config, facts.block
+    kind = facts.path, facts.family, cfg.split > 1
+    return {
+        (kind, "configuration", cfg, facts.epilogue.is_light),
+        (kind, "rows", cfg.tile_m, cfg.split, facts.transposed, block and block.bm),
+        (kind, "columns", cfg.tile_n, cfg.split, facts.transposed),
+        (kind, "epilogue", facts.epilogue),
+        (kind, "blocks", block and (block.bm, block.bk)),
+        (kind, "layouts", facts.majors, facts.aligns, facts.transposed),
+        (kind, "types", facts.dtype, facts.out_dtype, block and block.index_dtype),
+        (kind, "sums", cfg, facts.promotes, facts.acc_dtype),
+        (kind, "batches", facts.ranks, facts.ordered, block and (block.batch, block.run)),
+    }
+
+
+def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
+    """Each head dimension with every configuration and every mask. What a term adds is the same for all of them."""
+    blocks, kind = facts.blocks, (facts.path, facts.family)
+    dims = facts.head_dim, facts.head_dim_v
+    terms = facts.window, facts.softcap, getattr(facts, "lse", None), facts.packed
+    found = {
+        (kind, "configuration", facts.config, dims),
+        (kind, "terms", terms, blocks is None),
+        (kind, "mask", dims, blocks and (blocks.mask,)),
+        (kind, "blocks", blocks and (blocks.block_q, blocks.block_k)),
+        (kind, "type", facts.dtype),
+    }
+    if isinstance(facts, Float8Facts):
+        found.add((kind, "scales", facts.q_scale, facts.v_scale, facts.out_dtype))
+        found.add((kind, "tokens", facts.tokens and (facts.fast, dims, facts.config.groups)))
+    if isinstance(facts, DecodeFacts):
+        found |= {
+            (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),
+            (kind, "cap", dims, facts.softcap),
+            (kind, "8 bits", facts.cache, dims),
+            (kind, "scales", facts.cache, facts.k_scale, facts.v_scale),
+        }
+    return found
+
+
+def cover(catalogue: list, features) -> list:
+    """Some of the catalogue's kernels that have all features among them, those with the most new ones first, and none
+    of which each feature is another's, too."""
+    of, found = {facts: features(facts) for facts in catalogue}, {}
+    missing = set().union(*of.values())
+    # A kernel has no more new features later than now: those counted again are the few that may come next.
+    heap = [(-len(each), number) for number, each in enumerate(of.values())]
+    heapq.heapify(heap)
+    kernels = list(of)
+    while missing:
+        _, number = heapq.heappop(heap)
+        new = of[kernels[number]] & missing
+        if heap and (-len(new), number) > heap[0]:
+            heapq.heappush(heap, (-len(new), number))
+        else:
+            found[kernels[number]] = of[kernels[number]]
+            missing -= new
+    count = Counter(feature for of_one in found.values() for feature in of_one)
+    for facts, of_one in reversed(list(found.items())):
+        if all(count[feature] > 1 for feature in of_one):
+            count.subtract(found.pop(facts))
+    return list(found)
+
+
+def catalogue(spec) -> list:
+    return [facts for family in families() for facts in family.catalogue(spec.name)]
+
+
+def configuration(facts) -> set:
+    return {(facts.family, getattr(facts, "path", ""), getattr(facts, "config", None))}
+
+
+def of_float8(facts) -> bool:
+    """What sm_89 has, and other architectures of the sm_80 path have not, or by other code."""
+    dtypes = (getattr(facts, name, "") for name in ("dtype", "out_dtype"))
+    return any(dtype.startswith("float8") for dtype in dtypes) or getattr(facts, "cache", None) == "float8_e4m3fn"
+
+
+def is_other_archs(facts) -> bool:
+    """Whether another architecture has a kernel of the same source: those of the sm_80 path on newer ones. sm_90
+    decodes from caches of 8-bit floats by the instructions of sm_89, sm_80 and sm_86 without them."""
+    if getattr(facts, "path", "") != "sm_80" or facts.arch == "sm_80":
+        return False
+    return not of_float8(facts) or (facts.arch == "sm_90a" and getattr(facts, "cache", None) is not None)
+
+
+@functools.cache
+def selected(spec) -> list:
+    """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns.
+
+    Of 8-bit floats sm_86 has what sm_80 has, and sm_89 instructions of its own.
+    """
+    every = catalogue(spec)
+    known = [f for f in every if is_other_archs(f) or spec.name in LIKE_SM_80 and not of_float8(f)]
+    turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
+    own = cover([facts for facts in every if facts not in known], configuration if spec.name == "sm_86" else features)
+    found = own + cover(known, configuration)[turn::turns]
+    quick = [facts for facts in resources.catalogues(quick=True) if facts.arch == spec.target]
+    return found + [facts for facts in quick if facts not in found]
+
+
+@functools.cache
+def every_selected() -> frozenset:
+    """Those of all architectures."""
+    return frozenset(facts for spec in ARCHS.values() for facts in selected(spec))
+
+
+def one_of_each(kernels: list, kind: Callable[..., Hashable], facts: Callable = lambda kernel: kernel) -> list:
+    """A kernel of each kind(facts), the first one that is selected where there is such a one.
+
+    facts: of an element of `kernels`.
+    """
+    found = {}
+    for kernel in kernels:
+        f = facts(kernel)
+        known = found.setdefault(kind(f), kernel)
+        if f in every_selected() and facts(known) not in every_selected():
+            found[kind(f)] = kernel
+    return list(found.values())
