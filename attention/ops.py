@@ -86,8 +86,7 @@ def attention(
             capture.
         q_scale, k_scale, v_scale: float32 above 0 (not checked), of q, k and v of 8-bit floats: what their numbers are
             multiplied by, None for 1. One for all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too,
-            (B, H) or (B, Hkv), which is what FlashAttention 3 calls q_descale, k_descale and v_descale; B is the number
-            of packed sequences.
+            (B, H) or (B, Hkv), as FlashAttention 3's q_descale has; B is the number of packed sequences.
             q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks. v of 8 bits
             is converted to float16, which holds its numbers, and P has 16 bits. Not with seqlens_k. Not packed, each
             may have a scale for each block of 128 tokens, quantize(per="tokens"): (B, H, blocks) and (B, Hkv, blocks).
