@@ -15,6 +15,7 @@ from attention import BlockMask, attention, block_sparse_attention, scaled_dot_p
 from attention.forward import choose
 from attention.forward.catalogue import EXTENTS, of_tokens
 from attention.forward.config import SCALE_TOKENS, Float8Facts
+from attention.masks.mask_mods import RowRange
 from attention.score_mods import Alibi
 from cute_kernels import explain, quantize
 from cute_kernels.arch import arch_named
@@ -201,6 +202,17 @@ def test_block_masks_on_the_emulator(block, fast):
     mask = BlockMask.from_blocks(blocks, block, lengths=(200, 400), causal=True)
     with on_emulator("sm_90", sms=3, seed=1):
         check(call | {"block_mask": mask}, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "block", "columns"), [(64, (128, 128), 64), (256, (64, 64), 32)])
+def test_masks_that_read_tensors_on_the_emulator(D, block, columns):
+    """They have narrower tiles by default."""
+    begin = torch.arange(130, dtype=torch.int32) % 70
+    mask = BlockMask.from_mask_mod(RowRange(begin, begin + 150), (130, 300), block)
+    with on_emulator("sm_90", sms=2, seed=1):
+        plan = check(case(D=D, Sq=130, Sk=300, **ONE) | {"block_mask": mask}, exact=False)
+    assert plan.facts.config.tile_n == columns
 
 
 @pytest.mark.slow

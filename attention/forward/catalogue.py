@@ -162,7 +162,8 @@ def with_tokens(plain: Float8Facts) -> Iterator[Float8Facts]:
                 yield replace(facts, config=config, window=band)
         for block in (64, 128):
             yield pick(replace(facts, softcap=True, blocks=BlockKind(block, block, MASKS["tensors"])), EXTENTS)
-        yield pick(replace(facts, blocks=BlockKind(128, 128, None)), EXTENTS)
+        for mask in (None, MASKS["tensors"]):
+            yield pick(replace(facts, blocks=BlockKind(128, 128, mask)), EXTENTS)
     terms = replace(scaled, window=FEATURES[2][0], softcap=True, sinks="float32", out_dtype="float32")
     for config, _ in candidates_sm90(terms, replace(EXTENTS, left=True)):
         yield replace(terms, config=config)

@@ -77,6 +77,7 @@ TOKENS = {
     192: (((128, 128, 2, 2), 1.99), ((64, 64, 4, 1), 0.80)),
     256: (((128, 64, 3, 2), 1.40), ((64, 64, 3, 1), 1.10)),
 }
+TOKENS_MASKED = {(64, 256): (32, 3)}  # (tile_n, stages) by block_q and head dimension, where narrow tiles spill, too
 
 # Of P and V of 8 bits, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. The microseconds of
 # head dimension 128 are an H100's, with V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads,
@@ -147,7 +148,11 @@ def config_of_blocks(facts: FlashFacts) -> FlashConfig:
         return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
         table = FLOAT8_BLOCKS if is_fast(facts) else BLOCKS_SM_90
-        tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64]
+        # With scales of tokens a mask that reads tensors has no registers for 128 columns.
+        masked = getattr(facts, "tokens", False) and not is_fast(facts) and blocks.mask and blocks.mask.tensors
+        tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64 or bool(masked)]
+        if masked:
+            tile_n, stages = TOKENS_MASKED.get((blocks.block_q, dim), (tile_n, stages))
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
     if dim == WIDE:
