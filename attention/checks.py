@@ -12,8 +12,8 @@ from .masks.block_lists import MOST
 check_tensor = checks.check_tensor
 NO_CACHE = (
     "attention: with seqlens_k or block_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
-    "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k), which have "
-    "gradients"
+    "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k) of 16 bits, "
+    "which have gradients"
 )
 
 
@@ -71,8 +71,8 @@ def check_wide(op: str, form: str, k, v, k_scale=None, v_scale=None) -> None:
     """Of forms of calls that no kernel for 8-bit floats serves."""
     if narrow(k, v) or k_scale is not None or v_scale is not None:
         raise TypeError(
-            f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; give q, k and v in "
-            "torch.float8_e4m3fn, all three (sm_90), or k.to(q.dtype) * scale; caches of 8 bits (seqlens_k) go with a "
+            f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; give q and k in "
+            "torch.float8_e4m3fn, too (sm_90), or k.to(q.dtype) * scale; caches of 8 bits (seqlens_k) go with a "
             "q of 16"
         )
 

@@ -1,4 +1,4 @@
-"""attention of 8-bit floats: q, k and v of float8_e4m3fn, with scales of their heads or of blocks of tokens.
+"""attention of 8-bit floats: q and k of float8_e4m3fn, v of it or of 16 bits, with scales of heads or blocks of tokens.
 
 Checks, and the kernel of a plan.
 
@@ -24,6 +24,7 @@ from .plan import FlashPlan
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("q_scale", "k_scale", "v_scale")
+MOST_ITEMS = 65_535  # CUDA's limit of a grid's y and z
 
 
 def serves(q, q_scale) -> bool:
@@ -150,6 +151,8 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
         plan.more = *plan.more, None, None, None  # scales
         plan.scale_shapes = planned_shapes(q, k, scales, sequences)
         plan.function, values = families.function_for(plan.facts), ValuesFacts(facts.arch, facts.head_dim_v)
+        if v.dtype == E4M3:
+            check_extents(plan.op, v)
         if v.dtype == E4M3 and fast:
             plan.values = transposed(v, replace(values, tile=plan.facts.config.tile_n, packed=facts.packed), sequences)
             plan.notes.append("v is transposed by a kernel before it")
@@ -163,6 +166,16 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
         return True
 
     return choose
+
+
+def check_extents(op: str, v) -> None:
+    """What the kernels that make v count: items and heads in z and y of a grid, and parts of rows in int32."""
+    batch, heads, rows, dim = v.shape if v.dim() == 4 else (1, v.shape[1], v.shape[0], v.shape[2])
+    if max(batch, heads) > MOST_ITEMS or rows * dim >= 2**33:
+        raise ValueError(
+            f"{op}: v of 8 bits has {batch} items, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} items "
+            f"and heads, and {2**33} numbers of a head are possible: split it into several calls, or give v in 16 bits"
+        )
 
 
 def converted(v, facts: ValuesFacts) -> Callable:

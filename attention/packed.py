@@ -31,9 +31,9 @@ def attention_packed(
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
     once = cu_seqlens_q is cu_seqlens_k
     mod = None if score is None else score.mod
-    key = *terms.values(), return_lse, forced_path(), out is None, once, mod, sinks is None
+    key = *terms.values(), return_lse, forced_path(), out is None, once, mod, sinks is None, fast
     if scales is not None:
-        key += (*(s is None for s in scales), fast)
+        key += tuple(s is None for s in scales)
     given = (q, k, v) if out is None else (q, k, v, out)
     given += (cu_seqlens_q,) if once else (cu_seqlens_q, cu_seqlens_k)
     if score is not None:
@@ -62,6 +62,7 @@ def plan_packed(
     return_lse=False, out=None, score=None, scales=None, fast=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
+    checks.check_fast(OP, q, k, v, fast)
     out_dtype = None
     if scales is not None:
         float8.check_operands(OP, q, k, v)

@@ -156,12 +156,22 @@ def _terms(inputs, at: int) -> tuple:
     return inputs[at + 3 :] if isinstance(inputs[at], str) else inputs[at:]
 
 
+def names_of(schema: str) -> list[str]:
+    """The arguments' names, in order."""
+    return [argument.partition("=")[0].split()[-1] for argument in schema.split(", ")]
+
+
 def _attention_context(ctx, inputs, output) -> None:
-    *terms, cu_q, cu_k, seqlens_k, block_table, deterministic, _, _, _, sinks = _terms(inputs, 3)
+    terms = list(_terms(inputs, 3))
+    at = {name: i for i, name in enumerate(names_of(ATTENTION))}
+    cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = (
+        terms[at[name]]
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table", "deterministic", "sinks")
+    )
     if seqlens_k is not None or block_table is not None or narrow(*inputs[1:3]):
         raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (cu_q, cu_k, sinks), 3)
-    ctx.terms = terms[:-1]
+    ctx.terms = terms[: at["return_lse"]]
     ctx.deterministic = deterministic
 
 

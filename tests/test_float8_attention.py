@@ -589,6 +589,13 @@ def test_what_has_no_kernel():
         scaled_dot_product_attention(*(t.to(E5M2) for t in qkv()))
 
 
+def test_more_items_than_a_grid_counts():
+    q = torch.empty(70_000, 1, 16, 64, dtype=E4M3, device="meta")
+    with pytest.raises(ValueError, match="v of 8 bits has 70000 items.*give v in 16 bits"):
+        explain(attention, q, q, q, arch="sm_90")
+    assert explain(attention, q, q, q.to(BF16), arch="sm_90").facts.given_v == "bfloat16"
+
+
 def test_gradients_raise():
     call = case(scales=None) | {"sinks": torch.zeros(4, requires_grad=True)}
     mask = torch.ones(2, 2, dtype=torch.bool)

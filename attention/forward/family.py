@@ -84,7 +84,7 @@ def float8_unsupported(facts: Float8Facts) -> str:
     """Why there is no kernel of 8-bit floats for these facts; "" where there is one."""
     if facts.path != "sm_90":
         return (
-            f"q, k and v of {facts.dtype} are multiplied by sm_90's WGMMA alone, and not on {facts.spec.name}, path "
+            f"q and k of {facts.dtype} are multiplied by sm_90's WGMMA alone, and not on {facts.spec.name}, path "
             f"{facts.path}; give q, k and v in bfloat16, t.to(torch.bfloat16) * scale, or for decoding q in bfloat16 "
             "and k and v of 8 bits (seqlens_k), which all architectures read"
         )
