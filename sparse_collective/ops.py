@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.explain import explains
+from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
 
@@ -305,6 +306,8 @@ def structured(
 
 def without_gradient(op: str, terms: tuple, **more) -> Tensor:
     """The same of a product of 8-bit floats, or with out_dtype or a precision."""
+    if more.get("precision") is not None:
+        check_precision(op, more["precision"], terms[0].dtype)
     if torch.compiler.is_compiling():
         from .torch_op import traced_scaled_bsr
 

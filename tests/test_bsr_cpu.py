@@ -136,7 +136,10 @@ def test_absent_blocks_are_not_read_on_the_cpu():
 @pytest.mark.parametrize("op", [gemm, bsr_matmul, bsr_linear, sddmm])
 def test_wide_types_are_for_the_cpu(device, op, dtype):
     """A kernel multiplies 16-bit types; CPU tensors without one are multiplied below."""
-    with pytest.raises(TypeError, match="torch.bfloat16 and torch.float16 .cast with .to|float64 on cuda.*use one of"):
+    with pytest.raises(
+        TypeError,
+        match="torch.bfloat16 and torch.float16 .(cast|pass precision=.* cast) with .to|float64 on cuda.*use one of",
+    ):
         W = matrix(device).to(dtype)
         x = normal(24, 96, dtype=dtype, device=device)
         calls = {gemm: (x, x.t()), bsr_matmul: (W, x.t()), bsr_linear: (x, W), sddmm: (x.t()[:64], x, W)}

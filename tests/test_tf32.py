@@ -246,7 +246,7 @@ def test_plans(arch, precision):
     a, b = (torch.empty(2048, 2048, dtype=FP32, device="meta") for _ in range(2))
     plan = explain(gemm, a, b.t(), arch=arch, precision=precision)
     assert plan.facts.dtype == plan.facts.out_dtype == "float32" and plan.facts.path == ARCHS[arch].path
-    how = "before" if precision == "3xtf32" else "by TMA" if arch == "sm_90" else "in registers"
+    how = "when they are copied" if precision == "3xtf32" else "by TMA" if arch == "sm_90" else "in registers"
     assert f"precision: operands rounded to TF32 {how}" in str(plan)
     every = 32 if arch == "sm_90" else 8
     assert (f"sums: promoted to fp32 after every {every} of K" in str(plan)) == (precision == "3xtf32")
@@ -325,7 +325,7 @@ def test_refusals(dtype, value, error, words):
 def test_float32_without_a_precision_is_refused_by_kernels():
     """And torch's own setting does not give one."""
     a, W = numbers(64, 64), random_bsr((64, 64), (32, 32), density=1.0, dtype=FP32)
-    words = 'torch.float32.*pass precision="tf32" or precision="3xtf32", cast with .to.., or use torch.matmul'
+    words = 'torch.float32.*pass precision="tf32" or precision="3xtf32", or cast with .to'
     before = torch.get_float32_matmul_precision()
     for setting in ("highest", "high"):
         torch.set_float32_matmul_precision(setting)

@@ -35,7 +35,7 @@ def general(facts: GemmFacts) -> str:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
-    if reason := _float8(facts) or _float32(facts) or _fp16_sums(facts) or _narrow(facts):
+    if reason := _narrow(facts) or _float8(facts) or _float32(facts) or _fp16_sums(facts):
         return reason
     if reason := majors(facts):
         return reason

@@ -37,7 +37,7 @@ class Plan(CallPlan):
         if f.element.width == 1 or f.promoted or f.acc_dtype != "float32":
             lines.append(f"sums: {sums_text(f)}")
         if f.dtype == "float32":
-            where = "before" if f.promoted else "by TMA" if f.warp_specialised else "in registers"
+            where = "when they are copied" if f.promoted else "by TMA" if f.warp_specialised else "in registers"
             lines.append(f"precision: operands rounded to TF32 {where}")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""

@@ -10,10 +10,10 @@ from ..runtime.device import assumed, device_arch
 from ..runtime.families import function_for
 from ..tile.element import VECTOR_BYTES, element_of
 from . import family  # noqa: F401 (importing it registers the family)
-from .config import PartsFacts
+from .config import TILE_N, PartsFacts
 
 VECTOR = element_of("float32").vector
-MOST_TILES = 65535  # of a grid's second and third extents, which turned operands' N and items are
+MOST_TILES = 65535  # of a grid's second and third extents, which turned operands' tiles of N and items are
 
 
 def side_by_side(x: Tensor, of_b: bool, group: int | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 def _is_turned(x: Tensor) -> bool:
     """Whether x (..., rows, K) is one tensor of three dimensions that is contiguous along its rows."""
-    if x.stride(-2) != 1 or x.stride(-1) == 1 or x.shape[-2] > MOST_TILES:
+    if x.stride(-2) != 1 or x.stride(-1) == 1 or x.shape[-2] > MOST_TILES * TILE_N:
         return False
     return x.dim() == 2 or (x.shape[:-2].numel() <= MOST_TILES and not flatten_batch(x.to("meta"), 3)[1])
 

@@ -183,24 +183,30 @@ def narrow_kind(module: nn.Module) -> type | None:
 
 def check_hooks(name: str, module: nn.Module) -> None:
     """ValueError if a layer has hooks that its replacement would not call, or not with what they were made for."""
+    for layer in (module, *module.children()):
+        for hook in layer._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils"):
+                raise ValueError(
+                    f"quantize_: {name} has a hook that makes its weight in each call ({type(hook).__name__}); make it "
+                    "permanent first, as by torch.nn.utils.prune.remove or remove_spectral_norm"
+                )
     for inside, layer in module.named_children():
         if hooks_of(layer):
             raise ValueError(
                 f"quantize_: {name}.{inside} has hooks, and a Float8SwiGLU does not call its layers one by one; remove "
                 f"them, or put hooks on {name}, which the new layer takes over"
             )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"quantize_: {name}.forward was replaced by another function, which its replacement would not call; put "
+            "that on the new layer, or set it back"
+        )
     for kind in hooks_of(module):
         if kind not in CARRIED_HOOKS:
             why = "has no gradients" if "backward" in kind else "has another state"
             raise ValueError(
                 f"quantize_: {name} has hooks ({kind[1:]}), and its replacement {why}; remove them by their handles, "
                 "and register on the new layer what it is to have. Forward hooks and pre-hooks are taken over"
-            )
-    for hook in module._forward_pre_hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils"):
-            raise ValueError(
-                f"quantize_: {name} has a hook that makes its weight in each call ({type(hook).__name__}); make it "
-                "permanent first, as by torch.nn.utils.prune.remove"
             )
 
 
