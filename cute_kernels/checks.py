@@ -42,7 +42,7 @@ def in_place_of(dtype: torch.dtype, precision: bool = False) -> str:
         return "multiply real and imaginary parts apart, cast with .to()"
     wide = dtype in (torch.float32, torch.float64)
     if precision and dtype == torch.float32:
-        return 'pass precision="tf32" or precision="3xtf32", or cast with .to()'
+        return 'pass precision="tf32" or precision="3xtf32", cast with .to(), or use torch.matmul'
     return "cast with .to(), or use torch.matmul" if wide else "cast with .to()"
 
 

@@ -325,7 +325,7 @@ def test_refusals(dtype, value, error, words):
 def test_float32_without_a_precision_is_refused_by_kernels():
     """And torch's own setting does not give one."""
     a, W = numbers(64, 64), random_bsr((64, 64), (32, 32), density=1.0, dtype=FP32)
-    words = 'torch.float32.*pass precision="tf32" or precision="3xtf32", or cast with .to'
+    words = 'torch.float32.*pass precision="tf32" or precision="3xtf32", cast with .to.., or use torch.matmul'
     before = torch.get_float32_matmul_precision()
     for setting in ("highest", "high"):
         torch.set_float32_matmul_precision(setting)

@@ -190,6 +190,16 @@ class GemmFacts:
     promoted: bool = False
 
     @property
+    def multiplies_tile_numbers(self) -> bool:
+        """Whether tile numbers are divided by multiplications (TileScheduler.with_divisors), which take registers.
+
+        Dense products gain nothing by it: their tiles have more K-tiles. Heavy epilogues, operands of fp32 and sampled
+        products, which have more boxes to address, would spill.
+        """
+        rows = self.family in ("bsr", "bsr24", "row pairs")
+        return self.path == "sm_90" and rows and self.epilogue.is_light and self.element.width <= 2
+
+    @property
     def family(self) -> str:
         """Name of the family of kernels; see runtime.families."""
         if type(self.config) is GemmConfig:

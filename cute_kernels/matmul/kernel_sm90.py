@@ -190,8 +190,7 @@ class GemmSm90:
         if const_expr(self.facts.epilogue.stores_z):
             tma_z, tZ = self.store.make_tma(args.z, sD_layout)
         columns = mD.shape[1] if const_expr(source.columns is None) else source.columns
-        # Dense products gain nothing by it: their tiles have more K-tiles.
-        scheduler = (TileScheduler if const_expr(self.facts.block is None) else TileScheduler.with_divisors)(
+        scheduler = (TileScheduler.with_divisors if const_expr(self.facts.multiplies_tile_numbers) else TileScheduler)(
             cute.ceil_div(tiles_m, cfg.cluster_m),
             cute.ceil_div(columns, cfg.tile_n * cfg.cluster_n),
             mD.shape[3],
