@@ -194,45 +194,37 @@ def cublas(x: Operands) -> Call:
     return Call(lambda: torch.mm(a, b, out=out))
 
 
+def with_flag(x: Operands, name: str, value: bool) -> Call:
+    """torch.mm into a given output, while a flag of torch.backends.cuda.matmul has this value."""
+    a, b, out, flags = x.a, x.b, x.out(), torch.backends.cuda.matmul
+
+    def run() -> Tensor:
+        before = getattr(flags, name)
+        setattr(flags, name, value)
+        try:
+            return torch.mm(a, b, out=out)
+        finally:
+            setattr(flags, name, before)
+
+    return Call(run)
+
+
 @peer(CUBLAS_FP16_SUMS)
 def cublas_fp16_sums(x: Operands) -> Call:
-    """torch.mm into a given output, which torch lets cuBLAS add up in fp16."""
-    a, b, out, flags = x.a, x.b, x.out(), torch.backends.cuda.matmul
-
-    def run() -> Tensor:
-        before, flags.allow_fp16_accumulation = flags.allow_fp16_accumulation, True
-        try:
-            return torch.mm(a, b, out=out)
-        finally:
-            flags.allow_fp16_accumulation = before
-
-    return Call(run)
-
-
-def of_fp32(x: Operands, allow_tf32: bool) -> Call:
-    """torch.mm of fp32 operands into a given output, which torch lets cuBLAS multiply as TF32, or does not."""
-    a, b, out, flags = x.a, x.b, x.out(), torch.backends.cuda.matmul
-
-    def run() -> Tensor:
-        before, flags.allow_tf32 = flags.allow_tf32, allow_tf32
-        try:
-            return torch.mm(a, b, out=out)
-        finally:
-            flags.allow_tf32 = before
-
-    return Call(run)
+    """Sums in fp16, where cuBLAS finds them faster."""
+    return with_flag(x, "allow_fp16_accumulation", True)
 
 
 @peer(CUBLAS_TF32)
 def cublas_tf32(x: Operands) -> Call:
     """With torch.backends.cuda.matmul.allow_tf32."""
-    return of_fp32(x, True)
+    return with_flag(x, "allow_tf32", True)
 
 
 @peer(CUBLAS_FP32)
 def cublas_fp32(x: Operands) -> Call:
     """Without it: by the CUDA cores."""
-    return of_fp32(x, False)
+    return with_flag(x, "allow_tf32", False)
 
 
 @peer(CUBLASLT, fused=(None, "relu", "gelu_tanh"))

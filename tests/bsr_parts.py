@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels import gemm
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.choose import choose
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
@@ -142,3 +143,12 @@ def batches(device="cpu", dtype=torch.bfloat16):
 
 def leaf(t):
     return t.detach().clone().requires_grad_()
+
+
+def products_refuse(dtype: torch.dtype, error: type, words: str, **option) -> None:
+    """gemm, bsr_matmul and bsr_linear of operands of this dtype raise alike for an option."""
+    a, b = (normal(64, 64, device="cpu").to(dtype) for _ in range(2))
+    W = BsrMatrix(*(torch.tensor(t, dtype=torch.int32) for t in ([0, 1], [0])), a[None], (64, 64))
+    for op, operands in ((gemm, (a, b)), (bsr_matmul, (W, b)), (bsr_linear, (b, W))):
+        with pytest.raises(error, match=words):
+            op(*operands, **option)

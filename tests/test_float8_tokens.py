@@ -1,6 +1,6 @@
 """attention() of 8-bit floats with scales of blocks of 128 tokens: kernels of sm_90, fast and not, and the reference.
 
-Bounds are those of test_float8_attention: of all that differs P is rounded, and p w is in the middle of a fast P's
+Bounds are those of float8_attention_parts: of all that differs P is rounded, and p w is in the middle of a fast P's
 range, which is what its error is a part of.
 """
 
@@ -25,18 +25,9 @@ from cute_kernels.runtime.families import unsupported
 from .attention_parts import BF16, CAUSAL, FP16, FP32, packed, qkv, truth
 from .emulator.emulate import machine
 from .emulator.ops import on_emulator
+from .float8_attention_parts import BOTH, E4M3, FAST, SCALES, check, narrow, wide
 from .reference import poisoned_empty
-from .test_float8_attention import (  # noqa: F401 (place is a fixture)
-    BOTH,
-    E4M3,
-    FAST,
-    SCALES,
-    check,
-    narrow,
-    place,
-    tiles,
-    wide,
-)
+from .test_float8_attention import place, tiles  # noqa: F401 (place is a fixture)
 
 
 def of_tokens_scales(t: torch.Tensor, spread: float) -> torch.Tensor:

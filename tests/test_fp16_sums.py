@@ -21,6 +21,7 @@ from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_mat
 from sparse_collective import catalogue as bsr_catalogue
 from sparse_collective.family import BSR
 
+from .bsr_parts import products_refuse
 from .emulator import emulate
 from .emulator.ops import on_emulator
 from .kernel_selection import one_of_each
@@ -220,16 +221,7 @@ def test_known_plans_are_not_confused(device):
     ],
 )
 def test_refusals(dtype, value, error, words):
-    a, b = (torch.randn(64, 64).to(dtype) for _ in range(2))
-    crow, col = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1], [0]))
-    W = BsrMatrix(crow, col, a[None], (64, 64))
-    for call in (
-        lambda: gemm(a, b, accumulation_dtype=value),
-        lambda: bsr_matmul(W, b, accumulation_dtype=value),
-        lambda: bsr_linear(b, W, accumulation_dtype=value),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    products_refuse(dtype, error, words, accumulation_dtype=value)
 
 
 def test_it_is_named_at_the_call():

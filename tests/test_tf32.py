@@ -23,6 +23,7 @@ from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, b
 from sparse_collective import catalogue as bsr_catalogue
 from sparse_collective.family import BSR
 
+from .bsr_parts import products_refuse
 from .emulator import emulate
 from .emulator.ops import GpuTensor, on_emulator
 from .reference import ACTIVATIONS, poisoned
@@ -310,16 +311,7 @@ def test_what_no_kernel_is_built_from():
     ],
 )
 def test_refusals(dtype, value, error, words):
-    a, b = (numbers(64, 64).to(dtype) for _ in range(2))
-    crow, col = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1], [0]))
-    W = BsrMatrix(crow, col, a[None], (64, 64))
-    for call in (
-        lambda: gemm(a, b, precision=value),
-        lambda: bsr_matmul(W, b, precision=value),
-        lambda: bsr_linear(b, W, precision=value),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    products_refuse(dtype, error, words, precision=value)
 
 
 def test_float32_without_a_precision_is_refused_by_kernels():

@@ -112,9 +112,9 @@ def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
 
 
 def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
-    """Fast kernels: every configuration with scales and LSE, plain and causal where it serves both; at one head
-    dimension all terms, packed sequences, sinks and other outputs; block masks of each shape. The others: the same with
-    fewer features, since 16-bit ones have the same registers."""
+    """Fast kernels and the others: every configuration with scales and LSE, plain and causal where it serves both; at
+    one head dimension all terms, packed sequences, sinks and other outputs; block masks of each shape. And V of 16
+    bits."""
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast)
         yield from with_8_bits(plain)
@@ -127,9 +127,7 @@ def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
     scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
-        for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
-            for config, _ in candidates_sm90(facts, extents):
-                yield replace(facts, config=config, window=band)
+        yield from plain_and_causal(facts)
         for blocksize in BLOCKSIZES:
             yield pick(replace(facts, softcap=True, blocks=BlockKind(*blocksize, MASKS["tensors"])), EXTENTS)
         yield pick(replace(facts, blocks=BlockKind(128, 128, None)), EXTENTS)
@@ -140,6 +138,13 @@ def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
     yield pick(plain, EXTENTS)
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
     yield pick(replace(scaled, head_dim=192), EXTENTS)
+
+
+def plain_and_causal(facts: Float8Facts) -> Iterator[Float8Facts]:
+    """Each configuration that serves calls without a mask, and each that serves causal ones."""
+    for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
+        for config, _ in candidates_sm90(facts, extents):
+            yield replace(facts, config=config, window=band)
 
 
 def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
@@ -157,9 +162,7 @@ def with_tokens(plain: Float8Facts) -> Iterator[Float8Facts]:
     scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
-        for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
-            for config, _ in candidates_sm90(facts, extents):
-                yield replace(facts, config=config, window=band)
+        yield from plain_and_causal(facts)
         for block in (64, 128):
             yield pick(replace(facts, softcap=True, blocks=BlockKind(block, block, MASKS["tensors"])), EXTENTS)
         for mask in (None, MASKS["tensors"]):
