@@ -77,7 +77,12 @@ TOKENS = {
     192: (((128, 128, 2, 2), 1.99), ((64, 64, 4, 1), 0.80)),
     256: (((128, 64, 3, 2), 1.40), ((64, 64, 3, 1), 1.10)),
 }
-TOKENS_MASKED = {(64, 256): (32, 3)}  # (tile_n, stages) by block_q and head dimension, where narrow tiles spill, too
+
+# Of Q and K alone of 8 bits. 192x112 would spill at head dimension 64; the microseconds of 192x96 are by calculation.
+FLOAT8_SCORES = {64: (((192, 96, 4, 3), 1.05), *SM_90[64][1:])}
+# With a mask that reads tensors: (tile_n, stages) by block_q, head dimension and whether scales are those of tokens,
+# where tiles 64 wide would spill, too.
+FLOAT8_MASKED = {(64, 256, True): (32, 3), (64, 256, False): (32, 3), (128, 256, False): (32, 4)}
 
 # Of P and V of 8 bits, as SM_90 and BLOCKS_SM_90. A tile's columns are whole MMA steps of P V, 32. The microseconds of
 # head dimension 128 are an H100's, with V's transposition: `estimate` gives 1105, 1111 and 1149 us for 2 x 16 heads,
@@ -92,6 +97,7 @@ FLOAT8 = {
 }
 FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3)), (128, (192, 96, 4, 3))}
 FLOAT8_PLAIN_SCORES = {(128, (128, 192, 2, 2))}
+FLOAT8_APART = {(128, (64, 128, 3, 1))}  # that would spill with a cap or a score_mod and packed sequences
 FLOAT8_HEADS = {(192, (64, 128, 2, 1))}  # that would spill with scales of blocks of tokens
 FLOAT8_BLOCKS = {
     128: {
@@ -147,12 +153,13 @@ def config_of_blocks(facts: FlashFacts) -> FlashConfig:
     if facts.path == "sm_90" and dim == WIDE:
         return FlashConfig(*SM_90[WIDE][0][0], dynamic=True)
     if facts.path == "sm_90":
-        table = FLOAT8_BLOCKS if is_fast(facts) else BLOCKS_SM_90
-        # With scales of tokens a mask that reads tensors has no registers for 128 columns.
-        masked = getattr(facts, "tokens", False) and not is_fast(facts) and blocks.mask and blocks.mask.tensors
-        tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64 or bool(masked)]
+        fast = is_fast(facts)
+        table = FLOAT8_BLOCKS if fast else BLOCKS_SM_90
+        # Of 8 bits, a mask that reads tensors has no registers for 128 columns beside scores to be made fp16.
+        masked = isinstance(facts, Float8Facts) and not fast and bool(blocks.mask and blocks.mask.tensors)
+        tile_n, stages = table[blocks.block_q][dim][blocks.block_k == 64 or masked]
         if masked:
-            tile_n, stages = TOKENS_MASKED.get((blocks.block_q, dim), (tile_n, stages))
+            tile_n, stages = FLOAT8_MASKED.get((blocks.block_q, dim, facts.tokens), (tile_n, stages))
         groups = blocks.block_q // 64
         return FlashConfig(blocks.block_q, tile_n, stages, groups, dynamic=True, ctas=3 - groups)
     if dim == WIDE:
@@ -227,7 +234,9 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     are more than run at once.
     """
     found, dim, tokens = [], max(facts.head_dim, facts.head_dim_v), getattr(facts, "tokens", False)
-    table, unmasked_only, plain_scores = SM_90 | TOKENS if tokens else SM_90, UNMASKED_ONLY, set()
+    table, unmasked_only, plain_scores = SM_90, UNMASKED_ONLY, set()
+    if isinstance(facts, Float8Facts):
+        table = SM_90 | FLOAT8_SCORES | (TOKENS if tokens else {})
     if is_fast(facts):
         table, unmasked_only, plain_scores = FLOAT8, FLOAT8_UNMASKED_ONLY, FLOAT8_PLAIN_SCORES
     changed = facts.softcap or facts.score is not None
@@ -238,7 +247,7 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
             or (extents.uneven or facts.score is not None)
             and ((dim, tiles) in unmasked_only)
             or changed
-            and (dim, tiles) in plain_scores
+            and ((dim, tiles) in plain_scores or facts.packed and (dim, tiles) in FLOAT8_APART)
             or tokens
             and (SCALE_TOKENS % tiles[1] or is_fast(facts) and (dim, tiles) in FLOAT8_HEADS)
         ):

@@ -193,11 +193,12 @@ class GemmFacts:
     def multiplies_tile_numbers(self) -> bool:
         """Whether tile numbers are divided by multiplications (TileScheduler.with_divisors), which take registers.
 
-        Dense products gain nothing by it: their tiles have more K-tiles. Heavy epilogues, operands of fp32 and sampled
-        products, which have more boxes to address, would spill.
+        Dense products gain nothing by it: their tiles have more K-tiles. Heavy epilogues, operands of fp32, blocks that
+        are no whole K-tiles wide, and sampled products, which have more boxes to address, would spill.
         """
         rows = self.family in ("bsr", "bsr24", "row pairs")
-        return self.path == "sm_90" and rows and self.epilogue.is_light and self.element.width <= 2
+        light = self.epilogue.is_light and self.element.width <= 2
+        return self.path == "sm_90" and rows and light and self.block.bk % min(self.config.tile_k, self.block.bk) == 0
 
     @property
     def family(self) -> str:
