@@ -23,6 +23,8 @@ from cute_kernels.matmul.catalogue import (
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.tile.element import BITS_16, element_of
 
+from .chains import may_follow
+
 # One block shape for each way that blocks meet tiles: as high as a tile, several tiles high (256, 512), half a tile
 # (64), a fraction of one (48, 32, 16); several K-tiles wide (256), a last K-tile of 48 (112), narrow K-tiles.
 GATED = EpilogueSpec(activation="silu", gated=True)
@@ -178,6 +180,8 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         made = [linear(spec, spec.path, c, block, **usual, epilogue=tokens, scaled=True) for c in configs]
         some = buildable(family, made)[:1] + [facts for facts in made if facts.config.tile_n == 32]
         found += made if block in ((128, 128), (64, 64)) else some
+        if block in ((128, 128), (64, 64)):
+            found += [replace(facts, chained=True) for facts in made if may_follow(facts)]
         for change in changes if block in ((128, 128), (64, 64)) else ():
             made = [linear(spec, spec.path, config, block, **usual | change) for config in configs]
             found += buildable(family, made)[:1]
@@ -398,7 +402,9 @@ def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
         for config in family.candidates(path, BlockFacts(*block, "int32"), spec, element):
             yield linear(spec, path, config, block, **usual, epilogue=one)
         for config in family.candidates(path, BlockFacts(*block, "int32", scaled=True), spec, element):
-            yield linear(spec, path, config, block, **usual, epilogue=tokens, scaled=True)
+            yield (facts := linear(spec, path, config, block, **usual, epilogue=tokens, scaled=True))
+            if block in ((128, 128), (32, 32)) and may_follow(facts):
+                yield replace(facts, chained=True)
             if block in ((128, 128), (16, 16), (32, 32)):
                 yield linear(spec, path, config, block, **usual, epilogue=loaded, scaled=True)
                 yield bsr(spec, path, config, block, **heavy)

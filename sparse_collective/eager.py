@@ -39,6 +39,7 @@ from cute_kernels.tile.element import VECTOR_BYTES
 from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
+from .chains import may_follow
 from .checks import RUN_MULTIPLE, check_group_numbers
 from .tile_order import reference as tile_order
 
@@ -77,8 +78,12 @@ def groups_of(op, x, groups, offsets, group_rows):
 def call(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
     fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
+    chained=False,
 ):  # fmt: skip
-    """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients."""
+    """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients.
+
+    chained: whether b and its scales are of a kernel that leads, launched right before (cute_kernels/tile/chain.py).
+    """
     if epilogue is not None:
         epilogue = epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
@@ -105,7 +110,7 @@ def call(
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
             groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
-            accumulation_dtype, out_dtype, scale_out is None, amax is None, precision,
+            accumulation_dtype, out_dtype, scale_out is None, amax is None, precision, chained,
         )  # fmt: skip
     except AttributeError:
         terms = None
@@ -116,7 +121,8 @@ def call(
             fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
             precision=precision,
         )  # fmt: skip
-        plan = _PLANS.checked(op, terms, tensors, out, partial(_plan, op, W, b, given, out, groups, out_dtype))
+        planned = partial(_plan, op, W, b, given, out, groups, out_dtype, chained)
+        plan = _PLANS.checked(op, terms, tensors, out, planned)
     if amax is not None:
         checks.check_amax(op, amax, b, values, out, bias, scale_b, W.stored_scales, scale_out)
         amax.zero_()
@@ -191,7 +197,8 @@ def _ordered(plan: Plan) -> tuple:
 
     workers, cfg = plan.tiles.workers, plan.facts.config
     ctas = None if workers is None else workers * cfg.cluster
-    plan.ordered = function_for(replace(plan.facts, ordered=True)), plan.tiles, ctas
+    # The order is a kernel's, which may run right before: such a product follows nothing.
+    plan.ordered = function_for(replace(plan.facts, ordered=True, chained=False)), plan.tiles, ctas
     return plan.ordered
 
 
@@ -246,7 +253,7 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
     return matrix
 
 
-def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
+def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None, chained=False) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     linear = op != "bsr_matmul"
     name = "x" if linear else "b"
@@ -285,7 +292,7 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     if math.prod(shape) == 0:
         plan.empty = True
     elif plans_kernel(W.device):
-        _plan_kernel(plan, W, b, terms, out, spec, groups)
+        _plan_kernel(plan, W, b, terms, out, spec, groups, chained)
     return plan
 
 
@@ -372,7 +379,7 @@ def _scale_kinds(op, W, b, terms: Terms) -> tuple:
     return of_w, kind if kind in (None, "tensor") else "column"
 
 
-def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
+def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: bool) -> None:
     from cute_kernels.runtime.families import function_for
 
     linear, fold = plan.op != "bsr_matmul", W.batch is None
@@ -455,6 +462,9 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups) -> None:
         plan.unfused = True
         plan.notes.append(f"not fused: torch computes the gate of a plain product ({reason})")
         return
+    # W's values are copied to another address in each call, or they may be read before b is there.
+    if chained and may_follow(plan.facts) and not W.stored.data_ptr() % VECTOR_BYTES:
+        plan.facts = replace(plan.facts, chained=True)
     plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     cfg, steps = plan.facts.config, plan.facts.k_tiles_per_block

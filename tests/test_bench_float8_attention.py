@@ -40,9 +40,9 @@ def test_a_row(emulated, make):
     assert row.ours.note.startswith("error ") and row.rival.note.startswith("error ")
 
 
-@pytest.mark.parametrize("tile", cases.TILES)
-def test_tiles(emulated, tile):
-    row = measured(cases.dense((1, 400, 1, 128), True, fast=True, tile=tile))
+@pytest.mark.parametrize(("fast", "tile"), [(fast, tile) for fast, tiles in cases.TILES.items() for tile in tiles])
+def test_tiles(emulated, fast, tile):
+    row = measured(cases.dense((1, 400, 1, 128), True, fast=fast, tile=tile))
     assert f"{tile[0]}x{tile[1]} stages {tile[2]}" in row.plan and row.ratio == 0.5
 
 

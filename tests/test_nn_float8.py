@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
-from sparse_collective import random_bsr
+from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, prune_2_4_, quantize_
 
 from .emulator import emulate
@@ -304,3 +304,45 @@ def test_the_recipe_for_delayed_scales():
     exact = torch.nn.functional.silu(tokens_of.double() @ weight.double().t())
     y = names["y"].to(FP32) * names["scale_y"]
     assert off(y, exact) < 0.06 and abs(names["amax"].item() / exact.abs().max().item() - 1) < 0.05
+
+
+# -- launches that overlap ------------------------------------------------------------------------------------------
+
+
+def apart(layer: Float8SwiGLU, x) -> torch.Tensor:
+    """The layer's kernels with a wait after each, so that none begins before the one before has ended."""
+    for part in (layer.gate_up, layer.down):
+        values, scale = quantize(x, per="row") if part is layer.gate_up else quantize_gated(x)
+        torch.cuda.synchronize()
+        x = bsr_linear(values, part.weight.matrix, part.bias, scale_x=scale, out_dtype=x.dtype)
+        torch.cuda.synchronize()
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64, 200])
+def test_launches_that_overlap(rows):
+    dense = [nn.Linear(n, k, device="cuda", dtype=BF16) for n, k in ((2048, 4096), (2048, 4096), (4096, 2048))]
+    layer = Float8SwiGLU(SwiGLU.from_linears(*dense, (128, 128), 0.25))
+    inputs = [torch.randn(rows, 2048, device="cuda").to(BF16) for _ in range(8)]
+    W = layer.gate_up.weight.matrix.values.view(torch.uint8)
+    weights = [W.clone(), torch.roll(W, 1, 0)]
+    wanted = []
+    for i, x in enumerate(inputs):
+        W.copy_(weights[i % 2])
+        wanted.append(apart(layer, x))
+    graph, place = torch.cuda.CUDAGraph(), inputs[0].clone()
+    layer(place)
+    with torch.cuda.graph(graph):
+        y = layer(place)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found, replayed = [], []
+        for i, x in enumerate(inputs):  # nothing waits, and weights change right before
+            W.copy_(weights[i % 2])
+            found.append(layer(x))
+            place.copy_(x)
+            graph.replay()
+            replayed.append(y.clone())
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(replayed, wanted, strict=True))

@@ -331,6 +331,7 @@ def operands_text(facts: GemmFacts) -> str:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
     text += " scaled" if facts.block and facts.block.scaled else ""
     text += " fast" if facts.fast_accumulation else ""
+    text += " chained" if facts.chained else ""
     text += " promoted" if facts.promoted else ""
     text += f" sums {SHORT[facts.acc_dtype]}" if facts.acc_dtype != "float32" else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")

@@ -171,6 +171,7 @@ class GemmFacts:
     `fast_accumulation` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
     `acc_dtype`: what tensor cores keep sums in; float16 takes half the registers, and has 11 bits.
     `promoted` (of fp32 operands, in TF32 parts): short sums are added up in fp32, as those of 8-bit floats are.
+    `chained`: the kernel follows another, which makes B and its scales, and leads; see tile/chain.py.
     """
 
     arch: str  # the compiler's target
@@ -188,6 +189,7 @@ class GemmFacts:
     fast_accumulation: bool = False
     acc_dtype: str = "float32"
     promoted: bool = False
+    chained: bool = False
 
     @property
     def multiplies_tile_numbers(self) -> bool:

@@ -206,6 +206,7 @@ class GemmSm90:
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=self.facts.chained,
             stream=stream,
         )
 
@@ -275,6 +276,8 @@ class GemmSm90:
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.mainloop.registers[1])
+            if const_expr(self.facts.chained):
+                cute.arch.griddepcontrol_wait()  # before scales of B are read, and D is written
             groups = cute.make_layout(self.warpgroups, stride=WARPGROUP)
             thr_mma = tiled_mma.get_slice(groups(warpgroup % self.warpgroups))
             tCrA = self.mainloop.operand_a(tiled_mma, thr_mma, sA, (tidx - WARPGROUP) % (WARPGROUP * self.warpgroups))
@@ -375,6 +378,11 @@ class GemmSm90:
         if const_expr(cfg.rings > 1):
             first, step = first + warp * step, step * cfg.rings
         bounds = self.bounds(first, scheduler, source, rank_m)
+        ahead = Int32(0)
+        if const_expr(self.facts.chained):
+            loads = tma_a, tAgA, tAsA, mask_a
+            ahead = self.load_a_ahead((first, end), bounds, scheduler, source, loads, ring, rank_k)
+            cute.arch.griddepcontrol_wait()
         for index in cutlass.range(first, end, step, unroll=1):
             m, n, l = scheduler.decode(index)
             n = n * cfg.cluster_n + rank_n
@@ -386,9 +394,34 @@ class GemmSm90:
                 k_tiles,
                 tma_a, tAgA, tAsA, mask_a,
                 tma_b, tBgB[None, n, None, None, cutlass.min(l, mB.shape[3] - 1)], tBsB, mask_b,
-                ring, state,
+                ring, state, *((ahead,) if self.facts.chained else ()),
             )  # fmt: skip
+            ahead = Int32(0)
+        if const_expr(self.facts.chained):
+            # No earlier: the next kernel's CTAs would all be where this one has left an SM idle.
+            cute.arch.griddepcontrol_launch_dependents()
         replace(ring, num_stages=cfg.stages).producer_tail(state)
+
+    @cute.jit
+    def load_a_ahead(
+        self, tiles: tuple, bounds: tuple, scheduler: TileScheduler, source, loads: tuple, ring, rank_k: Int32
+    ):
+        """Load A's part of the first K-tiles, as many as there are stages, of a chained kernel; returns how many.
+
+        tiles: the first work tile, and past the last. Without clusters of rows and columns.
+        """
+        count = Int32(0)
+        if tiles[0] < tiles[1]:
+            m, _, l = scheduler.decode(tiles[0])
+            k_tiles = self.share(source.for_tile(m, l, bounds), rank_k)
+            count = cutlass.min(k_tiles.count, self.cfg.stages)
+            state = self.ring_state(pipeline.PipelineUserType.Producer, Int32(0))
+            for i in cutlass.range(count, unroll=1):
+                ring.producer_acquire(state)
+                barrier = ring.producer_get_barrier(state)
+                self.mainloop.load_a(k_tiles.at(i), *loads, barrier, state.index)
+                state.advance()
+        return count
 
     @cute.jit
     def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:

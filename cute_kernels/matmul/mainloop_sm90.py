@@ -65,13 +65,20 @@ class MainloopSm90:
         mask_b: cutlass.Int16,
         pipeline,
         state,
+        ahead=None,  # K-tiles whose A is loaded already; of a chained kernel (tile/chain.py)
     ):
         """Issue the TMA loads of every K-tile; returns the pipeline state after them."""
         for i in cutlass.range(k_tiles.count, unroll=1):
             tile = k_tiles.at(i)
-            pipeline.producer_acquire(state)
-            barrier = pipeline.producer_get_barrier(state)
-            self.load_a(tile, tma_a, tAgA, tAsA, mask_a, barrier, state.index)
+            if const_expr(ahead is None):
+                pipeline.producer_acquire(state)
+                barrier = pipeline.producer_get_barrier(state)
+                self.load_a(tile, tma_a, tAgA, tAsA, mask_a, barrier, state.index)
+            else:
+                barrier = pipeline.producer_get_barrier(state)
+                if i >= ahead:
+                    pipeline.producer_acquire(state)
+                    self.load_a(tile, tma_a, tAgA, tAsA, mask_a, barrier, state.index)
             self.load_b(tile, tma_b, tBgB, tBsB, mask_b, barrier, state.index)
             state.advance()
         return state

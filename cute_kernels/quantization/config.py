@@ -25,6 +25,8 @@ class QuantizeFacts:
     share it, each of which has `vectors` of 16 bytes at once; not `held`: all that a group has takes several turns,
     and is read twice. The same lanes have `each` groups at once. With `gate`, an activation or "none", a row of x holds
     64 numbers of a gate and 64 that it multiplies in turn, and their products are what becomes 8 bits wide.
+
+    `follows`, `leads`: see tile/chain.py.
     """
 
     family: ClassVar[str] = "quantize"
@@ -40,6 +42,8 @@ class QuantizeFacts:
     each: int = 1
     gate: str | None = None
     none: float = 1.0  # the scale of a group whose own would be no normal number
+    follows: bool = False
+    leads: bool = False
 
     def key(self) -> str:
         """A text that is the same in every process."""

@@ -12,10 +12,13 @@ from . import family  # noqa: F401 (importing it registers the family)
 from .config import AMAX_CTAS, BLOCK, MOST_BYTES, THREADS, TOKENS_SERVED, QuantizeFacts, facts_for
 
 SERVED = ("tensor", "row", "tokens", "1x128", "128x128")
+MOST_FOLLOWING = 16  # rows of gates whose kernel begins before their product ends
 
 
-def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] | None:
+def quantized(x: Tensor, dtype: torch.dtype, per: str, *, leads: bool = False) -> tuple[Tensor, Tensor] | None:
     """quantize's (values, scale) of an x with elements; None where no kernel serves it.
+
+    leads: whether a product of them is launched next, see tile/chain.py; of a scale per "row".
 
     They serve bfloat16, float16 and float32 on sm_89 and sm_90, per what SERVED names. Memory is without gaps, and
     contiguous along x's last mode, or of one scale or blocks of 128x128 the one before; it begins at a multiple of 16
@@ -34,6 +37,7 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor] 
     spec, sms, _ = device_arch(x.get_device())
     names = spec.target, NAMES[x.dtype], FLOAT8[dtype]
     facts = QuantizeFacts(*names, step="values") if per == "tensor" else facts_for(*names, per, x.shape[-1])
+    facts = replace(facts, leads=True) if leads and spec.capability >= (9, 0) else facts
     matrix = x.view(1, -1) if per == "tensor" else x.view(-1, x.shape[-1])
     ragged = facts.rows > 1 and x.dim() > 2 and x.shape[-2] % BLOCK
     if unsupported(facts) or ragged or matrix.shape[1] % facts.elements:
@@ -71,8 +75,12 @@ def _by_one_scale(facts: QuantizeFacts, x: Tensor, values: Tensor, sms: int) -> 
     return scale
 
 
-def quantized_gated(z: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def quantized_gated(
+    z: Tensor, activation: str | None, dtype: torch.dtype, *, chained: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """quantize_gated's (values, scale) of a z with elements; None where no kernel serves it.
+
+    chained: whether z is of a product that leads, and a product of the values is launched next; see tile/chain.py.
 
     They serve contiguous bfloat16 and float16 on sm_89 and sm_90 that begin at a multiple of 16 bytes.
     """
@@ -81,7 +89,9 @@ def quantized_gated(z: Tensor, activation: str | None, dtype: torch.dtype) -> tu
     columns = z.shape[-1] // 2
     spec, _, _ = device_arch(z.get_device())
     facts = facts_for(spec.target, NAMES[z.dtype], FLOAT8[dtype], "row", columns)
-    facts = replace(facts, gate=activation or "none")
+    rows, chained = z.numel() // z.shape[-1], chained and spec.capability >= (9, 0)
+    # Of more rows the CTAs that follow would all be on the few SMs that the product has left idle.
+    facts = replace(facts, gate=activation or "none", leads=chained, follows=chained and rows <= MOST_FOLLOWING)
     if unsupported(facts):
         return None
     values = torch.empty((*z.shape[:-1], columns), dtype=dtype, device=z.device)

@@ -56,12 +56,16 @@ class Quantizing(Family):
                 found += [facts_for(*names, "tokens", columns) for columns in TOKENS_SERVED]
         rows = [facts_for(target, "bfloat16", NARROW[0], "row", columns) for columns in (1024, 14336, 32768)]
         found += [replace(facts, gate="silu") for facts in rows]
+        if target == "sm_90a":
+            chained = replace(rows[1], gate="silu", follows=True, leads=True)
+            found += [chained, replace(facts_for(target, "bfloat16", NARROW[0], "row", 4096), leads=True)]
         return [f for f in dict.fromkeys(found[:1] if quick else found) if not self.unsupported(f)]
 
     def describe(self, facts: QuantizeFacts) -> dict[str, str]:
         block = f"{facts.rows}x{facts.columns}" if facts.columns else "rows"
         block += " of tokens" if facts.none != 1 else ""
         held = "" if facts.held else ", read twice"
+        held += ", follows" * facts.follows + ", leads" * facts.leads
         return {
             "configuration": f"{facts.lanes} lanes x {facts.vectors} vectors{held}",
             "problem": block if facts.step == "groups" else f"tensor, {facts.step}",

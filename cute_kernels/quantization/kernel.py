@@ -24,6 +24,7 @@ from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import select_
 
 from ..dtypes import TORCH, cutlass_dtype
+from ..tile.chain import chained
 from ..tile.element import BYTES, VECTOR_BYTES
 from ..tile.float8 import divided, larger_magnitude, larger_magnitudes, pack, quotient, raise_to_magnitude
 from ..tile.ptx import load_vector
@@ -68,12 +69,14 @@ class Quantize:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=CARVEOUT,
+            use_pdl=self.facts.follows,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, values: cute.Tensor, scales: cute.Tensor, amax: cute.Tensor | None):
         facts = self.facts
+        chained(facts)
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         lane = tidx % facts.lanes
         if const_expr(facts.step == "values"):  # a turn of the tensor for each CTA
@@ -159,11 +162,12 @@ class Quantize:
         for i in range_constexpr(self.facts.vectors):
             element, inside = self.vectors(x, place, first, gates)[i]
             at = x.iterator.toint() + element * self.size
-            loaded = load_vector(at, inside, stream=self.facts.held)
+            loaded = load_vector(at, inside, stream=self.facts.held, fresh=self.facts.follows)
             for w in range_constexpr(self.words):
                 words[w, i] = loaded[w]
             if const_expr(gates):
-                other = load_vector(at + GATE * self.size, inside, stream=self.facts.held)
+                at = at + GATE * self.size
+                other = load_vector(at, inside, stream=self.facts.held, fresh=self.facts.follows)
                 self.multiply(words, i, other)
 
     def multiply(self, words: cute.Tensor, i: int, other: tuple) -> None:

@@ -156,14 +156,16 @@ def bulk_load(to: Int32, source: Int64, size: int, barrier: Int32, *, loc=None, 
     _asm(None, operands, text, "r,l,r", side_effects=True, loc=loc, ip=ip)
 
 
-def load_vector(at: Int64, valid, stream: bool, words: int = VECTOR_WORDS) -> tuple:
+def load_vector(at: Int64, valid, stream: bool, words: int = VECTOR_WORDS, fresh: bool = False) -> tuple:
     """16 bytes of global memory as four registers, or fewer; zeros where not `valid` (None: always valid).
 
-    stream: keep them out of L1.
+    stream: keep them out of L1. fresh: another kernel may have written them since this one began, so they are not
+    read as constants are.
     """
     registers = ", ".join(f"{{$w{i}}}" for i in range(words))
     registers, kind = (f"{{ {registers} }}", f".v{words}.b32") if words > 1 else (registers, ".b32")
-    load = f"ld.global.nc{'.L1::no_allocate' if stream else ''}{kind} {registers}, [{{$r0}}];"
+    kind = f"{'' if fresh else '.nc'}{'.L1::no_allocate' if stream else ''}{kind}"
+    load = f"ld.global{kind} {registers}, [{{$r0}}];"
     types = [Int32] * words
     if valid is None:
         return as_tuple(cute.arch.inline_ptx(load, write_only_types=types, read_only_args=[at]))

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.checks import check_no_grad
+from cute_kernels.quantization.eager import quantized, quantized_gated
 from cute_kernels.quantize import quantize, quantize_gated
 
+from .. import eager
 from ..bsr import BsrMatrix
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
@@ -92,8 +94,8 @@ class Float8BsrLinear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         W = self.weight.matrix
         tokens = x if x.dim() > 1 else x[None]
-        values, scale = quantize(tokens, W.dtype, "row")
-        y = bsr_linear(values, W, self.bias, self.activation, scale_x=scale, out_dtype=x.dtype)
+        found = quantized(tokens.detach(), W.dtype, "row", leads=True) if x.numel() else None
+        y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
     def extra_repr(self) -> str:
@@ -130,11 +132,20 @@ class Float8SwiGLU(nn.Module):
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        down = self.down
-        z = self.gate_up(x if x.dim() > 1 else x[None])
-        values, scale = quantize_gated(z, "silu", down.weight.matrix.dtype)
-        y = bsr_linear(values, down.weight.matrix, down.bias, scale_x=scale, out_dtype=x.dtype)
+        z, dtype = self.gate_up(x if x.dim() > 1 else x[None]), self.down.weight.matrix.dtype
+        found = quantized_gated(z.detach(), "silu", dtype, chained=True) if z.numel() else None
+        y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
+
+
+def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:
+    """A layer of quantised tokens (..., K) with scales (..., 1). chained: whether a kernel that leads has made them
+    (cute_kernels/tile/chain.py): then W is loaded while it still runs."""
+    W, bias, activation = layer.weight.matrix, layer.bias, layer.activation
+    if chained:
+        terms = W, values, bias, activation, None, None, None
+        return eager.call("bsr_linear", *terms, scale_b=scale, out_dtype=dtype, chained=True)
+    return bsr_linear(values, W, bias, activation, scale_x=scale, out_dtype=dtype)
 
 
 def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.Module:

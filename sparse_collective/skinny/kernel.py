@@ -100,6 +100,7 @@ class SkinnyKernel:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=self.carveout,  # unnamed, the DSL would ask a GPU for it
+            use_pdl=self.facts.chained,
             stream=stream,
         )
 
@@ -120,6 +121,8 @@ class SkinnyKernel:
         sSum = cutlass.memory.SmemAllocator().allocate_tensor(  # (M, N, WARPS)
             Float32, cute.make_layout(self.sums[0], stride=self.sums[1]), byte_alignment=16
         )
+        if const_expr(self.facts.chained):
+            cute.arch.griddepcontrol_launch_dependents()
         m, n, l = self.decode(tiles_n, per_strip)
         k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
         # (MMA, MMA_M, MMA_N)
@@ -127,6 +130,8 @@ class SkinnyKernel:
         acc.fill(0.0)
         self.multiply(k_tiles, mA, mB[None, None, None, l], n, acc, warp)
         self.keep(acc, sSum[None, None, warp])
+        if const_expr(self.facts.chained):
+            cute.arch.griddepcontrol_wait()  # a warp without pieces has not waited yet
         cute.arch.sync_threads()
         m, n, l = self.decode(tiles_n, per_strip)  # once more: the loop needs all registers
         k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
@@ -175,6 +180,8 @@ class SkinnyKernel:
             # W's first values are asked for before its indices are waited for.
             self.load_piece(k_tiles, warp, t, mA, a_lane, rA)
             self.fetch(k_tiles, warp, t, rCol)
+            if const_expr(self.facts.chained):
+                cute.arch.griddepcontrol_wait()  # for B
             for piece in cutlass.range(warp, pieces, cfg.warps, unroll=1):
                 following = piece + cfg.warps
                 for s in range_constexpr(0, stages, self.span):
@@ -261,7 +268,7 @@ class SkinnyKernel:
             for s in range_constexpr(first, first + self.span):
                 valid = self.valid(k_tiles, i)
                 if const_expr(loads_vectors(self.facts)):
-                    words = load_vector(at, valid, stream=False, words=self.words)
+                    words = load_vector(at, valid, stream=False, words=self.words, fresh=self.facts.chained)
                 else:
                     words = load_elements(at, Int64(step), valid)
                 at = at + LANES_K * self.cfg.tile_k * step
