@@ -19,6 +19,7 @@ from . import emulate, reference
 from .sass import attempt, remembered
 
 CACHE = "CUTE_KERNELS_CACHE_DIR"
+EMULATED = "CUTE_KERNELS_EMULATED"  # kernels on the emulator that one process of tests has compiled for all
 
 
 def pytest_addoption(parser):
@@ -36,9 +37,11 @@ def pytest_configure(config):
     if not os.environ.get(CACHE):  # processes that share the tests (pytest-xdist) inherit it, and share the folder
         folder = tempfile.mkdtemp(prefix="cute-kernels-tests-")
         os.environ[CACHE] = folder
+        os.environ[EMULATED] = os.path.join(folder, "emulated")
 
         def remove():
             os.environ.pop(CACHE, None)
+            os.environ.pop(EMULATED, None)
             shutil.rmtree(folder, ignore_errors=True)
 
         config.add_cleanup(remove)
