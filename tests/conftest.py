@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import os
@@ -30,7 +31,20 @@ def pytest_addoption(parser):
         parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
 
 
+def keep_freed_memory():
+    """glibc's malloc gives no memory back to the system.
+
+    A compilation frees hundreds of megabytes and the next one asks for them again: 4 % of its time goes to new pages.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of malloc.h
+        for parameter, size in ((trim_threshold, 1 << 30), (top_pad, 64 << 20), (mmap_threshold, 32 << 20)):
+            mallopt(parameter, size)
+
+
 def pytest_configure(config):
+    keep_freed_memory()
     # torch.compile would start a pool of processes in each process of tests; one of them once never came back.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)  # CPU tensors here are small: threads only wait for each other, 5x on a busy machine
