@@ -136,6 +136,10 @@ def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
         for config, _ in candidates_sm90(facts, replace(EXTENTS, left=facts.window.left or None)):
             yield replace(facts, config=config)
     yield pick(plain, EXTENTS)
+    for packed in (False, True):
+        yield pick(
+            replace(plain, window=FEATURES[1][0], packed=packed), replace(EXTENTS, rows=8192, cols=8192, right=0)
+        )
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
     yield pick(replace(scaled, head_dim=192), EXTENTS)
 

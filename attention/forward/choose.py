@@ -91,11 +91,12 @@ FLOAT8_MASKED = {(64, 256, True): (32, 3), (64, 256, False): (32, 3), (128, 256,
 FLOAT8 = {
     64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
     96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
-    128: (((192, 96, 4, 3), 1.13), ((128, 192, 2, 2), 1.57), ((128, 128, 4, 2), 1.09), ((64, 128, 3, 1), 0.75)),
+    128: (((192, 96, 4, 3), 1.08), ((128, 192, 2, 2), 1.57), ((128, 128, 4, 2), 1.09), ((64, 128, 3, 1), 0.75)),
     192: (((128, 128, 2, 2), 1.35), ((64, 128, 2, 1), 0.95)),
     256: (((128, 128, 2, 2), 1.80), ((64, 64, 3, 1), 0.75)),
 }
-FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3)), (128, (192, 96, 4, 3))}
+FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3))}
+FLOAT8_WITHOUT_LSE = {(128, (192, 96, 4, 3))}  # that would spill with LSE and a mask, and is not for a score_mod
 FLOAT8_PLAIN_SCORES = {(128, (128, 192, 2, 2))}
 FLOAT8_APART = {(128, (64, 128, 3, 1))}  # that would spill with a cap or a score_mod and packed sequences
 FLOAT8_HEADS = {(192, (64, 128, 2, 1))}  # that would spill with scales of blocks of tokens
@@ -246,6 +247,9 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
             and (dim, tiles) in NO_SOFTCAP
             or (extents.uneven or facts.score is not None)
             and ((dim, tiles) in unmasked_only)
+            or (facts.score is not None or facts.lse and extents.uneven)
+            and is_fast(facts)
+            and (dim, tiles) in FLOAT8_WITHOUT_LSE
             or changed
             and ((dim, tiles) in plain_scores or facts.packed and (dim, tiles) in FLOAT8_APART)
             or tokens
