@@ -54,6 +54,7 @@ class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
     mainloop_of = partial(MainloopSm90, lazy=True)
+    converters = 0  # warps of the producer's warpgroup that make tiles of V what products read
     follows = False  # whether this kernel may be launched while another one, which makes its V, still runs
 
     def __init__(self, facts: FlashFacts):
@@ -64,7 +65,7 @@ class FlashForwardSm90:
         self.cluster = 1
         self.arrivals = {"Q, K, V": self.mainloop.arrivals}
         if facts.config.dynamic:
-            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32)
+            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32, others=self.converters)
         self.storage = self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ launch
@@ -154,7 +155,7 @@ class FlashForwardSm90:
                 cpasync.prefetch_descriptor(tma_v)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
-        pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
+        pipe_q, pipe_k, pipe_v, loads_v, pipe_queue = self.make_pipelines(storage, sV)
         if const_expr(facts.packed):
             scheduler = scheduler.counted(step)
         queue = None
@@ -166,8 +167,11 @@ class FlashForwardSm90:
             if warp == 0:
                 if const_expr(self.follows):
                     cute.arch.griddepcontrol_wait()
-                operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v)
+                operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, loads_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
+            if const_expr(self.converters > 0):
+                if warp > 0:
+                    self.convert_values(storage, (loads_v, pipe_v), queue, source, scheduler, seqlens, step)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP if facts.sharers == 1 else 0)
@@ -249,12 +253,13 @@ class FlashForwardSm90:
 
     @cute.jit
     def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
-        """Load this CTA's query tiles, and the tiles of K and V; operands are (TMA atom, smem, tensor, pipeline)."""
+        """Load this CTA's query tiles, and the tiles of K and V; operands are Q's and K's (TMA atom, smem, tensor, pipeline), and of V
+        (TMA atom, tensor, (smem, pipeline, stages))."""
         cfg, facts = self.cfg, self.facts
-        (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v) = operands
+        (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, (sV, pipe_v, stages_v)) = operands
         state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-        at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages_v)
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
@@ -329,11 +334,12 @@ class FlashForwardSm90:
             tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
-    def make_pipelines(self, storage) -> tuple:
-        """(Q, K, V, queue); returns after every barrier is visible."""
+    def make_pipelines(self, storage, sV: cute.Tensor) -> tuple:
+        """(Q, K, V, what V is loaded into, queue); returns after every barrier is visible."""
         cfg, loop, queue = self.cfg, self.mainloop, None
         pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim, loop.dtype)
         pipe_k, pipe_v = loop.make_kv_rings(storage)
+        loads_v = loop.ring_of_loads(storage, sV, pipe_v)
         if cfg.dynamic:
             arrivals = self.arrivals["queue"]
             queue = pipeline.PipelineAsync.create(
@@ -345,4 +351,4 @@ class FlashForwardSm90:
             )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return pipe_q, pipe_k, pipe_v, queue
+        return pipe_q, pipe_k, pipe_v, loads_v, queue

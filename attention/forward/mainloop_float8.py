@@ -36,10 +36,11 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
-from .config import Float8Facts
+from .config import GIVEN_STAGES, Float8Facts
 from .mainloop_sm90 import Consumer, MainloopSm90
 from .mask import cap_scores
 from .softmax import OnlineSoftmax, rows_and_columns
+from .values_inside import ValuesInside
 
 HEADROOM = 3.0  # see Float8Facts
 LARGEST = 448.0  # of e4m3
@@ -52,6 +53,29 @@ class MainloopFloat8(MainloopSm90):
 
     def __init__(self, facts: Float8Facts):
         super().__init__(facts, lazy=True)
+        self.inside = ValuesInside(facts) if facts.converts else None
+        if facts.converts:
+            self.given_bytes, self.given_stages = GIVEN_STAGES * self.inside.size, GIVEN_STAGES
+
+    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
+        """The TMA load of tiles of V, as it is given."""
+        return self.make_load(tensor, self.inside.layout() if self.facts.converts else layout, tile)
+
+    def make_kv_rings(self, storage) -> tuple:
+        """The pipelines of K and V; warps that convert V fill the second."""
+        pipe_k, pipe_v = super().make_kv_rings(storage)
+        if self.facts.converts:
+            arrivals = self.inside.arrivals["V"]
+            pipe_v = self.make_ring(storage.barriers_v, self.cfg.stages, 0, self.dtype_v, arrivals)
+        return pipe_k, pipe_v
+
+    def ring_of_loads(self, storage, sV: cute.Tensor, pipe_v) -> tuple:
+        """What V is loaded into: (ring, pipeline, stages)."""
+        if not self.facts.converts:
+            return super().ring_of_loads(storage, sV, pipe_v)
+        arrivals = self.inside.arrivals["V of 8 bits"]
+        pipe = self.make_ring(storage.barriers_given, GIVEN_STAGES, self.inside.size, self.dtype, arrivals)
+        return self.inside.ring(storage), pipe, GIVEN_STAGES
 
     def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
         """(consumer, softcap): scales of Q and K multiply the scores.
