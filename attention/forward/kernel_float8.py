@@ -84,7 +84,8 @@ class FlashForwardFloat8(FlashForwardSm90):
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
-        while index < scheduler.count:
+        tiles = cute.arch.make_warp_uniform(scheduler.count)
+        while index < tiles:
             tile = scheduler.of_fields(fields)
             count = source.for_tile(tile, seqlens.of(tile.b)).count
             at_given, at_made = conversion.tiles(count, at_given, at_made)

@@ -73,19 +73,14 @@ class ValuesInside:
         start = cute.recast_ptr(storage.given.data_ptr(), dtype=Float8E4M3FN)
         return cute.make_tensor(start, self.layout())
 
-    def lane(self, warp: Int32) -> tuple:
-        """Of this lane's first piece, in bytes of a tile: (where it is read, where its first and second half go)."""
-        lane = read_special_register("laneid")
-        number = warp * 32 + lane
-        mask = const_expr((self.span // VECTOR_BYTES - 1) * VECTOR_BYTES)
-        to = 2 * VECTOR_BYTES * number
-        first = to ^ (to >> 3 & mask)
-        return number * VECTOR_BYTES, first, first ^ VECTOR_BYTES
-
     @cute.jit
-    def convert(self, source: Int32, first: Int32, second: Int32, warp: Int32):
-        """A tile, of which this warp has each third piece; addresses are those of this lane's first one."""
-        pieces = const_expr(self.size // PIECE)
+    def convert(self, source: Int32, to: Int32, warp: Int32):
+        """Convert a tile of e4m3 at the address `source` to fp16 at `to`; this warp has each third piece of it."""
+        pieces, mask = const_expr(self.size // PIECE), const_expr((self.span // VECTOR_BYTES - 1) * VECTOR_BYTES)
+        number = warp * 32 + read_special_register("laneid")  # read anew: no register is held for what comes of it
+        source, place = source + number * VECTOR_BYTES, number * (2 * VECTOR_BYTES)
+        first = to + (place ^ (place >> 3 & mask))
+        second = first ^ VECTOR_BYTES
         for begin in range_constexpr(0, pieces // CONVERTERS, AHEAD):
             here = range(begin, min(begin + AHEAD, pieces // CONVERTERS))
             loaded = [load(source + i * (CONVERTERS * PIECE)) for i in here]
@@ -140,13 +135,10 @@ class Conversion:
         """The next `count` tiles; returns where it is."""
         size = const_expr(self.inside.size)
         (given, pipe_given), (made, pipe_made) = self.given, self.made
-        source, first, second = self.inside.lane(self.warp)
-        source, first, second = given + source, made + first, made + second
         for _ in cutlass.range(count, unroll=1):
             pipe_given.consumer_wait(at_given)
             pipe_made.sync_object_empty.wait(at_made.index, at_made.phase)
-            here = at_made.index * (2 * size)
-            self.inside.convert(source + at_given.index * size, first + here, second + here, self.warp)
+            self.inside.convert(given + at_given.index * size, made + at_made.index * (2 * size), self.warp)
             cute.arch.fence_view_async_shared()  # what reads V is WGMMA
             cute.arch.sync_warp()
             if read_special_register("laneid") == 0:
