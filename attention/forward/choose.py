@@ -110,6 +110,13 @@ FLOAT8_BLOCKS = {
     },
 }
 
+# V of e4m3 becomes fp16 in a kernel before, or inside of the forward kernel (values_inside), for each query tile anew. By
+# calculation: what the kernel before takes for a launch and for each byte that it reads and writes, and by what the
+# forward kernel is longer for each value that it converts, on one multiprocessor: 0.03 us for a tile of 128x128.
+BEFORE_US, BEFORE_US_A_BYTE = 3.0, 1 / 3.3e6
+INSIDE_US_A_VALUE = 0.03 / 128**2
+BLOCKS_VISITED = 0.5  # of a block mask, whose lists the host does not read
+
 # On sm_80: (tile_m, tile_n, stages, warps), which every architecture has the shared memory for. What a block mask needs
 # of registers leaves none for warps of 32 rows. Compiled for sm_90a, those with a cap and tensors in the mask spill a
 # few.
@@ -246,6 +253,19 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
         found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))
     return found
+
+
+def converts_inside(facts: Float8Facts, extents: Extents, group: int) -> bool:
+    """Whether V of e4m3 is made fp16 in less time inside of the forward kernel than by one before it.
+
+    group: heads of Q that share a head of V.
+    """
+    cfg = facts.config
+    values = extents.heads // group * extents.cols * facts.head_dim_v
+    before = BEFORE_US + values * 3 * BEFORE_US_A_BYTE  # a byte is read, and two are written
+    tiles = sum(visits(extents, cfg.tile_m, cfg.tile_n)) * (1.0 if facts.blocks is None else BLOCKS_VISITED)
+    visited = tiles * extents.heads * cfg.tile_n * facts.head_dim_v
+    return visited / extents.sms * INSIDE_US_A_VALUE < before
 
 
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
