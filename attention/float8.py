@@ -150,22 +150,14 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = choose.pick(narrow, extents)
         inside = replace(plan.facts, converts=True)
-        if not families.unsupported(inside) and choose.converts_inside(inside, extents, q.shape[1] // k.shape[1]):
+        group = q.shape[1] // k.shape[1]
+        if not families.unsupported(inside) and (too_large(v) or choose.converts_inside(inside, extents, group)):
             plan.facts = inside
         plan.more = *plan.more, None, None, None  # scales
         plan.scale_shapes = planned_shapes(q, k, scales, sequences)
-        plan.function, values = families.function_for(plan.facts), ValuesFacts(facts.arch, facts.head_dim_v)
-        if plan.facts.converts:
-            plan.notes.append("v is converted to float16 in the kernel, for each tile of queries; none runs before it")
-        elif v.dtype == E4M3:
-            check_extents(plan.op, v)
-        if v.dtype == E4M3 and fast:
-            plan.values = transposed(v, replace(values, tile=plan.facts.config.tile_n, packed=facts.packed), sequences)
-            plan.notes.append("v is transposed by a kernel before it")
-            plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
-        elif v.dtype == E4M3 and not plan.facts.converts:
-            plan.values = converted(v, values)
-            plan.notes.append("v is converted to float16 by a kernel before it")
+        plan.function = families.function_for(plan.facts)
+        if v.dtype == E4M3:
+            plan_values(plan, v, sequences)
         if plan.facts.tokens:
             keys = f"tiles have {plan.facts.config.tile_n} keys, which divide a block"
             plan.notes.append(f"scales are of blocks of {SCALE_TOKENS} tokens: {keys}")
@@ -174,14 +166,34 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
     return choose_one
 
 
-def check_extents(op: str, v) -> None:
-    """What the kernels that make v count: items and heads in z and y of a grid, and parts of rows in int32."""
+def plan_values(plan: FlashPlan, v, sequences: int) -> None:
+    """Fill in the kernel that makes of v what the plan's kernel reads, where that does not do it itself."""
+    facts = plan.facts
+    if facts.converts:
+        plan.notes.append("v is converted to float16 in the kernel, for each tile of queries; none runs before it")
+        return
+    if reason := too_large(v):
+        raise ValueError(f"{plan.op}: {reason}")
+    values = ValuesFacts(facts.arch, facts.head_dim_v)
+    if facts.fast:
+        plan.values = transposed(v, replace(values, tile=facts.config.tile_n, packed=facts.packed), sequences)
+        plan.notes.append("v is transposed by a kernel before it")
+        plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
+    else:
+        plan.values = converted(v, values)
+        plan.notes.append("v is converted to float16 by a kernel before it")
+
+
+def too_large(v) -> str:
+    """Why the kernels that run before cannot make v, which count items and heads in z and y of a grid, and parts of rows
+    in int32; "" where they can."""
     batch, heads, rows, dim = v.shape if v.dim() == 4 else (1, v.shape[1], v.shape[0], v.shape[2])
     if max(batch, heads) > MOST_ITEMS or rows * dim >= 2**33:
-        raise ValueError(
-            f"{op}: v of 8 bits has {batch} items, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} items "
+        return (
+            f"v of 8 bits has {batch} items, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} items "
             f"and heads, and {2**33} numbers of a head are possible: split it into several calls, or give v in 16 bits"
         )
+    return ""
 
 
 def converted(v, facts: ValuesFacts) -> Callable:

@@ -12,7 +12,7 @@ from ..masks.element_mask import element_mask
 from ..masks.mask_mods import And, Band, RowRange
 from ..score_mod import bound
 from ..score_mods import Alibi, Bias
-from .choose import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, head_dims_text, pick
+from .choose import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, cannot_convert, head_dims_text, pick
 from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
@@ -117,9 +117,18 @@ def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
     bits."""
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast)
-        yield from with_8_bits(plain)
+        yield from and_inside(with_8_bits(plain))
     for facts in (replace(plain, given_v="bfloat16"), replace(plain, given_v="float16", packed=True)):
         yield pick(facts, EXTENTS)
+
+
+def and_inside(kernels: Iterator[Float8Facts]) -> Iterator[Float8Facts]:
+    """Kernels, and those that convert V themselves, where there are such."""
+    for facts in kernels:
+        yield facts
+        inside = replace(facts, converts=True)
+        if not cannot_convert(inside):
+            yield inside
 
 
 def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
@@ -153,7 +162,7 @@ def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
     bits."""
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast, tokens=True)
-        yield from with_tokens(plain)
+        yield from and_inside(with_tokens(plain))
     yield pick(replace(plain, given_v="bfloat16", v_scale=True, lse=True), EXTENTS)
 
 

@@ -255,6 +255,18 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
     return found
 
 
+def cannot_convert(facts: Float8Facts) -> str:
+    """Why no forward kernel of these facts converts V; "" where one does. A mask that reads tensors leaves no registers
+    for it with 128 columns, nor at head dimension 256 with blocks 64 high."""
+    if facts.fast or facts.given_v != facts.dtype:
+        return f"V of {facts.given_v}{', with fast sums,' * facts.fast} is not converted to float16"
+    blocks, cfg = facts.blocks, facts.config
+    if cfg and blocks and blocks.mask and blocks.mask.tensors:
+        if cfg.tile_n == 128 or max(facts.head_dim, facts.head_dim_v) == 256 and cfg.groups == 1:
+            return f"masks that read tensors spill with tiles of {cfg.tile_m}x{cfg.tile_n} where V is converted, too"
+    return ""
+
+
 def converts_inside(facts: Float8Facts, extents: Extents, group: int) -> bool:
     """Whether V of e4m3 is made fp16 in less time inside of the forward kernel than by one before it.
 

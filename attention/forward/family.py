@@ -9,7 +9,7 @@ from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
 from .arguments import forward_args, values_args
-from .choose import HEAD_DIMS
+from .choose import HEAD_DIMS, cannot_convert
 from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 
 
@@ -91,8 +91,8 @@ def float8_unsupported(facts: Float8Facts) -> str:
     if facts.head_dim not in HEAD_DIMS or facts.head_dim_v not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"head_dim {facts.head_dim} and {facts.head_dim_v} of 8 bits have no kernel; there are {dims}"
-    if facts.converts and (facts.fast or facts.given_v != facts.dtype):
-        return f"V of {facts.given_v}, {'fast' if facts.fast else 'not fast'}, is not converted in the kernel"
+    if facts.converts and (reason := cannot_convert(facts)):
+        return reason
     if facts.tokens and facts.packed:
         return "packed sequences have no scales of blocks of tokens; give scales of each sequence's heads"
     if facts.tokens and facts.config is not None and SCALE_TOKENS % facts.config.tile_n:

@@ -48,7 +48,8 @@ FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next 
 # With one of them an SM may have two CTAs. Of those that share rows the producer has more: its tiles are eight boxes.
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 REGISTERS_SHARING = (40, 232)
-REGISTERS_CONVERTING = {1: (32, 224), 2: (40, 232), 3: (32, 160)}  # with warps that convert V
+# With warps that convert V, by number of consumers and CTAs of an SM.
+REGISTERS_CONVERTING = {(1, 2): (24, 232), (1, 1): (40, 240), (2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 class FlashForwardSm90:
@@ -62,8 +63,9 @@ class FlashForwardSm90:
         self.facts, self.cfg = facts, facts.config
         self.mainloop = self.mainloop_of(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
-        registers = REGISTERS_CONVERTING if self.converters else REGISTERS
-        self.registers = registers[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
+        self.registers = REGISTERS[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
+        if self.converters:
+            self.registers = REGISTERS_CONVERTING[facts.config.groups, facts.config.ctas]
         self.cluster = 1
         self.arrivals = {"Q, K, V": self.mainloop.arrivals}
         if facts.config.dynamic:

@@ -33,7 +33,6 @@ from .config import GIVEN_STAGES, Float8Facts
 
 CONVERTERS = 3  # warps: all of the producer's warpgroup but the first
 PIECE = 32 * VECTOR_BYTES  # values that a warp converts at a time
-AHEAD = 2  # pieces that it loads before it converts any
 WORDS = VECTOR_BYTES // 4
 
 
@@ -61,6 +60,11 @@ class ValuesInside:
         """Bytes of a line of fp16: smem_layout's swizzle."""
         return next(span for span in SWIZZLES if self.facts.head_dim_v * 2 % span == 0)
 
+    @property
+    def ahead(self) -> int:
+        """Pieces that a warp loads before it converts any. With two CTAs an SM it has 24 registers a thread."""
+        return 2 if self.facts.config.ctas == 1 else 1
+
     def layout(self):
         """The ring of e4m3 (Dv, tile_n, PIPE)."""
         dim, rows, columns = self.facts.head_dim_v, self.facts.config.tile_n, self.span // 2
@@ -81,8 +85,8 @@ class ValuesInside:
         source, place = source + number * VECTOR_BYTES, number * (2 * VECTOR_BYTES)
         first = to + (place ^ (place >> 3 & mask))
         second = first ^ VECTOR_BYTES
-        for begin in range_constexpr(0, pieces // CONVERTERS, AHEAD):
-            here = range(begin, min(begin + AHEAD, pieces // CONVERTERS))
+        for begin in range_constexpr(0, pieces // CONVERTERS, self.ahead):
+            here = range(begin, min(begin + self.ahead, pieces // CONVERTERS))
             loaded = [load(source + i * (CONVERTERS * PIECE)) for i in here]
             for i, words in zip(here, loaded, strict=True):
                 store(words, first, second, i * (CONVERTERS * PIECE * 2))
