@@ -80,10 +80,9 @@ class ValuesInside:
     @cute.jit
     def convert(self, source: Int32, to: Int32, warp: Int32):
         """Convert a tile of e4m3 at the address `source` to fp16 at `to`; this warp has each third piece of it."""
-        pieces, mask = const_expr(self.size // PIECE), const_expr((self.span // VECTOR_BYTES - 1) * VECTOR_BYTES)
+        pieces = const_expr(self.size // PIECE)
         number = warp * 32 + read_special_register("laneid")  # read anew: no register is held for what comes of it
-        source, place = source + number * VECTOR_BYTES, number * (2 * VECTOR_BYTES)
-        first = to + (place ^ (place >> 3 & mask))
+        source, first = source + number * VECTOR_BYTES, to + swizzled(number * (2 * VECTOR_BYTES), self.span)
         second = first ^ VECTOR_BYTES
         for begin in range_constexpr(0, pieces // CONVERTERS, self.ahead):
             here = range(begin, min(begin + self.ahead, pieces // CONVERTERS))
@@ -94,6 +93,11 @@ class ValuesInside:
             if warp < pieces % CONVERTERS:
                 done = const_expr(pieces // CONVERTERS * (CONVERTERS * PIECE))
                 store(load(source + done), first, second, 2 * done)
+
+
+def swizzled(place, span: int):
+    """Where a byte of a ring is, of lines as wide as so many bytes: smem_layout's swizzle."""
+    return place ^ (place >> 3 & (span - VECTOR_BYTES))
 
 
 def load(at: Int32) -> cute.Tensor:
