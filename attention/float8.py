@@ -4,7 +4,8 @@ Checks, and the kernel of a plan.
 
 The forward kernel of sm_90 converts v to fp16 itself, or another kernel does before, in memory of the call's own,
 whichever takes less time (choose.converts_inside). For fast sums one transposes v before. A plan has both kernels, the
-shape of that memory, and how the kernel takes scales. v of 16 bits needs no other kernel. CPU tensors run the reference of the dequantised operands, in fp32.
+shape of that memory, and how the kernel takes scales. v of 16 bits needs no other kernel. CPU tensors run the reference
+of the dequantised operands, in fp32.
 """
 
 from collections.abc import Callable
@@ -185,8 +186,10 @@ def plan_values(plan: FlashPlan, v, sequences: int) -> None:
 
 
 def too_large(v) -> str:
-    """Why the kernels that run before cannot make v, which count items and heads in z and y of a grid, and parts of rows
-    in int32; "" where they can."""
+    """Why the kernels that run before cannot make v; "" where they can.
+
+    They count items and heads in z and y of a grid, and parts of rows in int32.
+    """
     batch, heads, rows, dim = v.shape if v.dim() == 4 else (1, v.shape[1], v.shape[0], v.shape[2])
     if max(batch, heads) > MOST_ITEMS or rows * dim >= 2**33:
         return (

@@ -206,7 +206,7 @@ def test_what_does_not_convert():
         assert not explain(attention, **call | {"v": call["v"].to(BF16)}).facts.converts
         plan = explain(block_sparse_attention, **call, block_mask=mask)
         assert not plan.facts.converts and "by a kernel before it" in str(plan)
-        assert "masks that read tensors spill with tiles of 128x128" in unsupported(replace(plan.facts, converts=True))
+        assert "element masks spill with tiles of 128x128" in unsupported(replace(plan.facts, converts=True))
 
 
 def test_which_is_faster():

@@ -110,8 +110,8 @@ FLOAT8_BLOCKS = {
     },
 }
 
-# V of e4m3 becomes fp16 in a kernel before, or inside of the forward kernel (values_inside), for each query tile anew. By
-# calculation: what the kernel before takes for a launch and for each byte that it reads and writes, and by what the
+# V of e4m3 becomes fp16 in a kernel before, or inside of the forward kernel (values_inside), for each query tile anew.
+# By calculation: what the kernel before takes for a launch and for each byte that it reads and writes, and by what the
 # forward kernel is longer for each value that it converts, on one multiprocessor: 0.03 us for a tile of 128x128.
 BEFORE_US, BEFORE_US_A_BYTE = 3.0, 1 / 3.3e6
 INSIDE_US_A_VALUE = 0.03 / 128**2
@@ -256,14 +256,18 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
 
 
 def cannot_convert(facts: Float8Facts) -> str:
-    """Why no forward kernel of these facts converts V; "" where one does. A mask that reads tensors leaves no registers
-    for it with 128 columns, nor at head dimension 256 with blocks 64 high."""
+    """Why no forward kernel of these facts converts V; "" where one does.
+
+    Masks that read tensors leave no registers for it with 128 columns, nor do any element masks at head dimension 256
+    with blocks 64 high.
+    """
     if facts.fast or facts.given_v != facts.dtype:
         return f"V of {facts.given_v}{', with fast sums,' * facts.fast} is not converted to float16"
     blocks, cfg = facts.blocks, facts.config
-    if cfg and blocks and blocks.mask and blocks.mask.tensors:
-        if cfg.tile_n == 128 or max(facts.head_dim, facts.head_dim_v) == 256 and cfg.groups == 1:
-            return f"masks that read tensors spill with tiles of {cfg.tile_m}x{cfg.tile_n} where V is converted, too"
+    if cfg and blocks and blocks.mask:
+        dim, tile = max(facts.head_dim, facts.head_dim_v), f"{cfg.tile_m}x{cfg.tile_n}"
+        if blocks.mask.tensors and cfg.tile_n == 128 or dim == 256 and cfg.groups == 1:
+            return f"element masks spill with tiles of {tile} at head dimension {dim} where V is converted, too"
     return ""
 
 

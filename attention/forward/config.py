@@ -98,8 +98,18 @@ class FlashFacts:
         return self.dtype
 
     @property
+    def loaded_v(self) -> str:
+        """Of V in global memory."""
+        return self.values_dtype
+
+    @property
     def values_element(self) -> Element:
         return element_of(self.values_dtype)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Of a row of K and the same of V in global memory."""
+        return self.head_dim * self.element.width + self.head_dim_v * element_of(self.loaded_v).width
 
     @property
     def smem_bytes(self) -> int:
@@ -165,9 +175,10 @@ class FlashFacts:
 class Float8Facts(FlashFacts):
     """Facts of a kernel whose Q and K are 8-bit floats (mainloop_float8).
 
-    P and V are fp16, to which another kernel converts V before or this one does, or V has 16 bits already. With `fast` they are of 8
-    bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its maximum is new, and 2 **
-    (HEADROOM + rescale_threshold) until it is rescaled, just below the largest number of e4m3, 448.
+    P and V are fp16, to which another kernel converts V before or this one does (`converts`), or V has 16 bits already.
+    With `fast` they are of 8 bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its
+    maximum is new, and 2 ** (HEADROOM + rescale_threshold) until it is rescaled, just below the largest number of e4m3,
+    448.
     """
 
     dtype: str = "float8_e4m3fn"  # of Q and K
@@ -182,7 +193,7 @@ class Float8Facts(FlashFacts):
 
     @property
     def loaded_v(self) -> str:
-        """dtype of V as this kernel is given it."""
+        """Of V in global memory."""
         return self.given_v if self.converts else self.values_dtype
 
     @property

@@ -1,5 +1,5 @@
 """The sm_90 attention kernels of 8-bit floats: the kernel of 16 bits with other mainloops, scales, and V as another
-kernel has made it."""
+kernel has made it, or converted inside."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -41,7 +41,7 @@ class FlashForwardFloat8(FlashForwardSm90):
         self,
         mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv), fp16; fast as in transposed_values
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv), of Float8Facts.loaded_v; fast as transposed
         mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
         mSinks: cute.Tensor | None,  # (H,)
@@ -71,7 +71,7 @@ class FlashForwardFloat8(FlashForwardSm90):
     def convert_values(self, storage, rings: tuple, queue, source, scheduler, seqlens, step: Int32):
         """Convert the tiles of V of this CTA's query tiles, in the order in which the producer loads them.
 
-        rings: (what V is loaded into, V's pipeline).
+        rings: (MainloopSm90.ring_of_loads, V's pipeline).
         """
         (_, pipe_given, _), pipe_made = rings
         conversion = Conversion(
@@ -84,11 +84,10 @@ class FlashForwardFloat8(FlashForwardSm90):
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
-        tiles = cute.arch.make_warp_uniform(scheduler.count)
-        while index < tiles:
+        while index < scheduler.count:
             tile = scheduler.of_fields(fields)
-            count = source.for_tile(tile, seqlens.of(tile.b)).count
-            at_given, at_made = conversion.tiles(count, at_given, at_made)
+            tiles = source.for_tile(tile, seqlens.of(tile.b))
+            at_given, at_made = conversion.convert(tiles.count, at_given, at_made)
             if const_expr(self.cfg.dynamic):
                 index, fields = queue.consume(len(fields), state_queue)
                 state_queue.advance()

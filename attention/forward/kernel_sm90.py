@@ -1,12 +1,13 @@
 """The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
 
-    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
+    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle, or convert V (values_inside)
     warpgroups 1..   consumers; each owns 64 rows of the query tile, or shares them with the other (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
     Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     K, V       see mainloop_sm90
-    queue      the producer warp         all consumer threads; tile_queue.SLOTS stages (FlashConfig.dynamic)
+    queue      the producer warp         all consumer threads, and those that convert V; tile_queue.SLOTS stages
+                                         (FlashConfig.dynamic)
 
     named barriers   1, 2, ..   order of the consumers' products (tile/barriers.py)
                      4          both consumers, around the exchange of scores where they share rows
@@ -257,8 +258,10 @@ class FlashForwardSm90:
 
     @cute.jit
     def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
-        """Load this CTA's query tiles, and the tiles of K and V; operands are Q's and K's (TMA atom, smem, tensor, pipeline), and of V
-        (TMA atom, tensor, (smem, pipeline, stages))."""
+        """Load this CTA's query tiles, and the tiles of K and V.
+
+        operands: (TMA atom, smem, tensor, pipeline) of Q and K, and (TMA atom, tensor, mainloop.ring_of_loads) of V.
+        """
         cfg, facts = self.cfg, self.facts
         (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, (sV, pipe_v, stages_v)) = operands
         state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)

@@ -1,7 +1,8 @@
 """The sm_90 mainloops of 8-bit floats (e4m3): Q and K of 8 bits, scores, softmax and sums in fp32.
 
-P and V are fp16 (MainloopFloat8), to which another kernel converts V before (converted_values): that is exact, P has 11
-bits, and tensor cores add products of 16 bits up in fp32. Scores take half of bf16's time, and P V all of it.
+P and V are fp16 (MainloopFloat8), to which another kernel converts V before (converted_values), or warps of this one do
+(values_inside): that is exact, P has 11 bits, and tensor cores add products of 16 bits up in fp32. Scores take half of
+bf16's time, and P V all of it.
 
 Or P and V are of 8 bits (MainloopFloat8Fast). WGMMA of 8 bits takes operands that are contiguous along K: Q and K are,
 along D. V must be contiguous along its columns' keys, so a kernel before this one transposes it (transposed_values), to
@@ -63,11 +64,11 @@ class MainloopFloat8(MainloopSm90):
 
     def make_kv_rings(self, storage) -> tuple:
         """The pipelines of K and V; warps that convert V fill the second."""
-        pipe_k, pipe_v = super().make_kv_rings(storage)
-        if self.facts.converts:
-            arrivals = self.inside.arrivals["V"]
-            pipe_v = self.make_ring(storage.barriers_v, self.cfg.stages, 0, self.dtype_v, arrivals)
-        return pipe_k, pipe_v
+        if not self.facts.converts:
+            return super().make_kv_rings(storage)
+        cfg, arrivals = self.cfg, self.inside.arrivals["V"]
+        pipe_k = self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * self.facts.head_dim, self.dtype)
+        return pipe_k, self.make_ring(storage.barriers_v, cfg.stages, 0, self.dtype_v, arrivals)
 
     def ring_of_loads(self, storage, sV: cute.Tensor, pipe_v) -> tuple:
         """What V is loaded into: (ring, pipeline, stages)."""

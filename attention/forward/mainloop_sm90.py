@@ -86,7 +86,7 @@ class MainloopSm90:
         self.sharers = facts.sharers
         self.columns = facts.head_dim_v // self.sharers  # of O, that a warpgroup has
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
-        # Bytes and stages of a ring that V is loaded into, where that is not the ring that products read; and that.
+        # Bytes and stages of a ring that V is loaded into, where it is not the one that products read (values_inside).
         self.given_bytes, self.given_stages = 0, 0
 
     # ------------------------------------------------------------------ storage, products, rings

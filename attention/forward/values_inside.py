@@ -117,14 +117,12 @@ def store(words: cute.Tensor, first: Int32, second: Int32, offset: int):
 
 
 def shared(at: Int32) -> cute.Tensor:
-    return cute.make_tensor(
-        make_ptr(Int32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(WORDS)
-    )
+    return cute.make_tensor(make_ptr(Int32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(WORDS))
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """One warp that converts, where it is in both rings."""
+    """What a warp that converts needs for all of its tiles."""
 
     inside: ValuesInside
     warp: Int32  # among those that convert
@@ -132,15 +130,15 @@ class Conversion:
     made: tuple  # the same of V's ring
 
     def states(self) -> tuple:
-        """Where it begins, in both."""
+        """Where it begins in both rings."""
         return (
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, GIVEN_STAGES),
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.inside.facts.config.stages),
         )
 
     @cute.jit
-    def tiles(self, count: Int32, at_given, at_made):
-        """The next `count` tiles; returns where it is."""
+    def convert(self, count: Int32, at_given, at_made):
+        """Convert the next `count` tiles; returns where it is in both rings."""
         size = const_expr(self.inside.size)
         (given, pipe_given), (made, pipe_made) = self.given, self.made
         for _ in cutlass.range(count, unroll=1):

@@ -108,8 +108,8 @@ class Arrivals:
 def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[str, Arrivals]) -> None:
     """ValueError unless the warps of a CTA of so many threads, in a cluster of so many CTAs, make these arrivals.
 
-    Every consumer warp reads every stage of its group, unless none does: with fewer arrivals a stage would be loaded while some still
-    read it, with more it would never be free.
+    Every consumer warp reads every stage of its group, unless none does: with fewer arrivals a stage would be loaded
+    while some still read it, with more it would never be free.
     """
     producers = PRODUCER_WARPS[kernel]
     consumers = cta_threads // WARP - producers
