@@ -221,8 +221,7 @@ def _plan_kernel(
     element, _ = Derived.of(masked).element(masked, *q.shape[:2])
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m
-    row = k.shape[3] * k.element_size() + v.shape[3] * plan.facts.values_element.width  # bytes of K and V
-    l2_heads = heads_in_l2(k.shape[2], row)
+    l2_heads = heads_in_l2(k.shape[2], plan.facts.kv_row_bytes)
     plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])
     tiles = extents[0] * -(-extents[1] // tile_m)
     if tiles > MOST_TILES:

@@ -2,9 +2,10 @@
 
 Checks, and the kernel of a plan.
 
-A call has two kernels: one converts v to fp16, or transposes it for fast sums, in memory of the call's own, the other
-is the forward kernel on sm_90. One plan has both, the shape of that memory, and how the kernel takes scales. v of 16
-bits needs no other kernel. CPU tensors run the reference of the dequantised operands, in fp32.
+The forward kernel of sm_90 converts v to fp16 itself, or another kernel does before, in memory of the call's own,
+whichever takes less time (choose.converts_inside). For fast sums one transposes v before. A plan has both kernels, the
+shape of that memory, and how the kernel takes scales. v of 16 bits needs no other kernel. CPU tensors run the reference
+of the dequantised operands, in fp32.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, OPERANDS, defa
 from cute_kernels.runtime import families
 
 from . import checks, reference
-from .forward.choose import Extents, pick
+from .forward import choose
+from .forward.choose import Extents
 from .forward.config import SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 from .plan import FlashPlan
 
@@ -140,42 +142,61 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
     sequences: of packed q, k and v.
     """
 
-    def choose(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
+    def choose_one(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
         kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": fast, "out_dtype": NAMES[out_dtype]}
         narrow = Float8Facts(**known, **kinds, **has, tokens=of_tokens(scales))
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
-        plan.facts = pick(narrow, extents)
+        plan.facts = choose.pick(narrow, extents)
+        inside = replace(plan.facts, converts=True)
+        group = q.shape[1] // k.shape[1]
+        if not families.unsupported(inside) and (too_large(v) or choose.converts_inside(inside, extents, group)):
+            plan.facts = inside
         plan.more = *plan.more, None, None, None  # scales
         plan.scale_shapes = planned_shapes(q, k, scales, sequences)
-        plan.function, values = families.function_for(plan.facts), ValuesFacts(facts.arch, facts.head_dim_v)
+        plan.function = families.function_for(plan.facts)
         if v.dtype == E4M3:
-            check_extents(plan.op, v)
-        if v.dtype == E4M3 and fast:
-            plan.values = transposed(v, replace(values, tile=plan.facts.config.tile_n, packed=facts.packed), sequences)
-            plan.notes.append("v is transposed by a kernel before it")
-            plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
-        elif v.dtype == E4M3:
-            plan.values = converted(v, values)
-            plan.notes.append("v is converted to float16 by a kernel before it")
+            plan_values(plan, v, sequences)
         if plan.facts.tokens:
             keys = f"tiles have {plan.facts.config.tile_n} keys, which divide a block"
             plan.notes.append(f"scales are of blocks of {SCALE_TOKENS} tokens: {keys}")
         return True
 
-    return choose
+    return choose_one
 
 
-def check_extents(op: str, v) -> None:
-    """What the kernels that make v count: items and heads in z and y of a grid, and parts of rows in int32."""
+def plan_values(plan: FlashPlan, v, sequences: int) -> None:
+    """Fill in the kernel that makes of v what the plan's kernel reads, where that does not do it itself."""
+    facts = plan.facts
+    if facts.converts:
+        plan.notes.append("v is converted to float16 in the kernel, for each tile of queries; none runs before it")
+        return
+    if reason := too_large(v):
+        raise ValueError(f"{plan.op}: {reason}")
+    values = ValuesFacts(facts.arch, facts.head_dim_v)
+    if facts.fast:
+        plan.values = transposed(v, replace(values, tile=facts.config.tile_n, packed=facts.packed), sequences)
+        plan.notes.append("v is transposed by a kernel before it")
+        plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
+    else:
+        plan.values = converted(v, values)
+        plan.notes.append("v is converted to float16 by a kernel before it")
+
+
+def too_large(v) -> str:
+    """Why the kernels that run before cannot make v; "" where they can.
+
+    They count items and heads in z and y of a grid, and parts of rows in int32.
+    """
     batch, heads, rows, dim = v.shape if v.dim() == 4 else (1, v.shape[1], v.shape[0], v.shape[2])
     if max(batch, heads) > MOST_ITEMS or rows * dim >= 2**33:
-        raise ValueError(
-            f"{op}: v of 8 bits has {batch} items, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} items "
+        return (
+            f"v of 8 bits has {batch} items, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} items "
             f"and heads, and {2**33} numbers of a head are possible: split it into several calls, or give v in 16 bits"
         )
+    return ""
 
 
 def converted(v, facts: ValuesFacts) -> Callable:

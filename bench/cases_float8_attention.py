@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attention import attention, block_sparse_attention, eager
+from attention import attention, block_sparse, block_sparse_attention, eager
 from attention.forward import choose
 from cute_kernels import quantize
 from cute_kernels.runtime.call_plan import PlanCache
@@ -29,6 +29,7 @@ from .rows import Candidate, Case
 SUITE = "attention-float8"
 WIDE = "our bfloat16"
 LONG = (1, 32768, 16, 128)
+SHORT = (16, 1024, 16, 128)
 TILES = {  # of head dimension 128, by whether P and V are of 8 bits: as in choose.FLOAT8 and SM_90
     True: ((192, 96, 4, 3), (128, 128, 4, 2), (128, 160, 3, 2), (128, 192, 2, 2)),
     False: ((192, 80, 4, 3), (128, 128, 3, 2), (128, 144, 3, 2), (128, 160, 2, 2), (128, 176, 2, 2)),
@@ -70,10 +71,12 @@ def row(
     blocks: Tensor | None = None,
     tile: tuple | None = None,
     per: str = "head",
+    inside: bool | None = None,
 ) -> Case:
     """Attention of a problem.
 
-    blocks: of a block mask. tile: the one that is taken, whatever is estimated. per: what has a scale.
+    blocks: of a block mask. tile: the one that is taken, whatever is estimated, and inside: where v is converted. per:
+    what has a scale.
     """
     shapes = [(problem.batch, problem.queries, problem.heads, problem.head_dim)]
     shapes += 2 * [(problem.batch, problem.keys, problem.kv_heads, problem.head_dim)]
@@ -89,9 +92,9 @@ def row(
     def ours() -> tuple:
         (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "fast_accumulation": fast}
-        if tile is None:
+        if tile is None and inside is None:
             return call_of(q, k, v, **scales)
-        within = partial(forced, tile, PlanCache(operands=3))
+        within = partial(forced, tile, inside, PlanCache(operands=3))
         with within():
             call, plan = call_of(q, k, v, **scales)
         return replace(call, run=within()(call.run), within=within), plan
@@ -102,15 +105,19 @@ def row(
 
 
 @contextlib.contextmanager
-def forced(tile: tuple, plans: PlanCache) -> Iterator[None]:
-    """Inside, calls at head dimension 128 have this tile alone, and plans of their own."""
-    with (
-        patch.dict(choose.FLOAT8, {128: ((tile, 1.0),)}),
-        patch.dict(choose.FLOAT8_SCORES, {128: ((tile, 1.0),)}),
-        patch.object(choose, "FLOAT8_UNMASKED_ONLY", set()),
-        patch.object(choose, "UNMASKED_ONLY", set()),
-        patch.object(eager, "_PLANS", plans),
-    ):
+def forced(tile: tuple | None, inside: bool | None, plans: PlanCache) -> Iterator[None]:
+    """Within it calls have plans of their own, at head dimension 128 this tile alone, and v converted inside of the
+    forward kernel or before it; None: as is estimated."""
+    with contextlib.ExitStack() as stack:
+        if tile is not None:
+            for table in (choose.FLOAT8, choose.FLOAT8_SCORES):
+                stack.enter_context(patch.dict(table, {128: ((tile, 1.0),)}))
+            for name in ("FLOAT8_UNMASKED_ONLY", "UNMASKED_ONLY", "FLOAT8_BOTH_BOUNDS"):
+                stack.enter_context(patch.object(choose, name, set()))
+        if inside is not None:
+            stack.enter_context(patch.object(choose, "converts_inside", lambda *_: inside))
+        for module in (eager, block_sparse):
+            stack.enter_context(patch.object(module, "_PLANS", plans))
         yield
 
 
@@ -121,9 +128,15 @@ def dense(
     fast: bool = False,
     tile: tuple | None = None,
     per: str = "head",
+    inside: bool | None = None,
 ) -> Case:
     name = f"forward {named(shape, causal)}" + (f", tile {tile[0]}x{tile[1]}" if tile else "") + of_tokens(per)
-    return row(dense_problem(shape, causal), name, asked, fast, tile=tile, per=per)
+    return row(dense_problem(shape, causal), name + where(inside), asked, fast, tile=tile, per=per, inside=inside)
+
+
+def where(inside: bool | None) -> str:
+    """What a row's name says of where v is converted, if it is not the call's own choice."""
+    return "" if inside is None else f", v converted {'inside' if inside else 'before'}"
 
 
 def of_tokens(per: str) -> str:
@@ -138,29 +151,36 @@ def sparse(
     asked: float | None = None,
     fast: bool = False,
     per: str = "head",
+    inside: bool | None = None,
 ) -> Case:
     """Equally many random full blocks in each row of blocks."""
     B, S, H, D = shape
     blocks = uniform(S // side, S // side, round(density * S / side))
     kept = blocks.double().mean().item()
     problem = AttentionProblem("block_sparse_attention", B, S, S, H, H, D, block=(side, side), density=kept)
-    name = f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}{of_tokens(per)}"
-    return row(problem, name, asked, fast, blocks, per=per)
+    name = f"block-sparse {side}x{side}, {density:.3g}, B{B} S{S} H{H} D{D}{of_tokens(per)}{where(inside)}"
+    return row(problem, name, asked, fast, blocks, per=per, inside=inside)
 
 
 def float8_attention_cases(mode: str) -> Iterator[Case]:
     """Rows with a number asked of them; "full" has other head dimensions, shorter sequences, smaller blocks, tiles
-    beside each other, and scales of tokens."""
+    beside each other, both places in which v is converted, and scales of tokens."""
     for shape in (FIRST, LONG):
         for fast in (False, True):
             for causal in (False, True):
                 yield dense(shape, causal, 1.45, fast)
             yield sparse(shape, 128, 1 / 8, 1.3, fast)
     if mode == "full":
-        for shape in ((16, 1024, 16, 128), (2, 8192, 32, 64), (2, 8192, 8, 256)):
+        for shape in (SHORT, (2, 8192, 32, 64), (2, 8192, 8, 256)):
             for causal in (False, True):
                 yield dense(shape, causal)
         yield sparse(FIRST, 64, 1 / 8)
+        for inside in (False, True):
+            for shape in (FIRST, SHORT):
+                for causal in (False, True):
+                    yield dense(shape, causal, inside=inside)
+            yield sparse(FIRST, 128, 1 / 8, inside=inside)
+            yield sparse(FIRST, 64, 1 / 8, inside=inside)
         for fast, causal in itertools.product((True, False), (False, True)):
             for tile in TILES[fast]:
                 yield dense(FIRST, causal, fast=fast, tile=tile)

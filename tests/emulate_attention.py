@@ -18,7 +18,7 @@ from attention.forward.mainloop_float8 import KEYS
 from attention.forward.transposed_values import place_of
 from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
-from cute_kernels.dtypes import FLOAT8, NAMES, TORCH
+from cute_kernels.dtypes import FLOAT8, NAMES_OF_OPERANDS, TORCH
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 
@@ -121,7 +121,7 @@ class EmulatedFloat8:
         if facts.fast:
             assert v.shape[3] == facts.head_dim_v * facts.config.tile_n and all(s % 16 == 0 for s in v.stride()[:-1])
         else:
-            assert NAMES[v.dtype] == facts.values_dtype and v.shape[:-1] == k.shape[:-1]
+            assert NAMES_OF_OPERANDS[v.dtype] == facts.loaded_v and v.shape[:-1] == k.shape[:-1]
         starts = (cu_q, cu_k, cu_k) if facts.packed else (None,) * 3
         tensors = q, k, self.rows_of(v, k, cu_k) if facts.fast else v.float()
         wide = [of_sequences(*each) for each in zip(tensors, scales, starts, strict=True)]

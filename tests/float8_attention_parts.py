@@ -13,14 +13,18 @@ of a half. LSE is of P before it is rounded. On a GPU it errs by d, what tensor 
 the weights of O do by a factor of e^2d at most, for which |error| may be (e^2d - 1) s more, and the rms d.
 """
 
+import contextlib
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from attention import attention, block_sparse_attention
+from attention import attention, block_sparse, block_sparse_attention, eager, packed
+from attention.forward import choose
 from attention.forward.config import SCALE_TOKENS
 from cute_kernels import explain
+from cute_kernels.runtime.call_plan import PlanCache
 
 from .attention_parts import BF16, FP16, FP32, qkv, truth
 from .reference import poisoned, poisoned_empty
@@ -113,6 +117,16 @@ def check(call: dict, out_dtype=BF16, exact=True):
     assert out.dtype is out_dtype and ("out" not in given or out is given["out"])
     assert_right(out, lse, call, exact and not out.is_cuda, plan)
     return plan
+
+
+@contextlib.contextmanager
+def converting(inside: bool):
+    """Within it v of e4m3 is made fp16 inside of the forward kernel where it can be, or by a kernel before."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(choose, "converts_inside", lambda *_: inside))
+        for module in (eager, packed, block_sparse):
+            stack.enter_context(patch.object(module, "_PLANS", PlanCache(operands=3)))
+        yield
 
 
 FAST = {"fast_accumulation": True}

@@ -56,6 +56,7 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
     if isinstance(facts, Float8Facts):
         found.add((kind, "scales", facts.q_scale, facts.v_scale, facts.out_dtype))
         found.add((kind, "tokens", facts.tokens and (facts.fast, dims, facts.config.groups)))
+        found.add((kind, "converts", facts.converts, facts.fast, dims, facts.config.groups, blocks is None))
     if isinstance(facts, DecodeFacts):
         found |= {
             (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),

@@ -172,9 +172,10 @@ def of_float8_cache(path: str) -> None:
 
 def of_float8_attention(path: str) -> None:
     """Attention of 8-bit floats: with ragged edges, packed, of scores that grow over many tiles, and with scales of
-    tokens; with P of 16 bits and of 8."""
+    tokens; with P of 16 bits, V being converted inside of the kernel and before it, and of 8."""
     from . import test_float8_attention as float8
     from . import test_float8_tokens as tokens
+    from .float8_attention_parts import converting
 
     calls = [
         float8.case(DEVICE, D=128, Sq=130, Sk=177) | {"causal": True},
@@ -183,8 +184,8 @@ def of_float8_attention(path: str) -> None:
         tokens.case(DEVICE, D=128, Sq=330, Sk=177) | {"causal": True},
     ]
     for call in calls:
-        for fast in ({}, float8.FAST):
-            with cute_kernels.path(path):
+        for fast, inside in (({}, True), ({}, False), (float8.FAST, False)):
+            with cute_kernels.path(path), converting(inside):
                 float8.check(call | fast)
 
 

@@ -46,6 +46,14 @@ def test_tiles(emulated, fast, tile):
     assert f"{tile[0]}x{tile[1]} stages {tile[2]}" in row.plan and row.ratio == 0.5
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_where_v_is_converted(emulated, inside):
+    for case in (cases.dense((1, 200, 2, 128), True, inside=inside),
+                 cases.sparse((1, 1024, 2, 64), 128, 1 / 8, inside=inside)):  # fmt: skip
+        assert measured(case).ratio == 0.5 and case.ours()[1].facts.converts == inside
+        assert f"v converted {'inside' if inside else 'before'}" in case.name
+
+
 def test_a_wrong_result_has_no_time():
     x = cases.NarrowAttention([lambda: torch.randn(1, 160, 2, 64)] * 3)
     with pytest.raises(WrongResult):

@@ -28,6 +28,7 @@ from .float8_attention_parts import (
     FAST,
     SCALES,
     case,
+    converting,
     narrow,
 )
 
@@ -121,7 +122,12 @@ def test_a_plan():
     scale = torch.empty(2, 16, device="meta")
     plan = explain(attention, q, q, q, q_scale=scale, arch="sm_90")
     assert plan.facts.q_scale and not plan.facts.k_scale and plan.facts.config.groups == 3
-    assert "v is converted to float16 by a kernel before it" in str(plan) and plan.out_dtype is BF16
+    assert plan.out_dtype is BF16
+    for inside, words in ((False, "by a kernel before it"), (True, "in the kernel, for each tile of queries; none")):
+        with converting(inside):
+            plan = explain(attention, q, q, q, q_scale=scale, arch="sm_90")
+        assert f"v is converted to float16 {words}" in str(plan)
+        assert plan.facts.converts == inside == (plan.values is None)
     assert "v is transposed by a kernel before it" in str(explain(attention, q, q, q, arch="sm_90", **FAST))
     assert explain(attention, q, q, q, causal=True, arch="sm_90").facts.config.dynamic
 
@@ -191,7 +197,9 @@ def test_what_has_no_kernel():
 def test_more_items_than_a_grid_counts():
     q = torch.empty(70_000, 1, 16, 64, dtype=E4M3, device="meta")
     with pytest.raises(ValueError, match="v of 8 bits has 70000 items.*give v in 16 bits"):
-        explain(attention, q, q, q, arch="sm_90")
+        explain(attention, q, q, q, arch="sm_90", **FAST)
+    with converting(False):  # the other kernel would be faster, if it could
+        assert explain(attention, q, q, q, arch="sm_90").facts.converts
     assert explain(attention, q, q, q.to(BF16), arch="sm_90").facts.given_v == "bfloat16"
 
 

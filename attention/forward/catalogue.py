@@ -12,10 +12,21 @@ from ..masks.element_mask import element_mask
 from ..masks.mask_mods import And, Band, RowRange
 from ..score_mod import bound
 from ..score_mods import Alibi, Bias
-from .choose import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, head_dims_text, pick
+from .choose import (
+    HEAD_DIMS,
+    WIDE,
+    Extents,
+    bounded,
+    candidates_sm80,
+    candidates_sm90,
+    cannot_convert,
+    head_dims_text,
+    pick,
+)
 from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
+LONG = Extents(32, 8192, 8192, None, 0, 132)  # causal
 
 # (band, softcap, lse): nothing, causal, and everything, without and with LSE
 FEATURES = (
@@ -117,9 +128,18 @@ def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
     bits."""
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast)
-        yield from with_8_bits(plain)
+        yield from and_inside(with_8_bits(plain))
     for facts in (replace(plain, given_v="bfloat16"), replace(plain, given_v="float16", packed=True)):
         yield pick(facts, EXTENTS)
+
+
+def and_inside(kernels: Iterator[Float8Facts]) -> Iterator[Float8Facts]:
+    """Kernels, and those that convert V themselves, where there are such."""
+    for facts in kernels:
+        yield facts
+        inside = replace(facts, converts=True)
+        if not cannot_convert(inside):
+            yield inside
 
 
 def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
@@ -137,9 +157,7 @@ def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
             yield replace(facts, config=config)
     yield pick(plain, EXTENTS)
     for packed in (False, True):
-        yield pick(
-            replace(plain, window=FEATURES[1][0], packed=packed), replace(EXTENTS, rows=8192, cols=8192, right=0)
-        )
+        yield pick(replace(plain, window=FEATURES[1][0], packed=packed), LONG)
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
     yield pick(replace(scaled, head_dim=192), EXTENTS)
 
@@ -148,7 +166,7 @@ def plain_and_causal(facts: Float8Facts) -> Iterator[Float8Facts]:
     """Each configuration that serves calls without a mask, and each that serves causal ones."""
     for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
         for config, _ in candidates_sm90(facts, extents):
-            yield replace(facts, config=config, window=band)
+            yield bounded(replace(facts, config=config, window=band))
 
 
 def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
@@ -157,7 +175,7 @@ def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
     bits."""
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast, tokens=True)
-        yield from with_tokens(plain)
+        yield from and_inside(with_tokens(plain))
     yield pick(replace(plain, given_v="bfloat16", v_scale=True, lse=True), EXTENTS)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
-from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts
+from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts, WindowKind
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 WIDE = 512  # the head dimension of q, k and v that has a forward kernel, and no backward
@@ -96,7 +96,8 @@ FLOAT8 = {
     256: (((128, 128, 2, 2), 1.80), ((64, 64, 3, 1), 0.75)),
 }
 FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3))}
-FLOAT8_WITHOUT_LSE = {(128, (192, 96, 4, 3))}  # that would spill with LSE and a mask, and is not for a score_mod
+# That would spill with a right bound alone, and not with two: causal calls have a left bound before the first column.
+FLOAT8_BOTH_BOUNDS = {(128, (192, 96, 4, 3))}
 FLOAT8_PLAIN_SCORES = {(128, (128, 192, 2, 2))}
 FLOAT8_APART = {(128, (64, 128, 3, 1))}  # that would spill with a cap or a score_mod and packed sequences
 FLOAT8_HEADS = {(192, (64, 128, 2, 1))}  # that would spill with scales of blocks of tokens
@@ -116,6 +117,13 @@ FLOAT8_BLOCKS = {
         256: ((64, 2), (64, 2)),
     },
 }
+
+# V of e4m3 becomes fp16 in a kernel before, or inside of the forward kernel (values_inside), for each query tile anew.
+# Measured on an H200: what the kernel before takes for a launch and for each byte that it reads and writes, and by what
+# the forward kernel is longer for each value that it converts, on one multiprocessor: 0.1 us for a tile of 128x128.
+BEFORE_US, BEFORE_US_A_BYTE = 3.0, 1 / 3.3e6
+INSIDE_US_A_VALUE = 0.1 / 128**2
+BLOCKS_VISITED = 0.25  # of a block mask, whose lists the host does not read
 
 # On sm_80: (tile_m, tile_n, stages, warps), which every architecture has the shared memory for. What a block mask needs
 # of registers leaves none for warps of 32 rows. Compiled for sm_90a, those with a cap and tensors in the mask spill a
@@ -247,9 +255,8 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
             and (dim, tiles) in NO_SOFTCAP
             or (extents.uneven or facts.score is not None)
             and ((dim, tiles) in unmasked_only)
-            or (facts.score is not None or facts.lse and extents.uneven)
-            and is_fast(facts)
-            and (dim, tiles) in FLOAT8_WITHOUT_LSE
+            or (is_fast(facts) and facts.score is not None)
+            and (dim, tiles) in FLOAT8_BOTH_BOUNDS
             or changed
             and ((dim, tiles) in plain_scores or facts.packed and (dim, tiles) in FLOAT8_APART)
             or tokens
@@ -259,6 +266,35 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
         more = -(-extents.rows // tiles[0]) * extents.heads > extents.sms
         found.append((FlashConfig(*tiles, dynamic=facts.packed or extents.uneven and more), tile_us))
     return found
+
+
+def cannot_convert(facts: Float8Facts) -> str:
+    """Why no forward kernel of these facts converts V; "" where one does.
+
+    Masks that read tensors leave no registers for it with 128 columns, nor do any element masks at head dimension 256
+    with blocks 64 high.
+    """
+    if facts.fast or facts.given_v != facts.dtype:
+        return f"V of {facts.given_v}{', with fast sums,' * facts.fast} is not converted to float16"
+    blocks, cfg = facts.blocks, facts.config
+    if cfg and blocks and blocks.mask:
+        dim, tile = max(facts.head_dim, facts.head_dim_v), f"{cfg.tile_m}x{cfg.tile_n}"
+        if blocks.mask.tensors and cfg.tile_n == 128 or dim == 256 and cfg.groups == 1:
+            return f"element masks spill with tiles of {tile} at head dimension {dim} where V is converted, too"
+    return ""
+
+
+def converts_inside(facts: Float8Facts, extents: Extents, group: int) -> bool:
+    """Whether V of e4m3 is made fp16 in less time inside of the forward kernel than by one before it.
+
+    group: heads of Q that share a head of V.
+    """
+    cfg = facts.config
+    values = extents.heads // group * extents.cols * facts.head_dim_v
+    before = BEFORE_US + values * 3 * BEFORE_US_A_BYTE  # a byte is read, and two are written
+    tiles = sum(visits(extents, cfg.tile_m, cfg.tile_n)) * (1.0 if facts.blocks is None else BLOCKS_VISITED)
+    visited = tiles * extents.heads * cfg.tile_n * facts.head_dim_v
+    return visited / extents.sms * INSIDE_US_A_VALUE < before
 
 
 def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
@@ -273,4 +309,13 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
         tight = facts.packed and facts.score is not None
         configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, few, tight)
         config = next(c for c in configs if not facts.packed or c.tile_m <= 16 * c.groups)
-    return replace(facts, config=config)
+    return bounded(replace(facts, config=config))
+
+
+def bounded(facts: FlashFacts) -> FlashFacts:
+    """The facts with both bounds of a window, where a kernel with the right one alone would spill."""
+    cfg = facts.config
+    tile = max(facts.head_dim, facts.head_dim_v), (cfg.tile_m, cfg.tile_n, cfg.stages, cfg.groups)
+    if is_fast(facts) and facts.window.right and not facts.packed and tile in FLOAT8_BOTH_BOUNDS:
+        return replace(facts, window=WindowKind(left=True, right=True))
+    return facts

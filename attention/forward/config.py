@@ -13,6 +13,7 @@ from ..score_mod import ScoreMod
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
+GIVEN_STAGES = 2  # of V of 8 bits, where the forward kernel converts it (values_inside)
 SCALE_TOKENS = 128  # of 8 bits: rows of Q, and of K and V, that share a scale where scales are of blocks of tokens
 
 
@@ -97,8 +98,18 @@ class FlashFacts:
         return self.dtype
 
     @property
+    def loaded_v(self) -> str:
+        """Of V in global memory."""
+        return self.values_dtype
+
+    @property
     def values_element(self) -> Element:
         return element_of(self.values_dtype)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Of a row of K and the same of V in global memory."""
+        return self.head_dim * self.element.width + self.head_dim_v * element_of(self.loaded_v).width
 
     @property
     def smem_bytes(self) -> int:
@@ -164,9 +175,10 @@ class FlashFacts:
 class Float8Facts(FlashFacts):
     """Facts of a kernel whose Q and K are 8-bit floats (mainloop_float8).
 
-    P and V are fp16, to which another kernel converts V before, or V has 16 bits already. With `fast` they are of 8
-    bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its maximum is new, and 2 **
-    (HEADROOM + rescale_threshold) until it is rescaled, just below the largest number of e4m3, 448.
+    P and V are fp16, to which another kernel converts V before or this one does (`converts`), or V has 16 bits already.
+    With `fast` they are of 8 bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its
+    maximum is new, and 2 ** (HEADROOM + rescale_threshold) until it is rescaled, just below the largest number of e4m3,
+    448.
     """
 
     dtype: str = "float8_e4m3fn"  # of Q and K
@@ -177,6 +189,12 @@ class Float8Facts(FlashFacts):
     k_scale: bool = False
     v_scale: bool = False
     tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (mainloop_tokens)
+    converts: bool = False  # whether this kernel itself makes V fp16 (values_inside), and none runs before it
+
+    @property
+    def loaded_v(self) -> str:
+        """Of V in global memory."""
+        return self.given_v if self.converts else self.values_dtype
 
     @property
     def values_dtype(self) -> str:
@@ -193,7 +211,8 @@ class Float8Facts(FlashFacts):
         """Shared memory of Q and of the rings of K and V, with barriers."""
         cfg = self.config
         values = cfg.tile_n * self.head_dim_v * cfg.stages * self.values_element.width
-        return (cfg.tile_m + cfg.tile_n * cfg.stages) * self.head_dim + values + BARRIER_BYTES
+        given = cfg.tile_n * self.head_dim_v * GIVEN_STAGES if self.converts else 0
+        return (cfg.tile_m + cfg.tile_n * cfg.stages) * self.head_dim + values + given + BARRIER_BYTES
 
 
 @dataclass(frozen=True)

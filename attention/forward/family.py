@@ -9,7 +9,7 @@ from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
 from .arguments import forward_args, values_args
-from .choose import HEAD_DIMS
+from .choose import HEAD_DIMS, cannot_convert
 from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 
 
@@ -91,6 +91,8 @@ def float8_unsupported(facts: Float8Facts) -> str:
     if facts.head_dim not in HEAD_DIMS or facts.head_dim_v not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"head_dim {facts.head_dim} and {facts.head_dim_v} of 8 bits have no kernel; there are {dims}"
+    if facts.converts and (reason := cannot_convert(facts)):
+        return reason
     if facts.tokens and facts.packed:
         return "packed sequences have no scales of blocks of tokens; give scales of each sequence's heads"
     if facts.tokens and facts.config is not None and SCALE_TOKENS % facts.config.tile_n:
@@ -146,6 +148,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         more += [f"v {short(facts.given_v)}"] if facts.given_v != facts.dtype else []
         more += [name for name in ("fast", "q_scale", "k_scale", "v_scale") if getattr(facts, name)]
         more += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
+        more += ["v converted inside"] if facts.converts else []
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

@@ -1,27 +1,36 @@
 """The sm_90 attention kernels of 8-bit floats: the kernel of 16 bits with other mainloops, scales, and V as another
-kernel has made it."""
+kernel has made it, or converted inside."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
-from cute_kernels.tile.ptx import bulk_load
+from cute_kernels.tile.ptx import bulk_load, read_special_register
 
 from .config import Float8Facts
 from .kernel_sm90 import FlashForwardSm90
 from .mainloop_float8 import MainloopFloat8, MainloopFloat8Fast
 from .mainloop_tokens import MainloopTokens, MainloopTokensFast
 from .problem import problem_of
+from .tile_queue import SLOTS
 from .transposed_values import first_column
+from .values_inside import CONVERTERS, Conversion
 
 
 class FlashForwardFloat8(FlashForwardSm90):
     """Compiles to one kernel per `Float8Facts` that are not fast."""
 
+    def __init__(self, facts: Float8Facts):
+        self.converters = CONVERTERS if facts.converts else 0
+        super().__init__(facts)
+        if facts.converts:
+            of_qk = self.arrivals.pop("Q, K, V")
+            self.arrivals |= {"Q, K": of_qk, **self.mainloop.inside.arrivals}
+
     @property
     def follows(self) -> bool:
         """The kernel that converts or transposes V is waited for before the first load."""
-        return self.facts.given_v == self.facts.dtype
+        return self.facts.given_v == self.facts.dtype and not self.facts.converts
 
     @staticmethod
     def mainloop_of(facts: Float8Facts) -> MainloopFloat8:
@@ -32,7 +41,7 @@ class FlashForwardFloat8(FlashForwardSm90):
         self,
         mQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv), fp16; fast as in transposed_values
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv), of Float8Facts.loaded_v; fast as transposed
         mO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq), packed (H, total_q)
         mSinks: cute.Tensor | None,  # (H,)
@@ -57,6 +66,34 @@ class FlashForwardFloat8(FlashForwardSm90):
         scalars, scales = (scale_log2, softcap, score_tensors, mSinks), (q_scale, k_scale, v_scale)
         values = self.mainloop.view_of_values(mV if const_expr(self.facts.fast) else p.mV)
         self.start(p, values, counter, scalars, scales, max_ctas, stream)
+
+    @cute.jit
+    def convert_values(self, storage, rings: tuple, queue, source, scheduler, seqlens, step: Int32):
+        """Convert the tiles of V of this CTA's query tiles, in the order in which the producer loads them.
+
+        rings: (MainloopSm90.ring_of_loads, V's pipeline).
+        """
+        (_, pipe_given, _), pipe_made = rings
+        conversion = Conversion(
+            self.mainloop.inside,
+            cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 1,
+            (storage.given.data_ptr().toint(), pipe_given),
+            (storage.sV.data_ptr().toint(), pipe_made),
+        )
+        at_given, at_made = conversion.states()
+        state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        index = read_special_register("ctaid.x")
+        fields = scheduler.fields(index)
+        while index < scheduler.count:
+            tile = scheduler.of_fields(fields)
+            tiles = source.for_tile(tile, seqlens.of(tile.b))
+            at_given, at_made = conversion.convert(tiles.count, at_given, at_made)
+            if const_expr(self.cfg.dynamic):
+                index, fields = queue.consume(len(fields), state_queue)
+                state_queue.advance()
+            else:
+                index += step
+                fields = scheduler.fields(index)
 
 
 class FlashForwardFloat8Fast(FlashForwardFloat8):

@@ -1,12 +1,13 @@
 """The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
 
-    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle
+    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle, or convert V (values_inside)
     warpgroups 1..   consumers; each owns 64 rows of the query tile, or shares them with the other (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
     Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     K, V       see mainloop_sm90
-    queue      the producer warp         all consumer threads; tile_queue.SLOTS stages (FlashConfig.dynamic)
+    queue      the producer warp         all consumer threads, and those that convert V; tile_queue.SLOTS stages
+                                         (FlashConfig.dynamic)
 
     named barriers   1, 2, ..   order of the consumers' products (tile/barriers.py)
                      4          both consumers, around the exchange of scores where they share rows
@@ -48,12 +49,15 @@ FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next 
 # With one of them an SM may have two CTAs. Of those that share rows the producer has more: its tiles are eight boxes.
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 REGISTERS_SHARING = (40, 232)
+# With warps that convert V, by number of consumers and CTAs of an SM.
+REGISTERS_CONVERTING = {(1, 2): (24, 232), (1, 1): (40, 240), (2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
     mainloop_of = partial(MainloopSm90, lazy=True)
+    converters = 0  # warps of the producer's warpgroup that make tiles of V what products read
     follows = False  # whether this kernel may be launched while another one, which makes its V, still runs
 
     def __init__(self, facts: FlashFacts):
@@ -61,10 +65,12 @@ class FlashForwardSm90:
         self.mainloop = self.mainloop_of(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.registers = REGISTERS[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
+        if self.converters:
+            self.registers = REGISTERS_CONVERTING[facts.config.groups, facts.config.ctas]
         self.cluster = 1
         self.arrivals = {"Q, K, V": self.mainloop.arrivals}
         if facts.config.dynamic:
-            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32)
+            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32, others=self.converters)
         self.storage = self.smem_bytes = None  # known once traced
 
     # ------------------------------------------------------------------ launch
@@ -154,7 +160,7 @@ class FlashForwardSm90:
                 cpasync.prefetch_descriptor(tma_v)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
-        pipe_q, pipe_k, pipe_v, pipe_queue = self.make_pipelines(storage)
+        pipe_q, pipe_k, pipe_v, loads_v, pipe_queue = self.make_pipelines(storage, sV)
         if const_expr(facts.packed):
             scheduler = scheduler.counted(step)
         queue = None
@@ -166,8 +172,11 @@ class FlashForwardSm90:
             if warp == 0:
                 if const_expr(self.follows):
                     cute.arch.griddepcontrol_wait()
-                operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v)
+                operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, loads_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
+            if const_expr(self.converters > 0):
+                if warp > 0:
+                    self.convert_values(storage, (loads_v, pipe_v), queue, source, scheduler, seqlens, step)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP if facts.sharers == 1 else 0)
@@ -249,12 +258,15 @@ class FlashForwardSm90:
 
     @cute.jit
     def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
-        """Load this CTA's query tiles, and the tiles of K and V; operands are (TMA atom, smem, tensor, pipeline)."""
+        """Load this CTA's query tiles, and the tiles of K and V.
+
+        operands: (TMA atom, smem, tensor, pipeline) of Q and K, and (TMA atom, tensor, mainloop.ring_of_loads) of V.
+        """
         cfg, facts = self.cfg, self.facts
-        (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, sV, mV, pipe_v) = operands
+        (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, (sV, pipe_v, stages_v)) = operands
         state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-        at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
+        at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages_v)
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
@@ -329,11 +341,12 @@ class FlashForwardSm90:
             tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
-    def make_pipelines(self, storage) -> tuple:
-        """(Q, K, V, queue); returns after every barrier is visible."""
+    def make_pipelines(self, storage, sV: cute.Tensor) -> tuple:
+        """(Q, K, V, what V is loaded into, queue); returns after every barrier is visible."""
         cfg, loop, queue = self.cfg, self.mainloop, None
         pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim, loop.dtype)
         pipe_k, pipe_v = loop.make_kv_rings(storage)
+        loads_v = loop.ring_of_loads(storage, sV, pipe_v)
         if cfg.dynamic:
             arrivals = self.arrivals["queue"]
             queue = pipeline.PipelineAsync.create(
@@ -345,4 +358,4 @@ class FlashForwardSm90:
             )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        return pipe_q, pipe_k, pipe_v, queue
+        return pipe_q, pipe_k, pipe_v, loads_v, queue

@@ -1,7 +1,8 @@
 """The sm_90 mainloops of 8-bit floats (e4m3): Q and K of 8 bits, scores, softmax and sums in fp32.
 
-P and V are fp16 (MainloopFloat8), to which another kernel converts V before (converted_values): that is exact, P has 11
-bits, and tensor cores add products of 16 bits up in fp32. Scores take half of bf16's time, and P V all of it.
+P and V are fp16 (MainloopFloat8), to which another kernel converts V before (converted_values), or warps of this one do
+(values_inside): that is exact, P has 11 bits, and tensor cores add products of 16 bits up in fp32. Scores take half of
+bf16's time, and P V all of it.
 
 Or P and V are of 8 bits (MainloopFloat8Fast). WGMMA of 8 bits takes operands that are contiguous along K: Q and K are,
 along D. V must be contiguous along its columns' keys, so a kernel before this one transposes it (transposed_values), to
@@ -36,10 +37,11 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 from cute_kernels.tile.hopper import WARPGROUP, smem_layout
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register, to_e4m3
 
-from .config import Float8Facts
+from .config import GIVEN_STAGES, Float8Facts
 from .mainloop_sm90 import Consumer, MainloopSm90
 from .mask import cap_scores
 from .softmax import OnlineSoftmax, rows_and_columns
+from .values_inside import ValuesInside
 
 HEADROOM = 3.0  # see Float8Facts
 LARGEST = 448.0  # of e4m3
@@ -52,6 +54,29 @@ class MainloopFloat8(MainloopSm90):
 
     def __init__(self, facts: Float8Facts):
         super().__init__(facts, lazy=True)
+        self.inside = ValuesInside(facts) if facts.converts else None
+        if facts.converts:
+            self.given_bytes, self.given_stages = GIVEN_STAGES * self.inside.size, GIVEN_STAGES
+
+    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
+        """The TMA load of tiles of V, as it is given."""
+        return self.make_load(tensor, self.inside.layout() if self.facts.converts else layout, tile)
+
+    def make_kv_rings(self, storage) -> tuple:
+        """The pipelines of K and V; warps that convert V fill the second."""
+        if not self.facts.converts:
+            return super().make_kv_rings(storage)
+        cfg, arrivals = self.cfg, self.inside.arrivals["V"]
+        pipe_k = self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * self.facts.head_dim, self.dtype)
+        return pipe_k, self.make_ring(storage.barriers_v, cfg.stages, 0, self.dtype_v, arrivals)
+
+    def ring_of_loads(self, storage, sV: cute.Tensor, pipe_v) -> tuple:
+        """What V is loaded into: (ring, pipeline, stages)."""
+        if not self.facts.converts:
+            return super().ring_of_loads(storage, sV, pipe_v)
+        arrivals = self.inside.arrivals["V of 8 bits"]
+        pipe = self.make_ring(storage.barriers_given, GIVEN_STAGES, self.inside.size, self.dtype, arrivals)
+        return self.inside.ring(storage), pipe, GIVEN_STAGES
 
     def of_tile(self, c: Consumer, softcap: Float32, scales: tuple, tile) -> tuple:
         """(consumer, softcap): scales of Q and K multiply the scores.

@@ -86,6 +86,8 @@ class MainloopSm90:
         self.sharers = facts.sharers
         self.columns = facts.head_dim_v // self.sharers  # of O, that a warpgroup has
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
+        # Bytes and stages of a ring that V is loaded into, where it is not the one that products read (values_inside).
+        self.given_bytes, self.given_stages = 0, 0
 
     # ------------------------------------------------------------------ storage, products, rings
 
@@ -114,6 +116,8 @@ class MainloopSm90:
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype_v, sizes[2]], ALIGN]
             scores: cute.struct.MemRange[Float32, exchanged]
+            given: cute.struct.MemRange[Int32, self.given_bytes // 4]
+            barriers_given: cute.struct.MemRange[cutlass.Int64, 2 * self.given_stages]
 
         return SharedStorage
 
@@ -148,13 +152,16 @@ class MainloopSm90:
         """The same of V."""
         return self.make_load(tensor, layout, tile)
 
-    def make_ring(self, barriers, stages: int, elements: int, dtype: type) -> pipeline.PipelineAsync:
+    def make_ring(
+        self, barriers, stages: int, elements: int, dtype: type, arrivals: Arrivals | None = None
+    ) -> pipeline.PipelineAsync:
         """The pipeline of an operand whose stages have `elements` elements; its barriers are not yet visible to all."""
+        arrivals = arrivals or self.arrivals
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.full),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.arrivals.empty),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
             tx_count=elements * dtype.width // 8,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
@@ -167,6 +174,10 @@ class MainloopSm90:
             self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * facts.head_dim, self.dtype),
             self.make_ring(storage.barriers_v, cfg.stages, cfg.tile_n * facts.head_dim_v, self.dtype_v),
         )
+
+    def ring_of_loads(self, storage, sV: cute.Tensor, pipe_v) -> tuple:
+        """What V is loaded into: (ring, pipeline, stages)."""
+        return sV, pipe_v, self.cfg.stages
 
     def consumer(self, mmas: tuple, thread, operands: tuple, rings: tuple, scale_log2: Float32, order) -> Consumer:
         """A warpgroup's operands and registers; `thread` is its first one's number among the consumers."""

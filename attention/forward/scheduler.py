@@ -47,8 +47,7 @@ class QueryScheduler:
         (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
         qhead_per_kvhead, l2_heads = heads // heads_kv, None
         if facts.path == "sm_90" and (facts.window.left or facts.window.right):
-            row = facts.head_dim * facts.element.width + facts.head_dim_v * facts.values_element.width  # bytes of K, V
-            fit = L2_BYTES // row // cols
+            fit = L2_BYTES // facts.kv_row_bytes // cols
             l2_heads = cutlass.min(cutlass.max(fit, 1) * qhead_per_kvhead, heads * batch)
         return QueryScheduler(cute.ceil_div(rows, facts.config.tile_m), heads, batch, qhead_per_kvhead, l2_heads)
 

@@ -88,7 +88,7 @@ class Arrivals:
     """
 
     producers: int  # warps
-    consumers: int  # warps of a CTA that read a stage
+    consumers: int  # warps of a CTA that read a stage; 0 where `others` alone do
     threads: int = 1  # of a warp, that arrive
     groups: int = 1  # of consumers
     sharers: int = 1  # CTAs whose consumers give the stage back
@@ -108,14 +108,14 @@ class Arrivals:
 def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[str, Arrivals]) -> None:
     """ValueError unless the warps of a CTA of so many threads, in a cluster of so many CTAs, make these arrivals.
 
-    Every consumer warp reads every stage of its group: with fewer arrivals a stage would be loaded while some still
-    read it, with more it would never be free.
+    Every consumer warp reads every stage of its group, unless none does: with fewer arrivals a stage would be loaded
+    while some still read it, with more it would never be free.
     """
     producers = PRODUCER_WARPS[kernel]
     consumers = cta_threads // WARP - producers
     for name, each in arrivals.items():
         where = f"{kernel}: pipeline {name}"
-        if each.consumers * each.groups != consumers:
+        if not (each.others and each.consumers == 0) and each.consumers * each.groups != consumers:
             raise ValueError(
                 f"{where}: {each.consumers} warps give a stage back, in {each.groups} groups of consumers; the "
                 f"CTA has {consumers} consumer warps"
