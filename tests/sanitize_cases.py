@@ -158,6 +158,22 @@ def of_2_4(path: str) -> None:
         near(out.cpu(), bsr_linear(x, V, bias, "gelu", torch.empty(200, V.shape[0])).double())
 
 
+def of_float8_layers(path: str) -> None:
+    """Kernels launched before the one ahead has ended: of 3 and 40 tokens, by the kernel for few and by narrow tiles."""
+    from sparse_collective.nn import Float8SwiGLU, SwiGLU
+
+    for block in ((128, 128), (64, 64)):
+        dense = [torch.nn.Linear(n, k, dtype=torch.bfloat16) for n, k in ((256, 384), (256, 384), (384, 256))]
+        layer = Float8SwiGLU(SwiGLU.from_linears(*dense, block, 0.6)).eval()
+        inputs = [torch.randn(tokens, 256).to(torch.bfloat16) for tokens in (3, 40)]
+        expected = [layer(x) for x in inputs]
+        layer = layer.to(DEVICE)
+        with cute_kernels.path(path):
+            found = [layer(x.to(DEVICE)).cpu() for x in inputs]
+        for ours, wanted in zip(found, expected, strict=True):
+            assert (ours.double() - wanted.double()).norm() < 2e-2 * wanted.double().norm()
+
+
 def of_float8_cache(path: str) -> None:
     """Decoding from pages of 8-bit floats with a scale for each head, split and not."""
     from .test_float8_cache import case
@@ -246,6 +262,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
     "dense of 8-bit floats, scales of blocks": of_float8_blocks,
     "bsr of 8-bit floats": of_sparse_float8,
+    "layers of 8-bit floats": of_float8_layers,
     "decoding, pages of 8-bit floats": of_float8_cache,
     "attention of 8-bit floats": of_float8_attention,
     "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
