@@ -159,7 +159,7 @@ def of_2_4(path: str) -> None:
 
 
 def of_float8_layers(path: str) -> None:
-    """Kernels launched before the one ahead has ended: of 3 and 40 tokens, by the kernel for few and by narrow tiles."""
+    """Kernels that follow others: of 3 and 40 tokens, by the kernel for few columns and by narrow tiles."""
     from sparse_collective.nn import Float8SwiGLU, SwiGLU
 
     for block in ((128, 128), (64, 64)):
