@@ -125,8 +125,7 @@ def plan_kernel(
     left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     if facts.blocks is None:
-        ends = zip(bounds, reversed(longest or extents[1:]), strict=True)
-        left, right = (n if bound is None else min(bound, n) for bound, n in ends)  # of none a kernel may have one
+        left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
     plan.scalars = (scale_log2, cap, left, right)
     extents = Extents(*extents, *bounds, sms)
     if choose is None or not choose(plan, facts, extents):

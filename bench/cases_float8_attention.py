@@ -112,7 +112,7 @@ def forced(tile: tuple | None, inside: bool | None, plans: PlanCache) -> Iterato
         if tile is not None:
             for table in (choose.FLOAT8, choose.FLOAT8_SCORES):
                 stack.enter_context(patch.dict(table, {128: ((tile, 1.0),)}))
-            for name in ("FLOAT8_UNMASKED_ONLY", "UNMASKED_ONLY", "FLOAT8_BOTH_BOUNDS"):
+            for name in ("FLOAT8_UNMASKED_ONLY", "UNMASKED_ONLY"):
                 stack.enter_context(patch.object(choose, name, set()))
         if inside is not None:
             stack.enter_context(patch.object(choose, "converts_inside", lambda *_: inside))

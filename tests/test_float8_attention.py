@@ -215,7 +215,7 @@ def test_values_of_16_bits_on_the_emulator():
 def tiles(monkeypatch, dim: int, *wanted):
     """Inside, such tiles alone, and plans of their own."""
     with monkeypatch.context() as patch:
-        for table in (choose.FLOAT8, choose.SM_90, choose.TOKENS):
+        for table in (choose.FLOAT8, choose.SM_90, choose.FLOAT8_SCORES, choose.TOKENS):
             patch.setitem(table, dim, tuple((each, 1.0) for each in wanted))
         for name in ("FLOAT8_UNMASKED_ONLY", "UNMASKED_ONLY"):
             patch.setattr(choose, name, set())
@@ -363,7 +363,7 @@ class TestCuda:
     @BOTH
     def test_every_tile(self, monkeypatch, fast):
         for dim in (64, 128):
-            for each, _ in (choose.FLOAT8 if fast else choose.SM_90)[dim]:
+            for each, _ in (choose.FLOAT8 if fast else choose.SM_90 | choose.FLOAT8_SCORES)[dim]:
                 with tiles(monkeypatch, dim, each):
                     plan = check(case("cuda", D=dim, Sq=500, Sk=700) | CAUSAL | fast)
                 assert (plan.facts.config.tile_m, plan.facts.config.tile_n) == each[:2]

@@ -16,7 +16,6 @@ from .choose import (
     HEAD_DIMS,
     WIDE,
     Extents,
-    bounded,
     candidates_sm80,
     candidates_sm90,
     cannot_convert,
@@ -26,7 +25,6 @@ from .choose import (
 from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
-LONG = Extents(32, 8192, 8192, None, 0, 132)  # causal
 
 # (band, softcap, lse): nothing, causal, and everything, without and with LSE
 FEATURES = (
@@ -156,8 +154,6 @@ def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
         for config, _ in candidates_sm90(facts, replace(EXTENTS, left=facts.window.left or None)):
             yield replace(facts, config=config)
     yield pick(plain, EXTENTS)
-    for packed in (False, True):
-        yield pick(replace(plain, window=FEATURES[1][0], packed=packed), LONG)
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
     yield pick(replace(scaled, head_dim=192), EXTENTS)
 
@@ -166,7 +162,7 @@ def plain_and_causal(facts: Float8Facts) -> Iterator[Float8Facts]:
     """Each configuration that serves calls without a mask, and each that serves causal ones."""
     for band, extents in ((FEATURES[0][0], EXTENTS), (FEATURES[1][0], replace(EXTENTS, right=0))):
         for config, _ in candidates_sm90(facts, extents):
-            yield bounded(replace(facts, config=config, window=band))
+            yield replace(facts, config=config, window=band)
 
 
 def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:

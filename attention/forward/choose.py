@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ArchSpec
 
-from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts, WindowKind
+from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 WIDE = 512  # the head dimension of q, k and v that has a forward kernel, and no backward
@@ -91,13 +91,11 @@ FLOAT8_MASKED = {(64, 256, True): (32, 3), (64, 256, False): (32, 3), (128, 256,
 FLOAT8 = {
     64: (((192, 128, 3, 3), 1.15), ((128, 128, 4, 2), 0.85), ((64, 128, 3, 1), 0.65)),
     96: (((192, 96, 4, 3), 0.90), ((128, 128, 4, 2), 0.90), ((64, 128, 3, 1), 0.70)),
-    128: (((192, 96, 4, 3), 1.08), ((128, 192, 2, 2), 1.57), ((128, 128, 4, 2), 1.09), ((64, 128, 3, 1), 0.75)),
+    128: (((192, 96, 4, 3), 1.13), ((128, 192, 2, 2), 1.57), ((128, 128, 4, 2), 1.09), ((64, 128, 3, 1), 0.75)),
     192: (((128, 128, 2, 2), 1.35), ((64, 128, 2, 1), 0.95)),
     256: (((128, 128, 2, 2), 1.80), ((64, 64, 3, 1), 0.75)),
 }
-FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3))}
-# That would spill with a right bound alone, and not with two: causal calls have a left bound before the first column.
-FLOAT8_BOTH_BOUNDS = {(128, (192, 96, 4, 3))}
+FLOAT8_UNMASKED_ONLY = {(96, (192, 96, 4, 3)), (128, (192, 96, 4, 3))}
 FLOAT8_PLAIN_SCORES = {(128, (128, 192, 2, 2))}
 FLOAT8_APART = {(128, (64, 128, 3, 1))}  # that would spill with a cap or a score_mod and packed sequences
 FLOAT8_HEADS = {(192, (64, 128, 2, 1))}  # that would spill with scales of blocks of tokens
@@ -255,8 +253,6 @@ def candidates_sm90(facts: FlashFacts, extents: Extents) -> list[tuple[FlashConf
             and (dim, tiles) in NO_SOFTCAP
             or (extents.uneven or facts.score is not None)
             and ((dim, tiles) in unmasked_only)
-            or (is_fast(facts) and facts.score is not None)
-            and (dim, tiles) in FLOAT8_BOTH_BOUNDS
             or changed
             and ((dim, tiles) in plain_scores or facts.packed and (dim, tiles) in FLOAT8_APART)
             or tokens
@@ -276,6 +272,8 @@ def cannot_convert(facts: Float8Facts) -> str:
     """
     if facts.fast or facts.given_v != facts.dtype:
         return f"V of {facts.given_v}{', with fast sums,' * facts.fast} is not converted to float16"
+    if facts.packed:
+        return "a packed V's rows past a sequence's end become zeros in shared memory, by those that multiply"
     blocks, cfg = facts.blocks, facts.config
     if cfg and blocks and blocks.mask:
         dim, tile = max(facts.head_dim, facts.head_dim_v), f"{cfg.tile_m}x{cfg.tile_n}"
@@ -309,13 +307,4 @@ def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
         tight = facts.packed and facts.score is not None
         configs = candidates_sm80(facts.spec, facts.head_dim, facts.head_dim_v, few, tight)
         config = next(c for c in configs if not facts.packed or c.tile_m <= 16 * c.groups)
-    return bounded(replace(facts, config=config))
-
-
-def bounded(facts: FlashFacts) -> FlashFacts:
-    """The facts with both bounds of a window, where a kernel with the right one alone would spill."""
-    cfg = facts.config
-    tile = max(facts.head_dim, facts.head_dim_v), (cfg.tile_m, cfg.tile_n, cfg.stages, cfg.groups)
-    if is_fast(facts) and facts.window.right and not facts.packed and tile in FLOAT8_BOTH_BOUNDS:
-        return replace(facts, window=WindowKind(left=True, right=True))
-    return facts
+    return replace(facts, config=config)
