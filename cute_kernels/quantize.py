@@ -9,7 +9,7 @@ from .dtypes import FLOAT8, accumulator
 from .functions import ACTIVATIONS
 from .quantization.config import NO_TOKENS
 from .quantization.eager import quantized, quantized_gated
-from .reference import BLOCK, GATE, gate
+from .reference import BLOCK, GATE, gate_of_rounded
 
 AXES = {"tensor": None, "row": -1, "column": -2, "head": (-2, -1)}  # what the largest magnitude is taken over
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
@@ -105,7 +105,7 @@ def quantize_gated(
     with torch.no_grad():
         if z.numel() and (found := quantized_gated(z.detach(), activation, dtype)) is not None:
             return found
-        h = gate(z.to(accumulator(z.dtype)), activation).to(z.dtype)
+        h = gate_of_rounded(z, activation)
         return quantize(h, dtype, "row") if h.dim() > 1 else tuple(t[0] for t in quantize(h[None], dtype, "row"))
 
 

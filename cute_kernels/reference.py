@@ -84,6 +84,11 @@ def gate(z, activation):
     return ((g if activation is None else functions.ACTIVATIONS[activation](g)) * u).flatten(-2)
 
 
+def gate_of_rounded(z, activation):
+    """The same of a z of a product of 8-bit floats: in fp32, of float64 in float64, rounded to z's dtype."""
+    return gate(z.to(accumulator(z.dtype)), activation).to(z.dtype)
+
+
 def narrowed(x, terms, out_dtype):
     """x as 8-bit floats, times scale_out; its largest magnitude goes to amax."""
     if terms.amax is not None:

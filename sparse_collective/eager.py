@@ -78,11 +78,12 @@ def groups_of(op, x, groups, offsets, group_rows):
 def call(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
     fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
-    chained=False,
+    chained=False, fused=False,
 ):  # fmt: skip
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients.
 
     chained: whether b and its scales are of a kernel that leads, launched right before (cute_kernels/tile/chain.py).
+    fused: None in the place of a gate that torch would compute.
     """
     if epilogue is not None:
         epilogue = epilogue_program(op, epilogue)
@@ -127,6 +128,8 @@ def call(
         checks.check_amax(op, amax, b, values, out, bias, scale_b, W.stored_scales, scale_out)
         amax.zero_()
     if plan.function is None:
+        if fused and plan.unfused:
+            return None
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
             fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
@@ -206,8 +209,8 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
     """CPU tensors multiply the stored blocks by torch, a gate without a kernel is torch's; an empty result needs
     nothing at all."""
     if plan.unfused:
-        y = reference.gate(call("bsr_linear", W, b, None, None, None, None, None), terms.activation)
-        return y if out is None else out.copy_(y)
+        y = _gate_by_torch(plan, W, b, terms)
+        return y.to(plan.out_dtype) if out is None else out.copy_(y)
     if plan.empty:
         return (plan.new_out(), plan.new_out()) if terms.with_z else plan.new_out() if out is None else out
     bias = terms.bias
@@ -234,7 +237,17 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
         elif scale.dim() == 1:  # of b's columns, which are the result's, or of x's rows
             scale = scale if plan.op == "bsr_matmul" else scale[:, None]
         acc = acc * scale
+    if terms.gated and W.dtype in FLOAT8:  # what kernels do
+        acc = acc.to(plan.out_dtype).to(acc.dtype)
     return reference.finish(acc, terms, out, plan.out_dtype)
+
+
+def _gate_by_torch(plan: Plan, W, b, terms: Terms):
+    """The gate of the plain product: of 8-bit floats in fp32, of others in W's dtype."""
+    if W.dtype not in FLOAT8:
+        return reference.gate(call("bsr_linear", W, b, None, None, None, None, None), terms.activation)
+    more = {"scale_b": terms.scale_b, "out_dtype": plan.out_dtype}
+    return reference.gate_of_rounded(call("bsr_linear", W, b, None, None, None, None, None, **more), terms.activation)
 
 
 def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
@@ -260,9 +273,8 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None, chained=Fals
     checks.check_tensor(f"{op}: {name}", b)
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
-    also = () if op == GATED else tuple(FLOAT8)
     precision = terms.precision if op in WITH_PRECISION else False
-    checks.check_operands(op, kernel=plans_kernel(W.device), also=also, precision=precision, W=W.stored, **{name: b})
+    checks.check_operands(op, kernel=plans_kernel(W.device), also=tuple(FLOAT8), precision=precision, W=W.stored, **{name: b})
     check_precision(op, terms.precision, W.dtype)
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]
@@ -459,9 +471,13 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
             raise ValueError(f"{plan.op}: {reason}; W.to_bsr() is a BsrMatrix of the same numbers") from None
         if plan.op != GATED:
             raise
+        plain = replace(terms, activation=None, gated=False)
+        _plan("bsr_linear", W, b, plain, None, out_dtype=plan.out_dtype if W.dtype in FLOAT8 else None)  # or it raises
         plan.unfused = True
         plan.notes.append(f"not fused: torch computes the gate of a plain product ({reason})")
         return
+    if plan.facts.gate_apart:
+        plan.notes.append(f"gate: both halves are rounded to {plan.out_dtype} before it, as the plain product's are")
     # W's values are copied to another address in each call, or they may be read before b is there.
     if chained and may_follow(plan.facts) and not W.stored.data_ptr() % VECTOR_BYTES:
         plan.facts = replace(plan.facts, chained=True)
@@ -527,9 +543,10 @@ def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, scale_x=None,
     return _explained("bsr_linear", W, x, terms, out, out_dtype=out_dtype)
 
 
-def plan_bsr_gated_linear(x, W, activation="silu", out=None) -> Plan:
+def plan_bsr_gated_linear(x, W, activation="silu", out=None, *, scale_x=None, out_dtype=None) -> Plan:
     """The plan of the same call of bsr_gated_linear."""
-    return _explained(GATED, W, x, Terms(activation=activation, gated=True), out)
+    terms = Terms(activation=activation, gated=True, scale_b=scale_x)
+    return _explained(GATED, W, x, terms, out, out_dtype=out_dtype)
 
 
 def plan_bsr_grouped_linear(

@@ -131,29 +131,44 @@ def bsr_linear(
 
 
 def bsr_gated_linear(
-    x: Tensor, W: BsrMatrix | Bsr24 | Tensor, activation: str | None = "silu", out: Tensor | None = None
+    x: Tensor,
+    W: BsrMatrix | Bsr24 | Tensor,
+    activation: str | None = "silu",
+    out: Tensor | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """activation(x @ G.T) * (x @ U.T): the first half of a gated feed-forward layer, in one kernel.
 
     Args:
         x: (..., K) of W's dtype, of any strides.
-        W: (2 H, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, of no float8: of its rows 64 are G's, 64 U's, and so on
-            (see interleaved).
+        W: (2 H, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: of its rows 64 are G's, 64 U's, and so on (see
+            interleaved).
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
         out: (..., H); its dtype is the result's.
+        scale_x: of float8 operands, as of bsr_linear.
+        out_dtype: of a result that is made here: bfloat16, float16 or float32; as of bsr_linear, but no float8. With it
+            nothing passes a gradient.
 
     Returns:
         (..., H), `out` if it was given.
 
     One kernel serves a BsrMatrix with blocks of 128 rows and more on Hopper, where no gradient is wanted: what the two
     halves are never reaches memory. Elsewhere torch computes the gate of bsr_linear's result, which is rounded to W's
-    dtype before; `explain` says so. Raises as bsr_matmul does.
+    dtype before; `explain` says so.
+
+    Of float8 operands both halves are rounded to the result's dtype before the gate, which is in fp32, whoever computes
+    it: the same bits as of the gate of bsr_linear's result, which quantize_gated has. One kernel serves blocks whose
+    rows are a multiple of 128 on Hopper. There is no gradient.
+
+    Raises as bsr_linear does, TypeError or ValueError also where out or out_dtype is of float8.
     """
-    if out is None and watched(W, x):
+    if out is None and out_dtype is None and scale_x is None and watched(W, x):
         check_activation(eager.GATED, activation)
         eager.check_gated(W)
         return gate(bsr_linear(x, W), activation)
-    return called(eager.GATED, W, x, None, activation, None, out, None)
+    return called(eager.GATED, W, x, None, activation, None, out, None, scale_b=scale_x, out_dtype=out_dtype)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:

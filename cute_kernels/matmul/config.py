@@ -267,6 +267,11 @@ class GemmFacts:
         return self.takes_turns and self.config.tile_n > 128 * self.config.warps_n
 
     @property
+    def gate_apart(self) -> bool:
+        """Whether a gate's rows are one warpgroup's, and what they multiply the other's (gated_store_sm90)."""
+        return self.epilogue.gated and self.config.warps_m > 1
+
+    @property
     def out_bytes(self) -> int:
         return BYTES[self.out_dtype]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..arch import ArchSpec, arch_named
 from ..runtime.families import Family, Request, register
-from ..tile.barriers import PRODUCT_ORDER, PRODUCT_STORE
+from ..tile.barriers import PRODUCT_GATE, PRODUCT_ORDER, PRODUCT_STORE
 from ..tile.element import BITS_16, Element
 from . import catalogue, cost, legality
 from .arguments import dense_args
@@ -85,6 +85,7 @@ class ProductFamily(Family):
         return "product", {
             PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
             PRODUCT_ORDER: 2 * (cfg.consumer_groups > cfg.rings),
+            PRODUCT_GATE: int(facts.gate_apart),
         }
 
     def kernel(self, entry):

@@ -46,6 +46,7 @@ from ..tile.hopper import ALIGN, WARPGROUP, MmaTF32Op, RingState, smem_layout
 from .block_scaled_sm90 import block_scales
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
+from .gated_store_sm90 import GatedStoreSm90
 from .mainloop_sm90 import MainloopSm90
 from .split_k_sm90 import SplitKSm90
 from .store_sm90 import StoreSm90, in_fp32
@@ -72,7 +73,7 @@ class GemmSm90:
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
         # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
         self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
-        self.store = StoreSm90(facts, self.group_n, self.out_dtype)
+        self.store = (GatedStoreSm90 if facts.gate_apart else StoreSm90)(facts, self.group_n, self.out_dtype)
         sharers = cfg.cluster_m + cfg.cluster_n - 1  # CTAs of this one's row and column
         self.arrivals = {"AB": Arrivals(1, 4 * self.warpgroups, groups=cfg.consumer_groups, sharers=sharers)}
         self.exchange = None

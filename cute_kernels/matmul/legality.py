@@ -189,16 +189,36 @@ def majors(facts: GemmFacts) -> str:
 
 
 def _gated(facts: GemmFacts) -> str:
-    """What a gate asks: that a warpgroup has both the 64 rows of the gate and those that it multiplies."""
+    """What a gate asks: that a warpgroup has both the 64 rows of the gate and those that it multiplies, or of 8-bit
+    floats, whose sums are promoted, that one of two has the gate's."""
     cfg, spec = facts.config, facts.epilogue
     if not spec.gated:
         return ""
     if facts.path != "sm_90" or facts.family not in ("dense", "bsr"):
         return "a gate in the epilogue: the sm_90 kernel with a block row a tile has it"
-    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z or spec.scales_operands:
-        return "a gate in the epilogue goes with an activation alone"
+    if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z:
+        return "a gate in the epilogue goes with an activation, and with scales of 8-bit floats, alone"
+    if facts.element.width == 1:
+        return _gated_float8(facts)
     if cfg.warps_m > 1 or cfg.tile_m % 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
         return f"tile {cfg}: a gate needs whole tiles of 128 rows of a block in one warpgroup"
+    return ""
+
+
+def _gated_float8(facts: GemmFacts) -> str:
+    """The same of 8-bit floats."""
+    cfg = facts.config
+    if facts.block is None:
+        return "a gate of 8-bit floats: block-sparse products have it"
+    if facts.fast_accumulation:
+        return "a gate with fast accumulation: that of 8-bit floats is of promoted sums"
+    if cfg.warps_m != 2 or cfg.tile_m != 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
+        return f"tile {cfg}: a gate of 8-bit floats needs whole tiles of 128 rows of a block, of two warpgroups"
+    if not facts.tma_store:
+        return (
+            "a gate of 8-bit floats is stored by TMA alone: the result's address, strides and contiguous extent must "
+            "be multiples of 16 bytes"
+        )
     return ""
 
 

@@ -134,11 +134,7 @@ class StoreSm90:
         if const_expr(self.narrow):
             tRS_sD, shape = sD, values // 4  # words
         elif const_expr(self.tma):
-            atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
-            layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
-            copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
-            tRS_sD = copy_r2s.get_slice(tidx).partition_D(sD)  # (R2S, R2S_M, R2S_N, PIPE)
-            shape = cute.shape(copy_r2s.get_slice(tidx).partition_S(sD))[:3]
+            copy_r2s, tRS_sD, shape = self.copies(tiled_mma_group, sD, tidx)
         rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
         rMax[0] = Float32(0.0)
         piece = const_expr(min(values, self.piece) if self.anchored else values)
@@ -263,6 +259,14 @@ class StoreSm90:
         They take turns, but a tile begins with buffer 0, which the tile before may have used last.
         """
         return 0 if number == 0 and total % self.buffers else self.buffers - 1
+
+    def copies(self, tiled_mma_group: cute.TiledMma, sD: cute.Tensor, tidx: Int32) -> tuple:
+        """(copy of a chunk from registers, its (R2S, R2S_M, R2S_N, PIPE) of sD, its shape in registers)"""
+        atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
+        layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
+        copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
+        thread = copy_r2s.get_slice(tidx)
+        return copy_r2s, thread.partition_D(sD), cute.shape(thread.partition_S(sD))[:3]
 
     def partition(self, tma: cute.CopyAtom, sD: cute.Tensor, gD: cute.Tensor) -> tuple:
         """(TMA, PIPE) and (TMA, rest_m, rest_n, outer_m, L)"""

@@ -5,6 +5,7 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     kernel          barriers   threads                        for
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
     product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
+    product         10         both consumer warpgroups       one's half of a gated tile is written, or its place free
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
     forward         4          both consumer warpgroups       one's part of the scores is written, or read by the other
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
@@ -23,7 +24,7 @@ Mbarriers: a kernel says in `arrivals` who arrives at those of each of its pipel
 
 from dataclasses import dataclass
 
-PRODUCT_STORE, PRODUCT_ORDER = 1, 8  # the first ones
+PRODUCT_STORE, PRODUCT_ORDER, PRODUCT_GATE = 1, 8, 10  # the first ones
 FORWARD_ORDER, FORWARD_SCORES, FORWARD_OOB = 1, 4, 8
 DECODE_CONSUMERS = 1
 BACKWARD_ALL, BACKWARD_FULL, BACKWARD_FREE, BACKWARD_DS = 1, 2, 6, 10
@@ -36,7 +37,11 @@ PRODUCER_WARPS = {
     "product": 4, "forward": 4, "decode": 1, "backward": 4, "backward of one": 4, "backward, shared columns": 4,
 }  # fmt: skip
 USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
-    "product": ((PRODUCT_STORE, 3, WARPGROUP), (PRODUCT_ORDER, 2, 2 * WARPGROUP)),
+    "product": (
+        (PRODUCT_STORE, 3, WARPGROUP),
+        (PRODUCT_ORDER, 2, 2 * WARPGROUP),
+        (PRODUCT_GATE, 1, 2 * WARPGROUP),
+    ),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_SCORES, 1, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
     "backward, shared columns": (
