@@ -163,6 +163,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     fp32 = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
     tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="column")
     loaded = replace(LINEAR, residual=None, scale_n="column")
+    gated = replace(GATED, scale_n="column")
     changes = [
         {"epilogue": EpilogueSpec()},
         {"epilogue": one},
@@ -173,6 +174,12 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {"epilogue": tokens, "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
         {**fp32, "epilogue": tokens, "scaled": True},
         {"epilogue": tokens, "scaled": True, "batch": "values", "ranks": (4, 3, 3)},
+    ]
+    gates = [
+        {"epilogue": gated, "scaled": True, "ordered": True},
+        {"epilogue": replace(GATED, scale_m="tensor", scale_n="tensor")},
+        {"epilogue": replace(gated, activation="gelu"), "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
+        {**fp32, "epilogue": gated, "scaled": True},
     ]
     found = []
     for block in ((128, 128), (64, 64), (128, 64), (256, 128), (512, 224), (32, 32)):
@@ -185,6 +192,11 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         for change in changes if block in ((128, 128), (64, 64)) else ():
             made = [linear(spec, spec.path, config, block, **usual | change) for config in configs]
             found += buildable(family, made)[:1]
+        if block == (128, 128):
+            found += [linear(spec, spec.path, c, block, **usual, epilogue=gated, scaled=True) for c in configs]
+        for change in gates if block in ((128, 128), (256, 128)) else ():
+            made = [linear(spec, spec.path, config, block, **usual | change) for config in configs]
+            found += buildable(family, made)[: 1 if block == (128, 128) else 2]
         terms = usual | {"majors": ("k", "k", "n"), "scaled": True, "epilogue": replace(COL, scale_n="column")}
         found += buildable(family, (bsr(spec, spec.path, config, block, **terms) for config in configs))[:1]
     return buildable(family, found) + grouped_float8(family, spec)

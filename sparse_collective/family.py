@@ -98,7 +98,8 @@ class Bsr(BsrFamily):
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:
-        return super().sources(path) + (("cute_kernels.matmul.promoted_sm90",) if path == "sm_90" else ())
+        own = ("cute_kernels.matmul.promoted_sm90", "cute_kernels.matmul.gated_store_sm90")
+        return super().sources(path) + (own if path == "sm_90" else ())
 
 
 def entry_of(facts: GemmFacts):

@@ -105,7 +105,8 @@ class Emulated:
         acc = acc.half().float() if self.facts.acc_dtype == "float16" else acc
         if spec.gated:
             assert acc.shape[:-1] == d.shape[:-1] and acc.shape[-1] == 2 * d.shape[-1]
-            d.copy_(reference.gate(acc, spec.activation))
+            rounded = acc.to(d.dtype).to(acc.dtype) if self.facts.element.width == 1 else acc
+            d.copy_(reference.gate(rounded, spec.activation))
             return
         assert acc.shape[-2:] == d.shape[-2:], f"{tuple(acc.shape)} does not fit {tuple(d.shape)}"
         assert (bias is not None) == bool(spec.bias) and (residual is not None) == bool(spec.residual)

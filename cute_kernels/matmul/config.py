@@ -199,7 +199,7 @@ class GemmFacts:
         are no whole K-tiles wide, and sampled products, which have more boxes to address, would spill.
         """
         rows = self.family in ("bsr", "bsr24", "row pairs")
-        light = self.epilogue.is_light and self.element.width <= 2
+        light = (self.epilogue.is_light or self.gate_apart) and self.element.width <= 2
         return self.path == "sm_90" and rows and light and self.block.bk % min(self.config.tile_k, self.block.bk) == 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from cute_kernels.quantize import quantize, quantize_gated
 
 from .. import eager
 from ..bsr import BsrMatrix
+from ..chains import MOST_COLUMNS
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
 from .linear import BsrLinear
@@ -92,11 +94,15 @@ class Float8BsrLinear(nn.Module):
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        W = self.weight.matrix
-        tokens = x if x.dim() > 1 else x[None]
-        found = quantized(tokens.detach(), W.dtype, "row", leads=True) if x.numel() else None
-        y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
+        values, scale, by_kernel = self.quantised_tokens(x if x.dim() > 1 else x[None])
+        y = multiplied(values, scale, self, x.dtype, by_kernel)
         return y if x.dim() > 1 else y[0]
+
+    def quantised_tokens(self, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """(values, scale, whether a kernel made them, which leads) of tokens (..., K)."""
+        dtype = self.weight.matrix.dtype
+        found = quantized(x.detach(), dtype, "row", leads=True) if x.numel() else None
+        return *(found or quantize(x, dtype, "row")), found is not None
 
     def extra_repr(self) -> str:
         W = self.weight.matrix
@@ -104,15 +110,16 @@ class Float8BsrLinear(nn.Module):
 
 
 class Float8SwiGLU(nn.Module):
-    """SwiGLU for inference, with weights as of Float8BsrLinear: four kernels, of which two multiply.
+    """SwiGLU for inference, with weights as of Float8BsrLinear: four kernels, of which two multiply, and two quantise.
 
     Args:
         layer: a SwiGLU whose layers are BsrLinear.
         dtype: float8_e4m3fn or float8_e5m2.
 
     Forward takes x (..., dim) of bfloat16, float16 or float32 and gives (..., dim) in its dtype, or autocast's. What is
-    between the layers is quantised with a scale for each token, by the kernel that multiplies it by its gate (see
-    cute_kernels.quantize_gated).
+    between the layers is quantised with a scale for each token. Of more than 64 tokens on Hopper, without a bias, it is
+    multiplied by its gate where the first product is stored, if that has blocks of 128 rows or more (see
+    bsr_gated_linear); else by the kernel that quantises it (see cute_kernels.quantize_gated). The bits are the same.
 
     Raises:
         TypeError: `layer` is no such SwiGLU, or dtype is no such type.
@@ -132,10 +139,27 @@ class Float8SwiGLU(nn.Module):
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        z, dtype = self.gate_up(x if x.dim() > 1 else x[None]), self.down.weight.matrix.dtype
-        found = quantized_gated(z.detach(), "silu", dtype, chained=True) if z.numel() else None
-        y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
+        tokens, layer = x if x.dim() > 1 else x[None], self.gate_up
+        values, scale, by_kernel = layer.quantised_tokens(tokens)
+        h = self._hidden(values, scale, x.dtype) if by_kernel and gates_its_store(layer, tokens) else None
+        if h is None:
+            z, dtype = multiplied(values, scale, layer, x.dtype, by_kernel), self.down.weight.matrix.dtype
+            found = quantized_gated(z.detach(), "silu", dtype, chained=True) if z.numel() else None
+            y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
+        else:
+            y = self.down._product(h)
         return y if x.dim() > 1 else y[0]
+
+    def _hidden(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What is between the layers, of quantised tokens; None where no kernel stores it."""
+        terms = self.gate_up.weight.matrix, values, None, "silu", None, None, None
+        return eager.call(eager.GATED, *terms, scale_b=scale, out_dtype=dtype, fused=True)
+
+
+def gates_its_store(layer: Float8BsrLinear, tokens: Tensor) -> bool:
+    """Whether the first layer of a Float8SwiGLU may have a gate where it is stored. Of few tokens it has other kernels,
+    which are faster, and begin while these are quantised."""
+    return layer.bias is None and layer.activation is None and math.prod(tokens.shape[:-1]) > MOST_COLUMNS
 
 
 def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:
