@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_tensor
-from .dtypes import FLOAT8, accumulator
+from .dtypes import FLOAT8
 from .functions import ACTIVATIONS
 from .quantization.config import NO_TOKENS
 from .quantization.eager import quantized, quantized_gated

@@ -274,7 +274,8 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None, chained=Fals
     if b.dim() < (1 if linear else 2):
         raise ValueError(f"{op}: {name} has {b.dim()} dimensions, too few")
     precision = terms.precision if op in WITH_PRECISION else False
-    checks.check_operands(op, kernel=plans_kernel(W.device), also=tuple(FLOAT8), precision=precision, W=W.stored, **{name: b})
+    of, kernel = {"W": W.stored, name: b}, plans_kernel(W.device)
+    checks.check_operands(op, kernel=kernel, also=tuple(FLOAT8), precision=precision, **of)
     check_precision(op, terms.precision, W.dtype)
     M, K = W.shape[-2:]
     inner = b.shape[-1] if linear else b.shape[-2]

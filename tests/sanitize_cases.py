@@ -159,13 +159,14 @@ def of_2_4(path: str) -> None:
 
 
 def of_float8_layers(path: str) -> None:
-    """Kernels that follow others: of 3 and 40 tokens, by the kernel for few columns and by narrow tiles."""
+    """Kernels that follow others: of 3 and 40 tokens, by the kernel for few columns and by narrow tiles. Of 100 tokens
+    two warpgroups exchange a gate and what it multiplies."""
     from sparse_collective.nn import Float8SwiGLU, SwiGLU
 
     for block in ((128, 128), (64, 64)):
         dense = [torch.nn.Linear(n, k, dtype=torch.bfloat16) for n, k in ((256, 384), (256, 384), (384, 256))]
         layer = Float8SwiGLU(SwiGLU.from_linears(*dense, block, 0.6)).eval()
-        inputs = [torch.randn(tokens, 256).to(torch.bfloat16) for tokens in (3, 40)]
+        inputs = [torch.randn(tokens, 256).to(torch.bfloat16) for tokens in (3, 40, 100)]
         expected = [layer(x) for x in inputs]
         layer = layer.to(DEVICE)
         with cute_kernels.path(path):

@@ -17,7 +17,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHERS = (torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 DTYPES = (*FLOATS, *FLOAT8, *OTHERS, torch.complex64)
-NARROW = ("gemm", "bsr_matmul", "bsr_linear", "bsr_grouped_linear")  # ops that multiply 8-bit floats
+# ops that multiply 8-bit floats
+NARROW = ("gemm", "bsr_matmul", "bsr_linear", "bsr_grouped_linear", "bsr_gated_linear")
 OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear, bsr_gated_linear, sddmm, attention)}
 ON_ARCHS = pytest.mark.parametrize("arch", ARCHS)
 

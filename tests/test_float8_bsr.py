@@ -14,7 +14,6 @@ from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 from sparse_collective import (
     BsrMatrix,
-    bsr_gated_linear,
     bsr_linear,
     bsr_matmul,
     catalogue,
@@ -366,7 +365,6 @@ def test_calls_that_are_refused(call, words):
         (lambda W, x: bsr_linear(x, W, fast_accumulation=1), "fast_accumulation must be a bool"),
         (lambda W, x: bsr_linear(x.float(), W.float(), scale_x=torch.ones(1)), "scale_x of torch.float32 operands"),
         (lambda W, x: bsr_linear(x, W, out=torch.empty(40, 256, dtype=torch.int8)), "output of torch.int8"),
-        (lambda W, x: bsr_gated_linear(x, W), "W is torch.float8_e4m3fn; .*cast with .to"),
         (lambda W, x: sddmm(numbers(256, 64), numbers(64, 320), W), "a is torch.float8_e4m3fn"),
     ],
 )
