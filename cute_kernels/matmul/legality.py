@@ -35,6 +35,8 @@ def general(facts: GemmFacts) -> str:
             return f"blocks of {block.bm}x{block.bk}: both sides must be multiples of {MMA_M}"
         sides = f"bm must be a multiple of {MMA_M}, bk of {mma_k}, an MMA step of {facts.dtype}"
         return f"blocks of {block.bm}x{block.bk}: {sides}"
+    if facts.epilogue.gated and facts.element.width == 1 and (reason := _gated_float8(facts)):
+        return reason
     if reason := _narrow(facts) or _float8(facts) or _float32(facts) or _fp16_sums(facts):
         return reason
     if reason := majors(facts):
@@ -199,22 +201,24 @@ def _gated(facts: GemmFacts) -> str:
     if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z:
         return "a gate in the epilogue goes with an activation, and with scales of 8-bit floats, alone"
     if facts.element.width == 1:
-        return _gated_float8(facts)
+        if cfg.warps_m != 2 or cfg.tile_m != 128 or cfg.split > 1:
+            return f"tile {cfg}: a gate of 8-bit floats needs tiles of 128 rows, 64 of each of two warpgroups"
+        return ""
     if cfg.warps_m > 1 or cfg.tile_m % 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
         return f"tile {cfg}: a gate needs whole tiles of 128 rows of a block in one warpgroup"
     return ""
 
 
 def _gated_float8(facts: GemmFacts) -> str:
-    """The same of 8-bit floats."""
-    cfg = facts.config
+    """What a gate of 8-bit floats asks of a call."""
     if facts.block is None:
         return "a gate of 8-bit floats: block-sparse products have it"
     if facts.fast_accumulation:
         return "a gate with fast accumulation: that of 8-bit floats is of promoted sums"
-    if cfg.warps_m != 2 or cfg.tile_m != 128 or cfg.split > 1 or facts.block and facts.block.bm % cfg.tile_m:
-        return f"tile {cfg}: a gate of 8-bit floats needs whole tiles of 128 rows of a block, of two warpgroups"
-    if not facts.tma_store:
+    if facts.block.bm % 128:
+        rows = facts.block.bm
+        return f"blocks of {rows} rows: a gate of 8-bit floats needs tiles of 128 rows of a block, 64 of each half"
+    if facts.path == "sm_90" and not facts.tma_store:
         return (
             "a gate of 8-bit floats is stored by TMA alone: the result's address, strides and contiguous extent must "
             "be multiples of 16 bytes"
