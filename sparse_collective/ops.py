@@ -159,8 +159,8 @@ def bsr_gated_linear(
     dtype before; `explain` says so.
 
     Of float8 operands both halves are rounded to the result's dtype before the gate, which is in fp32, whoever computes
-    it: the same bits as of the gate of bsr_linear's result, which quantize_gated has. One kernel serves blocks whose
-    rows are a multiple of 128 on Hopper. There is no gradient.
+    it, as quantize_gated does with bsr_linear's result. One kernel serves blocks whose rows are a multiple of 128 on
+    Hopper. There is no gradient.
 
     Raises as bsr_linear does, TypeError or ValueError also where out or out_dtype is of float8.
     """

@@ -118,8 +118,8 @@ class Float8SwiGLU(nn.Module):
 
     Forward takes x (..., dim) of bfloat16, float16 or float32 and gives (..., dim) in its dtype, or autocast's. What is
     between the layers is quantised with a scale for each token. Of more than 64 tokens on Hopper, without a bias, it is
-    multiplied by its gate where the first product is stored, if that has blocks of 128 rows or more (see
-    bsr_gated_linear); else by the kernel that quantises it (see cute_kernels.quantize_gated). The bits are the same.
+    multiplied by its gate where the first product is stored, if its blocks have a multiple of 128 rows (see
+    bsr_gated_linear); else by the kernel that quantises it (see cute_kernels.quantize_gated). Both round alike.
 
     Raises:
         TypeError: `layer` is no such SwiGLU, or dtype is no such type.
