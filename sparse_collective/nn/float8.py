@@ -13,6 +13,7 @@ from cute_kernels.quantize import quantize, quantize_gated
 
 from .. import eager
 from ..bsr import BsrMatrix
+from ..chains import MOST_COLUMNS
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
 from .linear import BsrLinear
@@ -68,8 +69,9 @@ class Float8BsrLinear(nn.Module):
         dtype: float8_e4m3fn or float8_e5m2.
 
     Forward takes x (..., K) of bfloat16, float16 or float32 and gives (..., M) in its dtype, or autocast's: x is
-    quantised with a scale for each token, and multiplied by one kernel (see bsr_linear). On sm_89, sm_90 and the CPU;
-    at most 16 tokens are multiplied on every GPU. There is no parameter and no gradient. state_dict() has the weight
+    quantised with a scale for each token, and multiplied by one kernel (see bsr_linear), which on sm_90 loads W of at
+    most 64 tokens while they are still quantised. On sm_89, sm_90 and the CPU; at most 16 tokens are multiplied on
+    every GPU. There is no parameter and no gradient. state_dict() has the weight
     as an extra state, which may be of another pattern.
 
     Raises:
@@ -94,7 +96,7 @@ class Float8BsrLinear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         W = self.weight.matrix
         tokens = x if x.dim() > 1 else x[None]
-        found = quantized(tokens.detach(), W.dtype, "row", leads=True) if x.numel() else None
+        found = quantized(tokens.detach(), W.dtype, "row", leads=True) if are_few(x) else None
         y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
@@ -133,9 +135,16 @@ class Float8SwiGLU(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         z, dtype = self.gate_up(x if x.dim() > 1 else x[None]), self.down.weight.matrix.dtype
-        found = quantized_gated(z.detach(), "silu", dtype, chained=True) if z.numel() else None
+        # A hook of gate_up may launch kernels of its own between both products.
+        alone = not hooks_of(self.gate_up) and not torch.nn.modules.module._has_any_global_hook()
+        found = quantized_gated(z.detach(), "silu", dtype, chained=True) if alone and are_few(z) else None
         y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
+
+
+def are_few(x: Tensor) -> bool:
+    """Whether x has tokens, and so few that a product of them may follow what quantises them."""
+    return 0 < x.numel() <= MOST_COLUMNS * x.shape[-1]
 
 
 def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:
