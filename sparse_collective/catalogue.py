@@ -415,7 +415,7 @@ def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
             yield linear(spec, path, config, block, **usual, epilogue=one)
         for config in family.candidates(path, BlockFacts(*block, "int32", scaled=True), spec, element):
             yield (facts := linear(spec, path, config, block, **usual, epilogue=tokens, scaled=True))
-            if block in ((128, 128), (32, 32)) and may_follow(facts):
+            if block in ((128, 128), (64, 64), (32, 32), (16, 16)) and may_follow(facts):
                 yield replace(facts, chained=True)
             if block in ((128, 128), (16, 16), (32, 32)):
                 yield linear(spec, path, config, block, **usual, epilogue=loaded, scaled=True)

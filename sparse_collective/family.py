@@ -19,6 +19,7 @@ from .fakes import bsr_args, has_scales
 from .tile_order.family import order_of
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
+NARROW_COLUMNS = 32  # of the narrowest tiles, which the sm_80 path has not
 
 
 class BsrFamily(ProductFamily):
@@ -76,7 +77,8 @@ class Bsr(BsrFamily):
         return (bsr_sm90 if path == "sm_90" else bsr_sm80)(block, spec, element)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        return slowed_by_dram(problem, cost.cost(config, problem, sms, l2_bytes_per_clock))
+        clocks = cost.cost(config, problem, sms, l2_bytes_per_clock)
+        return clocks if fast_from_dram(config, problem) else slowed_by_dram(problem, clocks)
 
     def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
         group = cost.raster_group(config, problem)
@@ -133,15 +135,20 @@ def values_bytes(problem: Problem) -> float:
 def held_by_dram(problem: Problem) -> float:
     """The least clocks of a product of few columns by kernels not made for it; 0 of others.
 
-    They reach these shares of DRAM's rate: measured with 1 token, W 16384 and 8192 squared. Of 8-bit floats narrow
-    tiles with whole K-tiles reach more of it than the kernel for few columns, on an H200.
+    They reach these shares of DRAM's rate: measured with 1 token, W 16384 and 8192 squared.
     """
-    whole, half, quarter = problem.element.rows
-    tile_k = tile_k_of(problem.block, problem.element)
-    if problem.extents.N > FEW_COLUMNS or problem.width == 1 and tile_k == whole:
+    if problem.extents.N > FEW_COLUMNS:
         return 0.0
-    share = {quarter: 0.22, half: 0.55}.get(tile_k, 0.8)
+    _, half, quarter = problem.element.rows
+    share = {quarter: 0.22, half: 0.55}.get(tile_k_of(problem.block, problem.element), 0.8)
     return cost.PIPELINE_FILL + values_bytes(problem) / (share * cost.DRAM_BYTES_PER_CLOCK)
+
+
+def fast_from_dram(config: GemmConfig, problem: Problem) -> bool:
+    """Whether a configuration is of sm_90's narrow tiles, and of 8-bit floats in whole K-tiles: on an H200 these
+    reach more of DRAM's rate than the kernel for few columns."""
+    whole = tile_k_of(problem.block, problem.element) == problem.element.rows[0]
+    return problem.width == 1 and whole and config.tile_n <= NARROW_COLUMNS
 
 
 def slowed_by_dram(problem: Problem, clocks: float) -> float:

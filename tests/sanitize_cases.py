@@ -164,8 +164,7 @@ def of_float8_layers(path: str) -> None:
     from sparse_collective.nn import Float8SwiGLU, SwiGLU
 
     for block in ((128, 128), (64, 64)):
-        dense = [torch.nn.Linear(n, k, dtype=torch.bfloat16) for n, k in ((256, 384), (256, 384), (384, 256))]
-        layer = Float8SwiGLU(SwiGLU.from_linears(*dense, block, 0.6)).eval()
+        layer = Float8SwiGLU(SwiGLU(256, 512, False, block, density=0.5, dtype=torch.bfloat16)).eval()
         inputs = [torch.randn(tokens, 256).to(torch.bfloat16) for tokens in (3, 40, 100)]
         expected = [layer(x) for x in inputs]
         layer = layer.to(DEVICE)

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch.nn.utils import prune
 
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
-from sparse_collective import bsr_gated_linear, bsr_linear, random_bsr
+from sparse_collective import bsr_gated_linear, bsr_linear, eager, random_bsr
 from sparse_collective.chains import MOST_COLUMNS
-from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, prune_2_4_, quantize_
+from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, float8, prune_2_4_, quantize_
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
@@ -325,11 +326,36 @@ def apart(layer: Float8SwiGLU, x) -> torch.Tensor:
     return x
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
+def test_a_chain_on_the_emulator(block):
+    """Of 3 tokens by the kernel for few columns, of 20 by narrow tiles. Kernels there run one after another."""
+    layer = Float8SwiGLU(SwiGLU(256, 512, False, block, density=0.5, dtype=BF16)).eval()
+    for rows in (3, 20):
+        x = tokens(rows)
+        wanted = layer(x)
+        with on_emulator("sm_90", sms=3), patch.object(eager, "_launch", wraps=eager._launch) as launched:
+            assert off(layer(x), wanted) < 1e-2
+        assert [call.args[0].facts.chained for call in launched.call_args_list] == [True, True]
+
+
+def test_hooks_end_a_chain(monkeypatch):
+    """What a hook launches may write the weights of the next product."""
+    layer, seen = Float8SwiGLU(feed_forward()), []
+    monkeypatch.setattr(float8, "quantized_gated", lambda *_, **more: seen.append(more))
+    layer(tokens(2))
+    handle = layer.gate_up.register_forward_hook(lambda *_: None)
+    layer(tokens(2))
+    handle.remove()
+    layer(tokens(65))
+    assert seen == [{"chained": True}]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 64, 200])
 def test_launches_that_overlap(rows):
-    dense = [nn.Linear(n, k, device="cuda", dtype=BF16) for n, k in ((2048, 4096), (2048, 4096), (4096, 2048))]
-    layer = Float8SwiGLU(SwiGLU.from_linears(*dense, (128, 128), 0.25))
+    layer = Float8SwiGLU(SwiGLU(2048, 4096, False, (128, 128), density=0.25, device="cuda", dtype=BF16))
     inputs = [torch.randn(rows, 2048, device="cuda").to(BF16) for _ in range(8)]
     W = layer.gate_up.weight.matrix.values.view(torch.uint8)
     weights = [W.clone(), torch.roll(W, 1, 0)]
@@ -338,7 +364,9 @@ def test_launches_that_overlap(rows):
         W.copy_(weights[i % 2])
         wanted.append(apart(layer, x))
     graph, place = torch.cuda.CUDAGraph(), inputs[0].clone()
-    layer(place)
+    with patch.object(eager, "_launch", wraps=eager._launch) as launched:
+        layer(place)
+    assert [call.args[0].facts.chained for call in launched.call_args_list] == [rows <= 64] * 2
     with torch.cuda.graph(graph):
         y = layer(place)
     torch.cuda.synchronize()

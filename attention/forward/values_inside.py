@@ -117,6 +117,7 @@ def store(words: cute.Tensor, first: Int32, second: Int32, offset: int):
 
 
 def shared(at: Int32) -> cute.Tensor:
+    """16 bytes at an address of shared memory."""
     return cute.make_tensor(make_ptr(Int32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(WORDS))
 
 

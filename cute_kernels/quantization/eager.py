@@ -57,6 +57,8 @@ def _readable(x: Tensor) -> bool:
     """Whether a kernel may read x as far as type, dtype, device, address and size go."""
     if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
         return False
+    if torch._C._are_functorch_transforms_active():
+        return False
     if type(x) is not Tensor:  # fake tensors and others that have no memory of their own
         return False
     try:

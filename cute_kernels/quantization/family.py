@@ -57,8 +57,8 @@ class Quantizing(Family):
         rows = [facts_for(target, "bfloat16", NARROW[0], "row", columns) for columns in (1024, 14336, 32768)]
         found += [replace(facts, gate="silu") for facts in rows]
         if target == "sm_90a":
-            chained = replace(rows[1], gate="silu", follows=True, leads=True)
-            found += [chained, replace(facts_for(target, "bfloat16", NARROW[0], "row", 4096), leads=True)]
+            leading = [replace(rows[1], gate="silu", leads=True), facts_for(target, "bfloat16", NARROW[0], "row", 4096)]
+            found += [replace(leading[0], follows=True), *(replace(facts, leads=True) for facts in leading)]
         return [f for f in dict.fromkeys(found[:1] if quick else found) if not self.unsupported(f)]
 
     def describe(self, facts: QuantizeFacts) -> dict[str, str]:

@@ -70,8 +70,9 @@ class Float8BsrLinear(nn.Module):
         dtype: float8_e4m3fn or float8_e5m2.
 
     Forward takes x (..., K) of bfloat16, float16 or float32 and gives (..., M) in its dtype, or autocast's: x is
-    quantised with a scale for each token, and multiplied by one kernel (see bsr_linear). On sm_89, sm_90 and the CPU;
-    at most 16 tokens are multiplied on every GPU. There is no parameter and no gradient. state_dict() has the weight
+    quantised with a scale for each token, and multiplied by one kernel (see bsr_linear), which on sm_90 loads W of at
+    most 64 tokens while they are still quantised. On sm_89, sm_90 and the CPU; at most 16 tokens are multiplied on
+    every GPU. There is no parameter and no gradient. state_dict() has the weight
     as an extra state, which may be of another pattern.
 
     Raises:
@@ -94,15 +95,11 @@ class Float8BsrLinear(nn.Module):
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        values, scale, by_kernel = self.quantised_tokens(x if x.dim() > 1 else x[None])
-        y = multiplied(values, scale, self, x.dtype, by_kernel)
+        W = self.weight.matrix
+        tokens = x if x.dim() > 1 else x[None]
+        found = quantized(tokens.detach(), W.dtype, "row", leads=True) if are_few(x) else None
+        y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
-
-    def quantised_tokens(self, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """(values, scale, whether a kernel made them, which leads) of tokens (..., K)."""
-        dtype = self.weight.matrix.dtype
-        found = quantized(x.detach(), dtype, "row", leads=True) if x.numel() else None
-        return *(found or quantize(x, dtype, "row")), found is not None
 
     def extra_repr(self) -> str:
         W = self.weight.matrix
@@ -139,19 +136,20 @@ class Float8SwiGLU(nn.Module):
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        tokens, layer = x if x.dim() > 1 else x[None], self.gate_up
-        values, scale, by_kernel = layer.quantised_tokens(tokens)
-        h = self._hidden(values, scale, x.dtype) if by_kernel and gates_its_store(layer, tokens) else None
-        if h is None:
-            z, dtype = multiplied(values, scale, layer, x.dtype, by_kernel), self.down.weight.matrix.dtype
-            found = quantized_gated(z.detach(), "silu", dtype, chained=True) if z.numel() else None
-            y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
-        else:
+        tokens, dtype = x if x.dim() > 1 else x[None], self.down.weight.matrix.dtype
+        # A hook of gate_up sees what that gives, and may launch kernels of its own between both products.
+        alone = not hooks_of(self.gate_up) and not torch.nn.modules.module._has_any_global_hook()
+        found = quantized(tokens.detach(), dtype, "row") if alone and gates_its_store(self.gate_up, tokens) else None
+        if found is not None and (h := self._hidden(*found, x.dtype)) is not None:
             y = self.down._product(h)
+        else:
+            z = self.gate_up(tokens) if found is None else multiplied(*found, self.gate_up, x.dtype, False)
+            found = quantized_gated(z.detach(), "silu", dtype, chained=True) if alone and are_few(z) else None
+            y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
     def _hidden(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What is between the layers, of quantised tokens; None where no kernel stores it."""
+        """What is between the layers, of quantised tokens; None where no kernel gates what it stores."""
         terms = self.gate_up.weight.matrix, values, None, "silu", None, None, None
         return eager.call(eager.GATED, *terms, scale_b=scale, out_dtype=dtype, fused=True)
 
@@ -160,6 +158,11 @@ def gates_its_store(layer: Float8BsrLinear, tokens: Tensor) -> bool:
     """Whether the first layer of a Float8SwiGLU may have a gate where it is stored. Of few tokens it has other kernels,
     which are faster, and begin while these are quantised."""
     return layer.bias is None and layer.activation is None and math.prod(tokens.shape[:-1]) > MOST_COLUMNS
+
+
+def are_few(x: Tensor) -> bool:
+    """Whether x has tokens, and so few that a product of them may follow what quantises them."""
+    return 0 < x.numel() <= MOST_COLUMNS * x.shape[-1]
 
 
 def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:
