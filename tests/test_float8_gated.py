@@ -36,7 +36,9 @@ def matrix(shape, block=(128, 128), *, dtype=E4M3, per="block", device="cpu") ->
 
 
 def tokens(n: int, W: BsrMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantize(torch.randn(n, W.shape[1], device=W.device).to(BF16), W.dtype, per="row")
+    """Such that products are of magnitude 1."""
+    x = torch.randn(n, W.shape[1], device=W.device) * W.shape[1] ** -0.5
+    return quantize(x.to(BF16), W.dtype, per="row")
 
 
 def exact_of(x, scale, W, activation, dtype):
@@ -48,8 +50,9 @@ def exact_of(x, scale, W, activation, dtype):
 
 
 def assert_near(found, exact) -> None:
-    """Within roundings, but for the few halves that rounded to the neighbour of what fp64 rounds to."""
-    eps = max(torch.finfo(found.dtype).eps, 2.0**-17)
+    """Within roundings, but for the few halves that rounded to the neighbour of what fp64 rounds to. Tensor cores keep
+    some 14 bits of the sums of 8-bit floats."""
+    eps = max(torch.finfo(found.dtype).eps, 2.0**-11 if found.is_cuda else 2.0**-17)
     near = (found.double() - exact).abs() <= 3 * eps * (exact.abs() + exact.abs().mean())
     assert near.float().mean() > 0.999 and (found.double() - exact).norm() <= 2 * eps * exact.norm()
 
@@ -257,6 +260,7 @@ def kernels_of(call, monkeypatch) -> list[str]:
 @pytest.mark.slow
 def test_layers_on_the_emulator(monkeypatch):
     """With the same bits as with the gate in the kernel that quantises; few tokens and layers with a bias have that."""
+    monkeypatch.setattr(float8, "LEAST_GATED", 65)
     for block, n, bias, ops in (
         ((128, 128), 130, False, ["bsr_gated_linear", "bsr_linear"]),
         ((128, 128), 64, False, ["bsr_linear", "bsr_linear"]),
@@ -302,7 +306,7 @@ def test_many_times_and_in_a_graph():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [65, 200, 3000])
+@pytest.mark.parametrize("n", [320, 3000])
 def test_layers(n, monkeypatch):
     """Near what they give with the gate in the kernel that quantises: sums of other tiles may round otherwise."""
     layer, x = layer_of(where="cuda"), torch.randn(n, 256, device="cuda").to(BF16)

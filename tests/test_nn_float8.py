@@ -15,7 +15,6 @@ from torch.nn.utils import prune
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
 from sparse_collective import bsr_gated_linear, bsr_linear, eager, random_bsr
-from sparse_collective.chains import MOST_COLUMNS
 from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8SwiGLU, SwiGLU, float8, prune_2_4_, quantize_
 
 from .emulator import emulate
@@ -313,7 +312,7 @@ def test_the_recipe_for_delayed_scales():
 
 def apart(layer: Float8SwiGLU, x) -> torch.Tensor:
     """The layer's kernels with a wait after each, so that none begins before the one before has ended."""
-    gates = len(x) > MOST_COLUMNS  # whether the first product has them
+    gates = len(x) >= float8.LEAST_GATED  # whether the first product has them
     for part in (layer.gate_up, layer.down):
         values, scale = quantize(x, per="row") if gates or part is layer.gate_up else quantize_gated(x)
         torch.cuda.synchronize()
@@ -353,7 +352,7 @@ def test_hooks_end_a_chain(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64, 200])
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64, 400])
 def test_launches_that_overlap(rows):
     layer = Float8SwiGLU(SwiGLU(2048, 4096, False, (128, 128), density=0.25, device="cuda", dtype=BF16))
     inputs = [torch.randn(rows, 2048, device="cuda").to(BF16) for _ in range(8)]

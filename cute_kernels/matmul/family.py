@@ -85,7 +85,7 @@ class ProductFamily(Family):
         return "product", {
             PRODUCT_STORE: cfg.warps_m * cfg.warps_n * cfg.consumer_groups,
             PRODUCT_ORDER: 2 * (cfg.consumer_groups > cfg.rings),
-            PRODUCT_GATE: int(facts.gate_apart),
+            PRODUCT_GATE: 4 * facts.gate_apart,
         }
 
     def kernel(self, entry):

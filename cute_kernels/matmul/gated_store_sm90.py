@@ -97,11 +97,11 @@ class GatedStoreSm90(StoreSm90):
             past = const_expr(min(first + turns, self.chunks))
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.meet()
+            self.meet(group, 0)
             for e in range_constexpr(first + 1 - group, past, 2):
                 z = self.rounded(acc, e, args, columns[e], extent, outer)
                 cute.autovec_copy(self.words(z), self.slots(sD, self.buffer(e, first), tidx))
-            self.meet()
+            self.meet(group, 1)
             for e in range_constexpr(first + group, past, 2):
                 buffer = const_expr(self.buffer(e, first))
                 # After the barrier: else the compiler begins with all chunks' activations before it, and spills.
@@ -154,6 +154,10 @@ class GatedStoreSm90(StoreSm90):
         place = make_ptr(Int32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES)
         return cute.make_tensor(place, cute.make_layout((WORDS, self.vectors), stride=(1, WORDS * WARPGROUP)))
 
-    def meet(self):
-        """All 256 threads of both warpgroups."""
-        cute.arch.barrier(barrier_id=PRODUCT_GATE, number_of_threads=2 * WARPGROUP)
+    def meet(self, group: cutlass.Constexpr, which: int) -> None:
+        """All 256 threads of both warpgroups, which are in other code: each arrives at the barrier at which the other
+        one waits. Barriers of the next meeting are others, so that nobody arrives at one twice."""
+        first = PRODUCT_GATE + 2 * which
+        cute.arch.barrier_arrive(barrier_id=first + 1 - group, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier(barrier_id=first + group, number_of_threads=2 * WARPGROUP)
+

@@ -5,7 +5,7 @@ Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 
     kernel          barriers   threads                        for
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
     product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
-    product         10         both consumer warpgroups       one's half of a gated tile is written, or its place free
+    product         10 to 13   both consumer warpgroups       one's half of a gated tile is written, or its place free
     forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
     forward         4          both consumer warpgroups       one's part of the scores is written, or read by the other
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
@@ -40,7 +40,7 @@ USES = {  # kernel -> (first barrier, how many at most, threads that meet at eac
     "product": (
         (PRODUCT_STORE, 3, WARPGROUP),
         (PRODUCT_ORDER, 2, 2 * WARPGROUP),
-        (PRODUCT_GATE, 1, 2 * WARPGROUP),
+        (PRODUCT_GATE, 4, 2 * WARPGROUP),
     ),
     "forward": ((FORWARD_ORDER, 3, 2 * WARPGROUP), (FORWARD_SCORES, 1, 2 * WARPGROUP), (FORWARD_OOB, 3, WARPGROUP)),
     "decode": ((DECODE_CONSUMERS, 1, WARPGROUP),),
