@@ -100,7 +100,7 @@ class Bsr(BsrFamily):
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
     def sources(self, path: str) -> tuple[str, ...]:
-        own = ("cute_kernels.matmul.promoted_sm90", "cute_kernels.matmul.gated_store_sm90")
+        own = tuple(f"cute_kernels.matmul.{name}" for name in ("promoted_sm90", "ahead_sm90", "gated_store_sm90"))
         return super().sources(path) + (own if path == "sm_90" else ())
 
 

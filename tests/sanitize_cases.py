@@ -16,8 +16,9 @@ import torch
 import cute_kernels
 from attention import attention
 from attention.decode import choose as decode
+from cute_kernels import explain
 from cute_kernels.matmul import choose
-from sparse_collective import bsr_linear, random_bsr
+from sparse_collective import BsrMatrix, bsr_linear, random_bsr
 from sparse_collective.nn import BsrLinear, change_pattern_
 
 from . import reference
@@ -39,12 +40,17 @@ def only(kept: Callable, make: partial) -> Callable:
     """A case that runs with those candidates alone for which `kept(family, configuration)` holds."""
 
     def run(path: str) -> None:
-        listed = choose.candidates_for
-        some = lambda *args: [candidate for candidate in listed(*args) if kept(*candidate)]  # noqa: E731
-        with mock.patch.object(choose, "candidates_for", some):
+        with narrowed(kept):
             check(Case(make, path))
 
     return run
+
+
+def narrowed(kept: Callable):
+    """A context in which those candidates alone are tried for which `kept(family, configuration)` holds."""
+    listed = choose.candidates_for
+    some = lambda *args: [candidate for candidate in listed(*args) if kept(*candidate)]  # noqa: E731
+    return mock.patch.object(choose, "candidates_for", some)
 
 
 def family_is(name: str) -> Callable:
@@ -140,6 +146,20 @@ def of_sparse_float8(path: str) -> None:
             bsr_linear(x_there, W.to(DEVICE), there[1], "gelu", out, scale_x=there[0])
         wide = torch.empty(200, W.shape[0])
         near(out.cpu(), bsr_linear(x, W, bias, "gelu", wide, scale_x=scale_x).double())
+
+
+def of_tiles_begun_ahead(path: str) -> None:
+    """The same, of more tiles than CTAs, each of which begins while the one before is stored."""
+    wide = lambda family, config: family.name == "bsr" and config.tile_n == 256  # noqa: E731
+    mask = torch.rand(32, 5) < torch.linspace(0.7, 0.0, 32)[:, None]  # uneven rows, some of them empty
+    W = BsrMatrix.from_dense(torch.randn(4096, 640).to(torch.bfloat16), (128, 128), mask=mask).quantize()
+    x, scale_x = cute_kernels.quantize(torch.randn(1500, 640), per="row")
+    out = poisoned(1500, 4096).to(DEVICE)
+    with cute_kernels.path(path), narrowed(wide):
+        there = x.to(DEVICE), W.to(DEVICE), scale_x.to(DEVICE)
+        assert explain(bsr_linear, *there[:2], scale_x=there[2]).facts.begins_ahead
+        bsr_linear(*there[:2], out=out, scale_x=there[2])
+    near(out.cpu(), bsr_linear(x, W, scale_x=scale_x, out_dtype=torch.float32).double())
 
 
 def of_2_4(path: str) -> None:
@@ -262,6 +282,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
     "dense of 8-bit floats, scales of blocks": of_float8_blocks,
     "bsr of 8-bit floats": of_sparse_float8,
+    "bsr of 8-bit floats, tiles begun ahead": of_tiles_begun_ahead,
     "layers of 8-bit floats": of_float8_layers,
     "decoding, pages of 8-bit floats": of_float8_cache,
     "attention of 8-bit floats": of_float8_attention,

@@ -267,6 +267,14 @@ class GemmFacts:
         return self.takes_turns and self.config.tile_n > 128 * self.config.warps_n
 
     @property
+    def begins_ahead(self) -> bool:
+        """Whether a work tile begins while the tile before is stored (ahead_sm90): of stored blocks that have a scale
+        each, whose tiles have few K-tiles. Heavy epilogues would spill, and gates were as fast without. D is of 16
+        bits: then a chunk of the store has the columns of a product."""
+        scaled = self.block is not None and self.block.scaled and self.out_bytes == 2
+        return self.a_in_registers and scaled and self.epilogue.is_light and self.config.split == 1
+
+    @property
     def gate_apart(self) -> bool:
         """Whether a gate's rows are one warpgroup's, and what they multiply the other's (gated_store_sm90)."""
         return self.epilogue.gated and self.config.warps_m > 1

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..k_tiles import DenseSource
+from .ahead_sm90 import AheadGemmSm90, AheadMainloopSm90
 from .block_scaled_sm90 import BlockScaledMainloopSm90
 from .config import GemmFacts
 from .epilogue import EpilogueArgs
@@ -22,9 +23,11 @@ def kernel_for(facts: GemmFacts):
         return GemmSm80(facts)
     if not facts.promotes:
         return GemmSm90(facts, MainloopSm90)
-    mainloop = PromotedMainloopSm90
+    kernel, mainloop = GemmSm90, PromotedMainloopSm90
     if facts.epilogue.scales_blocks:
         mainloop = BlockScaledMainloopSm90
+    elif facts.begins_ahead:
+        kernel, mainloop = AheadGemmSm90, AheadMainloopSm90
     elif facts.block and facts.block.scaled:
         mainloop = ScaledMainloopSm90
     terms = {
@@ -32,7 +35,7 @@ def kernel_for(facts: GemmFacts):
         "rows_in_registers": facts.config.tile_m if facts.a_in_registers else 0,
         "grouped": facts.block is not None and facts.block.run > 0,
     }
-    return GemmSm90(facts, partial(mainloop, **terms))
+    return kernel(facts, partial(mainloop, **terms))
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:

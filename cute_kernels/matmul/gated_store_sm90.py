@@ -160,4 +160,3 @@ class GatedStoreSm90(StoreSm90):
         first = PRODUCT_GATE + 2 * which
         cute.arch.barrier_arrive(barrier_id=first + 1 - group, number_of_threads=2 * WARPGROUP)
         cute.arch.barrier(barrier_id=first + group, number_of_threads=2 * WARPGROUP)
-

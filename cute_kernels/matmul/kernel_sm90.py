@@ -288,50 +288,74 @@ class GemmSm90:
             outs = [(tma_d, self.store.tiles(mD))]
             if const_expr(self.facts.epilogue.stores_z):
                 outs += [(tma_z, self.store.tiles(mZ))]
-            # Of several rings each is one warpgroup's.
-            read = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
-            release = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
-            first, step = block // self.cluster, ctas // self.cluster
-            end = scheduler.end(first, step)
-            consumer_group = warpgroup // self.warpgroups
-            phase = Int32(0)  # of the exchange
+            self.consume(
+                (block // self.cluster, ctas // self.cluster), scheduler, source, (rank_m, rank_n, rank_k), ring,
+                (tiled_mma, acc, tCrA, tCrB), args, (outs, sD, thr_mma_group, tiled_mma_group, extent), warpgroup,
+                storage.one.data_ptr(), (sX, storage.exchange_barriers.data_ptr()),
+            )  # fmt: skip
+
+    @cute.jit
+    def consume(
+        self,
+        tiles: tuple,  # the first work tile, and how many are between this CTA's
+        scheduler: TileScheduler,
+        source,
+        ranks: tuple,  # m, n, k
+        ring,
+        operands: tuple,  # tiled MMA, accumulators, A, B: what `mma` takes
+        args: EpilogueArgs,
+        store: tuple,  # what `store` takes: outs, sD, thr_mma, tiled MMA of a warpgroup, extent
+        warpgroup: Int32,
+        anchor: cute.Pointer,  # 1.0 in shared memory
+        exchange: tuple,  # of a split K: sums in shared memory, mbarriers
+    ):
+        """A consumer warpgroup: multiply and store every work tile, or those of its consumer group."""
+        cfg = self.cfg
+        rank_m, rank_n, rank_k = ranks
+        tiled_mma, acc = operands[:2]
+        outs, sD, thr_mma_group, tiled_mma_group, extent = store
+        sX, exchange_barriers = exchange
+        # Of several rings each is one warpgroup's.
+        read = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
+        release = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
+        first, step = tiles
+        end = scheduler.end(first, step)
+        consumer_group = warpgroup // self.warpgroups
+        phase = Int32(0)  # of the exchange
+        bounds = self.bounds(first, scheduler, source, rank_m)
+        if const_expr(self.in_turns):
+            if consumer_group == 1:
+                self.mainloop.order_arrive(consumer_group)  # group 0 goes first
+                read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
+                bounds = self.bounds(first + step, scheduler, source, rank_m)
+            first = first + consumer_group * step
+        if const_expr(cfg.rings > 1):
+            first = first + consumer_group * step
             bounds = self.bounds(first, scheduler, source, rank_m)
+        for index in cutlass.range(first, end, step * cfg.consumer_groups, unroll=1):
+            m, n, l = scheduler.decode(index)
+            k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
+            other = bounds
             if const_expr(self.in_turns):
-                if consumer_group == 1:
-                    self.mainloop.order_arrive(consumer_group)  # group 0 goes first
-                    read, release = self.skip(first, end, scheduler, source, rank_m, bounds, read, release)
-                    bounds = self.bounds(first + step, scheduler, source, rank_m)
-                first = first + consumer_group * step
-            if const_expr(cfg.rings > 1):
-                first = first + consumer_group * step
-                bounds = self.bounds(first, scheduler, source, rank_m)
-            for index in cutlass.range(first, end, step * cfg.consumer_groups, unroll=1):
-                m, n, l = scheduler.decode(index)
-                k_tiles = self.share(source.for_tile(m * cfg.cluster_m + rank_m, l, bounds), rank_k)
-                other = bounds
-                if const_expr(self.in_turns):
-                    other = self.bounds(index + step, scheduler, source, rank_m)
-                bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
-                scales = self.block_scales(args, tiled_mma, k_tiles, n * cfg.cluster_n + rank_n, l)
-                if const_expr(self.mainloop.multiplies_by_one):
-                    scales = ((storage.one.data_ptr(),),)
-                read, release = self.mainloop.mma(
-                    k_tiles, tiled_mma, acc, tCrA, tCrB, ring, read, release, consumer_group, *scales
-                )
-                if const_expr(self.in_turns):
-                    read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
-                sums = acc if const_expr(self.exchange is None) else in_fp32(acc, 0, cute.size(acc))[0]
-                if const_expr(self.exchange is not None):
-                    self.exchange.reduce(sums, sX, storage.exchange_barriers.data_ptr(), warpgroup, rank_k, phase)
-                    phase = phase ^ 1
-                self.store.store(
-                    sums, args, outs, sD, thr_mma_group, tiled_mma_group, extent,
-                    self.places(k_tiles, n * cfg.cluster_n + rank_n, warpgroup), (l, k_tiles.l), warpgroup,
-                    storage.one.data_ptr(), rank_k,
-                )  # fmt: skip
-            self.store.drain()
+                other = self.bounds(index + step, scheduler, source, rank_m)
+            bounds = self.bounds(index + step * cfg.consumer_groups, scheduler, source, rank_m)
+            scales = self.block_scales(args, tiled_mma, k_tiles, n * cfg.cluster_n + rank_n, l)
+            if const_expr(self.mainloop.multiplies_by_one):
+                scales = ((anchor,),)
+            read, release = self.mainloop.mma(k_tiles, *operands, ring, read, release, consumer_group, *scales)
+            if const_expr(self.in_turns):
+                read, release = self.skip(index + step, end, scheduler, source, rank_m, other, read, release)
+            sums = acc if const_expr(self.exchange is None) else in_fp32(acc, 0, cute.size(acc))[0]
             if const_expr(self.exchange is not None):
-                self.exchange.drain(storage.exchange_barriers.data_ptr(), warpgroup, phase)
+                self.exchange.reduce(sums, sX, exchange_barriers, warpgroup, rank_k, phase)
+                phase = phase ^ 1
+            self.store.store(
+                sums, args, outs, sD, thr_mma_group, tiled_mma_group, extent,
+                self.places(k_tiles, n * cfg.cluster_n + rank_n, warpgroup), (l, k_tiles.l), warpgroup, anchor, rank_k,
+            )  # fmt: skip
+        self.store.drain()
+        if const_expr(self.exchange is not None):
+            self.exchange.drain(exchange_barriers, warpgroup, phase)
 
     @cute.jit
     def produce(

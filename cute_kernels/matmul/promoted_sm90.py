@@ -141,6 +141,7 @@ class PromotedMainloopSm90(MainloopSm90):
         count = const_expr(cute.size(acc, mode=[2]))
         this = read.clone()
         rA = self.read_rows(operands, this.index) if const_expr(self.a_in_registers) else None
+        found = self.factors_of(factors, turn)
         read.advance()
         for n in range_constexpr(count):
             at = const_expr(turn * count + n)
@@ -154,7 +155,7 @@ class PromotedMainloopSm90(MainloopSm90):
             read_after_wait(part)
             if const_expr(n + 1 == count):
                 pipeline.consumer_release(this)
-            self.promote(acc[None, 0, n], part[None, 0, 0], 0, n, self.factors_of(factors, turn))
+            self.promote(acc[None, 0, n], part[None, 0, 0], 0, n, found)
         return read
 
     @cute.jit
@@ -245,7 +246,8 @@ class ScaledMainloopSm90(PromotedMainloopSm90):
     @cute.jit
     def first_factors(self, k_tiles, scales: tuple):
         factors = cute.make_rmem_tensor(2, Float32)
-        factors[0] = k_tiles.scale(0)
+        if const_expr(k_tiles is not None):
+            factors[0] = k_tiles.scale(0)
         return factors
 
     @cute.jit

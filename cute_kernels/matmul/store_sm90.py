@@ -115,6 +115,7 @@ class StoreSm90:
         group: cutlass.Int32,  # which consumer warpgroup
         anchor: cute.Pointer,  # 1.0 in shared memory
         rank=None,  # of the CTAs that share a split tile, which
+        coming=None,  # the next tile, which begins in accumulators that have been read (ahead_sm90)
     ):
         # gD: (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
         gD = outs[0][1]
@@ -203,6 +204,8 @@ class StoreSm90:
                     self.store_direct(rD, cD, gD, there, outer[:2])
                     if const_expr(self.spec.stores_z):
                         self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
+            if const_expr(coming is not None):
+                coming.start(i)
             if const_expr(self.tma):
                 place = (slab, (col0, e), outer_m, batch[0])
                 for which in range_constexpr(len(outs)):
@@ -210,6 +213,8 @@ class StoreSm90:
                     buffer = group * self.buffers + number % self.buffers
                     pending = const_expr(self.pending(number, share * len(outs)))
                     self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+        if const_expr(coming is not None):
+            coming.wait()
         if const_expr(self.narrow):
             epilogue.store_amax(self.spec, args, rMax)
 

@@ -139,6 +139,23 @@ def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def in_both_banks(value: Float32, one: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """The value twice, in an even and in an odd register, as a 64-bit result has them. `one` is 1, which the compiler
+    must not know.
+
+    Registers lie in two banks. An instruction with three operands of one bank takes a clock more.
+    """
+    text = (
+        "{.reg .b64 t; .reg .b32 u, z; mov.b32 u, $2; mov.b32 z, 0; mov.b64 t, {z, u}; "
+        "mad.wide.u32 t, u, $3, t; mov.b64 {$0, $1}, t;}"
+    )
+    result = llvm.StructType.get_literal([T.f32()] * 2)
+    operands = [Float32(value).ir_value(loc=loc, ip=ip), Int32(one).ir_value(loc=loc, ip=ip)]
+    both = _asm(result, operands, text, "=f,=f,f,r", side_effects=False, loc=loc, ip=ip)
+    return tuple(Float32(llvm.extractvalue(T.f32(), both, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+@dsl_user_op
 def load_shared_word(address: Int32, *, loc=None, ip=None) -> Int32:
     """The same of 32 bits at an address."""
     operands, text = [Int32(address).ir_value(loc=loc, ip=ip)], "ld.volatile.shared.b32 $0, [$1];"
