@@ -1,4 +1,4 @@
-"""Products of 8-bit blocks whose work tiles begin while the tile before is stored (cute_kernels/matmul/ahead_sm90.py)."""
+"""Products of 8-bit blocks whose work tiles begin while the tile before is stored (matmul/ahead_sm90.py)."""
 
 import shutil
 from unittest import mock
