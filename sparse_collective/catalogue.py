@@ -166,6 +166,8 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     gated = replace(GATED, scale_n="column")
     changes = [
         {"epilogue": EpilogueSpec()},
+        {"epilogue": EpilogueSpec(), "scaled": True},
+        {"epilogue": EpilogueSpec(activation="relu"), "scaled": True},
         {"epilogue": one},
         {"epilogue": one, "fast_accumulation": True},
         {"epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
@@ -182,7 +184,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {**fp32, "epilogue": gated, "scaled": True},
     ]
     found = []
-    for block in ((128, 128), (64, 64), (128, 64), (256, 128), (512, 224), (32, 32)):
+    for block in ((128, 128), (64, 64), (128, 64), (256, 128), (128, 256), (512, 224), (32, 32)):
         configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
         made = [linear(spec, spec.path, c, block, **usual, epilogue=tokens, scaled=True) for c in configs]
         some = buildable(family, made)[:1] + [facts for facts in made if facts.config.tile_n == 32]

@@ -149,7 +149,7 @@ def bsr_gated_linear(
         out: (..., H); its dtype is the result's.
         scale_x: of float8 operands, as of bsr_linear.
         out_dtype: of a result that is made here: bfloat16, float16 or float32; as of bsr_linear, but no float8. With it
-            nothing passes a gradient.
+            what requires a gradient raises RuntimeError.
 
     Returns:
         (..., H), `out` if it was given.

@@ -14,7 +14,7 @@ from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_linear, catalogue, random_bsr
 from sparse_collective.family import BSR
-from sparse_collective.nn import Float8SwiGLU, SwiGLU, float8
+from sparse_collective.nn import BsrLinear, Float8SwiGLU, SwiGLU, float8
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
@@ -274,6 +274,19 @@ def test_layers_on_the_emulator(monkeypatch):
             with monkeypatch.context() as apart:
                 apart.setattr(float8, "gates_its_store", lambda *_: False)
                 assert torch.equal(layer(x), found)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_layers_of_two_dtypes(monkeypatch):
+    """Each layer's operand is quantised to its weight's dtype."""
+    monkeypatch.setattr(float8, "LEAST_GATED", 65)
+    layer, x = layer_of(), torch.randn(130, 256).to(BF16)
+    layer.down = float8.Float8BsrLinear(BsrLinear(384, 256, False, (128, 128), density=0.5, dtype=BF16), E5M2)
+    wanted = layer(x)
+    with on_emulator("sm_90", sms=3):
+        found = layer(x)
+    assert (found.double() - wanted.double()).norm() <= 0.02 * wanted.double().norm()
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------

@@ -269,10 +269,13 @@ class GemmFacts:
     @property
     def begins_ahead(self) -> bool:
         """Whether a work tile begins while the tile before is stored (ahead_sm90): of stored blocks that have a scale
-        each, whose tiles have few K-tiles. Heavy epilogues would spill, and gates were as fast without. D is of 16
-        bits: then a chunk of the store has the columns of a product."""
-        scaled = self.block is not None and self.block.scaled and self.out_bytes == 2
-        return self.a_in_registers and scaled and self.epilogue.is_light and self.config.split == 1
+        each, whose tiles have few K-tiles. Gates were as fast without. Heavy epilogues, those without a scale, and
+        blocks of several K-tiles would spill, or their products be serialised. D is of 16 bits: then a chunk of the
+        store has the columns of a product."""
+        cfg, spec = self.config, self.epilogue
+        scaled = self.block is not None and self.block.scaled and spec.is_light and bool(spec.scale_m or spec.scale_n)
+        alone = cfg.split == cfg.consumer_groups == 1 and self.out_bytes == 2 and cfg.store_row == 128
+        return self.a_in_registers and scaled and alone and self.k_tiles_per_block == 1
 
     @property
     def gate_apart(self) -> bool:

@@ -59,7 +59,7 @@ def persistent(cfg, problem: Problem, sms: int, tiles_m: int, loop: float) -> fl
     waves = -(-clusters_m * clusters_n * extents.L // resident_clusters(cfg, sms))
     accumulators = cfg.tile_m * cfg.tile_n // (128 * cfg.warps_m * cfg.warps_n)
     store = accumulators // cfg.split * store_clocks(problem)
-    if problem.width == 1 and cfg.tile_m == cfg.tile_n == cfg.tile_k == 128:
+    if problem.width == 1 and problem.block and cfg.tile_m == cfg.tile_n == cfg.tile_k == 128:
         store += SQUARE_TILE_CLOCKS
     if cfg.split > 1:
         store += EXCHANGE_CLOCKS + cfg.split_k_bytes / EXCHANGE_BYTES_PER_CLOCK

@@ -137,16 +137,18 @@ class Float8SwiGLU(nn.Module):
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        tokens, dtype = x if x.dim() > 1 else x[None], self.down.weight.matrix.dtype
+        tokens = x if x.dim() > 1 else x[None]
+        dtypes = [layer.weight.matrix.dtype for layer in (self.gate_up, self.down)]
         # A hook of gate_up sees what that gives, and may launch kernels of its own between both products.
         alone = not hooks_of(self.gate_up) and not torch.nn.modules.module._has_any_global_hook()
-        found = quantized(tokens.detach(), dtype, "row") if alone and gates_its_store(self.gate_up, tokens) else None
+        gates = alone and gates_its_store(self.gate_up, tokens)
+        found = quantized(tokens.detach(), dtypes[0], "row") if gates else None
         if found is not None and (h := self._hidden(*found, x.dtype)) is not None:
             y = self.down._product(h)
         else:
             z = self.gate_up(tokens) if found is None else multiplied(*found, self.gate_up, x.dtype, False)
-            found = quantized_gated(z.detach(), "silu", dtype, chained=True) if alone and are_few(z) else None
-            y = multiplied(*(found or quantize_gated(z, "silu", dtype)), self.down, x.dtype, found is not None)
+            found = quantized_gated(z.detach(), "silu", dtypes[1], chained=True) if alone and are_few(z) else None
+            y = multiplied(*(found or quantize_gated(z, "silu", dtypes[1])), self.down, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
     def _hidden(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
