@@ -126,11 +126,10 @@ class AheadGemmSm90(GemmSm90):
         end = scheduler.end(first, step)
         outs, sD, thr_mma_group, tiled_mma_group, extent = store
         read = self.ring_state(pipeline.PipelineUserType.Consumer, warpgroup)
-        factors = self.mainloop.first_factors(None, ())
         m, n, l = self.tile(first, scheduler, ranks)
         bounds = source.bounds(m, n, l)
         k_tiles = source.for_tile(m, l, bounds)
-        self.mainloop.load_factors(k_tiles, 0, factors, 0)
+        factors = self.mainloop.first_factors(k_tiles, ())
         Coming(self, operands, ring, read, k_tiles.count * Int32(first < end)).start_all()
         for index in cutlass.range(first, end, step, unroll=1):
             k_tiles = source.for_tile(m, l, bounds)

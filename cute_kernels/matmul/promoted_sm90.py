@@ -246,8 +246,7 @@ class ScaledMainloopSm90(PromotedMainloopSm90):
     @cute.jit
     def first_factors(self, k_tiles, scales: tuple):
         factors = cute.make_rmem_tensor(2, Float32)
-        if const_expr(k_tiles is not None):
-            factors[0] = k_tiles.scale(0)
+        factors[0] = k_tiles.scale(0)
         return factors
 
     @cute.jit
