@@ -5,7 +5,6 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -13,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from cute_kernels.runtime.device import plans_kernel
+from cute_kernels.runtime.torch_compat import functorch_active
 from sparse_collective import BsrMatrix
 
 from . import block_sparse, checks, eager
@@ -228,7 +228,7 @@ def _captured(score: BoundScore | None) -> tuple[Tensor, ...]:
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) that autograd knows."""
-    if torch._C._are_functorch_transforms_active():
+    if functorch_active():
         raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
     checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable

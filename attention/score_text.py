@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.runtime.torch_compat import constant_variable, load_cell, local_variable, run_in_trace
 from cute_kernels.traced.memo import MOST, traced
 
 from .masks.mask_text import class_named, fields_of, written_plainly
@@ -88,7 +89,7 @@ def _written(value, names: tuple[str, ...], numbers: list[int], tensors: list[Te
 def _function(fn, numbers: list[int], tensors: list[Tensor]) -> str:
     """A function by the name of its code, and what it captures."""
     found, defaults, facts = [], [], []
-    torch._dynamo.comptime.comptime(_parts_of_function)
+    run_in_trace(_parts_of_function)
     if len(facts) == 0:  # this is not a trace of Dynamo: an export that is not strict
         facts.append(_register(fn.__code__, fn.__globals__))
     if len(facts) == 1:
@@ -104,19 +105,12 @@ def _function(fn, numbers: list[int], tensors: list[Tensor]) -> str:
 def _parts_of_function(context) -> None:
     """Dynamo runs it while it traces `_function`: the name of fn into facts. Of a function that was made inside the
     trace, of which Dynamo gives Python code no closure, also what it captures into found, and its defaults."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import ConstantVariable
-
-    names = "fn", "found", "defaults", "facts"
-    fn, found, defaults, facts = (
-        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize() for name in names
-    )
-    facts.items.append(ConstantVariable.create(_register(fn.get_code(), fn.get_globals())))
+    fn, found, defaults, facts = (local_variable(context, name) for name in ("fn", "found", "defaults", "facts"))
+    facts.items.append(constant_variable(_register(fn.get_code(), fn.get_globals())))
     if not hasattr(fn, "closure"):
         return
-    facts.items.append(ConstantVariable.create("made inside"))
-    effects = InstructionTranslator.current_tx().output.side_effects
-    found.items.extend(effects.load_cell(cell) for cell in (fn.closure.items if fn.closure else ()))
+    facts.items.append(constant_variable("made inside"))
+    found.items.extend(load_cell(cell) for cell in (fn.closure.items if fn.closure else ()))
     defaults.items.extend(fn.defaults.items if fn.defaults else ())
     if fn.kwdefaults:
         raise TypeError("under torch.compile a score_mod has no arguments by keyword; capture their values")
@@ -131,19 +125,14 @@ def _register(code: types.CodeType, scope: dict) -> str:
 def _constant(value) -> str:
     """A float's text; a graph serves this one alone."""
     texts = []
-    torch._dynamo.comptime.comptime(_text_of_constant)
+    run_in_trace(_text_of_constant)
     return texts[0] if texts else repr(value)
 
 
 def _text_of_constant(context) -> None:
-    from torch._dynamo.variables import ConstantVariable
-
-    value, texts = (
-        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
-        for name in ("value", "texts")
-    )
+    value, texts = (local_variable(context, name) for name in ("value", "texts"))
     value = value.as_python_constant() if value.is_python_constant() else value.evaluate_expr()
-    texts.items.append(ConstantVariable.create(repr(float(value))))
+    texts.items.append(constant_variable(repr(float(value))))
 
 
 @torch.compiler.assume_constant_result

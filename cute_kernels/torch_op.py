@@ -16,6 +16,7 @@ from .epilogue_gradient import eager as epilogue_gradients
 from .gradients import gemm_backward, saved_of
 from .matmul.terms import check_one_number, epilogue_program
 from .runtime import library
+from .runtime.torch_compat import guard_identity
 
 _FUNCTIONS: dict[str, object] = {}
 
@@ -52,23 +53,8 @@ def depend_on(fn) -> None:
     Raises:
         ValueError: fn was made inside the trace and captures a function from outside that captures values itself.
     """
-    if ID_IS_GUARDED:
-        id(fn)
-    else:
-        torch._dynamo.comptime.comptime(_guard_identity)
+    guard_identity(fn)
     _refuse_unguarded(fn, fn)
-
-
-ID_IS_GUARDED = torch.__version__ >= "2.13"  # before, id() of a function was a constant that nothing guarded
-
-
-def _guard_identity(context) -> None:
-    """What a traced id(fn) does from torch 2.13 on, for depend_on's fn."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-
-    source = context.get_local("fn")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().source
-    if source is not None:  # None: made inside the trace
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 @torch.compiler.assume_constant_result

@@ -15,6 +15,7 @@ from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
+from cute_kernels.runtime.torch_compat import functorch_active
 
 from . import eager
 from .bsr import BsrMatrix
@@ -291,7 +292,7 @@ def called(
     run = eager.call
     if torch.compiler.is_compiling():
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
-    elif torch._C._are_functorch_transforms_active():
+    elif functorch_active():
         from .transforms import transformed_bsr as run
     else:
         W, b, bias, _, residual, out, *_ = terms
@@ -304,7 +305,7 @@ def structured(
     op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax, precision
 ) -> Tensor:
     """The same of a W with 2:4 sparse blocks, which torch.func does not take."""
-    if torch._C._are_functorch_transforms_active():
+    if functorch_active():
         raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
     eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
     if torch.compiler.is_compiling():
@@ -327,7 +328,7 @@ def without_gradient(op: str, terms: tuple, **more) -> Tensor:
         from .torch_op import traced_scaled_bsr
 
         return traced_scaled_bsr(op, *terms, **more)
-    if torch._C._are_functorch_transforms_active():
+    if functorch_active():
         raise RuntimeError(
             f"{op} of float8, or with out_dtype or precision, does not compute gradients: call it outside of "
             "torch.func's transforms"

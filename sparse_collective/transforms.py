@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
+from cute_kernels.runtime.torch_compat import DisableFuncTorch
+
 from . import torch_op
 
 
@@ -52,6 +54,6 @@ def transformed_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=
     """bsr_matmul, bsr_linear or bsr_grouped_linear while a transform of torch.func is active."""
     if out is not None:
         raise RuntimeError(f"{op}: under a transform of torch.func it has no out=; leave it out")
-    with torch._C._DisableFuncTorch():  # an epilogue function is traced with tensors of its own
+    with DisableFuncTorch():  # an epilogue function is traced with tensors of its own
         inputs, terms = torch_op.flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
     return Transformed.apply(*inputs, *terms)

@@ -93,6 +93,74 @@ def test_files_that_are_named_exist():
     assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in SCRIPTS]
 
 
+PUBLIC = {"_check", "_check_is_size", "_assert"}  # documented in spite of their names
+# Of torch's objects, whatever the name they are held by
+PRIVATE = re.compile(r"_schema|_i_will_not_complain_if_bc_breaks_VariableTracker|_functorch\w*|_dynamo|_inductor")
+
+
+def private_torch_names(tree: ast.Module) -> list[str]:
+    """Private APIs of torch that a module names: in imports, in attribute chains of what it imports, by getattr."""
+    private, imported = [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else ""
+                private += [alias.name] if is_private(alias.name) else []
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                private += [f"{node.module}.{alias.name}"] if is_private(f"{node.module}.{alias.name}") else []
+    for node in ast.walk(tree):
+        attribute = node.attr if isinstance(node, ast.Attribute) else None
+        base = node.value if attribute else None
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            attribute, base = getattr(node.args[1], "value", None), node.args[0]
+        if not isinstance(attribute, str):
+            continue
+        parts = [attribute]
+        while isinstance(base, ast.Attribute):
+            parts, base = [base.attr, *parts], base.value
+        root = base.id if isinstance(base, ast.Name) and base.id in imported else None
+        name = ".".join([imported[root] or root, *parts] if root else [attribute])
+        if (root and is_private(name)) or PRIVATE.fullmatch(attribute):
+            private.append(name)
+    return private
+
+
+def is_private(name: str) -> bool:
+    first, *parts = name.split(".")
+    return first == "torch" and any(p.startswith("_") and not p.startswith("__") and p not in PUBLIC for p in parts)
+
+
+def test_private_torch_apis_are_in_one_file():
+    users = {
+        (str(path.relative_to(ROOT)), name)
+        for path, tree in files().items()
+        if path.relative_to(ROOT).parts[0] != "bench"
+        for name in private_torch_names(tree)
+    }
+    assert not {user for user in users if user[0] != "cute_kernels/runtime/torch_compat.py"}
+    assert len(users) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import torch\ntorch._C._dynamo", "torch._C._dynamo"),
+        ("import torch._dynamo as d", "torch._dynamo"),
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        (
+            "from torch.nn.modules import module as m\nm._has_any_global_hook()",
+            "torch.nn.modules.module._has_any_global_hook",
+        ),
+        ("import torch\ngetattr(torch, '_foreach_copy_', None)", "torch._foreach_copy_"),
+        ("def f(op): return op._schema.arguments", "_schema"),
+    ],
+)
+def test_private_torch_apis_are_found(text, name):
+    assert name in private_torch_names(ast.parse(text))
+
+
 def test_inline_ptx_is_in_one_file():
     users = {path.relative_to(ROOT) for path in files() if re.search(r"\binline_(asm|ptx)\b", path.read_text())}
     assert users == {Path("cute_kernels/tile/ptx.py")}

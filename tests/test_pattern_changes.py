@@ -361,7 +361,7 @@ def test_made_again_in_its_own_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False)
+    monkeypatch.setattr("cute_kernels.runtime.derived.raw_stream", lambda index: state.stream)
     source = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device=None)
     memo, owners = Derived(), []
 

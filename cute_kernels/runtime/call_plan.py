@@ -11,11 +11,7 @@ from typing import Any
 import torch
 
 from .. import checks
-
-try:
-    from torch._C._dynamo.guards import TensorGuards  # torch.compile's: has a tensor changed?
-except ImportError:  # a torch that moved it: calls take 2 us longer
-    TensorGuards = None
+from .torch_compat import TensorGuards
 
 MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
 MOST_RECENT = 8  # plans with the same terms, compared one after another, 0.15 us each

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .torch_compat import raw_stream
+
 MOST = 64  # values of one owner
 
 
@@ -55,7 +57,7 @@ class Derived:
             return _value(make())
         found = self.kept.get(key)
         cuda = source.is_cuda
-        here = cuda and found is not None and found.number == torch._C._cuda_getCurrentRawStream(source.get_device())
+        here = cuda and found is not None and found.number == raw_stream(source.get_device())
         if found is not None and found.state == state:
             if (
                 cuda and not here and not torch.cuda.is_current_stream_capturing()

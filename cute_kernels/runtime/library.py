@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import torch
 
+from .torch_compat import schema_arguments
+
 
 def named_terms(inputs: str, terms: str) -> tuple[int, Callable]:
     """How many inputs a schema has, and a function that names the terms which come after them.
 
     The dispatcher leaves out the last terms if they are their defaults.
     """
-    arguments = torch._C.parse_schema(f"op({inputs}, {terms}) -> ()").arguments
+    arguments = schema_arguments(f"op({inputs}, {terms}) -> ()")
     at = len(inputs.split(","))
     names, defaults = [a.name for a in arguments[at:]], [a.default_value for a in arguments[at:]]
     return at, lambda given: dict(zip(names, (*given, *defaults[len(given) :]), strict=True))

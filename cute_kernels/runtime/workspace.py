@@ -10,6 +10,8 @@ memory, and zeroing it becomes part of the graph: a few microseconds a replay.
 
 import torch
 
+from .torch_compat import raw_stream
+
 _BUFFERS: dict[tuple, torch.Tensor] = {}  # (device, stream, dtype) -> (words,), all zero between calls
 
 
@@ -19,7 +21,7 @@ def zeros(device: torch.device, words: int, dtype: torch.dtype = torch.float32) 
         return torch.zeros(words, dtype=dtype, device=device)  # tests, with torch in the kernel's place
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=dtype, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index), dtype
+    key = device.index, raw_stream(device.index), dtype
     found = _BUFFERS.get(key)
     if found is None or len(found) < words:
         # The old one may still be in use: torch hands its memory to later work on this stream only.

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.torch_compat import OpOverload, OpOverloadPacket
 from .record import Traced, trace
 
 MOST = 4096  # traces that are kept
@@ -32,7 +33,7 @@ STABLE = (
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
 )
-STABLE += (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+STABLE += (OpOverload, OpOverloadPacket)
 # Modules whose contents stay as they are
 LIBRARIES = ("torch", "math", "numpy", "operator", "builtins", "cute_kernels", "sparse_collective", "attention")
 DYNAMIC = {"globals", "vars", "locals", "eval", "exec", "__import__"}  # what these give is not in the code

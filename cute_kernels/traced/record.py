@@ -17,9 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from ..runtime.torch_compat import (
+    TorchDispatchMode,
+    decomposition_of,
+    is_composite,
+    schema_of,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+    writes_an_argument,
+)
 from .aten import CONSTANTS, RULES, aten, names
 from .builder import Builder, Element, Value
 from .program import DTYPES, TORCH_DTYPES, Program
@@ -141,7 +149,7 @@ class Recorder(TorchDispatchMode):
         """An operation on captured tensors, or on none: its result is a tensor of the program."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.fail(f"{_called(func)} draws random numbers, which would be the same ones in every call")
-        if func._schema.is_mutable and not all(id(x) in self.made for x in _written(func, args, kwargs)):
+        if writes_an_argument(func) and not all(id(x) in self.made for x in _written(func, args, kwargs)):
             self.fail(f"{_called(func)} writes to a captured tensor, which happens once, while the function is traced")
         if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
             kwargs = {**kwargs, "device": self.device}
@@ -161,12 +169,11 @@ class Recorder(TorchDispatchMode):
 
     def decomposed(self, func, args, kwargs):
         """An operation without a rule, by what torch says that it is made of."""
-        table, mutable = torch._decomp.decomposition_table, func._schema.is_mutable
-        composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-        if func.namespace == "aten" and (composite or func in table and not func.is_view and not mutable):
+        mutable, composite, table = writes_an_argument(func), is_composite(func), decomposition_of(func)
+        if func.namespace == "aten" and (composite or table and not func.is_view and not mutable):
             outer, self.composite = self.composite, self.composite or _called(func)
             with self:
-                result = func.decompose(*args, **kwargs) if composite else table[func](*args, **kwargs)
+                result = func.decompose(*args, **kwargs) if composite else table(*args, **kwargs)
             self.composite = outer
             return result
         if mutable and self.composite is None:
@@ -276,8 +283,9 @@ class _Values(TorchFunctionMode):
 
 def _written(func, args, kwargs) -> list:
     """The arguments that an operation writes to."""
-    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
-    written = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    arguments = schema_of(func).arguments
+    named = {a.name: x for a, x in zip(arguments, args, strict=False)} | kwargs
+    written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
 
 

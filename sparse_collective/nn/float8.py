@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cute_kernels.checks import check_no_grad
 from cute_kernels.quantization.eager import quantized, quantized_gated
 from cute_kernels.quantize import quantize, quantize_gated
+from cute_kernels.runtime.torch_compat import has_global_module_hook
 
 from .. import eager
 from ..bsr import BsrMatrix
@@ -140,7 +141,7 @@ class Float8SwiGLU(nn.Module):
         tokens = x if x.dim() > 1 else x[None]
         dtypes = [layer.weight.matrix.dtype for layer in (self.gate_up, self.down)]
         # A hook of gate_up sees what that gives, and may launch kernels of its own between both products.
-        alone = not hooks_of(self.gate_up) and not torch.nn.modules.module._has_any_global_hook()
+        alone = not hooks_of(self.gate_up) and not has_global_module_hook()
         gates = alone and gates_its_store(self.gate_up, tokens)
         found = quantized(tokens.detach(), dtypes[0], "row") if gates else None
         if found is not None and (h := self._hidden(*found, x.dtype)) is not None:

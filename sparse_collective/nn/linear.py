@@ -8,10 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.runtime.torch_compat import any_autocast
+
 from ..bsr import BsrMatrix
 from ..bsr24.matrix import Bsr24
 from ..ops import bsr_linear, called
-from .module import BsrModule, any_autocast, block_grid, multiply
+from .module import BsrModule, block_grid, multiply
 
 __all__ = ["BsrLinear"]
 

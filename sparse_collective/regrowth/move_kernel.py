@@ -23,6 +23,7 @@ from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.derived import written
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for
+from cute_kernels.runtime.torch_compat import foreach_copy_
 
 from .config import MOST_TENSORS, BlockMoveFacts
 
@@ -162,6 +163,6 @@ def move_blocks_on_gpu(tensors: list[torch.Tensor], origin: torch.Tensor, lane: 
             else:
                 result = torch.empty((len(some), *some[0].shape), dtype=some[0].dtype, device=origin.device)
                 function_for(facts)(*blocks, result, origin, 1)
-                torch._foreach_copy_([t.detach() for t in some], list(result.unbind()))
+                foreach_copy_([t.detach() for t in some], list(result.unbind()))
     if lane is not None:
         written(*tensors)

@@ -1,0 +1,143 @@
+"""Private torch APIs, for torch 2.11 to 2.14. No other module of the packages names one (tests/test_house.py).
+
+A name used on the hot path is bound here to the C function itself, so that a caller pays no attribute chain. Names of
+torch._dynamo are looked up inside functions: importing it takes seconds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+
+try:
+    from torch._C._dynamo.guards import TensorGuards  # compares the metadata of tensors in one C++ call
+except ImportError:  # call_plan.py compares in Python then; calls take 2 us longer
+    TensorGuards = None
+
+__all__ = [
+    "DisableFuncTorch",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TensorGuards",
+    "TorchDispatchMode",
+    "any_autocast",
+    "constant_variable",
+    "decomposition_of",
+    "foreach_copy_",
+    "functorch_active",
+    "guard_identity",
+    "has_global_module_hook",
+    "is_composite",
+    "load_cell",
+    "local_variable",
+    "raw_stream",
+    "run_in_trace",
+    "schema_arguments",
+    "schema_of",
+    "tree_leaves",
+    "tree_structure",
+    "tree_unflatten",
+    "writes_an_argument",
+]
+
+# ---------------------------------------------------------------------- modes and transforms
+
+functorch_active = torch._C._are_functorch_transforms_active  # () -> bool: inside grad, vmap, jvp, ... of torch.func
+DisableFuncTorch = torch._C._DisableFuncTorch  # a context manager: no transform of torch.func inside of it
+
+# () -> bool: autocast is enabled for some device. 0.1 us; torch.is_autocast_enabled(t.device.type) takes 0.8
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+# ---------------------------------------------------------------------- streams and tensors
+
+
+def _raw_stream(index: int) -> int:
+    """What raw_stream returns, on a torch that does not have it."""
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)  # (device index) -> handle of its stream
+foreach_copy_ = torch._foreach_copy_  # (destinations, sources): one launch for many tensors
+
+# ---------------------------------------------------------------------- operators
+
+
+def schema_arguments(schema: str) -> list:
+    """The arguments of an operator's schema; each has `name` and `default_value`."""
+    return torch._C.parse_schema(schema).arguments
+
+
+def schema_of(op: OpOverload):
+    """The schema of an operator; its `arguments` have `name` and `alias_info`."""
+    return op._schema
+
+
+def writes_an_argument(op: OpOverload) -> bool:
+    """True if the operator writes to one of its arguments in place."""
+    return op._schema.is_mutable
+
+
+def is_composite(op: OpOverload) -> bool:
+    """True if torch composes the operator of others, so that op.decompose() runs those."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def decomposition_of(op: OpOverload):
+    """A function that computes the operator by simpler ones; None if torch registers none."""
+    return torch._decomp.decomposition_table.get(op)
+
+
+# ---------------------------------------------------------------------- inside a trace of Dynamo
+
+ID_IS_GUARDED = torch.__version__ >= "2.13"  # before, id() of a function was a constant that nothing guarded
+
+
+def guard_identity(fn) -> None:
+    """Make the graph that is being traced serve this function object alone."""
+    if ID_IS_GUARDED:
+        id(fn)
+    else:
+        torch._dynamo.comptime.comptime(_guard_identity)
+
+
+def _guard_identity(context) -> None:
+    """What a traced id(fn) does from torch 2.13 on."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+
+    source = _variable(context.get_local("fn")).source
+    if source is not None:  # None: made inside the trace
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def run_in_trace(function) -> None:
+    """Call function(context) while Dynamo traces the call of run_in_trace; do nothing outside of such a trace.
+
+    `function` is a module-level function. It reads its caller's variables with local_variable(context, name).
+    """
+    torch._dynamo.comptime.comptime(function)
+
+
+def local_variable(context, name: str):
+    """Dynamo's VariableTracker of a local variable of the function that called run_in_trace."""
+    return _variable(context.get_local(name, stacklevel=1))  # 0 is run_in_trace
+
+
+def _variable(found):
+    return found._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+
+
+def constant_variable(value):
+    """Dynamo's VariableTracker of a Python constant."""
+    from torch._dynamo.variables import ConstantVariable
+
+    return ConstantVariable.create(value)
+
+
+def load_cell(cell):
+    """Dynamo's VariableTracker of what a closure cell of the running trace holds."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
