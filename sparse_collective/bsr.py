@@ -288,6 +288,20 @@ class BsrMatrix(Conversions, LikeTensor):
         matrix._set_stats(self.stats)
         return matrix
 
+    def without_values(self) -> BsrMatrix:
+        """This pattern with a `stored` of the same shape, dtype and device that takes no memory and must not be read.
+
+        For what outlives the values, as a node of autograd does; `holding` gives it values again.
+        """
+        return self.holding(self.stored.detach().new_empty(()).expand(self.stored.shape))
+
+    def holding(self, stored: Tensor) -> BsrMatrix:
+        """This matrix or view with another `stored` of the same shape, dtype and device; nothing is checked."""
+        other = object.__new__(BsrMatrix)
+        base = None if self.base is None else self.base.holding(stored)
+        other._set_quickly(**{name: getattr(self, name) for name in _OF_PATTERN}, stored=stored, base=base)
+        return other
+
     def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple, *, rows_alone: bool = False):
         """`make()`, made of the indices alone, on their device, and `tensors_of` it its tensors; kept under `key`.
 
@@ -438,6 +452,7 @@ def _indices_of(made: tuple) -> tuple:
     return made[:3]
 
 
+_OF_PATTERN = [name for name in BsrMatrix.__slots__ if name not in ("stored", "base", "__weakref__")]
 _SETTERS = {name: getattr(BsrMatrix, name).__set__ for name in BsrMatrix.__slots__ if name != "__weakref__"}
 
 # torch.load(weights_only=True) then makes instances, by __setstate__ and of nothing but tensors and numbers.

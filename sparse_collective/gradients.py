@@ -8,6 +8,7 @@ pattern with it, and wait for nothing.
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from cute_kernels.dtypes import accumulator
 from cute_kernels.gradients import of_columns, sum_to, through_epilogue, with_saved
@@ -41,7 +42,12 @@ class Bsr(torch.autograd.Function):
                 return eager.call(op, W, b, *terms, with_z, accumulation_dtype=sums)
 
             y, saved = with_saved(run, activation, epilogue)
-        ctx.save_for_backward(stored, b, bias, residual, groups, saved)
+        _, needs_values, needs_b, *_ = ctx.needs_input_grad
+        if not (type(stored) is Parameter or stored.requires_grad and stored.is_leaf):  # as under torch.autocast
+            W = W.without_values()  # an attribute of ctx lives as long as the loss, what is saved until backward
+        ctx.like = None if needs_values else torch.empty_like(b, device="meta")
+        values = stored if needs_b or W.batch is not None else None
+        ctx.save_for_backward(values, b if needs_values else None, bias, groups, saved)
         ctx.call, ctx.path = (op, W, activation, epilogue), forced_path()
         return y
 
@@ -50,12 +56,14 @@ class Bsr(torch.autograd.Function):
     @in_forwards_path
     def backward(ctx, dy):
         op, W, activation, epilogue = ctx.call
-        _, b, bias, _, groups, saved = ctx.saved_tensors
+        values, b, bias, groups, saved = ctx.saved_tensors
+        if values is not None and values is not W.stored:
+            W = W.holding(values)
         _, needs_values, needs_b, needs_bias, needs_residual, _ = ctx.needs_input_grad
         sums = needs_bias and of_columns(bias)
         dz, total = through_epilogue(dy, activation, epilogue, saved, sums)
         dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
-        db = operand_gradient(op, W, b, dz, groups) if needs_b else None
+        db = operand_gradient(op, W, b if ctx.like is None else ctx.like, dz, groups) if needs_b else None
         dbias = None
         if needs_bias:
             dbias = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
@@ -119,7 +127,7 @@ def beside(t: Tensor) -> Tensor:
 
 
 def single(W: BsrMatrix) -> BsrMatrix:
-    """The pattern of a batch as one matrix: that which all items share, or their patterns along the diagonal."""
+    """The pattern of a batch as one matrix without values: the one that all items share, or all along the diagonal."""
 
     def make() -> tuple[BsrMatrix]:
         crow, col, (M, K) = rows_of(W), W.col_indices, W.shape[-2:]
@@ -128,7 +136,8 @@ def single(W: BsrMatrix) -> BsrMatrix:
             items = W.shape[0]
             col = col + W.row_of_block() // W.n_block_rows * W.n_block_cols
         blocks = W.stored if W.batch == "patterns" else W.stored[0]
-        return (BsrMatrix._make(crow, col, blocks.detach(), (items * M, items * K), check=W.check, checked=W.checked),)
+        shape, state = (items * M, items * K), {"check": W.check, "checked": W.checked}
+        return (BsrMatrix._make(crow, col, blocks.detach(), shape, **state).without_values(),)
 
     return W.derived(("single",), make, lambda made: (made[0].crow_indices, made[0].col_indices))[0]
 

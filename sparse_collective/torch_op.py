@@ -54,6 +54,8 @@ def _setup_context(ctx, inputs, output):
     b, bias, activation, residual, _, epilogue, groups, accumulation_dtype = inputs
     transposed, crow, col, values, columns, check = matrix
     saved = result_to_save(output, activation, epilogue)
+    if saved is not None or not saved_of(activation, epilogue):
+        residual = None  # backward reads it only to compute z again
     ctx.save_for_backward(crow, col, values, b, bias, residual, groups, saved)
     ctx.call = op, transposed, columns, check, activation, epilogue, accumulation_dtype
 

@@ -72,4 +72,4 @@ class BsrGroupedLinear(BsrModule):
         def product(x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
             return bsr_grouped_linear(x, W, None, bias, self.activation, offsets=offsets, group_rows=group_rows)
 
-        return multiply(product, x, self.weight, self.bias)
+        return multiply(product, x, self.weight, self.bias, self.cast_weight)

@@ -79,7 +79,7 @@ class BsrLinear(BsrModule):
         bias = parameters["bias"] if "bias" in parameters else self.bias  # see BsrModule.weight
         if not any_autocast():
             return called("bsr_linear", self.weight, x, bias, self.activation, None, None, None)
-        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, bias)
+        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, bias, self.cast_weight)
 
     @classmethod
     def from_linear(
