@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .score_mod import BoundScore, ScoreMod, bound
+
 __all__ = ["Alibi", "Bias", "RelativeBias", "alibi_slopes", "t5_bias"]
 
 
@@ -47,13 +49,30 @@ class RelativeBias:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """score + bias[b, h, q, kv], of a tensor (B, H, Sq, Sk); an extent of 1 for the batch or the heads serves all."""
+    """score + bias[b, h, q, kv] for a tensor (B, H, Sq, Sk); each extent may be 1, and is broadcast then."""
 
     bias: Tensor
 
     def __call__(self, score, b, h, q, kv):
-        batch, heads = self.bias.shape[:2]
-        return score + self.bias[b if batch > 1 else 0, h if heads > 1 else 0, q, kv]
+        batch, heads, rows, columns = self.bias.shape
+        # Constants alone would make an element of the whole tensor, which has no gradient in a score_mod.
+        first = 0 if self.bias.numel() > 1 else b * 0
+        index = b if batch > 1 else first, h if heads > 1 else 0, q if rows > 1 else 0, kv if columns > 1 else 0
+        return score + self.bias[index]
+
+
+_BIASES: dict[tuple, ScoreMod] = {}
+
+
+def bound_bias(bias: Tensor) -> BoundScore:
+    """Bias(bias) with its trace looked up by what the trace depends on, since tracing a new object costs 10 us."""
+    key = bias.dtype, bias.stride(-1) == 1, bias.device.type, *(n > 1 for n in bias.shape)
+    mod = _BIASES.get(key)
+    if mod is None:
+        # The reference evaluates a trace in float64 as well; kernels, which traces are made for, have none.
+        like = bias.detach().float() if bias.dtype == torch.float64 else bias
+        mod = _BIASES[key] = bound(Bias(like), bias.device).mod
+    return BoundScore(mod, (bias,))
 
 
 def _of_item(offset: int | Tensor, b):

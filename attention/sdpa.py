@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cute_kernels import checks
 from cute_kernels.explain import explains, planner_of
@@ -13,8 +14,15 @@ from cute_kernels.explain import explains, planner_of
 from .masks.kept import ElementTensor
 from .operands import autocast, padded
 from .ops import attention, block_sparse_attention
+from .score_mods import Bias, bound_bias
 
 OP = "scaled_dot_product_attention"
+ADDITIVE = (torch.float32, torch.bfloat16, torch.float16)
+NO_DROPOUT = (
+    "the kernels do not drop attention probabilities. Pass dropout_p=0.0 (dropout=0.0 of nn.MultiheadAttention and "
+    "nn.TransformerEncoderLayer, attention_dropout=0 of a config, or model.eval()), or use "
+    "torch.nn.functional.scaled_dot_product_attention"
+)
 
 
 def scaled_dot_product_attention(
@@ -33,12 +41,14 @@ def scaled_dot_product_attention(
         query: (..., H, L, E) bfloat16 or float16, with any dimensions before, or (L, E). On the CPU also float32 and
             float64.
         key, value: (..., Hkv, S, E) and (..., Hkv, S, Ev). Dimensions before L and S broadcast as torch's do.
-        attn_mask: bool, True where a score takes part, of 2 dimensions or more that broadcast to (..., H, L, S). Blocks
-            of 128 x 128 in which nothing takes part are not computed. Which these are is found on the GPU, without
-            waiting for it, and kept with the tensor as long as it lives and is not written to: so pass the same
-            object to all layers. An additive (floating-point) mask raises: no kernel adds to scores. If it holds 0 and
-            -inf alone, `attn_mask == 0` says the same.
-        dropout_p: must be 0; there is no dropout.
+        attn_mask: 2 dimensions or more that broadcast to (..., H, L, S).
+            bool: True where a score takes part. Blocks of 128 x 128 in which nothing takes part are not computed.
+            Which these are is found on the GPU, without waiting for it, and kept with the tensor as long as it lives
+            and is not written to: so pass the same object to all layers.
+            float32, bfloat16 or float16: added to the scaled scores in float32; it may hold -inf. It gets a gradient if
+            it requires one. Every score is computed, so for a mask of 0 and -inf alone `attn_mask == 0` is faster.
+            float64 with a float64 query, except under torch.compile.
+        dropout_p: must be 0.0; the kernels have no dropout.
         is_causal: row i sees columns up to i, counted from the first row and column. (The `causal` of `attention` is
             aligned to the last ones; they differ where L and S do.) Not together with attn_mask.
         scale: above 0; 1 / sqrt(E) by default.
@@ -47,7 +57,7 @@ def scaled_dot_product_attention(
 
     Returns:
         (..., H, L, Ev) of query's dtype. A row that sees nothing is 0, as in torch from 2.5 on; older ones gave NaN.
-        Differentiable in query, key and value as `attention` is.
+        Differentiable in query, key, value and an additive attn_mask as `attention` is.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype, as torch does. On a GPU, an E or Ev that
     no kernel has (other than 64, 96, 128, 192, 256, and 512 of both) is padded with zeros to the next: that copies the
@@ -86,7 +96,12 @@ def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Calla
     options = {"scale": d**-0.5 if scale is None and d else scale}
     q, k, v = padded(q, k, v)
     if mask is not None:
-        return block_sparse_attention, (q, k, v, ElementTensor(_mask(mask, q, k, shape))), options, shape, context
+        mask = _mask(mask, q, k, shape)
+        if mask.dtype != torch.bool:
+            bias = mask[(None,) * (4 - mask.dim())]
+            options["score_mod"] = Bias(bias) if is_compiling() else bound_bias(bias)
+            return attention, (q, k, v), options, shape, context
+        return block_sparse_attention, (q, k, v, ElementTensor(mask)), options, shape, context
     if is_causal and cols >= rows:  # what comes after column `rows` is seen by none
         return attention, (q, k[:, :, :rows], v[:, :, :rows]), options | {"causal": True}, shape, context
     if is_causal:  # the window is aligned to the last row and column
@@ -104,23 +119,17 @@ def _check(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> None:
             raise TypeError(f"{OP}: {name} must be True or False, got {flag!r}")
     checks.check_scalar(OP, "dropout_p", dropout_p)
     if dropout_p != 0:
-        raise ValueError(
-            f"{OP}: dropout_p is {dropout_p}; the kernels have no dropout. Use 0.0, or "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
+        raise ValueError(f"{OP}: dropout_p is {dropout_p}; {NO_DROPOUT}")
     if mask is None:
         return
     checks.check_tensor(f"{OP}: attn_mask", mask)
-    if mask.dtype != torch.bool:
-        why = "it must be bool"
-        if mask.is_floating_point():
-            why = (
-                "no kernel adds a mask to the scores. If it holds 0 and -inf alone, pass attn_mask == 0, otherwise use "
-                "torch.nn.functional.scaled_dot_product_attention"
-            )
-        raise TypeError(f"{OP}: attn_mask is {mask.dtype}; {why}")
+    exact = mask.dtype == q.dtype == torch.float64 and not is_compiling()  # on the CPU, where no kernel is compiled
+    if mask.dtype != torch.bool and mask.dtype not in ADDITIVE and not exact:
+        cast = "attn_mask.to(torch.float32)" if mask.is_floating_point() else "attn_mask.bool(), True where it is not 0"
+        raise TypeError(f"{OP}: attn_mask is {mask.dtype}; it must be bool, float32, bfloat16 or float16; pass {cast}")
     if is_causal:
-        raise ValueError(f"{OP}: attn_mask and is_causal exclude each other; pass attn_mask & its lower triangle")
+        how = "pass attn_mask & its lower triangle" if mask.dtype == torch.bool else "add -inf above its diagonal"
+        raise ValueError(f"{OP}: attn_mask and is_causal exclude each other; {how}")
     checks.check_device(OP, q.device, attn_mask=mask)
 
 

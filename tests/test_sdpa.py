@@ -182,13 +182,16 @@ def mask_of(dtype):
 
 
 ERRORS = [
-    ({"dropout_p": 0.1}, ValueError, "no dropout"),
+    ({"dropout_p": 0.1}, ValueError, r"do not drop attention probabilities. Pass dropout_p=0.0"),
     ({"dropout_p": "0"}, TypeError, "dropout_p must be a Python number"),
     ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
     ({"enable_gqa": None}, TypeError, "enable_gqa must be True or False"),
     ({"scale": -1.0}, ValueError, "scale is -1.0; it must be above 0"),
-    ({"attn_mask": mask_of(torch.float32)}, TypeError, "no kernel adds a mask.* pass attn_mask == 0"),
-    ({"attn_mask": mask_of(torch.int32)}, TypeError, "attn_mask is torch.int32; it must be bool"),
+    ({"attn_mask": mask_of(torch.complex64)}, TypeError, r"attn_mask is torch.complex64"),
+    ({"attn_mask": mask_of(torch.float8_e4m3fn)}, TypeError, r"pass attn_mask.to\(torch.float32\)"),
+    ({"attn_mask": mask_of(torch.int32)}, TypeError, r"attn_mask is torch.int32; it must be bool.*attn_mask.bool\(\)"),
+    ({"attn_mask": mask_of(torch.float32), "is_causal": True}, ValueError, "exclude each other; add -inf above"),
+    ({"attn_mask": mask_of(torch.float32)[:, :6]}, ValueError, r"\(5, 6\), which does not broadcast"),
     ({"attn_mask": [True]}, TypeError, "attn_mask must be a torch.Tensor"),
     ({"attn_mask": random_mask(5, 7), "is_causal": True}, ValueError, "exclude each other"),
     ({"attn_mask": random_mask(7)}, ValueError, "2 dimensions or more"),

@@ -51,7 +51,7 @@ MASKS = {
 
 SCORES = {
     "slopes": bound(Alibi(torch.zeros(1)), CPU).mod,
-    "bias": bound(Bias(torch.zeros(2, 2, 1, 1)), CPU).mod,
+    "bias": bound(Bias(torch.zeros(2, 2, 2, 2)), CPU).mod,
 }
 
 # What a kernel without LSE, or one of packed sequences, adds to the others' code is the same for all head dimensions.
