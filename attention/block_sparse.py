@@ -11,6 +11,7 @@ import torch
 from cute_kernels.runtime import derived
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
+from cute_kernels.traced.record import Traced
 from sparse_collective.bsr import BsrMatrix
 
 from . import checks, float8
@@ -55,6 +56,10 @@ class Derived(derived.Derived):
             check_extents(*element, batch, heads, mask.lengths)
             self._checked.add((batch, heads))
         return element
+
+    def latest(self) -> Traced | None:
+        """The trace of mask_mod that the latest kernel was launched with."""
+        return self._element[0]
 
     @classmethod
     def of(cls, mask: BlockMask) -> "Derived":

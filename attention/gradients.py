@@ -1,7 +1,7 @@
 """Autograd of attention: eager calls whose q, k, v or sinks require a gradient.
 
-Saved are q, k, v, the output and each row's LSE, nothing quadratic; backward computes the scores again. CPU tensors run
-the torch reference of the same formulas.
+Saved are q, k, v, the output, each row's LSE and the tensors of the mask (saved_mask.py), nothing quadratic; backward
+computes the scores again. CPU tensors run the torch reference of the same formulas.
 """
 
 import torch
@@ -14,6 +14,7 @@ from . import eager, reference
 from .backward.eager import Terms, backward
 from .masks.mask_mods import window_bounds
 from .plan import gradient_of, has_kernel
+from .saved_mask import saved_mask
 
 
 class Attention(torch.autograd.Function):
@@ -24,9 +25,14 @@ class Attention(torch.autograd.Function):
     def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k, sinks, *captured):
         more = {} if cu_q is None and cu_k is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
         more["sinks"] = sinks
-        masks = () if mask is None else (mask,)
-        out, lse = run(q, k, v, *masks, **options, **more, return_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, *captured)
+        if mask is None:
+            out, lse = run(q, k, v, **options, **more, return_lse=True)
+            of_mask = ()
+        else:
+            mask = eager.as_block_mask(q, k, mask)  # as it is now: backward uses these tables
+            out, lse = run(q, k, v, mask, **options, **more, return_lse=True)
+            mask, of_mask = saved_mask(mask, options["causal"], has_kernel(q))
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, *of_mask, *captured)
         if captured:  # saved above, and freed with what is saved
             options = options | {"score_mod": options["score_mod"].with_tensors(())}
         ctx.call, ctx.path = (options, mask), forced_path()
@@ -39,6 +45,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, cu_q, cu_k, sinks, *captured = ctx.saved_tensors
         options, mask = ctx.call
+        if mask is not None:
+            of_mask, captured = captured[: mask.count], captured[mask.count :]
+            options = options | {"causal": mask.causal}
+            mask = mask.restored(of_mask)
         needed = ctx.needs_input_grad[3:6]
         sinks = sinks if ctx.needs_input_grad[8] else None
         wanted = [slot for slot, n in enumerate(ctx.needs_input_grad[9:]) if n]

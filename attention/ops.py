@@ -194,6 +194,9 @@ def block_sparse_attention(
     torch.sparse_bsr_tensor was given. Torch counts no writes to tensors that were made in inference mode: these masks
     are converted at each call. While a CUDA graph is captured, so are all but a BlockMask and a BsrMatrix, since
     replays must see what was written between them: pass one of these two if the mask does not change.
+
+    Backward uses the mask of the forward call. Autograd saves the tensors that it reads, and raises "modified by an
+    inplace operation" if one was written to since.
     """
     score = score_mod if score_mod is None or is_compiling() else _bound("block_sparse_attention", score_mod, q)
     run = eager.block_sparse_attention

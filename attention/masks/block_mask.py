@@ -27,6 +27,7 @@ from .mask_mods import Band, MaskMod, both, moved
 __all__ = ["BlockLists", "BlockMask"]
 
 TABLES = ("partial_count", "partial_index", "full_count", "full_index")
+NAMES = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "derived")
 
 
 class BlockLists(NamedTuple):
@@ -77,8 +78,7 @@ class BlockMask:
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
     derived: Derived | None  # what kernels need to know of the mask, made when first needed
-    __slots__ = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols")
-    __slots__ += ("derived", "__weakref__")
+    __slots__ = (*NAMES, "__weakref__")
 
     def __init__(
         self,
@@ -129,6 +129,13 @@ class BlockMask:
     def _set(self, **attributes: object) -> None:
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
+
+    def with_mask_mod(self, mask_mod: MaskMod | None) -> BlockMask:
+        """The same blocks with another form of the same mask_mod; what was derived from this mask is shared."""
+        mask = object.__new__(type(self))
+        mask._set(**{name: getattr(self, name) for name in NAMES})
+        mask._set(mask_mod=mask_mod)
+        return mask
 
     def _refuse(self, name: str, *_: object) -> None:
         raise AttributeError(f"BlockMask.{name} is read-only; build a new mask, which copies no tensor")

@@ -36,6 +36,16 @@ class ElementMask:
         return [(dtype, max(rank, 1), max(rank, 1) - 1 if last else None) for (dtype, rank), last in pairs]
 
 
+@dataclass(frozen=True, eq=False)
+class BoundMask:
+    """A mask_mod as it was when it was traced, with the tensors that it read; itself a mask_mod."""
+
+    traced: Traced
+
+    def __call__(self, b, h, q, kv):
+        return evaluate(self.traced.program, (b, h, q, kv), self.traced.tensors)
+
+
 def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
     """What a mask computes, traced once for each state that it can be in.
 
@@ -43,6 +53,8 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
         TypeError: it does what a kernel cannot, which the message names with the line, or returns no bool tensor; or a
             tensor that it captures has a dtype without a kernel, or is on another device.
     """
+    if type(mask_mod) is BoundMask:
+        return mask_mod.traced
     found = traced(mask_mod, "mask_mod", INPUTS, (), device)
     if found.program.dtype != "bool":
         raise TypeError(
