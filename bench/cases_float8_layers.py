@@ -69,7 +69,7 @@ def feed_forward(
     def expected(layer: Float8SwiGLU) -> tuple[Tensor, Tensor]:
         """Some rows of the output, of the hidden numbers that the layer has; raises where one of these is wrong."""
         rows, wide = sampled_rows(tokens, device), torch.float32
-        both, down = (part.weight.matrix.to_dense().t() for part in (layer.gate_up, layer.down))
+        both, down = (part.weight.to_dense().t() for part in (layer.gate_up, layer.down))
         values, scale = quantize(x()[rows], per="row")
         z = layer.gate_up(x())[rows]  # of all tokens: one with the gate inside makes hidden numbers of the same bits
         compare(z, truth(values.to(wide) * scale, both, dtype=wide), where=" before the gate")

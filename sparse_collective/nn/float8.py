@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.checks import check_no_grad
+from cute_kernels.dtypes import FLOAT8
 from cute_kernels.quantization.eager import quantized, quantized_gated
 from cute_kernels.quantize import quantize, quantize_gated
 from cute_kernels.runtime.torch_compat import has_global_module_hook
@@ -18,6 +19,7 @@ from ..bsr import BsrMatrix
 from ..chains import MOST_COLUMNS
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
+from .inference import InferenceLinear, StoredBlocks
 from .linear import BsrLinear
 from .module import autocast_dtype
 from .prune24 import Masked24BsrLinear
@@ -25,87 +27,91 @@ from .prune24 import Masked24BsrLinear
 __all__ = ["Float8BsrLinear", "Float8SwiGLU", "quantize_"]
 
 LEAST_GATED = 320  # tokens: 256 took as long either way, 384 gained 3 %
-TENSORS = ("crow_indices", "col_indices", "values", "scales")
 CARRIED_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 CARRIED = (  # with what says how they are called
     *CARRIED_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 
 
-class Weight(nn.Module):
-    """An 8-bit BsrMatrix with a scale for each stored block, which goes where the module goes, and into its state.
-
-    No dtype is changed by .to(dtype): 8-bit floats and their scales stay what they are.
-    """
-
-    def __init__(self, W: BsrMatrix):
-        super().__init__()
-        self.matrix = W
-
-    def _apply(self, fn, recurse: bool = True):
-        W = self.matrix
-        device = fn(torch.empty(0, device=W.device)).device
-        if device != W.device and W.device.type == "meta":  # to_empty(): room for a state
-            crow, col, values, scales = (torch.empty_like(getattr(W, name), device=device) for name in TENSORS)
-            self.matrix = BsrMatrix(crow, col, values, W.shape, scales=scales)
-        elif device != W.device:
-            self.matrix = W.to(device)
-        return super()._apply(fn, recurse)
-
-    def get_extra_state(self) -> dict:
-        return {"shape": tuple(self.matrix.shape), **{name: getattr(self.matrix, name) for name in TENSORS}}
-
-    def set_extra_state(self, state: dict) -> None:
-        """Of a weight of the same shape; ValueError for another. Copies; on the meta device the state's is taken."""
-        if tuple(state["shape"]) != tuple(self.matrix.shape):
-            raise ValueError(f"the state is of a weight {tuple(state['shape'])}, and this one is {self.matrix.shape}")
-        device = self.matrix.device if self.matrix.device.type != "meta" else state["values"].device
-        crow, col, values, scales = (state[name].to(device, copy=True) for name in TENSORS)
-        self.matrix = BsrMatrix(crow, col, values, self.matrix.shape, scales=scales)
-
-
-class Float8BsrLinear(nn.Module):
-    """y = activation(x @ W.T + bias) for inference: W of 8-bit floats with a scale for each stored block.
+class Float8BsrLinear(StoredBlocks, InferenceLinear):
+    """y = activation(x @ W.T + bias) for inference, with an FP8 W that has a scale for each stored block.
 
     Args:
-        layer: a BsrLinear, whose weight is quantised, and whose bias and activation are taken over.
+        layer: a BsrLinear, whose weight is quantized, and whose bias and activation are taken over.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    Forward takes x (..., K) of bfloat16, float16 or float32 and gives (..., M) in its dtype, or autocast's: x is
-    quantised with a scale for each token, and multiplied by one kernel (see bsr_linear), which on sm_90 loads W of at
-    most 64 tokens while they are still quantised. On sm_89, sm_90 and the CPU; at most 16 tokens are multiplied on
-    every GPU. There is no parameter and no gradient. state_dict() has the weight
-    as an extra state, which may be of another pattern.
+    Forward takes x (..., K) of bfloat16, float16 or float32 and returns (..., M) in its dtype, or autocast's. x is
+    quantized with a scale for each token and multiplied by one kernel (see bsr_linear), which on sm_90 loads W while
+    x of at most 64 tokens is still being quantized. Runs on sm_89, sm_90 and the CPU, and with at most 16 tokens on
+    every GPU. There is no parameter and no gradient.
+
+    Buffers: crow_indices and col_indices int32, values (nnz, bm, bk) of the FP8 dtype, scales (nnz,) float32, and bias
+    (M,), which state_dict() has. .to(dtype) converts the bias alone. load_state_dict() takes another number of blocks,
+    and states saved before the weight was made of buffers.
 
     Raises:
-        TypeError: `layer` is no BsrLinear, or dtype is no such type.
+        TypeError: `layer` is no BsrLinear, or dtype is no FP8 dtype.
         RuntimeError: in forward, x requires a gradient.
     """
 
-    def __init__(self, layer: BsrLinear, dtype: torch.dtype = torch.float8_e4m3fn):
-        super().__init__()
+    TENSORS = ("crow_indices", "col_indices", "values", "scales")
+    trained = "a BsrLinear"
+
+    def __init__(self, layer: BsrLinear, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         if not isinstance(layer, BsrLinear):
             raise TypeError(f"Float8BsrLinear needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
-        self.weight = Weight(quantised(layer, dtype))
-        self.activation = layer.activation
-        bias = None if layer.bias is None else layer.bias.detach().clone()
-        self.register_buffer("bias", bias)
-        self.train(layer.training)
+        super().__init__(quantised(layer, dtype), layer.bias, layer.activation, layer.training)
+
+    def _matrix(self) -> BsrMatrix:
+        tensors, shape = (self.crow_indices, self.col_indices, self.values), (self.out_features, self.in_features)
+        return BsrMatrix(*tensors, shape, check=not self._checked, scales=self.scales)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Float8BsrLinear:
+        """Values and scales keep their dtype: a function like t.half() sees their bits as integers."""
+
+        def apply(t: Tensor) -> Tensor:
+            if t is not self.values and t is not self.scales:
+                return fn(t)
+            bits = t.view(torch.uint8 if t.dtype in FLOAT8 else torch.int32)
+            new = fn(bits)
+            if new is bits:
+                return t
+            return new.view(t.dtype) if new.dtype is bits.dtype else t.to(new.device)
+
+        return super()._apply(apply, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        old = state_dict.pop(f"{prefix}weight._extra_state", None)  # a dict, until the weight was made of buffers
+        if old is not None:
+            if tuple(old["shape"]) != (self.out_features, self.in_features):
+                shapes = f"{tuple(old['shape'])}, and this one is {(self.out_features, self.in_features)}"
+                args[-1].append(f"{prefix[:-1] or type(self).__name__}: the state is of a weight {shapes}")
+                return
+            state_dict.update({prefix + name: old[name] for name in self.TENSORS})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _misfit(self, found: dict[str, Tensor]) -> str:
+        values, scales = found["values"], found["scales"]
+        if values.dtype not in FLOAT8:
+            return (
+                f"values is {values.dtype}, the layer's {self.values.dtype}; load it into a BsrLinear and quantize that"
+            )
+        if tuple(scales.shape) != (len(values),) or scales.dtype is not torch.float32:
+            return f"scales is {tuple(scales.shape)} of {scales.dtype}; it must be ({len(values)},) of torch.float32"
+        if values.dtype is not self.values.dtype:  # the other FP8 dtype; a copy would round
+            self.values = self.values.new_empty(values.shape, dtype=values.dtype)
+        return ""
 
     def forward(self, x: Tensor) -> Tensor:
         check_no_grad("Float8BsrLinear", x)
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
-        W = self.weight.matrix
+        W = self.weight
         tokens = x if x.dim() > 1 else x[None]
         found = quantized(tokens.detach(), W.dtype, "row", leads=True) if are_few(x) else None
         y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
-
-    def extra_repr(self) -> str:
-        W = self.weight.matrix
-        return f"{W.shape[1]}, {W.shape[0]}, {W.dtype}, density={W.density:.3g}, activation={self.activation}"
 
 
 class Float8SwiGLU(nn.Module):
@@ -139,7 +145,7 @@ class Float8SwiGLU(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         tokens = x if x.dim() > 1 else x[None]
-        dtypes = [layer.weight.matrix.dtype for layer in (self.gate_up, self.down)]
+        dtypes = [layer.weight.dtype for layer in (self.gate_up, self.down)]
         # A hook of gate_up sees what that gives, and may launch kernels of its own between both products.
         alone = not hooks_of(self.gate_up) and not has_global_module_hook()
         gates = alone and gates_its_store(self.gate_up, tokens)
@@ -154,7 +160,7 @@ class Float8SwiGLU(nn.Module):
 
     def _hidden(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What is between the layers, of quantised tokens; None where no kernel gates what it stores."""
-        terms = self.gate_up.weight.matrix, values, None, "silu", None, None, None
+        terms = self.gate_up.weight, values, None, "silu", None, None, None
         return eager.call(eager.GATED, *terms, scale_b=scale, out_dtype=dtype, fused=True)
 
 
@@ -172,7 +178,7 @@ def are_few(x: Tensor) -> bool:
 def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:
     """A layer of quantised tokens (..., K) with scales (..., 1). chained: whether a kernel that leads has made them
     (cute_kernels/tile/chain.py): then W is loaded while it still runs."""
-    W, bias, activation = layer.weight.matrix, layer.bias, layer.activation
+    W, bias, activation = layer.weight, layer.bias, layer.activation
     if chained:
         terms = W, values, bias, activation, None, None, None
         return eager.call("bsr_linear", *terms, scale_b=scale, out_dtype=dtype, chained=True)
