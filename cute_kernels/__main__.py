@@ -31,6 +31,7 @@ from .runtime.cache import KernelCache
 from .runtime.compile import MissingCompiler, import_cutlass
 from .runtime.families import Request, bundle_facts, families, family_of, known_ops, load_all
 from .runtime.inspect import MissingDisassembler, find_nvdisasm
+from .runtime.packages import PackageError
 from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kernel
 
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
@@ -256,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         load_all()
         args = parser().parse_args(argv)
         return args.run(args)
-    except (MissingCompiler, MissingDisassembler, OSError, record.RecordError) as error:
+    except (MissingCompiler, MissingDisassembler, PackageError, OSError, record.RecordError) as error:
         print(f"python -m cute_kernels: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

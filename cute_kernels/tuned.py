@@ -34,6 +34,7 @@ from .matmul.problem import STATS_ROWS, listed_at_random
 from .runtime.cache import cache_directory
 from .runtime.disk_store import write_atomically
 from .runtime.families import family_named
+from .runtime.packages import folder_of
 from .tile.element import BYTES
 
 if TYPE_CHECKING:
@@ -155,8 +156,10 @@ def key_of(path: str, family: str) -> str:
 def _source(module: str) -> str:
     """A module's source, found without importing it: importing a kernel takes the whole DSL."""
     package, _, name = module.rpartition(".")
-    spec = importlib.util.find_spec(package)
-    folder = next(iter(spec.submodule_search_locations or ())) if spec else ""
+    folder = folder_of(package)
+    if folder is None:
+        spec = importlib.util.find_spec(package)
+        folder = next(iter(spec.submodule_search_locations or ())) if spec else ""
     return Path(folder, f"{name}.py").read_text(encoding="utf-8")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.runtime import keys
+from cute_kernels.runtime import keys, packages
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.compile import export_object
 
@@ -73,7 +73,8 @@ def test_the_fingerprint_follows_the_sources(tmp_path, monkeypatch):
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')\n")
     (package / "inner" / "gemm.py").write_text("tile = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "ROOT", tmp_path)
+    monkeypatch.setattr(packages, "PACKAGES", ("some_kernels", "no_such_package_anywhere"))
 
     def fingerprint():
         keys.source_fingerprint.cache_clear()

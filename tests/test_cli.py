@@ -20,7 +20,7 @@ from cute_kernels import explain, functions, gemm, report
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
 from cute_kernels.matmul.family import DENSE, ProductFamily
-from cute_kernels.runtime import families, parallel, record
+from cute_kernels.runtime import families, keys, parallel, record
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.compile import MissingCompiler
@@ -138,6 +138,63 @@ def test_inspect_prints_nothing_but_json():
     assert [row["arch"] for row in rows] == ["sm_86"] * 3 and {row["family"] for row in rows} == {"dense", "tile order"}
     assert rows[0]["hmma"] > 0 and rows[0]["hgmma"] == 0 and rows[0]["dynamic_smem"] < rows[0]["smem_limit"]
     assert done.returncode == (1 if any(row["problems"] for row in rows) else 0)
+
+
+def beside(folder: Path, *command: str, **environment: str):
+    """A command of Python in a folder that comes before the packages on sys.path."""
+    paths = os.pathsep.join([str(folder), str(Path(cute_kernels.__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths} | environment
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, cwd=folder, env=environment
+    )
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_users_attention_py_is_not_run_by_inspect(jobs, tmp_path):
+    (tmp_path / "attention.py").write_text("raise SystemExit('the file of the user ran')\n")
+    arguments = ["inspect", "--arch", "sm_80", "--quick", "--family", "backward prepare", "--json", "--jobs", str(jobs)]
+    done = beside(tmp_path, "-m", "cute_kernels", *arguments, CUTE_KERNELS_FAMILIES="attention")
+    assert done.returncode == 0, done.stderr
+    assert [row["family"] for row in json.loads(done.stdout)] == ["backward prepare"] * 2
+
+
+def test_cache_keys_do_not_depend_on_a_users_attention(tmp_path):
+    """Neither on its sources nor on whether it is there."""
+    program = "from cute_kernels.runtime import keys; print(keys.source_fingerprint())"
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "__init__.py").write_text("raise SystemExit('the file of the user ran')\n")
+    done = beside(tmp_path, "-c", program)
+    assert done.stdout.strip() == keys.source_fingerprint(), done.stderr
+
+
+def test_a_family_in_a_users_attention_is_one_from_outside(tmp_path):
+    """A change of its source makes another kernel."""
+    program = """
+import attention
+from cute_kernels.runtime import families, keys
+families.register(attention.Mine())
+print(keys.OUTSIDE, keys.sources_of("attention"))"""
+    found = []
+    for text in ("", "# changed"):
+        source = f"from cute_kernels.runtime.families import Family\nclass Mine(Family):\n    name = 'mine'\n{text}"
+        (tmp_path / "attention.py").write_text(source)
+        found.append(beside(tmp_path, "-B", "-c", program).stdout)
+    assert found[0].startswith("{'mine': 'attention'}") and found[0] != found[1]
+
+
+def test_an_entry_point_without_a_family_is_an_error(tmp_path):
+    """It has the name of a package with families, or forgot to register one."""
+    (tmp_path / "some_kernels.py").touch()
+    command = "-m", "cute_kernels", "inspect", "--quick"
+    done = beside(tmp_path, *command, CUTE_KERNELS_FAMILIES="some_kernels")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "some_kernels, named by CUTE_KERNELS_FAMILIES, registers no kernel family" in done.stderr
+    assert str(tmp_path / "some_kernels.py") in done.stderr
+
+    (tmp_path / "attention.py").touch()
+    program = "import attention, cute_kernels.__main__ as cli; raise SystemExit(cli.main(['inspect', '--quick']))"
+    done = beside(tmp_path, "-c", program, CUTE_KERNELS_FAMILIES="attention")
+    assert done.returncode == 2 and str(tmp_path / "attention.py") in done.stderr and "Rename that file" in done.stderr
 
 
 def test_inspect_names_what_is_wrong_and_fails(monkeypatch, capsys, here):

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import gc
+import importlib.util
 import json
+import math
+import operator
 import sys
 import types
 import weakref
@@ -18,6 +21,7 @@ from torch.nn.functional import silu
 from cute_kernels import functions as F
 from cute_kernels.traced import memo
 from cute_kernels.traced.evaluate import evaluate
+from cute_kernels.traced.libraries import LIBRARIES, library_class, library_module, library_scope
 
 CPU = torch.device("cpu")
 EPILOGUE, MASK = ("f", ("float32",), (2, 3), CPU), ("mask_mod", ("int32",) * 4, (), CPU)
@@ -319,3 +323,67 @@ def test_an_import_inside_of_a_function():
             assert value(scaled) == json.factor
     finally:
         del json.factor
+
+
+def of_file(path, name):
+    """The module of a file, under any name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("name", [*LIBRARIES, "attention.terms", "torch.terms"])
+def test_a_users_module_of_a_librarys_name(name, imported, tmp_path, monkeypatch):
+    """Its globals, classes and functions may change; only files of the library itself are taken as they are."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(
+        "SCALE = 2.0\n\ndef scaled(x):\n    return x * SCALE\n\nclass Scale:\n    factor = 2.0\n"
+        "    def __call__(self, x):\n        return x * self.factor\n"
+    )
+    module = of_file(path, name)
+    if imported and name not in ("torch", "builtins", "numpy"):  # without those nothing else would run
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def imports(x):
+        return x * importlib.import_module(name).SCALE if imported else x * module.SCALE
+
+    functions = [module.scaled, lambda x: x * module.SCALE, lambda x: module.scaled(x), module.Scale()]
+    if imported and sys.modules.get(name) is module:
+        functions.append(imports)
+    for factor in (2.0, 5.0):
+        module.SCALE = module.Scale.factor = factor
+        assert [value(function) for function in functions] == [factor] * len(functions)
+
+
+def test_an_import_of_a_users_module_of_a_librarys_name(tmp_path, monkeypatch):
+    """Absolute, and relative: `from .attention import SCALE` reads the user's package."""
+    package = tmp_path / "some_model"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "def absolute(x):\n    from attention import SCALE\n    return x * SCALE\n\n"
+        "def relative(x):\n    from .attention import SCALE\n    return x * SCALE\n"
+    )
+    for folder in (tmp_path, package):
+        (folder / "attention.py").write_text("SCALE = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "attention"}
+    for name in theirs:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "attention", of_file(tmp_path / "attention.py", "attention"))
+    for name in ("some_model", "some_model.attention"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    model = importlib.import_module("some_model")
+    importlib.import_module("some_model.attention")
+    for factor in (2.0, 5.0):
+        sys.modules["attention"].SCALE = sys.modules["some_model.attention"].SCALE = factor
+        assert value(model.absolute) == factor and value(model.relative) == factor
+
+
+def test_libraries_are_taken_as_they_are():
+    assert all(library_module(m) for m in (torch, nnf, torch.ops, torch.ops.aten, torch.special, math, operator, F))
+    assert library_scope(silu.__globals__) and library_scope(vars(F))
+    assert all(library_class(c) for c in (object, torch.Tensor, nn.Module, nn.SiLU, nn.Parameter, torch.nn.Linear))
+    assert not library_class(Base) and not library_module(json) and not library_scope(globals())

@@ -6,9 +6,9 @@ packages that installed distributions name as entry points of the group "cute_ke
 environment variable CUTE_KERNELS_FAMILIES names, separated by commas.
 """
 
-import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from ..tile import barriers
 from . import keys
 from .cache import Built, default_cache
 from .compile import compile_for
+from .packages import PackageError, import_module, is_own
 
 GROUP = "cute_kernels.families"
 VARIABLE = "CUTE_KERNELS_FAMILIES"
@@ -121,7 +122,7 @@ def register(family: Family) -> Family:
         raise ValueError(f"there is a kernel family named {family.name!r} already: {_REGISTRY[family.name]}")
     _REGISTRY[family.name] = family
     module = type(family).__module__
-    if module.partition(".")[0] not in keys.PACKAGES:
+    if not is_own(sys.modules.get(module)):
         keys.OUTSIDE[family.name] = module  # a change of its sources makes other kernels, too
     return family
 
@@ -176,8 +177,27 @@ def bundle_facts(ops: Iterable[str], request: Request) -> list:
 
 
 def load_all() -> None:
-    """Import every package that registers families: what installed distributions and the environment name."""
-    named = [point.value for point in importlib.metadata.entry_points(group=GROUP)]
-    named += [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
-    for name in dict.fromkeys(filter(None, named)):
-        importlib.import_module(name)
+    """Import every package that registers families: what installed distributions and the environment name.
+
+    Raises:
+        ImportError: one of them cannot be imported; a PackageError if one registers no family, or if another module
+            has its name.
+    """
+    named = {point.value: f"an entry point of {GROUP}" for point in importlib.metadata.entry_points(group=GROUP)}
+    named |= {name.strip(): VARIABLE for name in os.environ.get(VARIABLE, "").split(",")}
+    for name, source in named.items():
+        if not name or name in sys.modules and is_own(sys.modules[name]):
+            continue
+        before, imported = len(_REGISTRY), name in sys.modules
+        module = import_module(name)
+        package = name.partition(".")[0]
+        if len(_REGISTRY) == before and not imported and package not in _packages():
+            raise PackageError(
+                f"{name}, named by {source}, registers no kernel family: {getattr(module, '__file__', module)} was "
+                "imported. Rename that file if it only shares the name, or call families.register in it"
+            )
+
+
+def _packages() -> set[str]:
+    """The packages whose families are registered."""
+    return {type(family).__module__.partition(".")[0] for family in families()}

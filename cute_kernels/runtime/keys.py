@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .compile import import_cutlass
-
-PACKAGES = ("cute_kernels", "sparse_collective", "attention")
+from .packages import PACKAGES, folder_of
 
 # Settings of the DSL that change the code it makes, past the options string.
 COMPILER_ENVIRONMENT = tuple(
@@ -61,11 +59,16 @@ def target_of(facts: Any) -> str:
 
 @functools.cache
 def source_fingerprint(packages: tuple[str, ...] = PACKAGES) -> str:
-    """A hash of all Python files of those `packages` that can be found; read once, and none is imported."""
+    """A hash of all Python files of those of `packages` that are installed; read once, and none is imported."""
+    folders = {package: folder_of(package) for package in packages}
+    return _hash_of({package: [folder] for package, folder in folders.items() if folder is not None})
+
+
+def _hash_of(folders: Mapping[str, list]) -> str:
+    """A hash of all Python files in the folders of packages."""
     digest = hashlib.sha256()
-    for package in packages:
-        spec = importlib.util.find_spec(package)
-        for folder in sorted(spec.submodule_search_locations or ()) if spec else ():
+    for package, places in folders.items():
+        for folder in sorted(places):
             for path in sorted(Path(folder).rglob("*.py")):
                 name = f"{package}/{path.relative_to(folder).as_posix()}"
                 content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -74,14 +77,14 @@ def source_fingerprint(packages: tuple[str, ...] = PACKAGES) -> str:
     return digest.hexdigest()
 
 
-OUTSIDE: dict[str, str] = {}  # families that are not of PACKAGES, and the modules that define them
+OUTSIDE: dict[str, str] = {}  # families of other packages, and the modules that define them
 
 
 @functools.cache
 def sources_of(module: str) -> str:
-    """A hash of the package that a module lies in, or of its file where it is in none."""
+    """A hash of the package that an imported module lies in, or of its file where it is in none."""
     if package := module.rpartition(".")[0]:
-        return source_fingerprint((package,))
+        return _hash_of({package: list(getattr(sys.modules.get(package), "__path__", ()))})
     path = getattr(sys.modules.get(module), "__file__", None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 

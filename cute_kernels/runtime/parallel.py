@@ -6,7 +6,6 @@ and does not stop the others.
 """
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import re
@@ -23,6 +22,7 @@ from typing import Any
 from . import inspect
 from .compile import build_object, cubin_of
 from .families import compile_kernel, families, family_of
+from .packages import import_module
 
 MOST_ERROR_TEXT = 1500  # characters; the compiler's messages can hold a whole module
 
@@ -122,7 +122,7 @@ def _start_worker(modules: tuple[str, ...]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what the compiler prints: stdout may be somebody's JSON
     for module in modules:
-        importlib.import_module(module)
+        import_module(module)
 
 
 def _end_with_parent() -> None:

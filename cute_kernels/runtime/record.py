@@ -6,12 +6,13 @@ frozen dataclasses and named tuples of the packages that it is told, and runs no
 """
 
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from .packages import import_module
 
 VARIABLE = "CUTE_KERNELS_RECORD"
 PLAIN = (str, int, float, bool, type(None))
@@ -77,7 +78,7 @@ def type_named(name: str, packages: Collection[str]) -> type:
     module, _, qualname = name.partition(":")
     if module.partition(".")[0] not in packages:
         raise ValueError(f"{name} is in none of the packages with kernel families, {', '.join(sorted(packages))}")
-    found = getattr(importlib.import_module(module), qualname, None)
+    found = getattr(import_module(module), qualname, None)
     frozen = dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
     if not isinstance(found, type) or not (frozen or issubclass(found, tuple) and hasattr(found, "_fields")):
         raise ValueError(f"there is no frozen dataclass {name}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.torch_compat import OpOverload, OpOverloadPacket
+from .libraries import library, library_class, library_module, library_scope
 from .record import Traced, trace
 
 MOST = 4096  # traces that are kept
@@ -34,8 +35,6 @@ STABLE = (
     types.GetSetDescriptorType,
 )
 STABLE += (OpOverload, OpOverloadPacket)
-# Modules whose contents stay as they are
-LIBRARIES = ("torch", "math", "numpy", "operator", "builtins", "cute_kernels", "sparse_collective", "attention")
 DYNAMIC = {"globals", "vars", "locals", "eval", "exec", "__import__"}  # what these give is not in the code
 MISSING = object()
 ATTRIBUTE = "_cute_kernels_trace"  # of functions and objects: their latest trace
@@ -159,7 +158,7 @@ class State:
         if isinstance(value, STABLE):
             return kind, value
         if isinstance(value, types.ModuleType):
-            if _library(value.__name__):
+            if library_module(value):
                 return value.__name__
             raise _Unreadable  # its attributes may change, and which of them are read is not known
         if kind in (list, set, frozenset) or isinstance(value, tuple):
@@ -198,7 +197,7 @@ class State:
         self.alive.append(weakref.ref(value))
         parts = []
         for base in value.__mro__:
-            if not _library(base.__module__):
+            if not library_class(base):
                 self.owners.append((weakref.ref(base), _holders(vars(base))))
                 for name, part in vars(base).items():
                     if name == "__call__" or not name.startswith("__"):
@@ -207,7 +206,7 @@ class State:
 
     def function(self, value: types.FunctionType):
         captured, scope, names, found = [_contents(cell) for cell in value.__closure__ or ()], value.__globals__, (), {}
-        if not _library(scope.get("__name__") or ""):
+        if not library_scope(scope):
             names = global_names(value.__code__)
             if not DYNAMIC.isdisjoint(names):
                 raise _Unreadable
@@ -217,10 +216,6 @@ class State:
         self.functions.append((weakref.ref(value), value.__code__, defaults, keywords, *holders))
         parts = [*captured, *found.values(), *(defaults or ()), keywords]
         return value.__code__, tuple(found), tuple([self.walk(part) for part in parts]), self.attributes(value)
-
-
-def _library(module: str) -> bool:
-    return module.partition(".")[0] in LIBRARIES
 
 
 def _contents(cell):
@@ -233,10 +228,11 @@ def _contents(cell):
 @functools.lru_cache(maxsize=MOST)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """The names that code, and code nested in it, looks up in its module; with __import__ if it imports no library."""
-    found = list(dis.get_instructions(code))
+    found = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
     names = {i.argval for i in found if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    if any(i.opname == "IMPORT_NAME" and not _library(i.argval) for i in found):
-        names.add("__import__")
+    for i in range(2, len(found)):
+        if found[i].opname == "IMPORT_NAME" and (found[i - 2].argval != 0 or library(found[i].argval) is None):
+            names.add("__import__")  # the level is not 0: a relative import, of the user's package
     nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return tuple(sorted(names.union(*(global_names(c) for c in nested))))
 

@@ -1,0 +1,66 @@
+"""The project's packages, found by where they lie.
+
+A name does not say whose a module is: with a user's module `attention` beside the script, Python imports that one
+under the name of the package.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder of the three packages, such as site-packages
+PACKAGES = ("cute_kernels", "sparse_collective", "attention")
+
+
+class PackageError(ImportError):
+    """A package of kernel families that cannot be had, as another module has its name or it registers none."""
+
+
+def folder_of(package: str) -> Path | None:
+    """The folder of one of PACKAGES, or of a package in it; None if it is not installed. Imports nothing."""
+    folder = ROOT.joinpath(*package.split("."))
+    return folder if package.partition(".")[0] in PACKAGES and (folder / "__init__.py").is_file() else None
+
+
+def is_own(module: ModuleType | None) -> bool:
+    """True if a module that was imported is of PACKAGES."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or module.__name__.partition(".")[0] not in PACKAGES:
+        return False
+    return Path(os.path.realpath(file)).is_relative_to(ROOT / module.__name__.partition(".")[0])
+
+
+def import_module(name: str) -> ModuleType:
+    """importlib.import_module, which finds PACKAGES where they lie and not first in the current folder.
+
+    Raises:
+        PackageError: another module of that name is imported already.
+    """
+    package = name.partition(".")[0]
+    folder = folder_of(package)
+    if folder is None:
+        return importlib.import_module(name)
+    imported, file = sys.modules.get(package), folder / "__init__.py"
+    if imported is None and not _is_found_at(package, file):
+        spec = importlib.util.spec_from_file_location(package, file, submodule_search_locations=[str(folder)])
+        module = sys.modules[package] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[package]
+            raise
+    elif imported is not None and not is_own(imported):
+        raise PackageError(
+            f"{package} in {folder} cannot be imported: {getattr(imported, '__file__', imported)} was imported under "
+            f"that name. Rename that file, or run `python -m cute_kernels` from another folder"
+        )
+    return importlib.import_module(name)
+
+
+def _is_found_at(package: str, file: Path) -> bool:
+    """True if `import package` would run this file."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == str(file)
