@@ -106,18 +106,24 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
 
 
 def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int) -> tuple:
-    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table."""
+    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table.
 
-    def make() -> tuple:
-        index = torch.cat([mask.partial_index, mask.full_index], -1)
+    The columns, as large as the mask's lists, are made once; each batch, number of heads and tile has its own table.
+    """
+    cached = Derived.of(mask)
+
+    def columns() -> tuple:
+        return (torch.cat([mask.partial_index, mask.full_index], -1),)
+
+    def table() -> tuple:
         order = tile_order(mask, batch, heads, tile_m, l2_heads)
         counts = (mask.partial_count, mask.partial_count + mask.full_count)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
-        table = torch.stack([order.to(torch.int32), *counts], -1)
-        return index, mask.partial_index.shape[-1], table
+        return (torch.stack([order.to(torch.int32), *counts], -1),)
 
+    index = cached.get("columns", mask.partial_count, columns, tuple)[0]
     key = batch, heads, tile_m, l2_heads
-    return Derived.of(mask).get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
+    return index, mask.partial_index.shape[-1], cached.get(key, mask.partial_count, table, tuple)[0]
 
 
 def as_block_mask(q, k, block_mask) -> BlockMask:

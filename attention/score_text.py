@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.runtime.torch_compat import constant_variable, load_cell, local_variable, run_in_trace
 from cute_kernels.traced.memo import MOST, traced
 
@@ -179,7 +180,11 @@ def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
     if key not in _STAND_INS:
         if len(_STAND_INS) >= MOST:
             _STAND_INS.clear()
-        _STAND_INS[key] = [torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) for t in tensors]
+        stand_ins = []
+        for t in tensors:
+            with lasting_memory(t.device):
+                stand_ins.append(torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape))
+        _STAND_INS[key] = stand_ins
     return _STAND_INS[key]
 
 

@@ -1,13 +1,15 @@
 """Backward of a product's epilogue, and of gemm.
 
-y = f(activation(z)), z = alpha * a @ b + bias + beta * residual. Saved for backward are the operands and, of what the
-product made, the least that tells the derivative: nothing without an activation or function, y of a ReLU, else z, which
-the forward kernel stores beside y. So a layer with GELU keeps as many bytes as torch's does. Where the product was
-computed by an op that did not store z (torch's own opcheck calls it so), backward computes it again.
+y = f(activation(z)), z = alpha * a @ b + bias + beta * residual. The forward pass saves each operand whose partner
+requires a gradient and, of what the product made, the least that tells the derivative: nothing without an activation or
+function, y of a ReLU, else z, which the forward kernel stores beside y. So a layer with GELU saves as many bytes as
+torch's does. Where the product was computed by an op that did not store z (torch's own opcheck calls it so), backward
+computes it again, and all inputs are saved.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +65,23 @@ def of_columns(bias: Tensor | None) -> bool:
     return bias is not None and (bias.dim() == 1 or bias.shape[0] == 1 and bias.dim() == 2 and bias.shape[1] > 1)
 
 
-def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
+class Like(NamedTuple):
+    """Shape and dtype of a tensor that is not saved."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Like":
+        return cls(tensor.shape, tensor.dtype)
+
+
+def operands_to_save(a: Tensor, b: Tensor, needed: tuple) -> tuple[Tensor | None, Tensor | None]:
+    """a and b, where the gradient of the other one is needed; needed: whether those of a and b are."""
+    return a if needed[1] else None, b if needed[0] else None
+
+
+def sum_to(gradient: Tensor, like: Tensor | Like) -> Tensor:
     """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
     if gradient.shape == like.shape:
         return gradient.to(like.dtype)
@@ -84,7 +102,8 @@ class Gemm(torch.autograd.Function):
             return eager.gemm(a, b, *terms, with_z, accumulation_dtype=accumulation_dtype, precision=precision)
 
         y, saved = with_saved(run, activation, epilogue)
-        ctx.save_for_backward(a, b, bias, residual, saved)
+        ctx.save_for_backward(*operands_to_save(a, b, ctx.needs_input_grad), bias, saved)
+        ctx.like = Like.of(a), Like.of(b)
         ctx.terms, ctx.path = (activation, alpha, beta, epilogue), forced_path()
         ctx.precision = precision
         return y
@@ -94,7 +113,9 @@ class Gemm(torch.autograd.Function):
     @in_forwards_path
     def backward(ctx, dy):
         product = partial(_product, precision=ctx.precision)
-        return gemm_backward(product, epilogue_gradient, ctx.saved_tensors, *ctx.terms, ctx.needs_input_grad, dy)
+        return gemm_backward(
+            product, epilogue_gradient, ctx.saved_tensors, ctx.like, *ctx.terms, ctx.needs_input_grad, dy
+        )
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, precision: str | None) -> Tensor:
@@ -102,16 +123,23 @@ def _product(a: Tensor, b: Tensor, alpha: float, precision: str | None) -> Tenso
 
 
 def gemm_backward(
-    product: Callable, gradient: Callable, saved: tuple, activation, alpha, beta, epilogue, needed: tuple, dy: Tensor
-) -> tuple:
-    """The gradients of all eleven inputs of Gemm. product(a, b, alpha) is alpha * a @ b, gradient epilogue_gradient, or
-    both the ops of them."""
-    (a, b, bias, _, kept), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
+    product: Callable, gradient: Callable, saved: tuple, like: tuple, activation, alpha, beta, epilogue, needed: tuple,
+    dy: Tensor,
+) -> tuple:  # fmt: skip
+    """The gradients of all eleven inputs of Gemm.
+
+    Args:
+        product: (a, b, alpha) -> alpha * a @ b; gradient: epilogue_gradient; or both the ops of them.
+        saved: (a, b, bias, y or z); a and b are None where operands_to_save says so.
+        like: (Like, Like) of a and b.
+    """
+    (a, b, bias, kept), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
+    like_a, like_b = like
     sums = needs_bias and of_columns(bias)
     dz, total = through_epilogue(dy, activation, epilogue, kept, sums, gradient)
-    operand = dz.to(a.dtype)
-    da = sum_to(product(operand, b.mT, alpha), a) if needs_a else None
-    db = sum_to(product(a.mT, operand, alpha), b) if needs_b else None
+    operand = dz.to(like_a.dtype)
+    da = sum_to(product(operand, b.mT, alpha), like_a) if needs_a else None
+    db = sum_to(product(a.mT, operand, alpha), like_b) if needs_b else None
     dbias = None
     if needs_bias:
         dbias = total.view_as(bias).to(bias.dtype) if sums else sum_to(dz, bias)

@@ -13,7 +13,7 @@ from . import eager
 from .checks import check_device, check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
 from .epilogue_gradient import eager as epilogue_gradients
-from .gradients import gemm_backward, saved_of
+from .gradients import Like, gemm_backward, operands_to_save, saved_of
 from .matmul.terms import check_one_number, epilogue_program
 from .runtime import library
 from .runtime.torch_compat import guard_identity
@@ -123,7 +123,11 @@ def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | N
 
 def _setup_context(ctx, inputs, output):
     a, b, bias, activation, residual, alpha, beta, _, epilogue, accumulation_dtype, precision = inputs
-    ctx.save_for_backward(a, b, bias, residual, result_to_save(output, activation, epilogue))
+    kept = result_to_save(output, activation, epilogue)
+    again = kept is None and saved_of(activation, epilogue)  # backward computes z, for which it reads all of them
+    saved = (a, b, bias, residual) if again else (*operands_to_save(a, b, ctx.needs_input_grad), bias, None)
+    ctx.save_for_backward(*saved, kept)
+    ctx.like = Like.of(a), Like.of(b)
     ctx.terms, ctx.sums = (activation, alpha, beta, epilogue), (accumulation_dtype, precision)
 
 
@@ -138,8 +142,8 @@ def _backward(ctx, dy, *_):
     def product(a, b, alpha):
         return gemm(a, b, None, None, None, alpha, precision=precision)
 
-    saved = a, b, bias, residual, kept
-    return gemm_backward(product, epilogue_gradient, saved, activation, alpha, beta, epilogue, needed, dy)[:given]
+    saved, terms = (a, b, bias, kept), (activation, alpha, beta, epilogue)
+    return gemm_backward(product, epilogue_gradient, saved, ctx.like, *terms, needed, dy)[:given]
 
 
 def _run_with_z(a, b, *, out, epilogue, **terms):

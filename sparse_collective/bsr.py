@@ -45,6 +45,7 @@ class Learnt:
     """What is known of the pattern of two index tensors, for matrices that live for one call."""
 
     col_indices: weakref.ref
+    shape: tuple[int, ...]  # without the batch
     blocksize: tuple[int, int]
     even: bool
     stats: PatternStats
@@ -340,17 +341,31 @@ class BsrMatrix(Conversions, LikeTensor):
         self._remember()
 
     def _remember(self) -> None:
-        col = weakref.ref(self.col_indices)
-        _LEARNT[self.crow_indices] = Learnt(col, self.blocksize, self.even, self.stats, self.plans)
+        """Keep what is known of the pattern with its index tensors.
+
+        Tables that exist are shared: compiled graphs look them up here, and their CUDA graphs may read them.
+        """
+        learnt = self._learnt() if self.base is None else None
+        if learnt is not None and learnt.plans is not None:
+            self._set(plans=learnt.plans)
+            if (learnt.even, learnt.stats) == (self.even, self.stats):
+                return
+        col, shape = weakref.ref(self.col_indices), self.shape[-2:]
+        _LEARNT[self.crow_indices] = Learnt(col, shape, self.blocksize, self.even, self.stats, self.plans)
+
+    def _learnt(self) -> Learnt | None:
+        """What is known of the same index tensors, of a matrix of this shape and these blocks."""
+        learnt = _LEARNT.get(self.crow_indices)
+        if learnt is None or learnt.col_indices() is not self.col_indices or learnt.blocksize != self.blocksize:
+            return None
+        return learnt if learnt.shape == self.shape[-2:] else None
 
     def recall(self, form: tuple | None = None) -> None:
         """For a matrix that lives for one call: take over what check_indices found out about the same index tensors.
 
         Otherwise nothing is known of the pattern, and no plan is kept. With a form, met_before knows this matrix.
         """
-        learnt = _LEARNT.get(self.crow_indices)
-        if learnt and (learnt.col_indices() is not self.col_indices or learnt.blocksize != self.blocksize):
-            learnt = None
+        learnt = self._learnt()
         even, stats, plans = (learnt.even, learnt.stats, learnt.plans) if learnt else (False, NOT_KNOWN, None)
         self._set(even=even, plans=plans)
         self._set_stats(stats)

@@ -1,13 +1,14 @@
-"""What is made of tensors once, on their device, and kept: across streams, and beside CUDA graphs."""
+"""A cache of tensors derived from other tensors, safe across streams and beside CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from .graphs import lasting_memory
 from .torch_compat import raw_stream
 
-MOST = 64  # values of one owner
+MOST = 64  # values of one owner, besides pinned ones
 
 
 class Again(NamedTuple):
@@ -18,7 +19,7 @@ class Again(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A value that is kept."""
+    """A cached value."""
 
     value: Any
     state: Any
@@ -26,31 +27,37 @@ class Entry(NamedTuple):
     number: int | None  # the stream's
     done: torch.cuda.Event | None  # when it was finished there
     again: Callable | None
+    pinned: bool = False  # handed out during a capture: a CUDA graph may read its tensors whenever it is replayed
 
 
 class Derived:
     """Values by key, kept as long as this object. What they are made of is its owner's business.
 
+    At most `most` values are cached, and the oldest is evicted first. Values that were handed out while a CUDA graph
+    was captured are pinned: they are neither evicted nor written to, and stay alive as long as this object, also where
+    a newer value has their key.
+
     Several threads may ask for the same value: each finds it or makes it, and one of them is kept.
     """
 
-    __slots__ = ("kept", "most")
+    __slots__ = ("kept", "most", "replaced")
 
     def __init__(self, most: int = MOST):
         self.kept: dict[Any, Entry] = {}
+        self.replaced: tuple = ()  # pinned values whose key has a newer value
         self.most = most
 
     def get(self, key, source: torch.Tensor, make: Callable, tensors_of: Callable, state=(), owner=None):
-        """`make()`, kept under `key`, and made again when `state` is another; None: nothing is known, and none is kept.
+        """`make()`, cached under `key`, and made again when `state` differs; with state None nothing is cached.
 
         `source` is one of the tensors that it is made of: is_cuda takes 0.05 us, a device's type 0.25.
 
-        What `make` returns as Again is made again in the same tensors, by `again(owner)`: as what it was made of was
-        written in place, nobody can have use for what it was before. So on the stream that it was made on; on others
-        and in a capture it is made by `make`.
+        What `make` returns as Again is made again in the same tensors, by `again(owner)`: what it was made of was
+        written in place, so that the old value is never read again. This is done on the stream that it was made on, and
+        not if the value is pinned; elsewhere and in a capture it is made by `make`.
 
-        While a CUDA graph is captured, what is not there yet becomes part of the graph and is not kept; what is there
-        was finished before, for torch.cuda.graph synchronises. Another stream waits for what one has made, and
+        While a CUDA graph is captured, a missing value becomes part of the graph and is not cached; a cached one was
+        finished before, since torch.cuda.graph synchronizes. Another stream waits for what one has made, and
         `tensors_of(value)` are its tensors, whose memory is not used again before that stream is done with them.
         """
         if state is None:
@@ -59,31 +66,42 @@ class Derived:
         cuda = source.is_cuda
         here = cuda and found is not None and found.number == raw_stream(source.get_device())
         if found is not None and found.state == state:
-            if (
-                cuda and not here and not torch.cuda.is_current_stream_capturing()
-            ):  # it may not wait for what is outside
-                stream = torch.cuda.current_stream(source.device)
-                stream.wait_event(found.done)
-                for tensor in tensors_of(found.value):
-                    tensor.record_stream(stream)
+            if cuda and not (here and found.pinned):
+                if torch.cuda.is_current_stream_capturing():  # it may not wait for what is outside
+                    self.kept[key] = found._replace(pinned=True)
+                elif not here:
+                    stream = torch.cuda.current_stream(source.device)
+                    stream.wait_event(found.done)
+                    for tensor in tensors_of(found.value):
+                        tensor.record_stream(stream)
             return found.value
-        if cuda and torch.cuda.is_current_stream_capturing():
+        if not cuda:
+            self._keep(key, Entry(value := _value(make()), state, None, None, None, None))
+            return value
+        if torch.cuda.is_current_stream_capturing():
             return _value(make())
-        if here and found.again is not None:
+        if here and found.again is not None and not found.pinned:
             found.again(owner)
             found.done.record(found.stream)
             self.kept[key] = Entry(found.value, state, *found[2:])
             return found.value
-        made = make()
+        with lasting_memory(source.device):
+            made = make()
         value, again = made if type(made) is Again else (made, None)
-        if len(self.kept) >= self.most and key not in self.kept:
-            self.kept.pop(next(iter(list(self.kept)), None), None)  # the oldest
-        if cuda:
-            stream = torch.cuda.current_stream(source.device)
-            self.kept[key] = Entry(value, state, stream, stream.cuda_stream, stream.record_event(), again)
-        else:
-            self.kept[key] = Entry(value, state, None, None, None, None)
+        stream = torch.cuda.current_stream(source.device)
+        self._keep(key, Entry(value, state, stream, stream.cuda_stream, stream.record_event(), again))
         return value
+
+    def _keep(self, key, entry: Entry) -> None:
+        """Cache an entry, and evict the oldest one that is not pinned if there are too many."""
+        found = self.kept.get(key)
+        if found is not None and found.pinned:
+            self.replaced += (found.value,)
+        elif found is None and len(self.kept) >= self.most:
+            evictable = [k for k, e in list(self.kept.items()) if not e.pinned]
+            if len(evictable) >= self.most:
+                self.kept.pop(evictable[0], None)
+        self.kept[key] = entry
 
 
 def _value(made):

@@ -6,6 +6,8 @@ torch._dynamo are looked up inside functions: importing it takes seconds.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
@@ -24,6 +26,7 @@ __all__ = [
     "TensorGuards",
     "TorchDispatchMode",
     "any_autocast",
+    "compiled_with_cuda_graphs",
     "constant_variable",
     "decomposition_of",
     "foreach_copy_",
@@ -61,6 +64,12 @@ def _raw_stream(index: int) -> int:
 
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)  # (device index) -> handle of its stream
 foreach_copy_ = torch._foreach_copy_  # (destinations, sources): one launch for many tensors
+
+
+def compiled_with_cuda_graphs() -> bool:
+    """True if torch.compile has made code that runs as CUDA graphs: it imports this module then."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
+
 
 # ---------------------------------------------------------------------- operators
 

@@ -10,6 +10,7 @@ memory, and zeroing it becomes part of the graph: a few microseconds a replay.
 
 import torch
 
+from .graphs import lasting_memory
 from .torch_compat import raw_stream
 
 _BUFFERS: dict[tuple, torch.Tensor] = {}  # (device, stream, dtype) -> (words,), all zero between calls
@@ -25,5 +26,6 @@ def zeros(device: torch.device, words: int, dtype: torch.dtype = torch.float32) 
     found = _BUFFERS.get(key)
     if found is None or len(found) < words:
         # The old one may still be in use: torch hands its memory to later work on this stream only.
-        found = _BUFFERS[key] = torch.zeros(words, dtype=dtype, device=device)
+        with lasting_memory(device):
+            found = _BUFFERS[key] = torch.zeros(words, dtype=dtype, device=device)
     return found

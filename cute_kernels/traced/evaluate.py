@@ -47,7 +47,8 @@ def evaluate(program: Program, inputs: Sequence[Tensor], tensors: Sequence[Tenso
     for node in program.nodes:
         dtype = dtypes[node.dtype]
         if node.op == "const":
-            value = torch.tensor(node.args[0], dtype=dtype)  # on the CPU, which torch takes beside any device
+            # torch.where and indexing would copy a CPU tensor to the GPU, which a CUDA graph cannot capture.
+            value = torch.full((), node.args[0], dtype=dtype, device=inputs[0].device)
         elif node.op == "load":
             load = Load(*node.args)
             value = tensors[load.slot][tuple(values[i].long() for i in load.indices)].to(dtype)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.derived import captured as in_capture
+from ..runtime.graphs import lasting_memory
 from ..runtime.torch_compat import OpOverload, OpOverloadPacket
 from .libraries import library, library_class, library_module, library_scope
 from .record import Traced, trace
@@ -244,13 +246,16 @@ _OF_STATE: dict[tuple, tuple] = {}  # (State.key, arguments) -> (State.alive, Pr
 
 class Kept:
     """A function's latest trace. It is an attribute of the function, and not in a table, which would keep functions for
-    ever that refer to what holds them."""
+    ever that refer to what holds them.
 
-    __slots__ = ("arguments", "function", "places", "result", "state", "versions")
+    `pinned` are the tensors that were handed out while a CUDA graph was captured, of this trace and of earlier ones.
+    """
 
-    def __init__(self, function: Callable, arguments: tuple, state: State, result: Traced):
+    __slots__ = ("arguments", "function", "pinned", "places", "result", "state", "versions")
+
+    def __init__(self, function: Callable, arguments: tuple, state: State, result: Traced, pinned: tuple):
         self.function, self.arguments, self.state, self.result = weakref.ref(function), arguments, state, result
-        self.versions, self.places = _versions(result.read), _places(result.tensors)
+        self.versions, self.places, self.pinned = _versions(result.read), _places(result.tensors), pinned
 
     def is_of(self, function: Callable, arguments: tuple) -> bool:
         """Whether it is this very function, no copy, and would be traced to the same."""
@@ -273,13 +278,17 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
     fields = getattr(function, "__dict__", None)
     known = None if fields is None else fields.get(ATTRIBUTE)
     if known is not None and known.is_of(function, arguments):
+        tensors = known.result.tensors
+        if tensors and in_capture(tensors[0]) and not any(t is tensors for t in known.pinned):
+            known.pinned += (tensors,)
         return known.result
     state = State.of(function)
     if state is None:
         return trace(function, *arguments)
     result = _of_state(state, arguments)
     if result is None:
-        result = trace(function, *arguments)
+        with lasting_memory(torch.device(device)):
+            result = trace(function, *arguments)
         if not result.read and len(result.tensors) == len(_captured(state, result.tensors)):
             if len(_OF_STATE) >= MOST:
                 _OF_STATE.clear()
@@ -287,7 +296,8 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
             _OF_STATE[state.key, arguments] = state.alive, result.program, refs
     if type(fields) is dict and _versions(result.read) is not None:
         state.seen.clear()
-        fields[ATTRIBUTE] = Kept(function, arguments, state, result)
+        earlier = known.pinned if known is not None and known.function() is function else ()
+        fields[ATTRIBUTE] = Kept(function, arguments, state, result, earlier)
     return result
 
 
