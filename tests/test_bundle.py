@@ -5,6 +5,7 @@ Compiled objects are loaded only from folders that nobody else can write.
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -124,9 +125,46 @@ class TestTrust:
         with pytest.raises(UntrustedFolder, match="belongs to user"):
             insist_on_trust(folder)
 
-    def test_the_cache_refuses_a_folder_before_it_loads(self, folder, build):
+    def test_the_cache_warns_once_and_does_without_a_folder_of_another_user(self, folder, build, caplog, monkeypatch):
+        """As in containers that share a home folder. Neither are its kernels loaded nor others written to it."""
+        KernelCache(folder).get(Facts(), build(Facts()))
+        before = sorted(folder.rglob("*"))
+        (made,) = folder.iterdir()
+        if os.getuid() == 0:
+            os.chown(made, 4242, -1)
+        else:
+            monkeypatch.setattr(os, "getuid", lambda: made.stat().st_uid + 1)
+        owner = made.stat().st_uid
+        cache = KernelCache(folder)
+        assert all(is_function(cache.get(facts, build(facts))) for facts in (Facts(), Facts(tile=64)))
+        assert cache.stats().disk_hits == 0 and cache.stats().compiles == 2 and sorted(folder.rglob("*")) == before
+        assert caplog.text.count("cannot be kept") == caplog.text.count(f"belongs to user {owner}") == 1
+
+    def test_the_cache_does_without_a_folder_that_others_can_write(self, folder, build, caplog):
         KernelCache(folder).get(Facts(), build(Facts()))
         (made,) = folder.iterdir()
         made.chmod(0o777)
-        with pytest.raises(UntrustedFolder, match="chmod go-w"):
-            KernelCache(folder).get(Facts(), build(Facts()))
+        cache = KernelCache(folder)
+        assert is_function(cache.get(Facts(), build(Facts()))) and cache.stats().disk_hits == 0
+        assert caplog.text.count("chmod go-w") == 1
+
+    def test_a_folder_that_another_user_makes_first_is_not_used(self, folder, build, caplog, monkeypatch):
+        """Between the check and the first kernel."""
+        mkdir = Path.mkdir
+
+        def theirs(self, mode=0o777, **options):
+            mkdir(self, **options)
+            self.chmod(0o777)
+
+        monkeypatch.setattr(Path, "mkdir", theirs)
+        cache = KernelCache(folder / "cache")
+        assert is_function(cache.get(Facts(), build(Facts())))
+        assert "can be written by others" in caplog.text and not list(folder.rglob("*.o"))
+
+    def test_without_a_home_folder_none_is_made_here(self, folder, build, caplog, monkeypatch):
+        """A user without a name, as `docker run --user 4242` has it: the system's cache folder begins with ~ then."""
+        monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
+        monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: "~/.cache/cute-kernels")
+        monkeypatch.chdir(folder)
+        assert is_function(KernelCache().get(Facts(), build(Facts())))
+        assert not list(folder.iterdir()) and caplog.text.count("home folder of this user is not known") == 1

@@ -5,10 +5,13 @@ import json
 import logging
 import multiprocessing
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cute_kernels.runtime import cache as cache_module
 from cute_kernels.runtime import keys
 from cute_kernels.runtime.cache import KernelCache, default_cache
 from cute_kernels.runtime.disk_store import sha256, write_atomically
@@ -46,14 +49,27 @@ def test_the_sidecar_tells_what_the_object_is(tmp_path, build):
     assert {file.suffix for file in path.parent.iterdir()} <= {".o", ".json", ".lock"}, "a file was left over"
 
 
-def test_the_directory_comes_from_the_environment(tmp_path, build):
-    default_cache.cache_clear()
-    try:
-        assert default_cache() is default_cache()
-        default_cache().get(Facts(), build(Facts()))
-    finally:
-        default_cache.cache_clear()
+def test_the_directory_comes_from_the_environment(tmp_path, build, monkeypatch):
+    monkeypatch.setattr(cache_module, "_DEFAULT", None)
+    assert default_cache() is default_cache()
+    default_cache().get(Facts(), build(Facts()))
     assert len(objects(tmp_path / "from_environment")) == 1
+
+
+def test_first_calls_of_many_threads_share_one_cache(monkeypatch):
+    made, together = [], threading.Barrier(8)
+
+    class Slow(KernelCache):
+        def __init__(self):
+            made.append(self)
+            time.sleep(0.1)
+            super().__init__()
+
+    monkeypatch.setattr(cache_module, "_DEFAULT", None)
+    monkeypatch.setattr(cache_module, "KernelCache", Slow)
+    with ThreadPoolExecutor(8) as pool:
+        caches = list(pool.map(lambda _: together.wait() >= 0 and default_cache(), range(8)))
+    assert len(made) == 1 and set(map(id, caches)) == {id(made[0])}
 
 
 @pytest.mark.parametrize("value", ["0", "off"])

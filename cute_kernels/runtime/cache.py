@@ -12,7 +12,6 @@ one then call the same code in the same way.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from . import keys, record
 from .bundle import Bundle, BundleError, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
 from .device import assumed
-from .disk_store import LOG, CorruptEntry, Store
+from .disk_store import LOG, CorruptEntry, Store, warn_of_no_disk
 from .trust import UntrustedFolder, insist_on_trust
 
 __all__ = [
@@ -63,7 +62,7 @@ class CacheStats:
 def cache_directory() -> Path:
     """The folder that the environment names, or the platform's place for caches."""
     if named := os.environ.get(DIRECTORY_VARIABLE):
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     return Path(platformdirs.user_cache_dir("cute-kernels", appauthor=False))
 
 
@@ -167,17 +166,31 @@ class KernelCache:
     def _set_up(self) -> Store:
         """Find the folder and the environment's bundles: at the first miss, as the DSL's versions enter."""
         if self._store is None:
-            folder = None
-            if self.directory is not None:
-                folder = self.directory / keys.folder_name(keys.source_fingerprint(), keys.versions())
-                insist_on_trust(folder)
-            self._store = Store(folder, self._lock_timeout)
+            self._store = Store(self._folder(), self._lock_timeout)
             for named in filter(None, os.environ.get(BUNDLE_VARIABLE, "").split(os.pathsep)):
                 try:
                     self._bundles.append(Bundle(named))
                 except BundleError as error:
                     LOG.warning("%s: %s", BUNDLE_VARIABLE, error)
         return self._store
+
+    def _folder(self) -> Path | None:
+        """The folder for this state of the sources, made if it is missing; None, with a warning, if it cannot be used.
+
+        It is checked after it was made: another user could make one that is missing between a check and that.
+        """
+        if self.directory is None:
+            return None
+        folder = self.directory / keys.folder_name(keys.source_fingerprint(), keys.versions())
+        try:
+            if folder.parts[0].startswith("~"):
+                raise FileNotFoundError("the home folder of this user is not known")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            insist_on_trust(folder)
+        except OSError as error:
+            warn_of_no_disk(folder, error)
+            return None
+        return folder.resolve()
 
     def _from_bundles(self, key: str) -> Any:
         for bundle in self._bundles:
@@ -245,7 +258,15 @@ def _not_compiled(*_args):
     raise RuntimeError("this plan was made for a GPU that need not be here: its kernel was not compiled")
 
 
-@functools.cache
+_DEFAULT: KernelCache | None = None
+_DEFAULT_GUARD = threading.Lock()
+
+
 def default_cache() -> KernelCache:
     """The process's cache, as the environment describes it."""
-    return KernelCache()
+    global _DEFAULT
+    if _DEFAULT is None:
+        with _DEFAULT_GUARD:
+            if _DEFAULT is None:
+                _DEFAULT = KernelCache()
+    return _DEFAULT

@@ -44,6 +44,16 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def warn_of_no_disk(folder: Path | None, error: Exception) -> None:
+    """Warn that a process keeps its kernels in memory alone."""
+    LOG.warning(
+        "compiled kernels cannot be kept in %s (%s) and will be compiled again by the next process. "
+        "Set CUTE_KERNELS_CACHE_DIR to a folder that can be written, or CUTE_KERNELS_CACHE=0.",
+        folder,
+        error,
+    )
+
+
 class Store:
     """One folder of entries. `None` as the folder is a store that is always empty."""
 
@@ -132,9 +142,4 @@ class Store:
     def _give_up(self, error: Exception) -> None:
         if self._writable:
             self._writable = False
-            LOG.warning(
-                "compiled kernels cannot be kept in %s (%s) and will be compiled again by the next process. "
-                "Set CUTE_KERNELS_CACHE_DIR to a folder that can be written, or CUTE_KERNELS_CACHE=0.",
-                self.folder,
-                error,
-            )
+            warn_of_no_disk(self.folder, error)
