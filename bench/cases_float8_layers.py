@@ -71,7 +71,7 @@ def feed_forward(
         rows, wide = sampled_rows(tokens, device), torch.float32
         both, down = (part.weight.to_dense().t() for part in (layer.gate_up, layer.down))
         values, scale = quantize(x()[rows], per="row")
-        z = layer.gate_up(x())[rows]  # of all tokens: one with the gate inside makes hidden numbers of the same bits
+        z = layer.gate_up._product(x())[rows]  # before the gate; a gate inside of the GEMM rounds as one after it
         compare(z, truth(values.to(wide) * scale, both, dtype=wide), where=" before the gate")
         values, scale = quantize_gated(z)
         hidden = values.to(wide) * scale

@@ -17,12 +17,12 @@ def layer_of(device="cpu", *, density=0.6, block=(32, 32), grid=(3, 4), bias=Tru
 
 
 def masked(layer: BsrLinear) -> tuple[nn.Linear, torch.Tensor]:
-    """The dense layer in fp64, and a mask (M, K) of what is stored."""
+    """The dense layer in fp64, without an activation or gate, and a mask (M, K) of what is stored."""
     linear = copy.deepcopy(layer)
     linear.activation = None
     bm, bk = layer.blocksize
     mask = layer.pattern.mask().repeat_interleave(bm, 0).repeat_interleave(bk, 1)
-    return linear.to_linear().double(), mask
+    return BsrLinear.to_linear(linear).double(), mask
 
 
 def near(found, exact, slack=1.0):

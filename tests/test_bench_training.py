@@ -90,7 +90,7 @@ def test_swiglu_under_inference(device, fresh):
 
 
 def test_a_wrong_result_is_no_row(monkeypatch, fresh):
-    monkeypatch.setattr(models.SwiGLU, "forward", lambda self, x: self.down(models.gate(self.gate_up(x), None)))
+    monkeypatch.setattr(models.SwiGLU, "forward", lambda self, x: self.down(2 * self.gate_up(x)))
     with pytest.raises(WrongResult):
         models.swiglu(128, 256, 64, backend="eager", **SMALL).ours()
     monkeypatch.setattr(models, "change_pattern_", lambda layer, *_, **__: layer.values.data.mul_(1.01))

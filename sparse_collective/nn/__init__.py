@@ -1,6 +1,7 @@
 """Layers with block-sparse weights, and which blocks they store. `import sparse_collective.nn` asks for them.
 
 BsrLinear, BsrGroupedLinear     in the place of torch.nn.Linear; one of them for each expert
+GatedBsrLinear                  activation(gate(x)) * up(x), with both weights in one; GatedLinear is its dense form
 SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
 quantize_                       their weights as 8-bit floats, for inference: Float8BsrLinear, Float8SwiGLU
 mask_2_4_, prune_2_4_           train with 2:4 masks; then for inference Bsr24Linear, of nn.Linear Sparse24Linear
@@ -10,6 +11,7 @@ prune_, change_pattern_         keep the blocks that matter; drop and regrow blo
 
 from .feed_forward import BsrMixtureOfExperts, SwiGLU
 from .float8 import Float8BsrLinear, Float8SwiGLU, quantize_
+from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 from .pattern import Pattern
@@ -30,6 +32,8 @@ __all__ = [
     "DenseGradients",
     "Float8BsrLinear",
     "Float8SwiGLU",
+    "GatedBsrLinear",
+    "GatedLinear",
     "InputNorms",
     "Masked24BsrLinear",
     "Masked24Linear",

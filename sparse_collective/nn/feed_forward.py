@@ -10,32 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.reference import GATE
-from cute_kernels.reference import gate as gated
 
-from ..ops import bsr_gated_linear, interleaved
+from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
-from .module import multiply
 
 __all__ = ["BsrMixtureOfExperts", "Routing", "SwiGLU", "routing_of"]
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), where gate and up are one BsrLinear: of its rows 64 of each in turn.
+    """down(gate_up(x)), where gate_up computes silu(gate(x)) * up(x): a gated feed-forward layer.
 
     Args:
-        dim, hidden: extents outside and inside, multiples of the blocks' sides; hidden a multiple of 64.
+        dim, hidden: features outside and inside, multiples of the blocks' sides; hidden a multiple of 64.
         bias: of all three.
         blocksize: (bm, bk); of gate and up, of the matrix that holds both.
-        density: of all layers, in [0, 1]; random places. For other patterns see `from_linears`, or put other BsrLinear
-            in the place of gate_up and down.
+        density: of all layers, in [0, 1]; random places. For other patterns see `from_linears`.
         device, dtype: see BsrLinear.
 
-    Forward takes (..., dim) and gives (..., dim). Without a gradient and a bias the first half is one kernel, see
-    bsr_gated_linear. Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    gate_up: a GatedBsrLinear(dim, 2 * hidden), or any module in its place that maps dim features to hidden ones, for
+        example a GatedBsrLinear of another activation.
+    down: a BsrLinear(hidden, dim), or any module in its place.
+
+    Forward takes (..., dim) and returns (..., dim). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 
     Raises:
-        TypeError, ValueError: as BsrLinear does, and for a hidden that is no multiple of 64.
+        TypeError, ValueError: as BsrLinear does, and for a hidden that is not a multiple of 64.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SwiGLU(nn.Module):
         if operator.index(hidden) % GATE:
             raise ValueError(f"SwiGLU: hidden is {hidden}; use a multiple of {GATE}")
         more = {"density": density, "device": device, "dtype": dtype}
-        self.gate_up = BsrLinear(dim, 2 * hidden, bias, blocksize, **more)
+        self.gate_up = GatedBsrLinear(dim, 2 * hidden, bias, blocksize, **more)
         self.down = BsrLinear(hidden, dim, bias, blocksize, **more)
 
     @classmethod
@@ -66,23 +66,14 @@ class SwiGLU(nn.Module):
         density: float = 1.0,
     ) -> SwiGLU:
         """The layer with the blocks of largest norm of three linear ones, copied; see BsrLinear.from_linear."""
-        if (gate.bias is None) != (up.bias is None):
-            raise ValueError("from_linears: gate and up must both have a bias, or neither")
-        joint = nn.Linear(gate.in_features, 2 * gate.out_features, gate.bias is not None, device="meta")
-        joint.weight = nn.Parameter(interleaved(gate.weight.detach(), up.weight.detach()), gate.weight.requires_grad)
-        if gate.bias is not None:
-            joint.bias = nn.Parameter(interleaved(gate.bias.detach(), up.bias.detach()), gate.bias.requires_grad)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.gate_up = BsrLinear.from_linear(joint, blocksize, density)
+        layer.gate_up = GatedBsrLinear.from_linears(gate, up, blocksize, density)
         layer.down = BsrLinear.from_linear(down, blocksize, density)
         return layer.train(gate.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        layer = self.gate_up
-        if isinstance(layer, BsrLinear) and layer.bias is None:
-            return self.down(multiply(lambda x, W, _: bsr_gated_linear(x, W), x, layer.weight, None))
-        return self.down(gated(layer(x), "silu"))
+        return self.down(self.gate_up(x))
 
 
 class Routing(NamedTuple):

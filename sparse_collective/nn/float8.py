@@ -12,6 +12,7 @@ from cute_kernels.checks import check_no_grad
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.quantization.eager import quantized, quantized_gated
 from cute_kernels.quantize import quantize, quantize_gated
+from cute_kernels.reference import gate_of_rounded
 from cute_kernels.runtime.torch_compat import has_global_module_hook
 
 from .. import eager
@@ -19,10 +20,11 @@ from ..bsr import BsrMatrix
 from ..chains import MOST_COLUMNS
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
+from .gated import GatedBsrLinear
 from .inference import InferenceLinear, StoredBlocks
 from .linear import BsrLinear
 from .module import autocast_dtype
-from .prune24 import Masked24BsrLinear
+from .prune24 import Masked24BsrLinear, Masked24GatedBsrLinear
 
 __all__ = ["Float8BsrLinear", "Float8SwiGLU", "quantize_"]
 
@@ -37,7 +39,8 @@ class Float8BsrLinear(StoredBlocks, InferenceLinear):
     """y = activation(x @ W.T + bias) for inference, with an FP8 W that has a scale for each stored block.
 
     Args:
-        layer: a BsrLinear, whose weight is quantized, and whose bias and activation are taken over.
+        layer: a BsrLinear, whose weight is quantized, and whose bias, activation and gate (of a GatedBsrLinear) are
+            taken over.
         dtype: float8_e4m3fn or float8_e5m2.
 
     Forward takes x (..., K) of bfloat16, float16 or float32 and returns (..., M) in its dtype, or autocast's. x is
@@ -60,7 +63,7 @@ class Float8BsrLinear(StoredBlocks, InferenceLinear):
     def __init__(self, layer: BsrLinear, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         if not isinstance(layer, BsrLinear):
             raise TypeError(f"Float8BsrLinear needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
-        super().__init__(quantised(layer, dtype), layer.bias, layer.activation, layer.training)
+        super().__init__(quantised(layer, dtype), layer.bias, layer.activation, layer.training, layer.gated)
 
     def _matrix(self) -> BsrMatrix:
         tensors, shape = (self.crow_indices, self.col_indices, self.values), (self.out_features, self.in_features)
@@ -104,70 +107,89 @@ class Float8BsrLinear(StoredBlocks, InferenceLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         check_no_grad("Float8BsrLinear", x)
-        return outside_autocast(self._product, x)
+        return outside_autocast(self._gated if self.gated else self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
+        """The layer of x (..., K); of a gated one what its gate is computed of, (..., 2 H)."""
         W = self.weight
         tokens = x if x.dim() > 1 else x[None]
         found = quantized(tokens.detach(), W.dtype, "row", leads=True) if are_few(x) else None
         y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
+    def _gated(self, x: Tensor) -> Tensor:
+        h = self._hidden(x) if x.dim() > 1 else None
+        return gate_of_rounded(self._product(x), self.activation) if h is None else h
+
+    def _hidden(self, x: Tensor) -> Tensor | None:
+        """The gated output for x (..., K), of one kernel; None where no kernel gates what it stores."""
+        found = quantized(x.detach(), self.weight.dtype, "row") if gates_its_store(self, x) else None
+        if found is None:
+            return None
+        terms = self.weight, found[0], None, self.activation, None, None, None
+        return eager.call(eager.GATED, *terms, scale_b=found[1], out_dtype=x.dtype, fused=True)
+
 
 class Float8SwiGLU(nn.Module):
-    """SwiGLU for inference, with weights as of Float8BsrLinear: four kernels, of which two multiply, and two quantise.
+    """SwiGLU for inference with FP8 weights: down(gate_up(x)) of two Float8BsrLinear, in four kernels.
 
     Args:
-        layer: a SwiGLU whose layers are BsrLinear.
+        layer: a SwiGLU whose gate_up is a GatedBsrLinear and whose down is a BsrLinear.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    Forward takes x (..., dim) of bfloat16, float16 or float32 and gives (..., dim) in its dtype, or autocast's. What is
-    between the layers is quantised with a scale for each token. Of many tokens on Hopper, without a bias, it is
-    multiplied by its gate where the first product is stored, if its blocks have a multiple of 128 rows (see
-    bsr_gated_linear); else by the kernel that quantises it (see cute_kernels.quantize_gated). Both round alike.
+    Forward takes x (..., dim) of bfloat16, float16 or float32 and returns (..., dim) in its dtype, or autocast's. The
+    four kernels quantize x, multiply, quantize the hidden features with a scale for each token, and multiply. With many
+    tokens on Hopper, without a bias, the first GEMM's epilogue computes the gate, if blocks have a multiple of 128 rows
+    (see bsr_gated_linear); otherwise the second quantization does (see cute_kernels.quantize_gated). Both round alike.
+
+    With hooks on gate_up or down, global hooks, or another module in the place of one, the layers are called one by
+    one, to the same result up to the order of sums.
 
     Raises:
-        TypeError: `layer` is no such SwiGLU, or dtype is no such type.
+        TypeError: `layer` is no such SwiGLU, or dtype is no FP8 dtype.
         RuntimeError: in forward, x requires a gradient.
     """
 
-    def __init__(self, layer: SwiGLU, dtype: torch.dtype = torch.float8_e4m3fn):
+    def __init__(self, layer: SwiGLU, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         super().__init__()
         if not isinstance(layer, SwiGLU):
             raise TypeError(f"Float8SwiGLU needs a SwiGLU, got {type(layer).__name__}; see SwiGLU.from_linears")
+        if not getattr(layer.gate_up, "gated", False):
+            raise TypeError(
+                f"Float8SwiGLU needs a SwiGLU whose gate_up is a GatedBsrLinear, got {type(layer.gate_up).__name__}"
+            )
         self.gate_up = Float8BsrLinear(layer.gate_up, dtype)
         self.down = Float8BsrLinear(layer.down, dtype)
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         check_no_grad("Float8SwiGLU", x)
+        if has_global_module_hook() or not all(is_plain(layer) for layer in (self.gate_up, self.down)):
+            return self.down(self.gate_up(x))
         return outside_autocast(self._product, x)
 
     def _product(self, x: Tensor) -> Tensor:
+        """As forward, with what is between the layers never stored unquantized, or not at all."""
         tokens = x if x.dim() > 1 else x[None]
-        dtypes = [layer.weight.dtype for layer in (self.gate_up, self.down)]
-        # A hook of gate_up sees what that gives, and may launch kernels of its own between both products.
-        alone = not hooks_of(self.gate_up) and not has_global_module_hook()
-        gates = alone and gates_its_store(self.gate_up, tokens)
-        found = quantized(tokens.detach(), dtypes[0], "row") if gates else None
-        if found is not None and (h := self._hidden(*found, x.dtype)) is not None:
+        h = self.gate_up._hidden(tokens)
+        if h is not None:
             y = self.down._product(h)
         else:
-            z = self.gate_up(tokens) if found is None else multiplied(*found, self.gate_up, x.dtype, False)
-            found = quantized_gated(z.detach(), "silu", dtypes[1], chained=True) if alone and are_few(z) else None
-            y = multiplied(*(found or quantize_gated(z, "silu", dtypes[1])), self.down, x.dtype, found is not None)
+            z, terms = self.gate_up._product(tokens), (self.gate_up.activation, self.down.weight.dtype)
+            found = quantized_gated(z.detach(), *terms, chained=True) if are_few(z) else None
+            y = multiplied(*(found or quantize_gated(z, *terms)), self.down, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
-    def _hidden(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What is between the layers, of quantised tokens; None where no kernel gates what it stores."""
-        terms = self.gate_up.weight, values, None, "silu", None, None, None
-        return eager.call(eager.GATED, *terms, scale_b=scale, out_dtype=dtype, fused=True)
+
+def is_plain(layer: nn.Module) -> bool:
+    """True if nothing but its product happens when a layer is called. A hook may launch kernels of its own."""
+    return type(layer) is Float8BsrLinear and not hooks_of(layer) and "forward" not in layer.__dict__
 
 
 def gates_its_store(layer: Float8BsrLinear, tokens: Tensor) -> bool:
-    """Whether the first layer of a Float8SwiGLU may have a gate where it is stored. Of fewer tokens it is as fast
-    without; of few it has other kernels, which begin while these are quantised."""
-    return layer.bias is None and layer.activation is None and math.prod(tokens.shape[:-1]) >= LEAST_GATED
+    """True if the epilogue of a gated layer's GEMM may compute the gate. With fewer tokens it is as fast without; few
+    tokens take other kernels, which begin while the tokens are being quantized."""
+    return layer.bias is None and math.prod(tokens.shape[:-1]) >= LEAST_GATED
 
 
 def are_few(x: Tensor) -> bool:
@@ -178,7 +200,7 @@ def are_few(x: Tensor) -> bool:
 def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:
     """A layer of quantised tokens (..., K) with scales (..., 1). chained: whether a kernel that leads has made them
     (cute_kernels/tile/chain.py): then W is loaded while it still runs."""
-    W, bias, activation = layer.weight, layer.bias, layer.activation
+    W, bias, activation = layer.weight, layer.bias, None if layer.gated else layer.activation
     if chained:
         terms = W, values, bias, activation, None, None, None
         return eager.call("bsr_linear", *terms, scale_b=scale, out_dtype=dtype, chained=True)
@@ -223,9 +245,15 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.
     return swapped(model)
 
 
+NARROW = {
+    SwiGLU: Float8SwiGLU,
+    **{kind: Float8BsrLinear for kind in (BsrLinear, GatedBsrLinear, Masked24BsrLinear, Masked24GatedBsrLinear)},
+}
+
+
 def narrow_kind(module: nn.Module) -> type | None:
     """What quantize_ puts in a layer's place; None of others."""
-    kind = {SwiGLU: Float8SwiGLU, BsrLinear: Float8BsrLinear, Masked24BsrLinear: Float8BsrLinear}.get(type(module))
+    kind = NARROW.get(type(module))
     return kind if all(isinstance(layer, BsrLinear) for layer in module.children()) else None
 
 

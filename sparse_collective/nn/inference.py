@@ -25,8 +25,11 @@ class InferenceLinear(nn.Module):
 
     TENSORS: ClassVar[tuple[str, ...]]  # the weight's buffers, by their names in the matrix
     trained: ClassVar[str]  # the layer that it is made of
+    gated: bool  # True if the output (..., 2 H) becomes activation(g) * u (..., H), as in GatedBsrLinear
 
-    def __init__(self, W: Any, bias: Tensor | None, activation: str | None, training: bool) -> None:
+    def __init__(
+        self, W: Any, bias: Tensor | None, activation: str | None, training: bool, gated: bool = False
+    ) -> None:
         super().__init__()
         if activation is not None and activation not in ACTIVATIONS:
             name = type(self).__name__
@@ -35,7 +38,7 @@ class InferenceLinear(nn.Module):
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             name = type(self).__name__
             raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}, must be ({self.out_features},)")
-        self.activation = activation
+        self.activation, self.gated = activation, gated
         for tensor in self.TENSORS:
             t = getattr(W, tensor)
             self.register_buffer(tensor, t.clone() if t.is_contiguous() and t._is_view() else t)  # safetensors wants it
@@ -134,6 +137,7 @@ class InferenceLinear(nn.Module):
     def extra_repr(self) -> str:
         facts = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
         facts += f"{self._kind()}dtype={self.values.dtype}"
+        facts += ", gated=True" if self.gated else ""
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
 
     def _kind(self) -> str:

@@ -49,6 +49,7 @@ class BsrLinear(BsrModule):
     """
 
     bias: nn.Parameter | None
+    gated = False  # True of a GatedBsrLinear
 
     def __init__(
         self,
@@ -167,8 +168,12 @@ class BsrLinear(BsrModule):
                 f"this layer applies {self.activation} to its output, which nn.Linear does not; convert a layer with "
                 "activation=None and put the activation behind it"
             )
+        return self._dense(nn.Linear)
+
+    def _dense(self, kind: type) -> nn.Linear:
+        """A linear layer of this class with the same weight and bias."""
         weight, bias = self.values, self.bias
-        linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)
+        linear = kind(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)
         if weight.is_meta:
             dense = torch.empty(self.matrix_shape, device="meta", dtype=weight.dtype)
         else:

@@ -15,6 +15,7 @@ from cute_kernels.sparse24.format import DTYPES, check_groups, prune_2_4
 
 from ..bsr import BsrMatrix
 from ..bsr24.matrix import check_blocks
+from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 from .sparsify import Change, Report, has_hooks, replace_layers, shape_of, size_of
@@ -42,12 +43,25 @@ class Masked24Linear(nn.Linear):
         return nn.functional.linear(x, masked(self.weight), self.bias)
 
 
+class Masked24GatedBsrLinear(Masked24BsrLinear, GatedBsrLinear):
+    """A GatedBsrLinear with 2:4 masks; mask_2_4_ makes one."""
+
+
+class Masked24GatedLinear(GatedLinear, Masked24Linear):
+    """A GatedLinear with 2:4 masks; mask_2_4_ makes one."""
+
+
 def masked(w: Tensor) -> Tensor:
     """prune_2_4 of finite w (..., K), with the gradient of the identity (straight-through)."""
     return w + (prune_2_4(w.detach()) - w).detach()
 
 
-MASKED = {BsrLinear: Masked24BsrLinear, nn.Linear: Masked24Linear}
+MASKED = {
+    BsrLinear: Masked24BsrLinear,
+    GatedBsrLinear: Masked24GatedBsrLinear,
+    nn.Linear: Masked24Linear,
+    GatedLinear: Masked24GatedLinear,
+}
 
 
 def mask_2_4_(

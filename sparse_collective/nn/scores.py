@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from cute_kernels.gradients import saved_of, through_epilogue
 from cute_kernels.ops import gemm
+from cute_kernels.reference import gate
 
 from ..conversions import block_view
 from ..ops import bsr_linear
+from .gated import GatedBsrLinear, GatedLinear
 from .linear import BsrLinear
 
 __all__ = [
@@ -223,12 +225,30 @@ class DenseGradients(_Hooks):
 
     @staticmethod
     def _before_activation(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
-        activation = getattr(module, "activation", None)
-        if saved_of(activation, None) == "z":
-            W = module.weight.with_values(module.values.detach().to(dy.dtype))
-            bias = None if module.bias is None else module.bias.detach().to(dy.dtype)
-            y = bsr_linear(x.to(dy.dtype), W, bias)
-        return through_epilogue(dy, activation, None, y, False)[0]
+        """The gradient of x @ W.T + bias, by that of the output y.
+
+        Raises:
+            TypeError: a subclass overrides the forward of a layer with an activation or a gate.
+        """
+        ours = isinstance(module, (BsrLinear, GatedLinear))
+        activation, gated = (module.activation, module.gated) if ours else (None, False)
+        if activation is None and not gated:
+            return dy
+        if type(module).forward not in (BsrLinear.forward, GatedBsrLinear.forward, GatedLinear.forward):
+            raise TypeError(
+                f"DenseGradients: {type(module).__name__} overrides forward and has an activation, so that the "
+                "gradient before it is not known; use activation=None and apply the activation in your forward"
+            )
+        if gated or saved_of(activation, None) == "z":
+            W, bias = module.weight, None if module.bias is None else module.bias.detach().to(dy.dtype)
+            if isinstance(module, GatedLinear):
+                y = nn.functional.linear(x.to(dy.dtype), W.detach().to(dy.dtype), bias)
+            else:
+                y = bsr_linear(x.to(dy.dtype), W.with_values(W.values.detach().to(dy.dtype)), bias)
+        if not gated:
+            return through_epilogue(dy, activation, None, y, False)[0]
+        with torch.enable_grad():
+            return torch.autograd.grad(gate(y.requires_grad_(), activation), y, dy)[0]
 
     def clear(self) -> None:
         """Forget all calls."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks as arguments
+from .gated import GatedBsrLinear, GatedLinear
 from .linear import BsrLinear
 from .module import block_grid
 from .pattern import top_keys, top_keys_of_rows
@@ -152,7 +153,7 @@ def densify_(model: nn.Module) -> Report:
 
     def swap(name: str, layer: BsrLinear) -> tuple[nn.Module | None, Change]:
         why = "has hooks" if has_hooks(layer) else ""
-        if layer.activation is not None:
+        if layer.activation is not None and not layer.gated:
             why = f"applies {layer.activation}, which nn.Linear does not"
         if why:
             return None, Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
@@ -184,7 +185,7 @@ def replace_layers(model: nn.Module, kind: type | tuple[type, ...], swap: Callab
 
 def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
     """Why a layer cannot be swapped, or ""."""
-    if type(linear) is not nn.Linear:
+    if type(linear) not in (nn.Linear, GatedLinear):
         return f"is a {type(linear).__name__}"
     if has_hooks(linear):
         return "has hooks, which would be lost"
@@ -205,18 +206,20 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLinear:
+    kind = GatedBsrLinear if isinstance(linear, GatedLinear) else BsrLinear
+    more = {"activation": linear.activation} if kind is GatedBsrLinear else {}
     rows, cols = block_grid(linear.in_features, linear.out_features, config.blocksize)
     per_row = round(density * cols)
     if linear.weight.is_meta:  # which blocks is in the state that will be loaded; here, how many
         density = per_row / max(1, cols) if config.even_rows else density
-        return BsrLinear.from_linear(linear, config.blocksize, density)
+        return kind.from_linear(linear, config.blocksize, density, **more)
     scores = Blocks.of(linear, config.blocksize).score(config.scores).view(rows, cols)
     if config.even_rows:
         keys = top_keys_of_rows(scores, per_row)
     else:
         keys = top_keys(scores, round(density * rows * cols))
     mask = torch.zeros(rows * cols, dtype=torch.bool, device=scores.device).index_fill_(0, keys, True)
-    return BsrLinear.from_linear(linear, config.blocksize, mask=mask.view(rows, cols))
+    return kind.from_linear(linear, config.blocksize, mask=mask.view(rows, cols), **more)
 
 
 def shape_of(layer: nn.Linear | BsrLinear) -> tuple[int, int]:

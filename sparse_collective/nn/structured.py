@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cute_kernels import gemm
 from cute_kernels.checks import watched
 from cute_kernels.dtypes import FLOAT8
+from cute_kernels.reference import gate
 from cute_kernels.sparse24.format import (
     KEPT,
     Sparse24,
@@ -24,6 +25,7 @@ from ..alignment import aligned
 from ..bsr import BsrMatrix
 from ..bsr24.matrix import Bsr24
 from ..ops import bsr_linear
+from .gated import GatedLinear
 from .inference import InferenceLinear, StoredBlocks
 from .linear import BsrLinear
 from .module import multiply
@@ -34,9 +36,11 @@ __all__ = ["Bsr24Linear", "Sparse24Linear"]
 class StructuredLinear(InferenceLinear):
     """A 2:4 sparse weight as buffers."""
 
-    def __init__(self, W: Bsr24 | Sparse24, bias: Tensor | None, activation: str | None, training: bool) -> None:
+    def __init__(
+        self, W: Bsr24 | Sparse24, bias: Tensor | None, activation: str | None, training: bool, gated: bool = False
+    ) -> None:
         refuse_float8(type(self).__name__, W.dtype)
-        super().__init__(W, bias, activation, training)
+        super().__init__(W, bias, activation, training, gated)
 
     def _refuse_gradient(self, x: Tensor) -> None:
         if watched(x):
@@ -65,8 +69,8 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
 
     Args:
         layer: a BsrLinear whose blocks' sides are multiples of 64. Of every four neighbours in a row of a block the two
-            of largest magnitude are kept: of one that was trained with such a mask, all that there is. Copies; bias and
-            activation are taken over.
+            of largest magnitude are kept: of one that was trained with such a mask, all that there is. Copies; bias,
+            activation and the gate of a GatedBsrLinear are taken over.
 
     Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's: one kernel, of bfloat16 and
     float16 on sm_80 and newer (see bsr_linear of a Bsr24). Works under torch.compile. There is no parameter and no
@@ -89,7 +93,7 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
     def __init__(self, layer: BsrLinear) -> None:
         if not isinstance(layer, BsrLinear):
             raise TypeError(f"Bsr24Linear needs a BsrLinear, got {type(layer).__name__}; see from_bsr for a Bsr24")
-        self._hold(layer.weight.prune_2_4(), layer.bias, layer.activation, layer.training)
+        self._hold(layer.weight.prune_2_4(), layer.bias, layer.activation, layer.training, layer.gated)
 
     @classmethod
     def from_bsr(cls, W: Bsr24, bias: Tensor | None = None, *, activation: str | None = None) -> Bsr24Linear:
@@ -111,11 +115,13 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
         layer._hold(Bsr24(own, W.metadata.clone()), bias, activation, False)
         return layer
 
-    def _hold(self, W: Bsr24, bias: Tensor | None, activation: str | None, training: bool) -> None:
-        super().__init__(W, bias, activation, training)
+    def _hold(self, *arguments) -> None:
+        super().__init__(*arguments)
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_gradient(x)
+        if self.gated:
+            return gate(multiply(bsr_linear, x, self.weight, self.bias), self.activation)
         return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, self.bias)
 
     def _matrix(self) -> Bsr24:
@@ -138,7 +144,7 @@ class Sparse24Linear(StructuredLinear):
 
     Args:
         linear: a torch.nn.Linear of which K is a multiple of 4; the two of largest magnitude of every four are kept.
-            Copies; the bias is taken over.
+            Copies; the bias is taken over, and the gate and activation of a GatedLinear.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the product.
 
     Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's: one kernel, of bfloat16 and
@@ -163,17 +169,19 @@ class Sparse24Linear(StructuredLinear):
         check_groups("Sparse24Linear: the weight", w)
         values, places, _ = compress(prune_2_4(w))
         W = Sparse24(rows_for_tma(values), pack_metadata(places, values.dtype.itemsize), tuple(w.shape))
-        super().__init__(W, linear.bias, activation, linear.training)
+        gated = isinstance(linear, GatedLinear)
+        super().__init__(W, linear.bias, linear.activation if gated else activation, linear.training, gated)
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_gradient(x)
-        return multiply(self._product, x, self.weight, self.bias)
+        y = multiply(self._product, x, self.weight, self.bias)
+        return gate(y, self.activation) if self.gated else y
 
     def _product(self, x: Tensor, W: Sparse24, bias: Tensor | None) -> Tensor:
         tokens = x.flatten(0, -2) if x.dim() > 1 else x[None]
         out = tokens.new_empty(tokens.shape[0], self.out_features)
         bias = None if bias is None else bias[:, None]
-        gemm(W, tokens.t(), bias=bias, activation=self.activation, out=out.t())
+        gemm(W, tokens.t(), bias=bias, activation=None if self.gated else self.activation, out=out.t())
         return out.view(*x.shape[:-1], self.out_features)
 
     def _matrix(self) -> Sparse24:

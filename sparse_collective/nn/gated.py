@@ -1,0 +1,126 @@
+"""GatedBsrLinear: the first half of a gated feed-forward layer, with a block-sparse weight; and its dense form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from cute_kernels.reference import GATE, gate
+
+from ..bsr import BsrMatrix
+from ..ops import bsr_gated_linear, bsr_linear, interleaved
+from .linear import BsrLinear
+from .module import multiply
+
+__all__ = ["GatedBsrLinear", "GatedLinear", "gated_linear"]
+
+
+def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: str | None) -> Tensor:
+    """activation(g) * u, where x @ W.T + bias has 64 columns of g, 64 of u, and so on. W: a BsrMatrix or Bsr24."""
+    if bias is None:
+        return bsr_gated_linear(x, W, activation)
+    return gate(bsr_linear(x, W, bias), activation)
+
+
+class GatedLinear(nn.Linear):
+    """An nn.Linear whose output (..., 2 H) becomes activation(g) * u (..., H); GatedBsrLinear.to_linear makes one."""
+
+    activation: str | None = "silu"
+    gated = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gate(super().forward(x), self.activation)
+
+
+class GatedBsrLinear(BsrLinear):
+    """y = activation(x @ G.T + a) * (x @ U.T + b), where G and U are one block-sparse weight W.
+
+    Rows of W and bias alternate: 64 of G, 64 of U, and so on (see sparse_collective.interleaved).
+
+    Args:
+        in_features: K.
+        out_features: 2 H, the rows of W; a multiple of 128.
+        activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
+        bias, blocksize, density, mask, indices, device, dtype: see BsrLinear.
+
+    Forward takes x (..., K) and returns (..., H). Without a gradient and a bias it is one kernel where
+    bsr_gated_linear is. Pruning, hooks, state and sharding are those of a BsrLinear.
+
+    Raises:
+        TypeError, ValueError: as BsrLinear does, and for an out_features that is not a multiple of 128.
+    """
+
+    gated = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        activation: str | None = "silu",
+        **weight: Any,
+    ) -> None:
+        if operator.index(out_features) % (2 * GATE):
+            raise ValueError(
+                f"GatedBsrLinear: out_features is {out_features}, the rows of gate and up together; use a multiple of "
+                f"{2 * GATE}"
+            )
+        super().__init__(in_features, out_features, bias, blocksize, activation=activation, **weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        op = partial(gated_linear, activation=self.activation)
+        return multiply(op, x, self.weight, self.bias, self.cast_weight)
+
+    @classmethod
+    def from_linears(
+        cls,
+        gate: nn.Linear,
+        up: nn.Linear,
+        blocksize: Sequence[int] = (128, 128),
+        density: float | None = None,
+        mask: Tensor | None = None,
+        *,
+        activation: str | None = "silu",
+    ) -> GatedBsrLinear:
+        """The layer with these blocks of two linear ones (H, K), copied; see BsrLinear.from_linear.
+
+        Raises:
+            ValueError: one has a bias and the other has none, or H is not a multiple of 64.
+        """
+        if (gate.bias is None) != (up.bias is None):
+            raise ValueError("from_linears: gate and up must both have a bias, or neither")
+        joint = nn.Linear(gate.in_features, 2 * gate.out_features, gate.bias is not None, device="meta")
+        joint.weight = nn.Parameter(interleaved(gate.weight.detach(), up.weight.detach()), gate.weight.requires_grad)
+        if gate.bias is not None:
+            joint.bias = nn.Parameter(interleaved(gate.bias.detach(), up.bias.detach()), gate.bias.requires_grad)
+        return cls.from_linear(joint.train(gate.training), blocksize, density, mask, activation=activation)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        blocksize: Sequence[int] = (128, 128),
+        density: float | None = None,
+        mask: Tensor | None = None,
+        *,
+        activation: str | None = "silu",
+    ) -> GatedBsrLinear:
+        """As BsrLinear.from_linear, of a linear layer whose rows alternate as this layer's do."""
+        return super().from_linear(linear, blocksize, density, mask, activation=activation)
+
+    @classmethod
+    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: str | None = "silu") -> GatedBsrLinear:
+        """As BsrLinear.from_bsr, of a matrix whose rows alternate as this layer's do."""
+        return super().from_bsr(W, bias, activation=activation)
+
+    def to_linear(self) -> GatedLinear:
+        """A dense layer with the same weight and gate, zeros where no block is stored; copies."""
+        linear = self._dense(GatedLinear)
+        linear.activation = self.activation
+        return linear
