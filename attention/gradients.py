@@ -6,9 +6,9 @@ computes the scores again. CPU tensors run the torch reference of the same formu
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cute_kernels.runtime.device import forced_path, in_forwards_path
+from cute_kernels.runtime.transforms import differentiable_once
 
 from . import eager, reference
 from .backward.eager import Terms, backward
@@ -40,7 +40,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @in_forwards_path
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, cu_q, cu_k, sinks, *captured = ctx.saved_tensors

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from cute_kernels.runtime.device import plans_kernel
-from cute_kernels.runtime.torch_compat import functorch_active
+from cute_kernels.runtime.front import dispatched
 from sparse_collective import BsrMatrix
 
 from . import block_sparse, checks, eager
@@ -119,21 +119,21 @@ def attention(
         RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, k and v are of 8
             bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
-    # What the op of a trace looks for is the function itself. Asked here: a frame of its own may be compiled by itself.
-    score = score_mod if score_mod is None or is_compiling() else _bound("attention", score_mod, q)
-    run = eager.attention
+    tensors = q, k, v, sinks, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, q_scale, k_scale, v_scale
+    through_dispatcher = is_compiling() or dispatched("attention", *tensors)
+    score, run = score_mod, eager.attention  # a registered op takes the function itself
+    if score_mod is not None and not through_dispatcher:
+        score, through_dispatcher = _bound("attention", score_mod, q)
     checks.check_deterministic("attention", deterministic)
     if fast_accumulation is not False:
         checks.check_fast("attention", q, k, v, fast_accumulation)
-    if is_compiling():
+    if through_dispatcher:
         from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
         cache = seqlens_k is not None or block_table is not None
         checks.check_differentiable("attention", k, v, (q_scale, k_scale, v_scale), cache)
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        options["deterministic"] = deterministic
-        if score is not None:
-            options["score_mod"] = score
+        options |= {"deterministic": deterministic} | ({} if score is None else {"score_mod": score})
         found = _with_gradient("attention", run, q, k, v, None, options, sinks, cu_seqlens_q, cu_seqlens_k)
         return found if return_lse else found[0]
     more = {} if score is None else {"score_mod": score}
@@ -198,12 +198,16 @@ def block_sparse_attention(
     Backward uses the mask of the forward call. Autograd saves the tensors that it reads, and raises "modified by an
     inplace operation" if one was written to since.
     """
-    score = score_mod if score_mod is None or is_compiling() else _bound("block_sparse_attention", score_mod, q)
+    tensors = q, k, v, sinks, out, q_scale, k_scale, v_scale
+    through_dispatcher = is_compiling() or dispatched("block_sparse_attention", *tensors)
+    score = score_mod
+    if score_mod is not None and not through_dispatcher:
+        score, through_dispatcher = _bound("block_sparse_attention", score_mod, q)
     run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
     if fast_accumulation is not False:
         checks.check_fast("block_sparse_attention", q, k, v, fast_accumulation)
-    if is_compiling():
+    if through_dispatcher:
         from .torch_op import traced_block_sparse as run
     elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
         checks.check_differentiable("block_sparse_attention", k, v, (q_scale, k_scale, v_scale))
@@ -219,10 +223,11 @@ def block_sparse_attention(
     return run(q, k, v, block_mask, **terms, sinks=sinks, deterministic=deterministic)
 
 
-def _bound(op: str, score_mod, q) -> BoundScore:
-    """A score_mod with what it captures."""
+def _bound(op: str, score_mod, q) -> tuple[BoundScore | Callable, bool]:
+    """A score_mod with what it captures; the function itself, and True, if that must go through the dispatcher."""
     checks.check_tensor(f"{op}: q", q)
-    return bound(score_mod, q.device)
+    score = bound(score_mod, q.device)
+    return (score_mod, True) if dispatched(op, q, *score.tensors) else (score, False)
 
 
 def _captured(score: BoundScore | None) -> tuple[Tensor, ...]:
@@ -231,8 +236,6 @@ def _captured(score: BoundScore | None) -> tuple[Tensor, ...]:
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) that autograd knows."""
-    if functorch_active():
-        raise RuntimeError(f"{op} has no derivatives by torch.func's transforms; use torch.autograd, or backward()")
     checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable
 

@@ -8,15 +8,17 @@ and take it as a text, numbers and tensors (score_text.py), which get gradients.
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.checks import check_no_grad, watched
 from cute_kernels.dtypes import accumulator, default_out_dtype
 from cute_kernels.runtime.derived import captured
-from cute_kernels.runtime.library import call, register
+from cute_kernels.runtime.front import check_traced, undisturbed
+from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager, gradients, score_text
+from . import eager, flops, gradients, score_text
 from .checks import NO_CACHE, check_gradient_dims, narrow
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
@@ -102,6 +104,16 @@ def _fake_backward_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tens
     return *_fake_backward(dout, dlse, q, k, v, *others), [t.new_empty(t.shape) for t, w in zip(tensors, wanted) if w]
 
 
+def _flops_backward(dout, dlse, q, k, v, out, lse, *terms) -> int:
+    if isinstance(terms[0], str):  # of a score_mod: its text, numbers, tensors, and which of them are wanted
+        terms = terms[4:]
+    if isinstance(terms[0], list):
+        form = next(term for term in terms[MASK_PARTS:] if isinstance(term, str))
+        return flops.backward(q, k, v, flops.block_scores(q, k, terms[0], terms[2], form))
+    cu_seqlens = terms[5:7] if q.dim() == 3 else (None, None)
+    return flops.backward(q, k, v, flops.dense_scores(q, k, *cu_seqlens))
+
+
 def _register_backward(name: str, run, terms: str) -> None:
     """The op that computes gradients, and the one of a score_mod, which also has those of its wanted tensors."""
 
@@ -121,11 +133,9 @@ def _register_backward(name: str, run, terms: str) -> None:
 
     terms += ", Tensor? sinks"
     schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor, Tensor)"
-    op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-    op.register_fake(_fake_backward)
+    define(name, schema, run, _fake_backward, flops=_flops_backward)
     schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
-    op = torch.library.custom_op(name + SCORED, run_with_score, mutates_args=(), schema=schema)
-    op.register_fake(_fake_backward_with_score)
+    define(name + SCORED, schema, run_with_score, _fake_backward_with_score, flops=_flops_backward)
 
 
 _register_backward(
@@ -230,22 +240,36 @@ def _op(name: str, score: tuple):
     return getattr(torch.ops.attention, name + SCORED if score else name)
 
 
+def _flops_attention(q, k, v, *terms, **more) -> int:
+    given = dict(zip(names_of(ATTENTION), _terms(terms, 0), strict=False)) | more if terms else more
+    return flops.forward(q, k, v, flops.dense_scores(q, k, given.get("cu_seqlens_q"), given.get("cu_seqlens_k")))
+
+
+def _flops_block_sparse(q, k, v, *mask_and_terms, **more) -> int:
+    lists, _, blocksize = mask_and_terms[:3]
+    terms = mask_and_terms[MASK_PARTS:]
+    given = dict(zip(names_of(BLOCK_SPARSE), _terms(terms, 0), strict=False)) | more if terms else more
+    return flops.forward(q, k, v, flops.block_scores(q, k, lists, blocksize, given.get("form", "lists")))
+
+
 ATTENTION_OP, BLOCK_SPARSE_OP = "attention::attention", "attention::block_sparse_attention"
 OPS = (
-    (ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, (_attention_context, _attention_gradients)),
+    (ATTENTION_OP, QKV, ATTENTION, _run_attention, _fake_attention, (_attention_context, _attention_gradients),
+     _flops_attention),
     (BLOCK_SPARSE_OP, f"{QKV}, {MASK}", BLOCK_SPARSE, _run_block_sparse, _fake_block_sparse,
-     (_block_sparse_context, _block_sparse_gradients)),
+     (_block_sparse_context, _block_sparse_gradients), _flops_block_sparse),
 )  # fmt: skip
-for _name, _inputs, *_rest, _gradient in OPS:
-    register(_name, _inputs, *_rest, more="Tensor", gradient=_gradient)
-    register(_name + SCORED, f"{_inputs}, {SCORE}", *_rest, more="Tensor", gradient=_gradient)
+for _name, _inputs, *_rest, _gradient, _flops in OPS:
+    register(_name, _inputs, *_rest, more="Tensor", gradient=_gradient, flops=_flops)
+    register(_name + SCORED, f"{_inputs}, {SCORE}", *_rest, more="Tensor", gradient=_gradient, flops=_flops)
 
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
     sinks, deterministic, q_scale, k_scale, v_scale, fast_accumulation, score_mod=None,
 ):  # fmt: skip
-    """ops.attention inside a torch.compile trace."""
+    """ops.attention inside a torch.compile trace, and of calls that go through the dispatcher."""
+    check_traced("attention", q, k, v, sinks, out)
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
@@ -262,7 +286,11 @@ def traced_block_sparse(
     q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_scale, k_scale, v_scale,
     fast_accumulation, score_mod=None,
 ):  # fmt: skip
-    """ops.block_sparse_attention inside a torch.compile trace."""
+    """ops.block_sparse_attention inside a torch.compile trace, and of calls that go through the dispatcher."""
+    check_traced("block_sparse_attention", q, k, v, sinks, out)
+    if not is_compiling() and isinstance(block_mask, Tensor) and block_mask.layout is torch.sparse_bsr:
+        with undisturbed():
+            block_mask = kept.of_torch_bsr(block_mask)
     mask, form = crossing(block_mask)
     score = () if score_mod is None else score_text.written(score_mod)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)

@@ -4,11 +4,13 @@ import torch
 
 from .dtypes import FLOAT8, NAMES, ON_CPU, OPERANDS
 from .runtime.device import plans_kernel
+from .runtime.front import check_supported
 
 
 def check_tensor(name: str, value) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    check_supported(name.partition(":")[0], value)
     if value.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 

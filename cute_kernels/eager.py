@@ -58,7 +58,7 @@ def gemm(
             out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
             type(fast_accumulation), accumulation_dtype, scale_out is None, amax is None, precision,
         )  # fmt: skip
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
         terms = None  # whatever it is, the plan's checks will name it
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import eager
 from .dtypes import accumulator
 from .epilogue_gradient.eager import epilogue_gradient
 from .matmul.terms import epilogue_program
 from .runtime.device import forced_path, in_forwards_path
+from .runtime.transforms import differentiable_once
 
 
 def saved_of(activation: str | None, epilogue) -> str:
@@ -109,7 +109,7 @@ class Gemm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @in_forwards_path
     def backward(ctx, dy):
         product = partial(_product, precision=ctx.precision)

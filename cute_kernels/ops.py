@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import eager
 from .checks import narrow, scaled, watched
+from .runtime.front import dispatched
 from .sparse24 import eager as sparse24
 from .sparse24.format import Sparse24
 
@@ -99,13 +100,15 @@ def gemm(
     given = scale_a, scale_b, fast_accumulation
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
         sparse24.check_wide(scale_out, amax, precision)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, *given[:2]):
             from .sparse24.torch_op import traced_gemm as run
         else:
             run = sparse24.gemm
         return run(a, b, *terms, *given, accumulation_dtype)
     run = eager.gemm
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or dispatched(
+        "gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax
+    ):
         from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
     elif (
         out is None

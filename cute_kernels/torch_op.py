@@ -5,6 +5,7 @@ that name.
 """
 
 import hashlib
+import math
 import types
 
 import torch
@@ -16,6 +17,7 @@ from .epilogue_gradient import eager as epilogue_gradients
 from .gradients import Like, gemm_backward, operands_to_save, saved_of
 from .matmul.terms import check_one_number, epilogue_program
 from .runtime import library
+from .runtime.front import check_traced, undisturbed
 from .runtime.torch_compat import guard_identity
 
 _FUNCTIONS: dict[str, object] = {}
@@ -37,9 +39,13 @@ def register(name: str, function) -> str:
 
 
 def named_function(fn) -> str | None:
-    """register_function inside a trace, which must not serve another function of the same code by the same graph."""
+    """register_function inside a trace, which must not serve another function of the same code by the same graph; or
+    of a call that goes through the dispatcher."""
     if fn is None:
         return None
+    if not torch.compiler.is_compiling():
+        with undisturbed():
+            return register_function(fn)
     depend_on(fn)
     return register_function(fn)
 
@@ -108,6 +114,11 @@ def _fake(a, b, *, out_dtype, **terms):
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or default_out_dtype(a.dtype))
 
 
+def _flops(a, b, *_, **__) -> int:
+    """Two for each product; of the operands alone, whatever follows them in the schema."""
+    return 2 * math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, float alpha=1.0, float beta=1.0, "
     "ScalarType? out_dtype=None, str? epilogue=None, ScalarType? accumulation_dtype=None, "
@@ -155,8 +166,10 @@ def _fake_with_z(a, b, **terms):
 
 
 GRADIENT = _setup_context, _backward
-library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=GRADIENT)
-library.register_pair("cute_kernels::gemm_and_z", "Tensor a, Tensor b", TERMS, _run_with_z, _fake_with_z, GRADIENT)
+library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=GRADIENT, flops=_flops)
+library.register_pair(
+    "cute_kernels::gemm_and_z", "Tensor a, Tensor b", TERMS, _run_with_z, _fake_with_z, GRADIENT, _flops
+)
 
 
 def _run_epilogue_gradient(dy, saved, activation, epilogue, sums):
@@ -170,13 +183,12 @@ def _fake_epilogue_gradient(dy, saved, activation, epilogue, sums):
     return torch.empty_like(dy, memory_format=torch.contiguous_format), total
 
 
-_epilogue_gradient = torch.library.custom_op(
+library.define(
     "cute_kernels::epilogue_gradient",
+    "(Tensor dy, Tensor saved, str? activation, str? epilogue, bool sums) -> (Tensor, Tensor)",
     _run_epilogue_gradient,
-    mutates_args=(),
-    schema="(Tensor dy, Tensor saved, str? activation, str? epilogue, bool sums) -> (Tensor, Tensor)",
+    _fake_epilogue_gradient,
 )
-_epilogue_gradient.register_fake(_fake_epilogue_gradient)
 
 
 def epilogue_gradient(dy, saved, activation, epilogue: str | None, sums: bool):
@@ -191,7 +203,7 @@ def wants_z(activation, epilogue, *tensors) -> bool:
 
 
 SCALED_TERMS = f"Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}"
-library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS, _run, _fake)
+library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS, _run, _fake, flops=_flops)
 
 
 def _run_narrow(a, b, *, amax, out, epilogue, **terms):
@@ -206,7 +218,7 @@ def _fake_narrow(a, b, *, amax, **terms):
 
 # The largest magnitude is a result of its own, (1,) or, where it is not asked for, (0,).
 NARROW, NARROW_TERMS = "cute_kernels::narrow_gemm", f"Tensor? scale_out=None, bool amax=False, {SCALED_TERMS}"
-library.register(NARROW, "Tensor a, Tensor b", NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor")
+library.register(NARROW, "Tensor a, Tensor b", NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor", flops=_flops)
 
 
 def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
@@ -225,7 +237,8 @@ def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
     fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
-    """gemm inside a torch.compile trace."""
+    """gemm inside a torch.compile trace, and of calls that go through the dispatcher."""
+    check_traced("gemm", a, b, bias, residual, out)
     named = named_function(epilogue)
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype, precision
     if narrow(out, out_dtype, scale_out, amax):
@@ -237,5 +250,5 @@ def traced_gemm(
         terms = scale_a, scale_b, fast_accumulation, *terms
         return library.call("cute_kernels::scaled_gemm", (a, b), out, terms)
     if out is None and wants_z(activation, epilogue, a, b, bias, residual):
-        return torch.ops.cute_kernels.gemm_and_z(a, b, *terms)[0]
+        return library.call("cute_kernels::gemm_and_z", (a, b), None, terms)[0]
     return library.call("cute_kernels::gemm", (a, b), out, terms)

@@ -114,7 +114,7 @@ def call(
             groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
             accumulation_dtype, out_dtype, scale_out is None, amax is None, precision, chained,
         )  # fmt: skip
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
         terms = None
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:

@@ -7,13 +7,13 @@ pattern with it, and wait for nothing.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from cute_kernels.dtypes import accumulator
 from cute_kernels.gradients import of_columns, sum_to, through_epilogue, with_saved
 from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.device import forced_path, in_forwards_path
+from cute_kernels.runtime.transforms import differentiable_once
 
 from . import eager
 from .bsr import BsrMatrix
@@ -52,7 +52,7 @@ class Bsr(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @in_forwards_path
     def backward(ctx, dy):
         op, W, activation, epilogue = ctx.call

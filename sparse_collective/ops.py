@@ -15,7 +15,7 @@ from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
-from cute_kernels.runtime.torch_compat import functorch_active
+from cute_kernels.runtime.front import dispatched, undisturbed
 
 from . import eager
 from .bsr import BsrMatrix
@@ -284,34 +284,37 @@ def called(
     of_output = out_dtype, scale_out, amax
     more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
-    if isinstance(terms[0], Bsr24):
-        return structured(op, terms, **more)
-    of_operands = scaled(terms[1], None, scale_b, fast_accumulation) or precision is not None
-    if of_operands or narrow(terms[5], *of_output) or out_dtype is not None:
-        return without_gradient(op, terms, **more)
+    W, b, bias, _, residual, out, *_ = terms
+    through_dispatcher = torch.compiler.is_compiling() or dispatched(
+        op, getattr(W, "stored", W), b, bias, residual, out, scale_b, scale_out, amax
+    )
+    if isinstance(W, Bsr24):
+        return structured(op, terms, through_dispatcher, **more)
+    if through_dispatcher and not torch.compiler.is_compiling():
+        with undisturbed():
+            terms = eager.as_bsr(op, W), *terms[1:]
+    of_operands = scaled(b, None, scale_b, fast_accumulation) or precision is not None
+    if of_operands or narrow(out, *of_output) or out_dtype is not None:
+        return without_gradient(op, terms, through_dispatcher, **more)
     run = eager.call
-    if torch.compiler.is_compiling():
+    if through_dispatcher:
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
-    elif functorch_active():
-        from .transforms import transformed_bsr as run
-    else:
-        W, b, bias, _, residual, out, *_ = terms
-        if out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
-            run = differentiable
+    elif out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
+        run = differentiable
     return run(op, *terms, accumulation_dtype=accumulation_dtype)
 
 
 def structured(
-    op: str, terms: tuple, scale_b, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax, precision
-) -> Tensor:
-    """The same of a W with 2:4 sparse blocks, which torch.func does not take."""
-    if functorch_active():
-        raise RuntimeError(f"{op} of a Bsr24 computes no gradients: call it outside of torch.func's transforms")
+    op: str, terms: tuple, through_dispatcher: bool, scale_b, fast_accumulation, accumulation_dtype, out_dtype,
+    scale_out, amax, precision,
+) -> Tensor:  # fmt: skip
+    """The same of a W with 2:4 sparse blocks, which has no gradients."""
     eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
-    if torch.compiler.is_compiling():
+    if through_dispatcher:
         if scaled(terms[1], None, scale_b, fast_accumulation):
             raise RuntimeError(
-                f"{op} of a Bsr24 of float8 is not traced by torch.compile; call it under torch.compiler.disable"
+                f"{op} of a Bsr24 of float8 has no registered op, which torch.compile, torch.func and dispatch modes "
+                "need; call it under torch.compiler.disable, outside of transforms and modes"
             )
         from .bsr24.torch_op import traced_bsr24
 
@@ -320,19 +323,14 @@ def structured(
     return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation, out_dtype=out_dtype)
 
 
-def without_gradient(op: str, terms: tuple, **more) -> Tensor:
+def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) -> Tensor:
     """The same of a product of 8-bit floats, or with out_dtype or a precision."""
     if more.get("precision") is not None:
         check_precision(op, more["precision"], terms[0].dtype)
-    if torch.compiler.is_compiling():
+    if through_dispatcher:
         from .torch_op import traced_scaled_bsr
 
         return traced_scaled_bsr(op, *terms, **more)
-    if functorch_active():
-        raise RuntimeError(
-            f"{op} of float8, or with out_dtype or precision, does not compute gradients: call it outside of "
-            "torch.func's transforms"
-        )
     refuse_gradient(f"{op} of float8, or with out_dtype or precision,", terms, more["scale_b"], more["scale_out"])
     return eager.call(op, *terms, **more)
 

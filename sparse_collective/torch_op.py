@@ -8,6 +8,7 @@ from cute_kernels.checks import check_no_grad, narrow
 from cute_kernels.dtypes import default_out_dtype
 from cute_kernels.gradients import of_columns, saved_of, through_epilogue
 from cute_kernels.runtime import library
+from cute_kernels.runtime.front import check_traced
 from cute_kernels.torch_op import (
     called_narrow,
     epilogue_gradient,
@@ -89,9 +90,22 @@ def _fake_with_z(*inputs, **terms):
     return _fake(*inputs, **terms), _fake(*inputs, **terms)
 
 
+def _flops(op, *inputs, **_) -> int:
+    """Two for each stored element and column of b that it meets."""
+    crow, values, b = inputs[1], inputs[3], inputs[MATRIX_ARGUMENTS]
+    items = _items(crow, values)
+    if op == "bsr_grouped_linear":  # a token meets one item
+        return 2 * values.numel() // items[0] * b.shape[0]
+    if items:
+        return 2 * values.numel() * b.shape[-1 if op == "bsr_matmul" else -2]
+    rows = b.shape[-2] if op == "bsr_matmul" else b.shape[-1]
+    return 2 * values.numel() * (b.numel() // max(rows, 1))
+
+
 GRADIENT = _setup_context, _backward
-library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=GRADIENT)
-library.register_pair(f"{NAME}_and_z", INPUTS, TERMS, functools.partial(_run, with_z=True), _fake_with_z, GRADIENT)
+library.register(NAME, INPUTS, TERMS, _run, _fake, gradient=GRADIENT, flops=_flops)
+with_z = functools.partial(_run, with_z=True)
+library.register_pair(f"{NAME}_and_z", INPUTS, TERMS, with_z, _fake_with_z, GRADIENT, _flops)
 
 
 def _run_scaled(op, *inputs, scales, out, epilogue, **terms):
@@ -101,7 +115,7 @@ def _run_scaled(op, *inputs, scales, out, epilogue, **terms):
 
 SCALED = "sparse_collective::scaled_bsr"
 SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}, str? precision=None"
-library.register(SCALED, INPUTS, SCALED_TERMS, _run_scaled, _fake)
+library.register(SCALED, INPUTS, SCALED_TERMS, _run_scaled, _fake, flops=_flops)
 
 
 def _run_narrow(op, *inputs, scales, amax, out, epilogue, **terms):
@@ -116,7 +130,7 @@ def _fake_narrow(op, *inputs, amax, **terms):
 
 
 NARROW, NARROW_TERMS = "sparse_collective::narrow_bsr", f"Tensor? scale_out=None, bool amax=False, {SCALED_TERMS}"
-library.register(NARROW, INPUTS, NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor")
+library.register(NARROW, INPUTS, NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor", flops=_flops)
 
 
 def _gradient_op(name: str, gradient, of: int) -> None:
@@ -127,8 +141,12 @@ def _gradient_op(name: str, gradient, of: int) -> None:
         return gradient(op, _matrix(*matrix), b, dz, groups)
 
     schema = f"({INPUTS}, Tensor dz, Tensor? groups) -> Tensor"
-    registered = torch.library.custom_op(f"sparse_collective::{name}", run, mutates_args=(), schema=schema)
-    registered.register_fake(lambda *inputs: torch.empty_like(inputs[of], memory_format=torch.contiguous_format))
+    name = f"sparse_collective::{name}"
+
+    def fake(*inputs):
+        return torch.empty_like(inputs[of], memory_format=torch.contiguous_format)
+
+    library.define(name, schema, run, fake, flops=_flops)
 
 
 _gradient_op("bsr_values_gradient", values_gradient, 4)
@@ -170,14 +188,15 @@ def _shape(op: str, *inputs) -> tuple:
 
 
 def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None):
-    """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace.
+    """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace, and of calls that go through the
+    dispatcher.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
     any other is checked in each call, with a synchronisation.
     """
     inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
     if out is None and wants_z(activation, epilogue, inputs[4], b, bias, residual):
-        return torch.ops.sparse_collective.bsr_and_z(*inputs, *terms)[0]
+        return library.call(f"{NAME}_and_z", inputs, None, terms)[0]
     return library.call(NAME, inputs, out, terms)
 
 
@@ -203,6 +222,7 @@ def flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dt
         raise TypeError(
             f"{op}: under torch.compile and torch.func W must be a BsrMatrix; make it outside with BsrMatrix.from_torch"
         )
+    check_traced(op, W.stored, b, bias, residual)
     base = W if W.base is None else W.base
     matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
     terms = bias, activation, residual, None, named_function(epilogue), groups, accumulation_dtype

@@ -118,6 +118,10 @@ def test_what_is_refused(place):
         grad(lambda x: grad(lambda x: bsr_linear(x, W).float().square().sum())(x).float().sum())(x)
     with pytest.raises(RuntimeError, match="bsr_linear: under a transform of torch.func it has no out="):
         vmap(lambda x: bsr_linear(x, W, out=torch.empty(64)))(x)
+
+
+def test_torch_sparse_bsr(place):
+    W, x = random_bsr((64, 64), (32, 32), density=1.0).to(place), normal(8, 64, device=place)
     sparse = W.to_torch()
-    with pytest.raises(TypeError, match="under torch.compile and torch.func W must be a BsrMatrix"):
-        grad(lambda x: bsr_linear(x, sparse).float().sum())(x)
+    expected = grad(lambda x: bsr_linear(x, W).float().sum())(x)
+    assert torch.equal(grad(lambda x: bsr_linear(x, sparse).float().sum())(x), expected)

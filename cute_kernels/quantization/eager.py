@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dtypes import FLOAT8, NAMES
 from ..runtime.device import device_arch, plans_kernel
 from ..runtime.families import function_for, unsupported
-from ..runtime.torch_compat import functorch_active
+from ..runtime.torch_compat import dispatch_modes, functorch_active
 from . import family  # noqa: F401 (importing it registers the family)
 from .config import AMAX_CTAS, BLOCK, MOST_BYTES, THREADS, TOKENS_SERVED, QuantizeFacts, facts_for
 
@@ -58,7 +58,7 @@ def _readable(x: Tensor) -> bool:
     """Whether a kernel may read x as far as type, dtype, device, address and size go."""
     if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
         return False
-    if functorch_active():
+    if functorch_active() or dispatch_modes():
         return False
     if type(x) is not Tensor:  # fake tensors and others that have no memory of their own
         return False

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import checks
+from .front import check_memory
 from .torch_compat import TensorGuards
 
 MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
@@ -101,6 +102,7 @@ class PlanCache:
     def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable) -> CallPlan:
         """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap."""
         operands = tensors[: self.operands]
+        check_memory(op, tensors)
         try:
             at = [0 if t is None else t.data_ptr() & 15 for t in (*(*operands, operands[-1])[:3], out)]
             terms = (terms, *at) if terms and any(at) else terms
@@ -127,7 +129,7 @@ class PlanCache:
 
 
 def _metadata(t: torch.Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.device
+    return type(t), t.shape, t.stride(), t.dtype, t.device
 
 
 def test_of(tensors: tuple) -> Callable:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from .torch_compat import schema_arguments
+from . import transforms
+from .torch_compat import count_flops, functorch_active, schema_arguments
 
 
 def named_terms(inputs: str, terms: str) -> tuple[int, Callable]:
@@ -19,8 +20,9 @@ def named_terms(inputs: str, terms: str) -> tuple[int, Callable]:
 
 
 def register(
-    name: str, inputs: str, terms: str, run: Callable, fake: Callable, *, more: str = "", gradient: tuple | None = None
-) -> None:
+    name: str, inputs: str, terms: str, run: Callable, fake: Callable, *, more: str = "",
+    gradient: tuple | None = None, flops: Callable | None = None,
+) -> None:  # fmt: skip
     """The op "namespace::name", (inputs, terms) -> its outputs, and its variant `.._out`, (inputs, out, terms) -> the
     outputs after the first, which it writes to `out`.
 
@@ -30,6 +32,7 @@ def register(
         fake: the same without out, of tensors without contents.
         more: the output after the first as a schema has it, such as "Tensor"; "" for a single output.
         gradient: (setup_context, backward) of torch.library.register_autograd, for the op that allocates its output.
+        flops: a function of the op's arguments: what FlopCounterMode counts.
     """
     at, named = named_terms(inputs, terms)
 
@@ -49,35 +52,58 @@ def register(
         return after_first(fake(*given[:at], **named(given[at + 1 :])))
 
     outputs, rest = (f"(Tensor, {more})", more) if more else ("Tensor", "()")
-    op = torch.library.custom_op(name, allocate, mutates_args=(), schema=f"({inputs}, {terms}) -> {outputs}")
-    op.register_fake(fake_allocate)
-    if gradient is not None:
-        setup_context, backward = gradient
-        op.register_autograd(backward, setup_context=setup_context)
+    define(name, f"({inputs}, {terms}) -> {outputs}", allocate, fake_allocate, gradient, flops)
     schema = f"({inputs}, Tensor(a{at}!) out, {terms}) -> {rest}"
     op = torch.library.custom_op(f"{name}_out", write, mutates_args=("out",), schema=schema)
     op.register_fake(fake_write)
 
 
-def register_pair(name: str, inputs: str, terms: str, run: Callable, fake: Callable, gradient: tuple) -> None:
+def register_pair(
+    name: str, inputs: str, terms: str, run: Callable, fake: Callable, gradient: tuple, flops: Callable
+) -> None:
     """The op (inputs, terms) -> (Tensor, Tensor) of such functions as `register` takes, without a variant for out."""
     at, named = named_terms(inputs, terms)
-    op = torch.library.custom_op(
+    define(
         name,
+        f"({inputs}, {terms}) -> (Tensor, Tensor)",
         lambda *given: run(*given[:at], out=None, **named(given[at:])),
-        mutates_args=(),
-        schema=f"({inputs}, {terms}) -> (Tensor, Tensor)",
+        lambda *given: fake(*given[:at], **named(given[at:])),
+        gradient,
+        flops,
     )
-    op.register_fake(lambda *given: fake(*given[:at], **named(given[at:])))
-    setup_context, backward = gradient
-    op.register_autograd(backward, setup_context=setup_context)
+
+
+def define(
+    name: str, schema: str, run: Callable, fake: Callable, gradient: tuple | None = None, flops: Callable | None = None
+) -> None:
+    """An op that allocates its outputs, of positional arguments; vmap runs it once for each item."""
+    op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    op.register_vmap(transforms.loop(op))
+    if gradient is not None:
+        setup_context, backward = gradient
+        op.register_autograd(backward, setup_context=setup_context)
+        transforms.register(name, gradient)
+    if flops is not None:
+        namespace, _, short = name.partition("::")
+        count_flops(getattr(getattr(torch.ops, namespace), short), flops)
 
 
 def call(name: str, inputs: tuple, out, terms: tuple):
-    """All outputs of the op "namespace::name" or, with out, of its variant, inside a torch.compile trace."""
-    namespace, name = name.split("::")
+    """All outputs of the op "namespace::name" or, with out, of its variant: under torch.compile, and of calls that
+    torch's dispatcher must see (front.py).
+
+    Raises:
+        RuntimeError: out is given under a transform of torch.func.
+    """
+    namespace, short = name.split("::")
     ops = getattr(torch.ops, namespace)
+    if not torch.compiler.is_compiling() and functorch_active():
+        if out is not None:
+            what = inputs[0] if isinstance(inputs[0], str) else short
+            raise RuntimeError(f"{what}: under a transform of torch.func it has no out=; leave it out")
+        return transforms.apply(name, getattr(ops, short), (*inputs, *terms))
     if out is None:
-        return getattr(ops, name)(*inputs, *terms)
-    rest = getattr(ops, f"{name}_out")(*inputs, out, *terms)
+        return getattr(ops, short)(*inputs, *terms)
+    rest = getattr(ops, f"{short}_out")(*inputs, out, *terms)
     return out if rest is None else (out, rest)

@@ -7,12 +7,15 @@ torch._dynamo are looked up inside functions: importing it takes seconds.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad  # ._current_level is -1 outside of a dual level
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 try:
     from torch._C._dynamo.guards import TensorGuards  # compares the metadata of tensors in one C++ call
@@ -28,21 +31,35 @@ __all__ = [
     "any_autocast",
     "compiled_with_cuda_graphs",
     "constant_variable",
+    "count_flops",
     "decomposition_of",
+    "dispatch_modes",
     "foreach_copy_",
+    "forward_ad",
     "functorch_active",
     "guard_identity",
     "has_global_module_hook",
+    "has_memory",
+    "has_tangent",
     "is_composite",
+    "is_dtensor",
+    "is_grads_batched",
+    "is_tracing",
     "load_cell",
     "local_variable",
+    "overrides_dispatch",
+    "raise_when_differentiated",
     "raw_stream",
     "run_in_trace",
     "schema_arguments",
     "schema_of",
+    "tree_flatten",
     "tree_leaves",
     "tree_structure",
     "tree_unflatten",
+    "with_batch",
+    "without_batch",
+    "without_modes",
     "writes_an_argument",
 ]
 
@@ -51,8 +68,88 @@ __all__ = [
 functorch_active = torch._C._are_functorch_transforms_active  # () -> bool: inside grad, vmap, jvp, ... of torch.func
 DisableFuncTorch = torch._C._DisableFuncTorch  # a context manager: no transform of torch.func inside of it
 
+dispatch_modes = torch._C._len_torch_dispatch_stack  # () -> number of TorchDispatchModes that are active
+is_tracing = torch._C._is_tracing  # () -> bool: inside torch.jit.trace
+_DISABLED = torch._C._disabled_torch_dispatch_impl
+
 # () -> bool: autocast is enabled for some device. 0.1 us; torch.is_autocast_enabled(t.device.type) takes 0.8
 any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def without_modes():
+    """A context without TorchDispatchModes."""
+    return _disable_current_modes()
+
+
+def overrides_dispatch(tensor: Tensor) -> bool:
+    """True if a subclass handles ops itself, so that it may have no memory."""
+    return type(tensor).__torch_dispatch__ is not _DISABLED or not has_memory(tensor)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """True if the tensor has memory on its device that a kernel may read."""
+    if tensor.is_meta or tensor.is_nested or type(tensor).__torch_dispatch__ is not _DISABLED:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        return False
+    return torch._C._has_storage(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """True if the tensor carries, or under torch.func.jvp may carry, a tangent of forward-mode AD."""
+    if forward_ad._current_level < 0:
+        return False
+    functorch = torch._C._functorch
+    levels = _jvp_levels()
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor) and functorch.maybe_get_level(tensor) in levels:
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return not levels and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _jvp_levels() -> set[int]:
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return {i.level() for i in stack if i.key() == torch._C._functorch.TransformType.Jvp}
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def raise_when_differentiated(message: str, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """These tensors, which require gradients, with a grad_fn that raises RuntimeError(message)."""
+    if not tensors:
+        return ()
+    found = torch._C._functions.DelayedError(message.encode(), len(tensors))(*tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+# ---------------------------------------------------------------------- batched gradients
+
+MOST_LEVELS = 8  # of nested is_grads_batched
+
+
+def is_grads_batched(tensor: Tensor | None) -> bool:
+    """True of a gradient that autograd.grad(is_grads_batched=True) or jacobian(vectorize=True) batches: these have a
+    vmap of their own, unlike torch.func's."""
+    return tensor is not None and tensor.layout is torch.strided and not torch._C._has_storage(tensor)
+
+
+def without_batch(tensor: Tensor) -> tuple[Tensor, int]:
+    """(the plain tensor with the batch in front, the level of its vmap) of such a gradient."""
+    for level in range(1, MOST_LEVELS):
+        found = torch._remove_batch_dim(tensor, level, 1, 0)
+        if not is_grads_batched(found):
+            return found, level
+    raise RuntimeError("gradients batched more than once (nested is_grads_batched=True) are not supported")
+
+
+def with_batch(tensor: Tensor, level: int) -> Tensor:
+    """The inverse of without_batch."""
+    return torch._add_batch_dim(tensor, 0, level)
+
 
 # ---------------------------------------------------------------------- streams and tensors
 
@@ -72,6 +169,20 @@ def compiled_with_cuda_graphs() -> bool:
 
 
 # ---------------------------------------------------------------------- operators
+
+
+def count_flops(packet: OpOverloadPacket, flops: Callable) -> None:
+    """Let FlopCounterMode count flops(*args, **kwargs) for an operator, also a mode that is active already."""
+    from torch.utils import flop_counter
+
+    def formula(*args, out_val=None, **kwargs):
+        return flops(*args, **kwargs)
+
+    flop_counter.register_flop_formula(packet, get_raw=True)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, flop_counter.FlopCounterMode):
+            counter.flop_registry.setdefault(packet, formula)
 
 
 def schema_arguments(schema: str) -> list:

@@ -40,7 +40,7 @@ def gemm(
             forced_path(), out is None, bias is None, residual is None, scale_a is None, scale_b is None,
             fast_accumulation, type(fast_accumulation),
         )  # fmt: skip
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
         terms = None
     plan = _PLANS.known(terms, tensors, out)
     if plan is None or plan.function is None:
@@ -72,6 +72,11 @@ def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
     if a.shape[1] == 0:
         return eager.plan_gemm(a.to_dense(), b, out=out, out_dtype=out_dtype, **terms)
     return _plan(a, b, Terms(**terms), out, out_dtype)
+
+
+def parts(a, b) -> tuple:
+    """The tensors of two operands, of which one is a Sparse24."""
+    return tuple(t for x in (a, b) for t in ((x.values, x.metadata) if isinstance(x, Sparse24) else (x,)))
 
 
 def _check_kind(a, b, accumulation_dtype) -> None:

@@ -30,7 +30,11 @@ def _fake(values, metadata, b, *, out_dtype, **terms):
     return b.new_empty((values.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(b.dtype))
 
 
-library.register(NAME, INPUTS, TERMS, _run, _fake)
+def _flops(values, metadata, b, *_, **__) -> int:
+    return 2 * values.numel() * b.shape[-1]
+
+
+library.register(NAME, INPUTS, TERMS, _run, _fake, flops=_flops)
 
 
 def traced_gemm(

@@ -1,0 +1,125 @@
+"""Decides at the front of every op whether a call may read its tensors' memory directly.
+
+An eager call goes around torch's dispatcher, which would cost tens of microseconds, straight to a kernel. That is right
+for plain tensors only. Under a dispatch mode (FakeTensorMode, FlopCounterMode, selective checkpointing, make_fx), a
+transform of torch.func, or with a tensor subclass that has a `__torch_dispatch__`, the call must become the registered
+op, so that the dispatcher sees it. What no op supports raises here, before a kernel reads memory that is not there.
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import torch_compat
+from .torch_compat import dispatch_modes, functorch_active, is_tracing
+
+_PLAIN = frozenset({Tensor, Parameter, type(None)})
+
+
+def dispatched(op: str, *values) -> bool:
+    """True if a call with these arguments must go through the registered op.
+
+    Args:
+        op: name of the op, for errors.
+        values: all tensors of the call, or None, the operands first; what is no tensor is left for the op's own checks.
+
+    Raises:
+        TypeError: a DTensor or a nested tensor.
+        ValueError: some tensors are on the meta device, and others are not.
+        RuntimeError: a tensor carries a tangent of forward-mode AD.
+    """
+    for value in values:
+        if type(value) not in _PLAIN:
+            return _dispatched(op, values)
+    first, second = values[0], values[-1] if len(values) < 2 else values[1]
+    if (
+        dispatch_modes()
+        or functorch_active()
+        or torch_compat.forward_ad._current_level >= 0
+        or is_tracing()
+        or first is None
+        or first.is_meta
+        # Nested tensors of strided layout have torch.Tensor's own type, and abort the process when strides are read.
+        or first.is_nested
+        or (second is not None and second.is_nested)
+    ):
+        return _dispatched(op, values)
+    return False
+
+
+def _dispatched(op: str, values: tuple) -> bool:
+    """The same where something is unusual."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    for tensor in tensors:
+        check_supported(op, tensor)
+    if any(torch_compat.has_tangent(tensor) for tensor in tensors):
+        raise RuntimeError(
+            f"{op} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian); use "
+            "reverse mode: backward(), torch.func.vjp or jacrev; or detach() the tensor"
+        )
+    if any(tensor.is_meta for tensor in tensors) and not all(tensor.is_meta for tensor in tensors):
+        where = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise ValueError(f"{op}: tensors on {where}; move all of them to one device with .to()")
+    if dispatch_modes() or functorch_active() or is_tracing():
+        return True
+    return any(torch_compat.overrides_dispatch(tensor) for tensor in tensors)
+
+
+def check_supported(op: str, tensor: Tensor) -> None:
+    """Refuse tensors whose elements are spread over devices or sequences.
+
+    Raises:
+        TypeError: the tensor is a DTensor or a nested tensor.
+    """
+    if torch_compat.is_dtensor(tensor):
+        raise TypeError(
+            f"{op} got a DTensor; kernels run on one device's shard: pass x.to_local(), and wrap the result with "
+            "DTensor.from_local(y, mesh, placements)"
+        )
+    if tensor.is_nested:
+        raise TypeError(
+            f"{op} got a nested tensor; pass its packed rows, x.values(), and for attention also "
+            "cu_seqlens_q=x.offsets().int() and cu_seqlens_k"
+        )
+
+
+def check_memory(op: str, tensors: tuple) -> None:
+    """Refuse tensors without memory that a kernel could read, for calls that come past `dispatched`.
+
+    Raises:
+        TypeError: one of them is a wrapper: a subclass with a `__torch_dispatch__`, or a tensor of a torch.func level
+            that has ended.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not torch_compat.has_memory(tensor):
+            check_supported(op, tensor)
+            if tensor.is_meta:
+                raise TypeError(f"{op} got a tensor on the meta device beside others; move all of them to one device")
+            raise TypeError(
+                f"{op} got a {type(tensor).__name__} without memory of its own (a wrapper, functional or transformed "
+                "tensor); pass the plain torch.Tensor inside it"
+            )
+
+
+def readable(tensor: Tensor) -> bool:
+    """True if the tensor's contents can be read: it is not fake, on the meta device, or a wrapper."""
+    return torch_compat.has_memory(tensor)
+
+
+def check_traced(op: str, *values) -> None:
+    """check_supported of all tensors, inside a torch.compile trace."""
+    for value in values:
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            check_supported(op, value)
+
+
+@contextlib.contextmanager
+def undisturbed():
+    """A context in which torch's functions run on plain tensors: no transform of torch.func, no dispatch mode.
+
+    Users' functions are traced inside of it, with tensors of their own.
+    """
+    with torch_compat.DisableFuncTorch(), torch_compat.without_modes():
+        yield

@@ -1,0 +1,180 @@
+"""Derivatives under torch.func's transforms, vmap, and second derivatives.
+
+torch.func takes autograd functions with a setup_context of their own and flat arguments, which register_autograd does
+not make. So a differentiable op registers its two functions here as well, and library.call goes through
+`Differentiable` while a transform is active. vmap runs an op once for each item of the batch.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .torch_compat import (
+    is_grads_batched,
+    raise_when_differentiated,
+    tree_flatten,
+    tree_unflatten,
+    with_batch,
+    without_batch,
+)
+
+TWICE = (
+    "this op is differentiable once, and this is a derivative of its gradient; for second derivatives use torch's own "
+    "function, or detach() the gradient"
+)
+
+_GRADIENTS: dict[str, tuple[Callable, Callable]] = {}  # name of an op -> (setup_context, backward)
+
+
+class _Context(SimpleNamespace):
+    """The ctx that a registered op's setup_context and backward see."""
+
+    saved_tensors: tuple = ()
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materializes = value
+
+
+class Differentiable(torch.autograd.Function):
+    """A registered op, differentiable once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op, name, spec, *flat):
+        return op(*tree_unflatten(flat, spec))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, name, spec, *flat = inputs
+        found = _Context(needs_input_grad=tuple(tree_unflatten([True] * len(flat), spec)))
+        _GRADIENTS[name][0](found, tuple(tree_unflatten(flat, spec)), output)
+        ctx.save_for_backward(*found.saved_tensors)
+        if not vars(found).get("materializes", True):
+            ctx.set_materialize_grads(False)
+        del found.saved_tensors
+        ctx.found, ctx.name, ctx.spec = found, name, spec
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        needed = ctx.needs_input_grad[3:]
+        if not any(needed):
+            return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors
+        call = SimpleNamespace(name=ctx.name, needed=tree_unflatten(needed, ctx.spec), saved=len(saved), places=())
+        call.attributes = vars(ctx.found)
+        found = Gradients.apply(call, *saved, *gradients)  # fills in call.places
+        found = dict(zip(call.places, found, strict=True))
+        return None, None, None, *(found.get(i) if n else None for i, n in enumerate(needed))
+
+
+class Gradients(torch.autograd.Function):
+    """An op's backward, by registered ops that are not differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call, *tensors):
+        context = _Context(**call.attributes)
+        context.saved_tensors, context.needs_input_grad = tensors[: call.saved], tuple(call.needed)
+        return _without_none(call, _GRADIENTS[call.name][1](context, *tensors[call.saved :]))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):  # without it, second derivatives would be zeros
+        raise RuntimeError(TWICE)
+
+
+def _without_none(call, gradients) -> tuple[Tensor, ...]:
+    """The gradients that there are; call.places gets their numbers among all."""
+    flat = tree_flatten(gradients)[0]
+    call.places = tuple(i for i, gradient in enumerate(flat) if gradient is not None)
+    call.count = len(flat)
+    return tuple(flat[i] for i in call.places)
+
+
+def register(name: str, gradient: tuple[Callable, Callable]) -> None:
+    """Make the op "namespace::name" differentiable under torch.func; gradient as register_autograd takes it."""
+    _GRADIENTS[name] = gradient
+
+
+def apply(name: str, op: Callable, inputs: tuple):
+    """The op of these inputs while a transform is active."""
+    if name not in _GRADIENTS:
+        return op(*inputs)
+    flat, spec = tree_flatten(tuple(inputs))
+    return Differentiable.apply(op, name, spec, *flat)
+
+
+def loop(op: Callable) -> Callable:
+    """A vmap rule for torch.library.register_vmap: the op once for each item, the results stacked in front."""
+
+    def rule(info, in_dims, *inputs):
+        flat, spec = tree_flatten(inputs)
+        dims = tree_flatten(in_dims)[0]
+        batched = [(i, t.movedim(d, 0)) for i, (t, d) in enumerate(zip(flat, dims, strict=True)) if d is not None]
+        items = []
+        for number in range(info.batch_size):
+            item = list(flat)
+            for i, tensor in batched:
+                item[i] = tensor[number]
+            leaves, structure = tree_flatten(op(*tree_unflatten(item, spec)))
+            items.append(leaves)
+        stacked = [torch.stack(leaves) for leaves in zip(*items, strict=True)]
+        return tree_unflatten(stacked, structure), tree_unflatten([0] * len(stacked), structure)
+
+    return rule
+
+
+def differentiable_once(backward: Callable) -> Callable:
+    """An autograd function's backward whose results raise when they are differentiated.
+
+    torch's once_differentiable looks at the incoming gradient alone, so it drops the second derivative where that is a
+    constant, as in `grad(gemm(silu(x), W).sum(), x, create_graph=True)`. Here each gradient that is computed under
+    create_graph=True has a grad_fn that raises. Batched gradients (is_grads_batched=True, jacobian(vectorize=True)) are
+    computed one by one.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        if not torch.is_grad_enabled() and not is_grads_batched(gradients[0]) and not is_grads_batched(gradients[-1]):
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            if any(is_grads_batched(g) for g in gradients):
+                found = _one_by_one(backward, ctx, gradients)
+            else:
+                found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        found = found if isinstance(found, tuple) else (found,)
+        tensors = [t.detach().requires_grad_() for t in found if isinstance(t, Tensor)]
+        raising = iter(raise_when_differentiated(TWICE, tensors))
+        return tuple(next(raising) if isinstance(t, Tensor) else t for t in found)
+
+    return run
+
+
+def _one_by_one(backward: Callable, ctx, gradients: tuple) -> tuple:
+    """A backward of batched gradients, once for each item."""
+    level, items = 0, []
+    for gradient in gradients:
+        if is_grads_batched(gradient):
+            gradient, level = without_batch(gradient)
+            items.append(gradient.unbind())
+        else:
+            items.append(None if gradient is None else itertools.repeat(gradient))
+    count = next(len(item) for item in items if isinstance(item, tuple))
+    items = [itertools.repeat(None) if item is None else item for item in items]
+    found = [backward(ctx, *item) for _, *item in zip(range(count), *items, strict=False)]
+    found = [each if isinstance(each, tuple) else (each,) for each in found]
+    return tuple(None if each[0] is None else with_batch(torch.stack(each), level) for each in zip(*found, strict=True))

@@ -1,0 +1,231 @@
+"""Every op under what its kernels cannot see by themselves: torch.func, forward-mode AD, second derivatives, batched
+gradients, dispatch modes, tensor subclasses, and tensors without memory."""
+
+import functools
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import attention, block_sparse_attention
+from cute_kernels import gemm
+from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
+
+from .reference import normal
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # of torch's own attention
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    """Where torch's reference runs, in fp64, and a GPU."""
+    return request.param
+
+
+def ops(place) -> dict:
+    """name -> (a function of one tensor, that tensor, the same by torch's own ops or None)"""
+    dtype = torch.float64 if place == "cpu" else torch.bfloat16
+    functional = torch.nn.functional
+
+    def tensor(*shape):
+        return normal(*shape, device=place).to(dtype)
+
+    a, b, q, x = tensor(16, 32), tensor(32, 24), tensor(2, 2, 16, 64), tensor(128, 64)
+    W = random_bsr((64, 64), (32, 32), density=0.7).to(place).to(dtype)
+    W128 = random_bsr((256, 64), (128, 32), density=0.7).to(place).to(dtype)
+    experts = BsrMatrix.stack([random_bsr((64, 64), (32, 32), density=0.7).to(place).to(dtype) for _ in range(2)])
+    groups = torch.tensor([1, 0], dtype=torch.int32, device=place)
+    blocks = torch.ones(1, 1, dtype=torch.bool, device=place)
+
+    def steeper(score, b, h, q, kv):
+        return score - 0.1 * (q - kv).abs()
+
+    def silu(z):
+        return z * torch.sigmoid(z)
+
+    sdpa = functional.scaled_dot_product_attention
+    return {
+        "gemm": (lambda a: gemm(a, b, activation="silu"), a, lambda a: functional.silu(a @ b)),
+        "gemm, function": (lambda a: gemm(a, b, epilogue=silu), a, lambda a: functional.silu(a @ b)),
+        "bsr_linear": (lambda x: bsr_linear(x, W, activation="gelu"), x,
+                       lambda x: functional.gelu(x @ W.to_dense().T)),
+        "bsr_matmul": (lambda x: bsr_matmul(W, x.mT), x, lambda x: W.to_dense() @ x.mT),
+        "bsr_gated_linear": (lambda x: bsr_gated_linear(x, W128), x, None),
+        "bsr_grouped_linear": (lambda x: bsr_grouped_linear(x, experts, groups), x, None),
+        "attention": (lambda q: attention(q, q, q, causal=True), q, lambda q: sdpa(q, q, q, is_causal=True)),
+        "attention, score_mod": (lambda q: attention(q, q, q, score_mod=steeper), q, None),
+        "block_sparse_attention": (lambda q: block_sparse_attention(q, q, q, blocks), q, lambda q: sdpa(q, q, q)),
+    }  # fmt: skip
+
+
+@pytest.fixture(params=ops("cpu"))
+def case(request, place):
+    return ops(place)[request.param]
+
+
+def near(found, expected, place) -> None:
+    bound = 1e-10 if place == "cpu" else 0.05
+    error = (found.double() - expected.double()).abs().max()
+    assert error <= bound * expected.double().abs().max().clamp(min=1), error
+
+
+def loss(f):
+    return lambda x: f(x).square().sum()
+
+
+def test_reverse_mode_of_torch_func(case, place):
+    f, x, reference = case
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(f)(leaf), leaf)
+    near(grad(loss(f))(x), expected, place)
+    both = torch.stack([x, x / 2])
+    near(vmap(f)(both), torch.stack([f(t) for t in both]), place)
+    near(vmap(grad(loss(f)))(both)[0], expected, place)
+    if reference is not None:
+        near(expected, grad(loss(reference))(x), place)
+        few = lambda f: lambda x: f(x).flatten()[:2]  # noqa: E731
+        near(jacrev(few(f))(x), jacrev(few(reference))(x), place)
+
+
+def test_forward_mode_raises(case):
+    f, x, _ = case
+    for run in (lambda: jvp(f, (x,), (x,)), lambda: jacfwd(loss(f))(x), lambda: hessian(loss(f))(x)):
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative .* use reverse mode"):
+            run()
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            f(forward_ad.make_dual(x, x))
+        assert f(x).shape == f(x.detach()).shape, "a tensor without a tangent is an ordinary one"
+
+
+def test_second_derivatives_raise(case, place):
+    """Also where the incoming gradient is a constant, and the dependence goes through saved tensors alone."""
+    f, x, _ = case
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(leaf).sum(), leaf, create_graph=True)
+    (expected,) = torch.autograd.grad(f(leaf).sum(), leaf)
+    near(first, expected, place)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        first.square().sum().backward()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad(lambda x: grad(loss(f))(x).sum())(x)
+
+
+def test_second_derivatives_of_what_comes_before_raise():
+    x, W = (torch.randn(8, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (first,) = torch.autograd.grad(gemm(torch.nn.functional.silu(x), W).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        first.square().sum().backward()
+
+
+def test_batched_gradients(case, place):
+    f, x, _ = case
+    leaf = x.clone().requires_grad_()
+    y = f(leaf)
+    seeds = normal(3, *y.shape, device=place).to(y.dtype)
+    found = torch.autograd.grad(y, leaf, seeds, is_grads_batched=True, retain_graph=True)[0]
+    one_by_one = [torch.autograd.grad(y, leaf, seed, retain_graph=True)[0] for seed in seeds]
+    near(found, torch.stack(one_by_one), place)
+
+
+def test_dispatch_modes_see_the_op(case, place):
+    f, x, _ = case
+    leaf, seen = x.clone().requires_grad_(), []
+    f(leaf).square().sum().backward()
+    expected, leaf.grad = leaf.grad, None
+
+    def policy(ctx, op, *args, **kwargs):
+        if op.namespace != "aten":
+            seen.append(op)
+        return CheckpointPolicy.MUST_SAVE if op.namespace != "aten" else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(f, leaf, use_reentrant=False, context_fn=contexts).square().sum().backward()
+    assert seen
+    near(leaf.grad, expected, place)
+    graph = make_fx(f)(x)
+    assert any("aten" not in str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    near(graph(x / 2), f(x / 2), place)
+    near(torch.jit.trace(f, x)(x / 2), f(x / 2), place)
+
+
+def test_plain_subclasses_and_tensors_without_memory(case, place):
+    f, x, _ = case
+
+    class Plain(torch.Tensor):
+        pass
+
+    assert torch.equal(f(x.as_subclass(Plain)), f(x))
+    for nested in (torch.nested.nested_tensor([x, x], layout=layout) for layout in (torch.jagged, torch.strided)):
+        with pytest.raises(TypeError, match="got a nested tensor; pass its packed rows"):
+            f(nested)
+    with pytest.raises((TypeError, ValueError), match="meta"):
+        g = ops(place)["gemm"][0]
+        g(ops(place)["gemm"][1].to("meta"))
+
+
+def test_meta_and_fake_tensors():
+    a, b = (torch.empty(16, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    assert gemm(a, b).shape == (16, 16) and gemm(a, b).is_meta
+    q = torch.empty(2, 2, 16, 64, dtype=torch.bfloat16, device="meta")
+    assert attention(q, q, q).is_meta
+    with torch._subclasses.FakeTensorMode():
+        a, q = torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(2, 2, 16, 64, dtype=torch.bfloat16)
+        assert gemm(a, a).shape == (16, 16) and attention(q, q, q).shape == q.shape
+
+
+def test_functional_tensors_raise():
+    a = torch._to_functional_tensor(torch.randn(16, 16))
+    with pytest.raises(TypeError, match="without memory of its own"):
+        gemm(a, a)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_dtensors_raise(mesh, compiled):
+    for name, (f, x, _) in ops("cpu").items():
+        sharded = DTensor.from_local(x, mesh, [Shard(0)])
+        run = torch.compile(f, backend="aot_eager") if compiled else f
+        with pytest.raises(TypeError, match="got a DTensor; .* x.to_local()"):
+            run(sharded)
+        assert torch.equal(f(sharded.to_local()), f(x)), name
+
+
+def test_flops_are_counted(place):
+    """As torch counts its own: two for each product of the operands' elements, stored ones of a sparse operand."""
+    dtype = torch.float32 if place == "cpu" else torch.bfloat16
+    a, b, x = (normal(*shape, device=place).to(dtype) for shape in ((16, 32), (32, 24), (128, 64)))
+    W = random_bsr((64, 64), (32, 32), density=0.5).to(place).to(dtype)
+    q = normal(2, 2, 16, 64, device=place).to(dtype)
+    a.requires_grad_(), b.requires_grad_()
+    leaf, rows, long = q.clone().requires_grad_(), q.movedim(2, 1).flatten(0, 1).contiguous(), q.new_ones(1, 1, 256, 64)
+    cu = torch.tensor([0, 4, 32], dtype=torch.int32, device=place)
+    blocks = torch.tensor([[True, False], [True, True]], device=place)
+    for run, expected in (
+        (lambda: gemm(a.detach(), b.detach()), 2 * 16 * 24 * 32),
+        (lambda: gemm(a, b, activation="gelu").sum().backward(), 3 * 2 * 16 * 24 * 32),
+        (lambda: bsr_linear(x, W), 2 * W.values.numel() * 128),
+        (lambda: attention(q, q, q), 4 * 2 * 2 * 16 * 16 * 64),
+        (lambda: attention(leaf, q, q, causal=True).sum().backward(), 14 * 2 * 2 * 16 * 16 * 64),
+        (lambda: attention(rows, rows, rows, cu_seqlens_q=cu, cu_seqlens_k=cu), 4 * 2 * (4 * 4 + 28 * 28) * 64),
+        (lambda: block_sparse_attention(long, long, long, blocks), 4 * 3 * 128 * 128 * 64),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert counter.get_total_flops() == expected
