@@ -130,23 +130,28 @@ def test_a_model():
     shared = BsrLinear(256, 256, bias=False, blocksize=(64, 64), density=0.5, dtype=BF16)
     model = nn.Sequential(feed_forward(), shared, nn.LayerNorm(256, dtype=BF16), shared)
     x = tokens(8)
-    assert quantize_(model) is model
+    report = quantize_(model)
+    assert [c.name for c in report.changed] == ["0.gate_up", "0.down", "1"] and not report.skipped
+    assert report.changed[0].before == report.changed[0].after and "3 of 3 layers" in str(report)
     assert [type(m).__name__ for m in model] == ["Float8SwiGLU", "Float8BsrLinear", "LayerNorm", "Float8BsrLinear"]
     assert model[1] is model[3] and not [p for m in (model[0], model[1]) for p in m.parameters()]
     y = model(x)
     again = copy.deepcopy(model).to(torch.float16).to(BF16)
     assert again[0].down.weight.dtype is E4M3 and again[0].down.weight.scales.dtype is FP32
     assert torch.equal(again(x), y)
-    other = quantize_(nn.Sequential(feed_forward(), shared, nn.LayerNorm(256, dtype=BF16), shared))
+    other = nn.Sequential(feed_forward(), shared, nn.LayerNorm(256, dtype=BF16), shared)
+    quantize_(other)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(x), y)
-    assert isinstance(quantize_(feed_forward()), Float8SwiGLU)
+    layer = feed_forward()
+    quantize_(layer)
+    assert isinstance(layer, Float8SwiGLU)
 
 
 def both() -> list[nn.Module]:
     return [
         Float8BsrLinear(BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16)),
-        quantize_(feed_forward()),
+        Float8SwiGLU(feed_forward()),
     ]
 
 
@@ -323,8 +328,11 @@ def test_moves_keep_dtypes():
 def test_other_layers_stay():
     """Those of 2:4 values, also inside of a SwiGLU."""
     model = nn.Sequential(feed_forward(), feed_forward())
-    prune_2_4_(model, lambda name, _: name != "1.down")
-    quantize_(model)
+    prune_2_4_(model, lambda module, fqn: fqn != "1.down")
+    report = quantize_(model)
+    assert [c.name for c in report.changed] == ["1.down"]
+    assert [c.name for c in report.skipped] == ["0.gate_up", "0.down", "1.gate_up"]
+    assert report.skipped[0].skipped == "is a Bsr24Linear, of which there is no FP8 layer"
     names = [[type(layer).__name__ for layer in part.children()] for part in model]
     assert names == [["Bsr24Linear", "Bsr24Linear"], ["Bsr24Linear", "Float8BsrLinear"]]
     with torch.no_grad():
@@ -359,8 +367,7 @@ def test_hooks_of_forward_are_taken_over():
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (lambda layer: layer.down.register_full_backward_hook(lambda *_: None), "0.down has hooks, .* put hooks on 0,"),
-        (lambda layer: layer.gate_up.register_forward_hook(lambda *_: None), "0.gate_up has hooks"),
+        (lambda layer: layer.down.register_full_backward_hook(lambda *_: None), "0.down has hooks .*no gradients"),
         (lambda layer: layer.register_full_backward_hook(lambda *_: None), "0 has hooks .backward.*no gradients"),
         (lambda layer: layer.register_state_dict_post_hook(lambda *_: None), "0 has hooks .state_dict.*another state"),
         (lambda layer: layer.register_state_dict_pre_hook(lambda *_: None), "0 has hooks.*another state"),
@@ -377,13 +384,46 @@ def test_hooks_that_are_refused(hook, words):
     assert all(type(layer) is SwiGLU for layer in model)
 
 
+def test_hooks_inside_of_a_feed_forward_layer_are_taken_over():
+    model, x, seen = nn.Sequential(feed_forward()), tokens(8), []
+    handles = [
+        model[0].down.register_forward_hook(lambda layer, args, y: (seen.append(type(layer).__name__), y + 1)[1]),
+        model[0].gate_up.register_forward_pre_hook(lambda layer, args: seen.append("before")),
+    ]
+    plain = Float8SwiGLU(copy.deepcopy(model[0]))
+    quantize_(model)
+    assert type(model[0]) is Float8SwiGLU
+    assert torch.equal(model(x), plain(x) + 1) and seen == ["before", "Float8BsrLinear"]
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(model(x), plain(x))
+
+
+def test_filters():
+    """A SwiGLU is one layer of FP8 where both of its layers are."""
+    for accept, kinds in (
+        (lambda module, fqn: isinstance(module, BsrLinear), ["Float8SwiGLU", "Float8BsrLinear"]),
+        (lambda module, fqn: fqn == "0.down", ["SwiGLU", "BsrLinear"]),
+        (lambda module, fqn: fqn == "1", ["SwiGLU", "Float8BsrLinear"]),
+    ):
+        model = nn.Sequential(feed_forward(), BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16)).eval()
+        x = tokens(8)
+        with torch.no_grad():
+            wanted = model(x)
+            report = quantize_(model, filter_fn=accept)
+            assert [type(m).__name__ for m in model] == kinds and not report.skipped
+            assert off(model(x), wanted) < 0.1
+
+
 def test_hooks_that_make_weights_are_refused():
     layer = BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16)
     prune.random_unstructured(layer, "values", 0.5)
-    with pytest.raises(ValueError, match="BsrLinear has a hook that makes its weight.*prune.remove"):
-        quantize_(layer)
+    model = nn.Sequential(layer)
+    with pytest.raises(ValueError, match="0 has a hook that makes its weight.*prune.remove"):
+        quantize_(model)
     prune.remove(layer, "values")
-    assert isinstance(quantize_(layer), Float8BsrLinear)
+    quantize_(model)
+    assert isinstance(model[0], Float8BsrLinear)
 
 
 def test_layers_that_are_refused():
@@ -393,6 +433,8 @@ def test_layers_that_are_refused():
         Float8SwiGLU(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="dtype is torch.bfloat16"):
         quantize_(feed_forward(), BF16)
+    with pytest.raises(ValueError, match=r"of one layer use Float8BsrLinear\(layer\)"):
+        quantize_(BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16))
 
 
 @needs_compiler

@@ -474,7 +474,7 @@ def test_sparsify_and_densify(place):  # noqa: F811
 def test_densities_by_name_filters_and_rows():
     model = Model()
     config = SparsityConfig((32, 32), {"blocks.0.*": 0.25, "blocks.*": 0.5}, even_rows=True)
-    report = sparsify_(model, config, lambda name, layer: not name.endswith(".2"))
+    report = sparsify_(model, config, lambda module, fqn: not fqn.endswith(".2"))
     assert {c.name: c.density for c in report.changes} == {"blocks.0.0": 0.0, "blocks.1.0": 0.5}
     assert model.blocks[1][0].weight.even and isinstance(model.blocks[1][2], nn.Linear)
 

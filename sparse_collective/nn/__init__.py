@@ -10,7 +10,7 @@ prune_, change_pattern_         keep the blocks that matter; drop and regrow blo
 """
 
 from .feed_forward import BsrMixtureOfExperts, SwiGLU
-from .float8 import Float8BsrLinear, Float8SwiGLU, quantize_
+from .float8 import Float8BsrLinear, Float8SwiGLU
 from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
@@ -18,8 +18,10 @@ from .pattern import Pattern
 from .prune24 import Masked24BsrLinear, Masked24Linear, mask_2_4_, prune_2_4_
 from .pruning import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
 from .scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
-from .sparsify import Change, Report, SparsityConfig, densify_, sparsify_
+from .sparsify import SparsityConfig, densify_, sparsify_
 from .structured import Bsr24Linear, Sparse24Linear
+from .swap import Change, Report
+from .to_float8 import quantize_
 
 __all__ = [
     "Blocks",

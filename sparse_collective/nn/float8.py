@@ -1,4 +1,4 @@
-"""Layers for inference whose block-sparse weights are 8-bit floats, and the way from trained ones to them."""
+"""Layers for inference with FP8 block-sparse weights; to_float8.py makes them of the layers of a model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ from ..bsr import BsrMatrix
 from ..chains import MOST_COLUMNS
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
-from .gated import GatedBsrLinear
 from .inference import InferenceLinear, StoredBlocks
 from .linear import BsrLinear
 from .module import autocast_dtype
-from .prune24 import Masked24BsrLinear, Masked24GatedBsrLinear
+from .swap import hooks_of
 
-__all__ = ["Float8BsrLinear", "Float8SwiGLU", "quantize_"]
+__all__ = ["Float8BsrLinear", "Float8SwiGLU"]
 
 LEAST_GATED = 320  # tokens: 256 took as long either way, 384 gained 3 %
-CARRIED_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-CARRIED = (  # with what says how they are called
-    *CARRIED_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
 
 
 class Float8BsrLinear(StoredBlocks, InferenceLinear):
@@ -205,97 +200,6 @@ def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: tor
         terms = W, values, bias, activation, None, None, None
         return eager.call("bsr_linear", *terms, scale_b=scale, out_dtype=dtype, chained=True)
     return bsr_linear(values, W, bias, activation, scale_x=scale, out_dtype=dtype)
-
-
-def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn) -> nn.Module:
-    """Put a Float8SwiGLU in the place of each SwiGLU of a model, and a Float8BsrLinear in that of each other BsrLinear.
-
-    Other layers stay: BsrGroupedLinear, Bsr24Linear, subclasses and parametrized layers; of a SwiGLU with such a layer
-    inside the other one is replaced alone. Layers that appear twice stay one layer.
-
-    A new layer has the forward hooks and forward pre-hooks of the one that it replaces, and their handles remove them.
-
-    Args:
-        model: changed in place.
-        dtype: float8_e4m3fn or float8_e5m2.
-
-    Returns:
-        The model; where it is itself such a layer, the new one.
-
-    Raises:
-        TypeError: dtype is no float8, and there is a layer to replace.
-        ValueError: a layer to replace has hooks of its gradients or its state, or a pre-hook of torch.nn.utils that
-            makes its weight, or a layer inside of a SwiGLU has any. The model is as it was.
-    """
-    made = {}
-    for name, module in model.named_modules():
-        if narrow_kind(module) is not None:
-            check_hooks(name or type(module).__name__, module)
-
-    def swapped(module: nn.Module) -> nn.Module:
-        if (kind := narrow_kind(module)) is not None:
-            if module not in made:
-                made[module] = with_hooks_of(module, kind(module, dtype))
-            return made[module]
-        for name, child in module._modules.items():  # a layer twice, too
-            if child is not None and (new := swapped(child)) is not child:
-                setattr(module, name, new)
-        return module
-
-    return swapped(model)
-
-
-NARROW = {
-    SwiGLU: Float8SwiGLU,
-    **{kind: Float8BsrLinear for kind in (BsrLinear, GatedBsrLinear, Masked24BsrLinear, Masked24GatedBsrLinear)},
-}
-
-
-def narrow_kind(module: nn.Module) -> type | None:
-    """What quantize_ puts in a layer's place; None of others."""
-    kind = NARROW.get(type(module))
-    return kind if all(isinstance(layer, BsrLinear) for layer in module.children()) else None
-
-
-def check_hooks(name: str, module: nn.Module) -> None:
-    """ValueError if a layer has hooks that its replacement would not call, or not with what they were made for."""
-    for layer in (module, *module.children()):
-        for hook in layer._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils"):
-                raise ValueError(
-                    f"quantize_: {name} has a hook that makes its weight in each call ({type(hook).__name__}); make it "
-                    "permanent first, as by torch.nn.utils.prune.remove or remove_spectral_norm"
-                )
-    for inside, layer in module.named_children():
-        if hooks_of(layer):
-            raise ValueError(
-                f"quantize_: {name}.{inside} has hooks, and a Float8SwiGLU does not call its layers one by one; remove "
-                f"them, or put hooks on {name}, which the new layer takes over"
-            )
-    if "forward" in vars(module):
-        raise ValueError(
-            f"quantize_: {name}.forward was replaced by another function, which its replacement would not call; put "
-            "that on the new layer, or set it back"
-        )
-    for kind in hooks_of(module):
-        if kind not in CARRIED_HOOKS:
-            why = "has no gradients" if "backward" in kind else "has another state"
-            raise ValueError(
-                f"quantize_: {name} has hooks ({kind[1:]}), and its replacement {why}; remove them by their handles, "
-                "and register on the new layer what it is to have. Forward hooks and pre-hooks are taken over"
-            )
-
-
-def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that it has, by the names of torch's attributes."""
-    return [name for name, value in module.__dict__.items() if name.endswith("_hooks") and value]
-
-
-def with_hooks_of(module: nn.Module, new: nn.Module) -> nn.Module:
-    """`new` with the same dicts of forward hooks, which handles know."""
-    for name in CARRIED:
-        setattr(new, name, getattr(module, name))
-    return new
 
 
 def outside_autocast(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,20 @@ from ..bsr24.matrix import check_blocks
 from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
-from .sparsify import Change, Report, has_hooks, replace_layers, shape_of, size_of
 from .structured import Bsr24Linear, Sparse24Linear
+from .swap import (
+    Change,
+    FilterFn,
+    Report,
+    expert_parameters,
+    has_hooks,
+    owners_of,
+    select,
+    shape_of,
+    size_of,
+    skipped,
+    swap_layers,
+)
 
 __all__ = ["Masked24BsrLinear", "Masked24Linear", "mask_2_4_", "prune_2_4_"]
 
@@ -64,9 +75,7 @@ MASKED = {
 }
 
 
-def mask_2_4_(
-    model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None, *, dense: bool = False
-) -> Report:
+def mask_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bool = False) -> Report:
     """Train the BsrLinear of a model with 2:4 masks: in each forward the two of largest magnitude of every four
     neighbours in a row are multiplied, and the gradient reaches all four (straight-through), so that masks may change.
 
@@ -77,19 +86,20 @@ def mask_2_4_(
     Args:
         model: any module that contains such layers, or one itself; changed in place. Layers that prune_2_4_ would
             leave as they are get no masks either, and are reported; but hooks may stay.
-        filter_fn: (name, layer) -> whether to mask it. Those that it refuses are not in the report.
+        filter_fn: (module, fqn) -> True to mask this layer. Layers that it refuses are not in the report.
         dense: each nn.Linear, too, which becomes a Masked24Linear.
 
     Returns:
         What was done, layer by layer. Layers that have masks already are left out.
 
+    Raises:
+        ValueError: the model has no such layer, or the filter accepts none.
+
     Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", 2021.
     """
     report, owners = Report(), owners_of(model)
-    for name, layer in model.named_modules():
-        if not isinstance(layer, kinds_of(dense)) or type(layer) in MASKED.values():
-            continue
-        if filter_fn is not None and not filter_fn(name, layer):
+    for layer, (name, *_) in select("mask_2_4_", model, kinds_of(dense), filter_fn, hint_of(dense)).items():
+        if type(layer) in MASKED.values():
             continue
         why, size = why_not(layer, owners), size_of(layer)
         if not why and type(layer) not in MASKED:
@@ -98,12 +108,11 @@ def mask_2_4_(
         report.changes.append(Change(name, shape_of(layer), size, size, *blocks, skipped=why))
         if not why:
             layer.__class__ = MASKED[type(layer)]
+    report.changes += experts_of(model, dense)
     return report
 
 
-def prune_2_4_(
-    model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None, *, dense: bool = False
-) -> Report:
+def prune_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bool = False) -> Report:
     """Put a Bsr24Linear in the place of each BsrLinear of a model, for inference, also of those inside of a SwiGLU.
 
     Of every four neighbours in a row the two of largest magnitude are kept. A model that was not trained with such
@@ -114,43 +123,48 @@ def prune_2_4_(
 
     Args:
         model: any module that contains such layers; changed in place.
-        filter_fn: (name, layer) -> whether to swap it. Those that it refuses are not in the report.
+        filter_fn: (module, fqn) -> True to swap this layer. Layers that it refuses are not in the report.
         dense: put a Sparse24Linear in the place of each nn.Linear, too. Left are other subclasses of nn.Linear than
-            Masked24Linear, and layers whose in_features are no multiple of 4.
+            Masked24Linear and GatedLinear, layers whose in_features are no multiple of 4, and 3-D parameters, as of
+            experts.
 
     Returns:
         What was done, layer by layer. Parameters count what is stored: values and biases.
 
     Raises:
-        ValueError: `model` is such a layer itself.
+        ValueError: `model` is such a layer itself or has none, or the filter accepts none.
     """
     if isinstance(model, (BsrLinear, nn.Linear)):
         kind = "Bsr24Linear" if isinstance(model, BsrLinear) else "Sparse24Linear"
         raise ValueError(f"prune_2_4_ changes the layers inside of a model; of one layer use {kind}(layer)")
-    owners = owners_of(model)
-
-    def swap(name: str, layer: nn.Module) -> tuple[nn.Module | None, Change] | None:
-        if filter_fn is not None and not filter_fn(name, layer):
-            return None
+    report, owners, made = Report(), owners_of(model), {}
+    for layer, (name, *_) in select("prune_2_4_", model, kinds_of(dense), filter_fn, hint_of(dense)).items():
         why = why_not(layer, owners) or ("has hooks, which would be lost" if has_hooks(layer) else "")
         if why:
-            return None, Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
-        made = (Bsr24Linear if isinstance(layer, BsrLinear) else Sparse24Linear)(layer)
-        after = made.values.numel() + (0 if made.bias is None else made.bias.numel())
-        blocks = (made.nnz, math.prod(made.grid)) if isinstance(made, Bsr24Linear) else ()
-        return made, Change(name, shape_of(layer), size_of(layer), after, *blocks)
+            report.changes.append(skipped(name, layer, why))
+            continue
+        new = made[layer] = (Bsr24Linear if isinstance(layer, BsrLinear) else Sparse24Linear)(layer)
+        blocks = (new.nnz, math.prod(new.grid)) if isinstance(new, Bsr24Linear) else ()
+        report.changes.append(Change(name, shape_of(layer), size_of(layer), size_of(new), *blocks))
+    swap_layers(model, made)
+    report.changes += experts_of(model, dense)
+    return report
 
-    return replace_layers(model, kinds_of(dense), swap)
+
+def hint_of(dense: bool) -> str:
+    """What to do where a model has none of these layers."""
+    return "" if dense else "; pass dense=True for its nn.Linear"
+
+
+def experts_of(model: nn.Module, dense: bool) -> list[Change]:
+    """3-D parameters, which are left as they are."""
+    found = expert_parameters(model) if dense else []
+    return [Change(name, shape, math.prod(shape), math.prod(shape), skipped=why) for name, shape, why in found]
 
 
 def kinds_of(dense: bool) -> tuple[type, ...]:
     """Layers that are looked at."""
     return (BsrLinear, BsrGroupedLinear, *((nn.Linear,) if dense else ()))
-
-
-def owners_of(model: nn.Module) -> Counter:
-    """By a parameter's id, how many modules have it."""
-    return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
 
 def why_not(layer: nn.Module, owners: Counter) -> str:

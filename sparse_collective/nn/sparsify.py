@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,8 +17,23 @@ from .linear import BsrLinear
 from .module import block_grid
 from .pattern import top_keys, top_keys_of_rows
 from .scores import Blocks, Scores
+from .swap import (
+    Change,
+    FilterFn,
+    Report,
+    expert_parameters,
+    has_hooks,
+    names_of,
+    owners_of,
+    select,
+    shape_of,
+    size_of,
+    skipped,
+    some_names,
+    swap_layers,
+)
 
-__all__ = ["Change", "Report", "SparsityConfig", "densify_", "sparsify_"]
+__all__ = ["SparsityConfig", "densify_", "sparsify_"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class SparsityConfig:
 
     blocksize: (bm, bk).
     density: in [0, 1], of each layer; or densities by name, of which the first pattern that fits a layer's name counts
-        (as in a shell, {"*.mlp.*": 0.25, "*": 0.5}), and layers that none fits are left out.
+        (as in a shell, {"*.mlp.*": 0.25, "*": 0.5}), and layers that none fits are left out. Each pattern must fit one.
     scores: by which blocks are kept: "magnitude", "gradient", or a function of Blocks such as InputNorms.
     even_rows: whether each block row keeps equally many, round(density * K / bk).
 
@@ -52,134 +67,113 @@ class SparsityConfig:
         return next((d for pattern, d in self.density.items() if fnmatchcase(name, pattern)), None)
 
 
-@dataclass(frozen=True)
-class Change:
-    """One linear layer: what became of it, or in `skipped` why nothing."""
-
-    name: str
-    shape: tuple[int, int]  # (M, K)
-    before: int  # parameters
-    after: int
-    stored: int = 0  # blocks; none of a layer without blocks
-    blocks: int = 0
-    skipped: str = ""
-
-    @property
-    def density(self) -> float:
-        return self.stored / max(1, self.blocks)
-
-
-@dataclass
-class Report:
-    """What sparsify_, densify_, mask_2_4_ or prune_2_4_ did, layer by layer; prints as a table."""
-
-    changes: list[Change] = field(default_factory=list)
-
-    @property
-    def changed(self) -> list[Change]:
-        return [c for c in self.changes if not c.skipped]
-
-    @property
-    def skipped(self) -> list[Change]:
-        return [c for c in self.changes if c.skipped]
-
-    def __str__(self) -> str:
-        rows = [("layer", "shape", "density", "blocks", "parameters", "")]
-        for c in self.changes:
-            shape = "{} x {}".format(*c.shape)
-            if c.skipped:
-                rows.append((c.name, shape, "-", "-", f"{c.before:,}", f"skipped: {c.skipped}"))
-            else:
-                density, blocks = (f"{c.density:.3f}", f"{c.stored} of {c.blocks}") if c.blocks else ("-", "-")
-                rows.append((c.name, shape, density, blocks, f"{c.before:,} -> {c.after:,}", ""))
-        before, after = (sum(getattr(c, name) for c in self.changes) for name in ("before", "after"))
-        rows.append((f"{len(self.changed)} of {len(self.changes)} layers", "", "", "", f"{before:,} -> {after:,}", ""))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def sparsify_(
-    model: nn.Module, config: SparsityConfig, filter_fn: Callable[[str, nn.Linear], bool] | None = None
-) -> Report:
+def sparsify_(model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | None = None) -> Report:
     """Put a BsrLinear in the place of each nn.Linear of a model, with the blocks that a config chooses.
 
     Left as they are, and reported: layers whose features the blocks do not divide, of another dtype than BsrLinear has,
-    with hooks, with a weight that another module shares, and subclasses of nn.Linear, which other code may read in its
-    own way (as nn.MultiheadAttention does). On the meta device layers get the shapes alone; load a state.
+    with hooks, with a weight that another module shares, subclasses of nn.Linear, which other code may read in its
+    own way (as nn.MultiheadAttention does), and 3-D parameters, as of experts. A GatedLinear becomes a GatedBsrLinear.
+    On the meta device layers get the shapes alone; load a state.
 
     Args:
-        model: any module that contains nn.Linear; changed in place.
+        model: any module that contains nn.Linear; changed in place. A layer with several names is replaced in all of
+            its places if one of them is accepted and fits a pattern.
         config: see SparsityConfig.
-        filter_fn: (name, layer) -> whether to swap it. Those that it refuses are not in the report.
+        filter_fn: (module, fqn) -> True to swap this nn.Linear, as torchao has it. Layers that it refuses are not in
+            the report.
+
+    Returns:
+        What was done, layer by layer.
 
     Raises:
         TypeError: `config` is no SparsityConfig.
-        ValueError: `model` is an nn.Linear itself.
+        ValueError: `model` is an nn.Linear itself or has none, the filter accepts no layer, a pattern of the config
+            fits no layer, or two names of one layer have different densities. The model is as it was.
+
+    Example:
+        report = sparsify_(model, SparsityConfig((128, 128), 0.25), lambda module, fqn: ".mlp." in fqn)
     """
     if not isinstance(config, SparsityConfig):
         raise TypeError(f"sparsify_ needs a SparsityConfig, got {type(config).__name__}")
     if isinstance(model, nn.Linear):
         raise ValueError("sparsify_ changes the layers inside of a model; of one layer use BsrLinear.from_linear")
-    owners = Counter(
-        id(p) for m in model.modules() for p in m._parameters.values() if p is not None
-    )  # modules with this parameter
-
-    def swap(name: str, linear: nn.Linear) -> tuple[nn.Module | None, Change] | None:
-        if filter_fn is not None and not filter_fn(name, linear):
-            return None
-        density = config.density_of(name)
+    chosen, owners, experts = select("sparsify_", model, (nn.Linear,), filter_fn), owners_of(model), []
+    for name, shape, why in expert_parameters(model):
+        if config.density_of(name) is not None:
+            experts.append(Change(name, shape, math.prod(shape), math.prod(shape), skipped=why))
+    _check_patterns(model, config)
+    densities = {m: _density("sparsify_", config, names) for m, names in chosen.items()}
+    report, made = Report(), {}
+    for linear, density in densities.items():
         if density is None:
-            return None
-        why = _why_not(linear, config, owners)
-        if why:
-            return None, Change(name, shape_of(linear), size_of(linear), size_of(linear), skipped=why)
-        layer = _sparse(linear, config, density)
+            continue
+        name = chosen[linear][0]
+        if why := _why_not(linear, config, owners):
+            report.changes.append(skipped(name, linear, why))
+            continue
+        layer = made[linear] = _sparse(linear, config, density)
         stored, blocks = layer.nnz, math.prod(layer.grid)
-        return layer, Change(name, shape_of(linear), size_of(linear), size_of(layer), stored, blocks)
+        report.changes.append(Change(name, shape_of(linear), size_of(linear), size_of(layer), stored, blocks))
+    swap_layers(model, made)
+    report.changes += experts
+    return report
 
-    return replace_layers(model, nn.Linear, swap)
+
+def _density(op: str, config: SparsityConfig, names: list[str]) -> float | None:
+    """The density of a layer with these names; None where no pattern fits one."""
+    found = {name: d for name in names if (d := config.density_of(name)) is not None}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{op}: one layer has the names {', '.join(map(repr, found))}, for which config.density has the densities "
+            f"{', '.join(map(str, found.values()))}; give them one"
+        )
+    return next(iter(found.values()), None)
 
 
-def densify_(model: nn.Module) -> Report:
+def _check_patterns(model: nn.Module, config: SparsityConfig) -> None:
+    """ValueError for a pattern of the config that fits no nn.Linear and no 3-D parameter."""
+    if not isinstance(config.density, Mapping):
+        return
+    layers = {m: names for m, names in names_of(model).items() if isinstance(m, nn.Linear)}
+    names = [name for of_one in layers.values() for name in of_one] + [name for name, *_ in expert_parameters(model)]
+    for pattern in config.density:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"sparsify_: the pattern {pattern!r} of config.density fits none of the model's {len(layers)} "
+                f"nn.Linear ({some_names(layers)}); correct it, or leave it out"
+            )
+
+
+def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
     """Put an nn.Linear in the place of each BsrLinear of a model; dropped blocks are zeros.
 
-    Left as they are, and reported: layers with a fused activation or with hooks.
+    A GatedBsrLinear becomes a GatedLinear. Left as they are, and reported: layers with a fused activation or with
+    hooks.
+
+    Args:
+        model: any module that contains such layers; changed in place.
+        filter_fn: (module, fqn) -> True to swap this BsrLinear. Layers that it refuses are not in the report.
+
+    Returns:
+        What was done, layer by layer.
 
     Raises:
-        ValueError: `model` is a BsrLinear itself.
+        ValueError: `model` is a BsrLinear itself or has none, or the filter accepts no layer.
     """
     if isinstance(model, BsrLinear):
         raise ValueError("densify_ changes the layers inside of a model; of one layer use its to_linear()")
-
-    def swap(name: str, layer: BsrLinear) -> tuple[nn.Module | None, Change]:
+    report, made = Report(), {}
+    for layer, (name, *_) in select("densify_", model, (BsrLinear,), filter_fn).items():
         why = "has hooks" if has_hooks(layer) else ""
         if layer.activation is not None and not layer.gated:
             why = f"applies {layer.activation}, which nn.Linear does not"
         if why:
-            return None, Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
-        linear = layer.to_linear()
-        blocks = math.prod(layer.grid)
-        return linear, Change(name, shape_of(layer), size_of(layer), size_of(linear), blocks, blocks)
-
-    return replace_layers(model, BsrLinear, swap)
-
-
-def replace_layers(model: nn.Module, kind: type | tuple[type, ...], swap: Callable) -> Report:
-    """Ask `swap` for a new module in the place of each of a kind; one that has several places gets one new module."""
-    report, made = Report(), {}
-    places = [(n, c, parent) for n, parent in model.named_modules() for c in parent._modules]
-    for path, child, parent in places:
-        module = parent._modules[child]
-        if not isinstance(module, kind):
+            report.changes.append(skipped(name, layer, why))
             continue
-        if module not in made:
-            answer = swap(f"{path}.{child}" if path else child, module)
-            made[module] = None if answer is None else answer[0]
-            if answer is not None:
-                report.changes.append(answer[1])
-        new = made[module]
-        if new is not None:
-            parent._modules[child] = new
+        linear, blocks = layer.to_linear(), math.prod(layer.grid)
+        made[layer] = linear
+        report.changes.append(Change(name, shape_of(layer), size_of(layer), size_of(linear), blocks, blocks))
+    swap_layers(model, made)
     return report
 
 
@@ -201,10 +195,6 @@ def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
     return ""
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return any(value for name, value in module.__dict__.items() if name.endswith("_hooks") and "state_dict" not in name)
-
-
 def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLinear:
     kind = GatedBsrLinear if isinstance(linear, GatedLinear) else BsrLinear
     more = {"activation": linear.activation} if kind is GatedBsrLinear else {}
@@ -220,11 +210,3 @@ def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLin
         keys = top_keys(scores, round(density * rows * cols))
     mask = torch.zeros(rows * cols, dtype=torch.bool, device=scores.device).index_fill_(0, keys, True)
     return kind.from_linear(linear, config.blocksize, mask=mask.view(rows, cols), **more)
-
-
-def shape_of(layer: nn.Linear | BsrLinear) -> tuple[int, int]:
-    return layer.out_features, layer.in_features
-
-
-def size_of(layer: nn.Module) -> int:
-    return sum(p.numel() for p in layer.parameters())

@@ -1,0 +1,168 @@
+"""Which layers of a model to change, by a filter, and a report of what became of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .inference import InferenceLinear
+from .module import BsrModule
+
+__all__ = ["Change", "FilterFn", "Report", "expert_parameters", "select", "swap_layers"]
+
+FilterFn = Callable[[nn.Module, str], bool]  # (module, fully qualified name) -> True to change it
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Change:
+    """One layer: what became of it, or in `skipped` why nothing."""
+
+    name: str
+    shape: tuple[int, ...]  # (M, K); of experts (E, ...)
+    before: int  # parameters
+    after: int
+    stored: int = 0  # blocks; none of a layer without blocks
+    blocks: int = 0
+    skipped: str = ""
+
+    @property
+    def density(self) -> float:
+        return self.stored / max(1, self.blocks)
+
+
+@dataclass
+class Report:
+    """What sparsify_, densify_, mask_2_4_, prune_2_4_ or quantize_ did, layer by layer; prints as a table."""
+
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def changed(self) -> list[Change]:
+        return [c for c in self.changes if not c.skipped]
+
+    @property
+    def skipped(self) -> list[Change]:
+        return [c for c in self.changes if c.skipped]
+
+    def __str__(self) -> str:
+        rows = [("layer", "shape", "density", "blocks", "parameters", "")]
+        for c in self.changes:
+            shape = " x ".join(map(str, c.shape))
+            if c.skipped:
+                rows.append((c.name, shape, "-", "-", f"{c.before:,}", f"skipped: {c.skipped}"))
+            else:
+                density, blocks = (f"{c.density:.3f}", f"{c.stored} of {c.blocks}") if c.blocks else ("-", "-")
+                rows.append((c.name, shape, density, blocks, f"{c.before:,} -> {c.after:,}", ""))
+        before, after = (sum(getattr(c, name) for c in self.changes) for name in ("before", "after"))
+        rows.append((f"{len(self.changed)} of {len(self.changes)} layers", "", "", "", f"{before:,} -> {after:,}", ""))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Each module of a model with all the names that it has there: one for each path to it."""
+    found: dict[nn.Module, list[str]] = {}
+
+    def walk(module: nn.Module, name: str, above: tuple[nn.Module, ...]) -> None:
+        found.setdefault(module, []).append(name)
+        for child_name, child in module._modules.items():
+            if child is not None and child not in above:  # a module may hold itself
+                walk(child, f"{name}.{child_name}" if name else child_name, (*above, child))
+
+    walk(model, "", (model,))
+    return found
+
+
+def select(
+    op: str, model: nn.Module, kinds: tuple[type, ...], filter_fn: FilterFn | None, hint: str = ""
+) -> dict[nn.Module, list[str]]:
+    """The modules of these kinds that a filter accepts by one of their names, with the names that it accepts.
+
+    Args:
+        op: the function that asks, for messages.
+        hint: what to do where the model has no such module.
+
+    Raises:
+        TypeError: filter_fn cannot be called.
+        ValueError: the model has no such module, or the filter accepts none.
+    """
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"{op}: filter_fn must be a function of (module, fqn), got {type(filter_fn).__name__}")
+    candidates = {m: names for m, names in names_of(model).items() if isinstance(m, kinds)}
+    experts = "".join(f"; {name} {shape} is {why}" for name, shape, why in expert_parameters(model)[:SHOWN])
+    if not candidates:
+        raise ValueError(f"{op}: the model has no {' or '.join(kind.__name__ for kind in kinds)}{hint}{experts}")
+    if filter_fn is None:
+        return candidates
+    chosen = {m: [name for name in names if filter_fn(m, name)] for m, names in candidates.items()}
+    chosen = {m: names for m, names in chosen.items() if names}
+    if not chosen:
+        raise ValueError(
+            f"{op}: filter_fn accepts none of the {len(candidates)} layers ({some_names(candidates)}); it is called as "
+            f"filter_fn(module, fqn), with the module first{experts}"
+        )
+    return chosen
+
+
+def some_names(modules: dict[nn.Module, list[str]]) -> str:
+    """The first names, for a message."""
+    names = [repr(names[0]) for names in modules.values()]
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def expert_parameters(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, description) of the 3-D parameters that no layer of this package or torch.nn owns.
+
+    These are mostly weights of experts, (E, ., .), which have no nn.Linear that could be changed.
+    """
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, BsrModule) or type(module).__module__.startswith("torch.nn."):
+            continue
+        for name, p in module._parameters.items():
+            if p is not None and p.dim() == 3 and min(p.shape) > 1 and p.is_floating_point():
+                why = f"a 3-D parameter of {type(module).__name__}, not an nn.Linear; for experts see BsrGroupedLinear"
+                found.append((f"{path}.{name}" if path else name, tuple(p.shape), why))
+    return found
+
+
+def swap_layers(model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
+    """Put each new module in every place of the one that it replaces."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in made:
+                parent._modules[name] = made[child]
+
+
+def owners_of(model: nn.Module) -> Counter:
+    """By a parameter's id, how many modules have it."""
+    return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(value for name, value in module.__dict__.items() if name.endswith("_hooks") and "state_dict" not in name)
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that it has, by the names of torch's attributes."""
+    return [name for name, value in module.__dict__.items() if name.endswith("_hooks") and value]
+
+
+def skipped(name: str, layer: nn.Module, why: str) -> Change:
+    """The Change of a layer that stays."""
+    return Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    return layer.out_features, layer.in_features
+
+
+def size_of(layer: nn.Module) -> int:
+    """Numbers that are stored: values and biases."""
+    if isinstance(layer, InferenceLinear):
+        return layer.values.numel() + (0 if layer.bias is None else layer.bias.numel())
+    return sum(p.numel() for p in layer.parameters())
