@@ -10,6 +10,7 @@ from .forward.choose import HEAD_DIMS, WIDE, head_dims_text
 from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor
+TORCHS = "torch.nn.functional.scaled_dot_product_attention"
 NO_CACHE = (
     "attention: with seqlens_k or block_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
     "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k) of 16 bits, "
@@ -31,7 +32,8 @@ def check_qkv(op: str, q, k, v, alike: str = "kv", also: tuple = ()) -> None:
                 f"{op}: {name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, head_dim)"
             )
     of_one = {name: tensor for name, tensor in (("q", q), ("k", k), ("v", v)) if name in f"q{alike}"}
-    checks.check_operands(op, kernel=plans_kernel(q.device), also=also, **of_one)
+    instead = TORCHS if torch.float64 in (t.dtype for t in of_one.values()) else f"torch.autocast or {TORCHS}"
+    checks.check_operands(op, kernel=plans_kernel(q.device), also=also, instead=instead, **of_one)
     checks.check_device(op, q.device, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:

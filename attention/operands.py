@@ -1,27 +1,20 @@
 """What other interfaces do to q, k and v before they call an op: autocast, and head dimensions that no kernel has."""
 
-import contextlib
-
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
+
+from cute_kernels.runtime.autocast import autocast_dtype, cast
 
 from .forward.choose import HEAD_DIMS, WIDE
 from .plan import has_kernel
 
 
-def autocast(
-    q: Tensor, k: Tensor, v: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], contextlib.AbstractContextManager]:
-    """(q, k, v) of the dtype of torch.autocast where it is on, as torch's own attention takes them, and the context in
-    which to call an op with them: inside, autocast is off. float64 stays."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return (q, k, v), contextlib.nullcontext()
-    dtype = torch.get_autocast_dtype(kind)
-    cast = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
-    return tuple(cast), torch.autocast(kind, enabled=False)
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) in the dtype of torch.autocast where it is enabled, as torch casts those of its own attention. float64
+    and FP8 stay."""
+    dtype = autocast_dtype(q)
+    return (q, k, v) if dtype is None else (cast(q, dtype), cast(k, dtype), cast(v, dtype))
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

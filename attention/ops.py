@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
+from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import dispatched
 from sparse_collective import BsrMatrix
@@ -18,6 +19,8 @@ from sparse_collective import BsrMatrix
 from . import block_sparse, checks, eager
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
+from .operands import autocast
+from .plan import FlashPlan
 from .score_mod import BoundScore, bound
 
 Window = Sequence[int | None] | None  # (left, right)
@@ -59,56 +62,51 @@ def attention(
         scale: above 0; 1 / sqrt(D) by default.
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
-        seqlens_k: (B,) int32, for a cache that is not full: how many rows of k and v each item has, instead of all Sk,
-            also for causal and window. Rows after those may hold anything, even NaN. Or (B, 2), for batches padded on
-            the left: item b has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1], and those before must hold
-            finite numbers.
+        seqlens_k: (B,) int32, for a cache that is not full: the rows of k and v that each item has, instead of all Sk,
+            also for causal and window. Rows after those may hold anything, even NaN. Or (B, 2), for padding on the
+            left: item b has rows seqlens_k[b, 0] to before seqlens_k[b, 1], and those before must be finite.
         block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
             j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Later entries are not read.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
-            to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries must begin
-            at 0 and never decrease. On a GPU this is not checked, since the host does not wait for the GPU. Other
-            entries give wrong results, but no access outside of the tensors. They may change between a graph's replays.
-        sinks: (H,) float32, bfloat16 or float16, a logit for each head that takes part in the softmax and has no value,
-            as gpt-oss's models learn them. Kernels add it to each row's sum, so lse has it, too; a row that sees no
-            column has its sink for an lse.
-        deterministic: whether q's gradient has the same bits on every run, as all else has in any case. None: what
-            torch.use_deterministic_algorithms says.
+            to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries begin at 0
+            and never decrease, which is not checked on a GPU: others give wrong results, but no access outside of the
+            tensors. They may change between a graph's replays.
+        sinks: (H,) float32, bfloat16 or float16, a logit per head in the softmax's sum, and so in lse, without a value,
+            as in gpt-oss. A row that sees no column has its sink for an lse.
+        deterministic: True for a gradient of q that is bitwise identical on every run, as all other results always are.
+            None: as torch.use_deterministic_algorithms says.
         score_mod: (score, b, h, q, kv) -> score, FlexAttention's: what becomes of each score, scaled, in float32,
-            before masks. Positions are int32, and count from 0 in q and in k. Torch traces the function, see score_mod.
-            Captured tensors are read by the kernels and, where they require a gradient, get one, added up in
-            float32, on a GPU in any order. Not with softcap, which it can write as c * torch.tanh(score / c). In packed
-            sequences positions count from 0 in each, and b is its number. There a GPU does not check that tensors
-            indexed by q or kv are long enough: past their end they are read at their last element. Under torch.compile
-            it is a function, a method of a module, a functools.partial or a dataclass; see score_text for what it may
-            capture.
+            before masks. Positions are int32, and count from 0 in q and k, or in a packed sequence, whose number is b.
+            Torch traces the function, see score_mod. Captured tensors get gradients, on a GPU by float32 atomics. Not
+            with softcap, which it can write as c * torch.tanh(score / c). In packed sequences on a GPU, tensors indexed
+            by q or kv past their end are read at their last element. Under torch.compile it is a function, a method of
+            a module, a functools.partial or a dataclass; see score_text for what it may capture.
         q_scale, k_scale, v_scale: float32 above 0 (not checked), of q, k and v of 8-bit floats: what their numbers are
-            multiplied by, None for 1. One for all, (1,); one for each head, (H,) or (Hkv,); or for each item's, too,
-            (B, H) or (B, Hkv), as FlashAttention 3's q_descale has; B is the number of packed sequences.
-            q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks. v of 8 bits
-            is converted to float16, which holds its numbers, and P has 16 bits. Not with seqlens_k. Not packed, each
-            may have a scale for each block of 128 tokens, quantize(per="tokens"): (B, H, blocks) and (B, Hkv, blocks).
+            multiplied by, None for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as FlashAttention 3's q_descale; B
+            is the number of packed sequences.
+            q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks, not with
+            seqlens_k. Not packed, also for each block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
             seqlens_k for any number of queries, or without for few queries. Neither at head dimension 512.
-        fast_accumulation: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits. O errs
-            by 2.6 % then, and with V of one sign it is 3.4 % too small after 2048 keys; see usage.md. Not on the CPU.
+        fast_accumulation: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
+            errs by some percent; see usage.md. Not on the CPU.
 
-    The numbers in seqlens_k and block_table are not checked either, and nothing outside of the tensors is read: a
-    length out of range counts as the nearest one in range, a page that does not exist as zeros.
+    A length in seqlens_k that is out of range counts as the nearest one in range, a page that does not exist as zeros.
 
     Returns:
         (B, H, Sq, Dv) of q's dtype, `out` if it was given; of a q of 8 bits bfloat16, or out's dtype: bfloat16, float16
-        or float32. A row that sees no column gets 0, and an lse of -inf; one that sees a score of NaN gets NaN, and an
-        lse of NaN.
+        or float32. A row that sees no column gets 0, and an lse of -inf; a score of NaN gives its row and lse NaN.
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
-    Differentiable once in q, k, v, sinks and what score_mod captures, by out and by lse. Saved for that are these, out
-    and lse, nothing quadratic. Rows that belong to no packed sequence give sinks no gradient.
-    The gradients of k, v and sinks are the same bits on every run; that of q is added up in any order on a GPU,
-    unless `deterministic`. Head dimension 512 has no gradients.
+    Differentiable once in q, k, v, sinks and what score_mod captures, by out and by lse. These, out and lse are saved,
+    nothing quadratic. Rows that belong to no packed sequence give sinks no gradient. The gradient of q is accumulated
+    in any order on a GPU, unless `deterministic`. Head dimension 512 has no gradients.
+
+    Under torch.autocast q, k and v are cast to its dtype, as those of torch's scaled_dot_product_attention are, but not
+    with out=. float64 and FP8 operands are not cast.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
@@ -119,6 +117,8 @@ def attention(
         RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, k and v are of 8
             bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
+    if any_autocast() and out is None:
+        q, k, v = autocast(q, k, v)
     tensors = q, k, v, sinks, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, q_scale, k_scale, v_scale
     through_dispatcher = is_compiling() or dispatched("attention", *tensors)
     score, run = score_mod, eager.attention  # a registered op takes the function itself
@@ -198,6 +198,8 @@ def block_sparse_attention(
     Backward uses the mask of the forward call. Autograd saves the tensors that it reads, and raises "modified by an
     inplace operation" if one was written to since.
     """
+    if any_autocast() and out is None:
+        q, k, v = autocast(q, k, v)
     tensors = q, k, v, sinks, out, q_scale, k_scale, v_scale
     through_dispatcher = is_compiling() or dispatched("block_sparse_attention", *tensors)
     score = score_mod
@@ -242,5 +244,16 @@ def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None,
     return differentiable(run, q, k, v, mask, options, sinks, cu_q, cu_k)
 
 
-explains(attention, eager.plan_attention)
-explains(block_sparse_attention, block_sparse.plan_block_sparse)
+def _plan_attention(q, k, v, *, out=None, **options) -> FlashPlan:
+    """The plan of the same call of attention."""
+    return eager.plan_attention(*(autocast(q, k, v) if out is None else (q, k, v)), out=out, **options)
+
+
+def _plan_block_sparse(q, k, v, block_mask, *, out=None, **options) -> FlashPlan:
+    """The plan of the same call of block_sparse_attention."""
+    q, k, v = autocast(q, k, v) if out is None else (q, k, v)
+    return block_sparse.plan_block_sparse(q, k, v, block_mask, out=out, **options)
+
+
+explains(attention, _plan_attention)
+explains(block_sparse_attention, _plan_block_sparse)

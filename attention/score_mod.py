@@ -188,6 +188,13 @@ def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> Boun
     """
     if score_mod is None or isinstance(score_mod, BoundScore):
         return score_mod
+    if hasattr(score_mod, "bound_score"):  # score_mods.Bias
+        return score_mod.bound_score(device)
+    return bound_by_trace(score_mod, device)
+
+
+def bound_by_trace(score_mod: Callable, device: torch.device) -> BoundScore:
+    """bound of a function that is traced, or was before."""
     check_callable(score_mod)
     found = traced(score_mod, WHAT, INPUTS, (), device)
     if torch.is_grad_enabled() and any(t.requires_grad for t in found.read):

@@ -14,7 +14,7 @@ from cute_kernels.explain import explains, planner_of
 from .masks.kept import ElementTensor
 from .operands import autocast, padded
 from .ops import attention, block_sparse_attention
-from .score_mods import Bias, bound_bias
+from .score_mods import Bias
 
 OP = "scaled_dot_product_attention"
 ADDITIVE = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,11 +67,8 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument's type, dtype, device or shape, or one that cannot be computed, before any
             launch.
     """
-    op, arguments, options, shape, context = _call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
-    with context:
-        out = op(*arguments, **options)
+    op, arguments, options, shape = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = op(*arguments, **options)
     if out.shape[-1] != shape[-1]:
         out = out[..., : shape[-1]]
     return out if out.shape == shape else out.reshape(shape)
@@ -80,17 +77,17 @@ def scaled_dot_product_attention(
 def _plan(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # the signature of the op
-    op, arguments, options, *_ = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    op, arguments, options, _ = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return planner_of(op)(*arguments, **options)
 
 
 explains(scaled_dot_product_attention, _plan)
 
 
-def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Callable, tuple, dict, tuple, object]:
-    """The op that computes it, its arguments and options, the shape of the result, and the context of the call."""
+def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Callable, tuple, dict, tuple]:
+    """The op that computes it, its arguments and options, and the shape of the result."""
     _check(q, k, v, mask, dropout_p, is_causal, enable_gqa)
-    (q, k, v), context = autocast(q, k, v)
+    q, k, v = autocast(q, k, v)  # here, so that what is padded is as small as the op's operands
     q, k, v, shape = _four_dimensions(q, k, v, enable_gqa)
     (rows, d), cols = q.shape[2:], k.shape[2]
     options = {"scale": d**-0.5 if scale is None and d else scale}
@@ -98,15 +95,14 @@ def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Calla
     if mask is not None:
         mask = _mask(mask, q, k, shape)
         if mask.dtype != torch.bool:
-            bias = mask[(None,) * (4 - mask.dim())]
-            options["score_mod"] = Bias(bias) if is_compiling() else bound_bias(bias)
-            return attention, (q, k, v), options, shape, context
-        return block_sparse_attention, (q, k, v, ElementTensor(mask)), options, shape, context
+            options["score_mod"] = Bias(mask[(None,) * (4 - mask.dim())])
+            return attention, (q, k, v), options, shape
+        return block_sparse_attention, (q, k, v, ElementTensor(mask)), options, shape
     if is_causal and cols >= rows:  # what comes after column `rows` is seen by none
-        return attention, (q, k[:, :, :rows], v[:, :, :rows]), options | {"causal": True}, shape, context
+        return attention, (q, k[:, :, :rows], v[:, :, :rows]), options | {"causal": True}, shape
     if is_causal:  # the window is aligned to the last row and column
         options["window"] = (None, rows - cols)
-    return attention, (q, k, v), options, shape, context
+    return attention, (q, k, v), options, shape
 
 
 def _check(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> None:

@@ -15,11 +15,13 @@ def check_tensor(name: str, value) -> None:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
 
-def check_operands(op: str, *, kernel: bool = True, also: tuple = (), precision=False, **tensors) -> None:
+def check_operands(
+    op: str, *, kernel: bool = True, also: tuple = (), precision=False, instead: str = "torch.matmul", **tensors
+) -> None:
     """All of one floating type and on one device, CUDA or CPU: a 16-bit type or, on the CPU without a kernel, any.
 
     also: other types that the op takes. precision: that of the call, with which float32 is one of them; False of an op
-    that has none.
+    that has none. instead: a call that takes float32 and float64 on a GPU.
     """
     (first_name, first), *rest = tensors.items()
     taken = (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also)
@@ -29,7 +31,7 @@ def check_operands(op: str, *, kernel: bool = True, also: tuple = (), precision=
             known = " and ".join(map(str, OPERANDS))
             more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
             on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
-            known += f" ({in_place_of(tensor.dtype, precision is not False)}){more}{on_cpu}"
+            known += f" ({in_place_of(tensor.dtype, precision is not False, instead)}){more}{on_cpu}"
             raise TypeError(f"{op}: {name} is {tensor.dtype}; the kernels multiply {known}")
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
@@ -38,14 +40,14 @@ def check_operands(op: str, *, kernel: bool = True, also: tuple = (), precision=
     check_device(op, first.device, **tensors)
 
 
-def in_place_of(dtype: torch.dtype, precision: bool = False) -> str:
+def in_place_of(dtype: torch.dtype, precision: bool = False, instead: str = "torch.matmul") -> str:
     """What works in the place of operands that no kernel multiplies. precision: whether the op has it."""
     if dtype.is_complex:
         return "multiply real and imaginary parts apart, cast with .to()"
     wide = dtype in (torch.float32, torch.float64)
     if precision and dtype == torch.float32:
         return 'pass precision="tf32" or precision="3xtf32", cast with .to(), or use torch.matmul'
-    return "cast with .to(), or use torch.matmul" if wide else "cast with .to()"
+    return f"cast with .to(), or use {instead}" if wide else "cast with .to()"
 
 
 def one_dtype(operand: tuple[str, torch.dtype], other: tuple[str, torch.dtype]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import eager
 from .checks import narrow, scaled, watched
+from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import dispatched
 from .sparse24 import eager as sparse24
 from .sparse24.format import Sparse24
@@ -91,11 +92,16 @@ def gemm(
     first, and so are both where K is no multiple of 16. So is a float32 one, and a K that is no multiple of 4. With
     "3xtf32" both are copied to where their parts lie side by side along K. `explain` names each copy.
 
+    Under torch.autocast a, b and the residual are cast to its dtype (the residual to out_dtype, if that is passed), as
+    those of torch.addmm. Calls with out= or a precision, and float64 and FP8 operands, are not cast.
+
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
         RuntimeError: an argument requires a gradient, and `out` is given, operands or the output are float8, or a is a
             Sparse24; torch.compile traces the call, and a is a Sparse24 of float8; or the GPU is older than sm_80.
     """
+    if any_autocast() and out is None and precision is None:
+        a, b, residual = cast_product(a, b, residual, out_dtype)
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     given = scale_a, scale_b, fast_accumulation
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):

@@ -30,6 +30,7 @@ from cute_kernels.matmul.terms import (
     scale_kind,
 )
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
+from cute_kernels.runtime.autocast import any_autocast, cast_product
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
@@ -183,9 +184,17 @@ def _takes_order(W) -> bool:
     return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
 
 
+def under_autocast(op: str, W, b, residual, out_dtype) -> tuple:
+    """(W, b, residual) as torch.autocast casts them; a torch.sparse_bsr W becomes the BsrMatrix that is kept for it."""
+    return cast_product(as_bsr(op, W), b, residual, out_dtype)
+
+
 def _explained(op: str, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
     """The plan of a call, with the facts of the kernel that it launches."""
     W = as_bsr(op, W)
+    if any_autocast() and out is None and terms.precision is None:
+        W, b, residual = under_autocast(op, W, b, terms.residual, out_dtype)
+        terms = replace(terms, residual=residual)
     if W.check and W.device.type != "meta":
         W.check_indices()  # plans depend on what it finds out
     plan = _plan(op, W, b, terms, out, groups, out_dtype)

@@ -15,6 +15,7 @@ from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
+from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import dispatched, undisturbed
 
 from . import eager
@@ -78,6 +79,9 @@ def bsr_matmul(
     Every element is summed in one order and written by one thread block: the bits are the same on every
     run. CPU tensors are multiplied by torch, the stored blocks alone, in fp32, of float64 in float64. A BsrMatrix also
     takes W @ b and torch.matmul(W, b).
+
+    Under torch.autocast W's values, b and the residual are cast to its dtype, as in cute_kernels.gemm. W's are cast in
+    each call; layers of sparse_collective.nn cast theirs once per forward pass.
 
     Of float8 operands sums of at most 128 products are added up in fp32, and the result is bfloat16 unless out says
     else. A b that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied first.
@@ -281,6 +285,10 @@ def called(
     out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    if any_autocast() and terms[5] is None and precision is None:
+        W, b, bias, activation, residual, *rest = terms
+        W, b, residual = eager.under_autocast(op, W, b, residual, out_dtype)
+        terms = W, b, bias, activation, residual, *rest
     of_output = out_dtype, scale_out, amax
     more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}

@@ -12,6 +12,7 @@ from ..matmul.plan import Plan, along_k, bias_view, scale_view, viewed
 from ..matmul.problem import Extents, Problem
 from ..matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
 from ..operand import layout_of_tensor, major
+from ..runtime.autocast import any_autocast, cast_product
 from ..runtime.call_plan import PlanCache
 from ..runtime.device import device_arch, forced_path, plans_kernel
 from .format import Sparse24
@@ -63,8 +64,11 @@ def gemm(
     return out
 
 
-def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
+def plan_gemm(a, b, *, residual=None, out=None, out_dtype=None, precision=None, **terms) -> Plan:
     """The plan of the same call of gemm, whatever its operands are."""
+    if any_autocast() and out is None and precision is None:
+        a, b, residual = cast_product(a, b, residual, out_dtype)
+    terms |= {"residual": residual, "precision": precision}
     if not isinstance(a, Sparse24) and not isinstance(b, Sparse24):
         return eager.plan_gemm(a, b, out=out, out_dtype=out_dtype, **terms)
     check_wide(*(terms.pop(name, default) for name, default in OTHER_TERMS.items()))
