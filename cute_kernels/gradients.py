@@ -85,7 +85,7 @@ def sum_to(gradient: Tensor, like: Tensor | Like) -> Tensor:
     """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
     if gradient.shape == like.shape:
         return gradient.to(like.dtype)
-    added = gradient.dim() - like.dim()
+    added = gradient.dim() - len(like.shape)
     dims = [*range(added), *(i + added for i, n in enumerate(like.shape) if n == 1 != gradient.shape[i + added])]
     return gradient.sum(dims, keepdim=True, dtype=accumulator(gradient.dtype)).reshape(like.shape).to(like.dtype)
 
