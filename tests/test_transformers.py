@@ -376,8 +376,10 @@ def test_masks_that_the_user_made():
     torch.testing.assert_close(ours(tokens(), attention_mask=seen.expand(2, 1, -1, -1)).logits, expected, **CLOSE)
     flex = blocks.with_causal().to_flex()
     torch.testing.assert_close(ours(tokens(), attention_mask=flex).logits, expected, **CLOSE)
-    with pytest.raises(TypeError, match="no kernel adds a mask to the scores. Pass a bool one"):
-        ours(tokens(), attention_mask=four_dimensional(eager, blocks))
+    added = four_dimensional(eager, blocks)
+    torch.testing.assert_close(ours(tokens(), attention_mask=added).logits, expected, **CLOSE)
+    with pytest.raises(TypeError, match="attention_mask is torch.int64; it must be bool"):
+        ours(tokens(), attention_mask=seen.long())
 
 
 def small(kind, config, **terms):

@@ -1,6 +1,8 @@
 """What the integration reads of transformers' mask functions, beside transformers' own boolean masks."""
 
+import copy
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -213,8 +215,90 @@ def test_lengths_of_packed_sequences_come_in_pairs():
         attend(MODULE, *operands(6, 6), None, cu_seq_lens_q=torch.tensor([0, 12]))
 
 
-@pytest.mark.parametrize("name", ["head_mask", "cache", "block_table"])
-def test_arguments_that_no_kernel_has(name):
-    with pytest.raises(ValueError, match="SimpleNamespace: "):
-        attend(MODULE, *operands(6, 6), None, **{name: torch.ones(2)})
+@pytest.mark.parametrize("name", [*attention_function.REFUSED, "new_keyword"])
+def test_keywords_that_are_refused(name):
+    why = attention_function.REFUSED.get(
+        name, f"the attention keyword '{name}' is not known, and may change the result"
+    )
+    assert "attn_implementation" in why or name == "new_keyword"
+    for value in (torch.ones(2), 0, True):
+        with pytest.raises(ValueError, match=f"^SimpleNamespace: {re.escape(why)}"):
+            attend(MODULE, *operands(6, 6), None, **{name: value})
     attend(MODULE, *operands(6, 6), None, **{name: None})
+
+
+def test_keywords_that_change_nothing():
+    q, k, v = operands(6, 6)
+    expected, _ = attend(MODULE, q, k, v, None)
+    keywords = {name: torch.ones(2) for name in attention_function.HARMLESS} | {"deterministic": True}
+    assert torch.equal(attend(MODULE, q, k, v, None, **keywords, output_attentions=False)[0], expected)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_models_may_read_the_mask_as_a_tensor(side):
+    """As the indexers of DeepSeek-V3.2 and Qwen4 do: it is the bool tensor of "sdpa"."""
+    padding = None if side is None else padding_of(side, 12)
+    terms = {"mask_function": hf.sliding_window_causal_mask_function(5), "attention_mask": padding}
+    mask = make_mask(BATCH, 9, 12, 3, **terms)
+    expected = hf.sdpa_mask(BATCH, 9, 12, 3, **terms, allow_is_causal_skip=False).expand(BATCH, 1, -1, -1)
+    other = torch.rand(BATCH, 1, 9, 12) < 0.5
+    assert mask.dtype == torch.bool and mask.size(-1) == 12 and mask.shape == expected.shape
+    pairs = [
+        (mask[:, 0, 2:], expected[:, 0, 2:]),
+        (mask & other, expected & other),
+        (other & mask, expected & other),
+        (~mask | other, ~expected | other),
+        (mask.logical_not(), ~expected),
+        (torch.where(mask, 0.0, 1.0), torch.where(expected, 0.0, 1.0)),
+        (torch.cat([other, mask], -1), torch.cat([other, expected], -1)),
+        (mask.masked_fill(other, False), expected & ~other),
+    ]
+    for found, wanted in pairs:
+        assert torch.equal(found, wanted)
+    q, k, v = operands(9, 12)
+    torch.testing.assert_close(attend(MODULE, q, k, v, mask & other)[0], attend(MODULE, q, k, v, expected & other)[0])
+
+
+def test_masks_are_no_block_masks_of_flex_attention():
+    mask = make_mask(BATCH, 5, 7, 2)
+    for name in ("kv_indices", "dq_kv_order", "seq_lengths"):
+        assert not hasattr(mask, name)
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'.*use attn_implementation="):
+            getattr(mask, name)
+    for call in (mask.sparsity, mask.to_string, mask.as_tuple):
+        with pytest.raises(AttributeError, match="it is no BlockMask of FlexAttention"):
+            call()
+    for copied in (copy.copy(mask), copy.deepcopy(mask)):
+        assert copied.lengths == mask.lengths
+
+
+def test_masks_that_are_added():
+    """Float masks, as of models that make their own, alone and with a position bias."""
+    q, k, v = operands(9, 12)
+    seen = (torch.rand(BATCH, 1, 9, 12) < 0.5) | torch.eye(9, 12, dtype=torch.bool)
+    bias = torch.randn(1, 2, 9, 12)
+    expected, _ = attend(MODULE, q, k, v, seen)
+    biased, _ = attend(MODULE, q, k, v, seen, position_bias=bias)
+    for lowest in (torch.finfo(torch.float32).min, float("-inf")):
+        added = torch.where(seen, 0.0, lowest)
+        torch.testing.assert_close(attend(MODULE, q, k, v, added, sliding_window=3)[0], expected)
+        torch.testing.assert_close(attend(MODULE, q, k, v, added, position_bias=bias)[0], biased)
+        longer = torch.nn.functional.pad(added, (0, 5))  # of a static cache
+        torch.testing.assert_close(attend(MODULE, q, k, v, longer)[0], expected)
+    learned = bias.clone().requires_grad_()
+    attend(MODULE, *(t.float() for t in (q, k, v)), learned)[0].sum().backward()
+    assert learned.grad.abs().max() > 0
+    with pytest.raises(ValueError, match=r"shape \(2, 1, 9, 11\), which does not broadcast to \(2, 2, 9, 12\)"):
+        attend(MODULE, q, k, v, added[..., :11])
+    with pytest.raises(ValueError, match="a position_bias or float attention_mask and score_mod exclude each other"):
+        attend(MODULE, q, k, v, added, score_mod=lambda score, b, h, q, kv: score)
+    with pytest.raises(ValueError, match="cu_seq_lens and a mask that is added"):
+        cu = torch.tensor([0, 18])
+        attend(MODULE, q, k[:, :, :9], v[:, :, :9], added[..., :9], cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+def test_operands_of_any_stride():
+    q, k, v = operands(9, 12)
+    expected, _ = attend(MODULE, q, k, v, make_mask(BATCH, 9, 12, 3))
+    q, k, v = (t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v))
+    torch.testing.assert_close(attend(MODULE, q, k, v, make_mask(BATCH, 9, 12, 3))[0], expected)

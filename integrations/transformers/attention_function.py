@@ -18,13 +18,29 @@ from .block_masks import ATTRIBUTE
 from .masks import Mask
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
-# Arguments that would change the result, where they are not None or False.
+SELECTED = f"attention to selected keys is not supported; {ELSE}"
+PAGED = 'paged caches of continuous batching are not supported; use generate() or attn_implementation="sdpa"'
+# Keywords that would change the result, and why they are refused. Flags may be False.
 REFUSED = {
-    "head_mask": f"head masks are in no kernel; {ELSE}",
+    "head_mask": f"head masks are not supported; {ELSE}",
     "output_attentions": 'no attention weights are stored; use attn_implementation="eager" for output_attentions',
-    "cache": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
-    "block_table": 'paged caches of continuous batching are not taken; use generate() or attn_implementation="sdpa"',
+    "cache": PAGED,
+    "block_table": PAGED,
+    "indices": SELECTED,  # DeepSeek Sparse Attention: its indexer's tokens
+    "block_indices": SELECTED,  # MiniMax-M3: its indexer's blocks
+    "sinks": f"attention sinks that depend on the query are not supported; {ELSE}",  # Inkling-2
 }
+# Keywords that change no implementation's result, or that say what the mask says already: models pass on what their
+# forward() got, so that these are mostly inputs of other layers. Every keyword that is in neither table is refused.
+HARMLESS = frozenset(
+    """
+    cache_params cache_position image_grid_thw image_sizes input_features input_ids inputs_embeds
+    interpolate_pos_encoding labels logits_to_keep max_length_k max_length_q mm_token_type_ids num_items_in_batch
+    output_hidden_states output_router_logits past_key_value past_key_values pixel_values pixel_values_videos
+    position_embeddings position_ids return_dict return_loss seq_idx shift_labels token_type_ids use_cache
+    video_grid_thw
+    """.split()
+)
 
 
 def attend(
@@ -43,6 +59,7 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     score_mod: Callable | None = None,
+    deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """softmax(query @ key.T) @ value of a layer, under its mask.
@@ -51,8 +68,8 @@ def attend(
         query: (B, H, Sq, D) bfloat16 or float16; on the CPU also float32 and float64.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), H a multiple of Hkv.
         attention_mask: what `make_mask` made; FlexAttention's BlockMask; a bool tensor (B or 1, H or 1, Sq, Sk), True
-            where a score takes part; or None: causal where `is_causal`, or else the module's attribute of that name,
-            says so.
+            where a score takes part; a float tensor (B or 1, H or 1, Sq or 1, Sk), added to the scores, with a gradient
+            if it requires one; or None: causal where `is_causal`, or else the module's attribute of that name, says so.
         dropout: must be 0: set attention_dropout to 0 in the config for training.
         scaling, softcap: of the scores; 1 / sqrt(D) and none by default.
         sliding_window: not read where there is a mask, which has the window.
@@ -61,6 +78,8 @@ def attend(
         s_aux: (H,), attention sinks, as gpt-oss has them.
         position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as T5's; it gets a gradient.
         score_mod: FlexAttention's function of (score, b, h, q, kv), beside which there is no position_bias.
+        deterministic: True for a gradient of query that is bitwise identical on every run; None: as torch is set.
+        kwargs: None, or one of HARMLESS.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU a D or Dv that no kernel has
     (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256 and 512, at each call: query, key and
@@ -70,23 +89,34 @@ def attend(
         ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
 
     Raises:
-        ValueError, TypeError: for what no kernel does, with what to use: dropout, attention weights,
-            additive masks, paged caches; and for what the ops refuse.
+        ValueError, TypeError: for what no kernel does, with what to use: dropout, attention weights, paged caches, and
+            every keyword that is not known to be harmless; and for what the ops refuse.
     """
     _refuse(module, dropout, kwargs)
+    if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:  # Inkling's keys, after a convolution
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap, "sinks": s_aux}
-    if position_bias is not None:
+    bias = position_bias
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        bias = _added(attention_mask, position_bias, query, key)
+        if cu_seq_lens_q is not None:
+            raise ValueError("cu_seq_lens and a mask that is added to the scores exclude each other; pass no mask")
+        attention_mask, sliding_window, is_causal = None, None, False  # the mask has them
+    if bias is not None:
         if score_mod is not None:
-            raise ValueError("position_bias and score_mod exclude each other; add the bias in the score_mod")
-        score_mod = score_mods.Bias(position_bias)
+            raise ValueError("a position_bias or float attention_mask and score_mod exclude each other; add it there")
+        score_mod = score_mods.Bias(bias) if is_compiling() else score_mods.bound_bias(bias)
     if score_mod is not None:
         options["score_mod"] = score_mod
-    operands = autocast(query, key, value)
+    if deterministic:
+        options["deterministic"] = True
+    operands, context = autocast(query, key, value)
     packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("give both cu_seq_lens_q and cu_seq_lens_k, or neither")
-    out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
+    with context:
+        out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
     out = out.transpose(1, 2)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
@@ -109,17 +139,31 @@ def _attend(module: nn.Module, q, k, v, mask, packed, sliding_window, is_causal,
     return block_sparse_attention(q, k, v, _block_mask(mask, k), **options)
 
 
+def _added(mask: Tensor, bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """(B or 1, H or 1, Sq or 1, Sk): the mask, and the position bias, if there is one."""
+    mask = mask[..., : key.shape[2]]
+    wanted = *query.shape[:3], key.shape[2]
+    if mask.dim() != 4 or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, which does not broadcast to {wanted}: (batch, heads, "
+            f"queries, keys); {ELSE} for layers that add keys to those of the mask"
+        )
+    return mask if bias is None else mask + bias
+
+
 def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
     if dropout:
         raise ValueError(
             f"dropout of attention weights is {dropout}; no kernel has it. Set the config's attention dropout to 0 "
             '(attention_dropout, attention_probs_dropout_prob), call model.eval(), or use attn_implementation="sdpa"'
         )
-    weights = getattr(getattr(module, "config", None), "output_attentions", None)
-    for name, why in REFUSED.items():
-        given = weights if weights and name == "output_attentions" else kwargs.get(name)
-        if given is not None and given is not False:
-            raise ValueError(f"{type(module).__name__}: {why}")
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        raise ValueError(f"{type(module).__name__}: {REFUSED['output_attentions']}")
+    for name, value in kwargs.items():
+        if value is None or name in HARMLESS or (value is False and name in REFUSED):
+            continue
+        why = REFUSED.get(name, f"the attention keyword {name!r} is not known, and may change the result; {ELSE}")
+        raise ValueError(f"{type(module).__name__}: {why}")
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
@@ -128,6 +172,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
     if have != mask.lengths or mask.batch not in (1, q.shape[0]):
         raise ValueError(
             f"the mask was made for {mask.batch} items of lengths {mask.lengths}, the layer has {q.shape[0]} of {have}"
+            f"; {ELSE} for layers that add keys to those of the mask"
         )
     last = mask.shift + rows  # the column after the last row's
     if blocks is not None:
@@ -228,8 +273,8 @@ def _block_mask(mask, key: Tensor):
         raise TypeError(f"attention_mask must be a 4-D tensor or a BlockMask here, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"attention_mask is {mask.dtype}: no kernel adds a mask to the scores. Pass a bool one, True where a score "
-            f"takes part, or {ELSE}"
+            f"attention_mask is {mask.dtype}; it must be bool, True where a score takes part, or floating-point, added "
+            "to the scores; pass attention_mask.bool()"
         )
     return ElementTensor(mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask)
 

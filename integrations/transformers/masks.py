@@ -44,6 +44,10 @@ class Mask(FlexBlockMask):
     caches), transformers passes on those and 4-D tensors. All tensors that kernels need of it are made when first
     asked for, on the mask's device and without waiting for it.
 
+    A model that reads its mask (indexers of DeepSeek-V3.2 and Qwen4) finds the bool tensor (batch, 1, rows, columns)
+    that attn_implementation="sdpa" gives it: attributes, methods, operators and torch functions are those of `dense`.
+    What they return is a tensor, which `attend` takes as a mask, too.
+
     Attributes:
         batch, lengths: items, and (rows, columns): of the queries, and of the keys that the layer's cache returns.
         shift: row i is at column i + shift; an int, or a 0-d tensor of a static cache.
@@ -73,6 +77,26 @@ class Mask(FlexBlockMask):
 
     def contiguous(self) -> Mask:
         return self
+
+    def dense(self) -> Tensor:
+        """Bool (batch, 1, rows, columns), True where a score takes part."""
+        return self._once("dense", lambda: self.block_mask().to_dense(self.batch).expand(self.batch, -1, -1, -1))
+
+    def __getattr__(self, name: str):
+        """Attributes of a tensor that this class does not have. Those of a BlockMask do not exist."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(
+                f"the attention mask of {__name__} has no attribute {name!r}: it is no BlockMask of FlexAttention, and "
+                'no tensor has it; use attn_implementation="sdpa" or "eager" for models that read it'
+            )
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index) -> Tensor:
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return function(*_dense(args), **{key: _dense(x) for key, x in (kwargs or {}).items()})
 
     def to(self, device, *_, **__) -> Mask:
         """Itself, or what is kept for another device: layers of one model may be on several."""
@@ -228,6 +252,21 @@ class Mask(FlexBlockMask):
     def whole_padding(self) -> Tensor:
         """The padding by position in the whole sequence, as mask functions count."""
         return torch.nn.functional.pad(self.padding, (self.skipped, 0)) if self.skipped else self.padding
+
+
+def _dense(x):
+    if isinstance(x, (tuple, list)):  # an index is a tuple
+        return tuple(map(_dense, x)) if isinstance(x, tuple) else [_dense(part) for part in x]
+    return x.dense() if isinstance(x, Mask) else x
+
+
+def _operator(name: str) -> Callable:
+    operator = getattr(Tensor, name)
+    return lambda mask, *others: operator(mask.dense(), *_dense(others))
+
+
+for _name in ("and", "rand", "or", "ror", "xor", "rxor", "invert", "mul", "rmul"):
+    setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 @torch.compiler.disable(reason="masks are made by reading the closures that transformers composes them of")
