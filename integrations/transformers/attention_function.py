@@ -111,12 +111,11 @@ def attend(
         options["score_mod"] = score_mod
     if deterministic:
         options["deterministic"] = True
-    operands, context = autocast(query, key, value)
+    operands = autocast(query, key, value)
     packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("give both cu_seq_lens_q and cu_seq_lens_k, or neither")
-    with context:
-        out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
+    out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
     out = out.transpose(1, 2)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
