@@ -5,6 +5,8 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention import scaled_dot_product_attention
 
@@ -143,6 +145,31 @@ def test_under_compile(place, backend):
     assert graphs.frame_count <= 4  # static and dynamic sizes, each with and without gradients
     agree(*qkv(place, 20, 30), additive(2, 1, 1, 30, place=place), compiled)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_transforms_and_modes(place):
+    """Calls that go through the dispatcher: torch.func, FLOP counters; and checkpoints."""
+    q, k, v = qkv(place, 20, 30)
+    mask = additive(2, 1, 20, 30, place=place)
+    near = {"rtol": 2e-2, "atol": 2e-2} if place == "cuda" else {"rtol": 1e-6, "atol": 1e-8}
+
+    def square(q, mask):
+        return scaled_dot_product_attention(q, k, v, mask).square().sum()
+
+    inputs = q.clone().requires_grad_(), mask.clone().requires_grad_()
+    want = torch.autograd.grad(square(*inputs), inputs)
+    for found in (
+        torch.func.grad(square, argnums=(0, 1))(q, mask),
+        torch.autograd.grad(checkpoint(square, *inputs, use_reentrant=False), inputs),
+    ):
+        for ours, exact in zip(found, want, strict=True):
+            torch.testing.assert_close(ours, exact, **near)
+    out = scaled_dot_product_attention(q, k, v, mask)
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), out, **near)
+    each = torch.vmap(lambda q, k, v, mask: scaled_dot_product_attention(q, k, v, mask))(q, k, v, mask)
+    torch.testing.assert_close(each, out, **near)
 
 
 # ------------------------------------------------------------------ torch's modules

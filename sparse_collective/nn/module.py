@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.runtime.autocast import autocast_dtype
 from cute_kernels.runtime.derived import captured, state_of
-from cute_kernels.runtime.torch_compat import any_autocast, functorch_active, raw_stream
+from cute_kernels.runtime.torch_compat import functorch_active, raw_stream
 
 from .. import checks as arguments
 from ..alignment import aligned
@@ -405,10 +406,3 @@ def multiply(
     x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         return op(x, W, bias)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """That of torch.autocast on x's device, None outside of it."""
-    if any_autocast() and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return None
