@@ -41,6 +41,8 @@ HARMLESS = frozenset(
     video_grid_thw
     """.split()
 )
+# Layers that add no mask to their own one if it is a BlockMask, as `Mask` is by name.
+DROPPING = ("DogeAttention",)
 
 
 def attend(
@@ -99,6 +101,8 @@ def attend(
     options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap, "sinks": s_aux}
     bias = position_bias
     if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        if type(module).__name__ in DROPPING:
+            raise ValueError(f"{type(module).__name__}: the layer drops the causal mask of this implementation; {ELSE}")
         bias = _added(attention_mask, position_bias, query, key)
         if cu_seq_lens_q is not None:
             raise ValueError("cu_seq_lens and a mask that is added to the scores exclude each other; pass no mask")
@@ -106,7 +110,7 @@ def attend(
     if bias is not None:
         if score_mod is not None:
             raise ValueError("a position_bias or float attention_mask and score_mod exclude each other; add it there")
-        score_mod = score_mods.Bias(bias) if is_compiling() else score_mods.bound_bias(bias)
+        score_mod = score_mods.Bias(bias)
     if score_mod is not None:
         options["score_mod"] = score_mod
     if deterministic:
