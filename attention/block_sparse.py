@@ -166,7 +166,7 @@ def launch_blocks(
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # the checks will say what is wrong
-    tensors = (q, k, v) if out is None else (q, k, v, out)
+    tensors = (q, k, v) if out is None else (q, k, v, out, *mask.lists(), *(reads or ()))
     if score is not None:
         tensors += score.tensors
     if sinks is not None:

@@ -42,7 +42,7 @@ def check_qkv(op: str, q, k, v, alike: str = "kv", also: tuple = ()) -> None:
         raise ValueError(f"{op}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in heads or length")
     if Dk != D:
         raise ValueError(f"{op}: q has head_dim {D} and k {Dk}")
-    if heads == 0 or H % heads:
+    if H and (heads == 0 or H % heads):
         raise ValueError(f"{op}: {H} heads of q share {heads} of k and v: the first must be a multiple of the second")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[2] > MOST:
@@ -149,20 +149,20 @@ def check_block_mask(op: str, mask, q, k) -> None:
         )
 
 
-def check_out(op: str, out, shape, dtype, device, operands) -> None:
-    """out has the result's shape and dtype, contiguous head dims, and no memory of an operand."""
+def check_out(op: str, out, shape, dtype, device) -> None:
+    """out has the result's shape and dtype, contiguous head dims, and an address and strides that TMA takes."""
     checks.check_result(op, "out", out, shape, dtype)
     checks.check_device(op, device, out=out)
     if out.stride(-1) != 1 and out.shape[-1] > 1:
         raise ValueError(f"{op}: out's last dimension, strides {out.stride()}, is not contiguous")
     if not tma_ready(out):
         raise ValueError(f"{op}: out's address and strides {out.stride()} must be multiples of 16 bytes")
-    checks.check_out(op, out, *operands)
 
 
 def tma_ready(tensor: torch.Tensor) -> bool:
-    """Whether the address and all strides of dimensions above 1 are multiples of 16 bytes, and none is 0."""
-    if tensor.data_ptr() % 16:
+    """True if the last dimension is contiguous, and the address and all other strides of dimensions above 1 are
+    multiples of 16 bytes, and none is 0."""
+    if tensor.data_ptr() % 16 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
         return False
     strides = (s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1)
     return all(s > 0 and s * tensor.element_size() % 16 == 0 for s in strides)

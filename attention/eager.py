@@ -110,6 +110,8 @@ def block_sparse_attention(
     plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
     captured = () if score is None else score.tensors
     common.check_no_grad("block_sparse_attention", q, k, v, sinks, *captured, *scales)
+    if out is not None:
+        common.check_out("block_sparse_attention", out, (q, k, v, *mask.lists(), sinks, *captured, *scales))
     if float8.serves(q, None):
         terms["scales"] = scales
     out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out, sinks)

@@ -59,8 +59,9 @@ def checked_plan(
         raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
     plan = FlashPlan(op, out_shape, out_dtype, q.device, lse_shape=lse_shape)
     if out is not None:
-        checks.check_out(op, out, plan.out_shape, out_dtype, q.device, (q, k, v))
-    plan.empty = 0 in plan.out_shape or columns == 0
+        checks.check_out(op, out, plan.out_shape, out_dtype, q.device)
+    # Without values an LSE is still one of scores.
+    plan.empty = 0 in plan.out_shape[:-1] or columns == 0 or (v.shape[-1] == 0 and not return_lse)
     return plan
 
 
@@ -162,7 +163,10 @@ def view_of(plan: FlashPlan, name: str, tensor: torch.Tensor | None) -> Callable
     if tensor is None:
         return None
     if not checks.tma_ready(tensor):
-        plan.notes.append(f"{name} is copied: its address and strides {tensor.stride()} are not multiples of 16 bytes")
+        plan.notes.append(
+            f"{name} is copied: its last dimension is not contiguous, or its address or other strides are not "
+            f"multiples of 16 bytes (strides {tensor.stride()})"
+        )
         return _copied
     shape, stride = tensor.shape, tensor.stride()
     vector = 16 // tensor.element_size()

@@ -133,7 +133,8 @@ def gradients(
     rows = max(1, CHUNK // max(1, batch * heads * sk))
     for begin in range(0, sq, rows):
         part = slice(begin, min(begin + rows, sq))
-        group = (batch, kv_heads, heads // kv_heads * (part.stop - begin))  # heads that share one of k are stacked
+        stacked = heads // max(kv_heads, 1) * (part.stop - begin)  # rows of all heads that share one of k
+        group = (batch, kv_heads, stacked)
         qs, dos = (t[:, :, part].to(dtype).reshape(*group, t.shape[-1]) for t in (q, do))
         lses, deltas = (t[:, :, part].reshape(*group, 1) for t in (lse, delta))
         s = qs @ k.mT * scale
@@ -155,7 +156,7 @@ def gradients(
             if sums:
                 score.add_gradients(sums, plain, ds, begin)
             ds = torch.where(ds == 0, 0.0, ds * score.slopes(plain, begin)).reshape(s.shape)
-        dq[:, :, part] = (ds @ k * scale).view(batch, heads, -1, d)
+        dq[:, :, part] = (ds @ k * scale).view(*by_head[:3], d)
         dk += ds.mT @ qs * scale
         dv += p.mT @ dos
     return dq, dk.to(q.dtype), dv.to(q.dtype), dsinks

@@ -197,7 +197,7 @@ def bound_by_trace(score_mod: Callable, device: torch.device) -> BoundScore:
     """bound of a function that is traced, or was before."""
     check_callable(score_mod)
     found = traced(score_mod, WHAT, INPUTS, (), device)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in found.read):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in found.used):
         raise RuntimeError(
             "score_mod computes something of a captured tensor as a whole, or reads it as a number, and that tensor "
             "requires a gradient, which would be lost; compute it outside of the function, and index the result by b, "

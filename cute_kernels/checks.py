@@ -3,6 +3,7 @@
 import torch
 
 from .dtypes import FLOAT8, NAMES, ON_CPU, OPERANDS
+from .overlap import overlap
 from .runtime.device import plans_kernel
 from .runtime.front import check_supported
 
@@ -105,20 +106,25 @@ def check_no_grad(op: str, *tensors) -> None:
         )
 
 
-def check_out(op: str, out, *operands) -> None:
-    """out is no operand, which the kernel still reads while it writes, and no leaf that autograd watches.
+def check_out(op: str, out, inputs: tuple, residual=None) -> None:
+    """out shares no memory with an input, which the kernel reads while it writes, and is no leaf that autograd watches.
 
-    As in torch, overlap is certain, and refused, between tensors without gaps or with one address; of interleaved views
-    it is not known.
+    residual: the input that out may be, as the very same view.
     """
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: out requires a gradient; pass out.detach() or call it under torch.no_grad()")
-    start, size = out.data_ptr(), dense_bytes(out)
-    for tensor in operands:
-        other = tensor.data_ptr()
-        meet = other < start + size and start < other + dense_bytes(tensor)
-        if (meet or start == other) and out.numel() and tensor.numel():
-            raise ValueError(f"{op}: out shares memory with an operand, which the kernel still reads while it writes")
+    for tensor in inputs:
+        if tensor is not None and overlap(out, tensor) and not (tensor is residual and same_view(out, tensor)):
+            also = "" if residual is None else ", or the residual itself, in the same shape and strides"
+            raise ValueError(
+                f"{op}: out shares memory with an input of shape {tuple(tensor.shape)}, which the kernel still reads "
+                f"while it writes; pass an out with memory of its own{also}"
+            )
+
+
+def same_view(a, b) -> bool:
+    """True if two tensors have one address, shape, strides and dtype."""
+    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def check_out_dtype(op: str, out, out_dtype, default, also: tuple = ()):
@@ -142,10 +148,8 @@ def check_amax(op: str, amax, *others) -> None:
     """amax, which is written before anything is read, is none of the other tensors of a call, and no leaf."""
     if amax.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: amax requires a gradient; pass amax.detach() or call it under torch.no_grad()")
-    at = amax.data_ptr()
-    for other in others:
-        if other is not None and at and other.data_ptr() <= at < other.data_ptr() + dense_bytes(other):
-            raise ValueError(f"{op}: amax lies in another argument, and is written; pass a tensor of its own")
+    if not amax.is_meta and any(other is not None and overlap(amax, other) for other in others):
+        raise ValueError(f"{op}: amax lies in another argument, and is written; pass a tensor of its own")
 
 
 def check_result(op: str, name: str, tensor, shape, dtype) -> None:
@@ -172,9 +176,3 @@ def overlaps_itself(shape, stride) -> bool:
             return True
         span += s * (n - 1)
     return False
-
-
-def dense_bytes(tensor) -> int:
-    """Bytes from the first to the last element of a tensor without gaps; 0 for one with gaps, where others may lie."""
-    span = 1 + sum(s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return span * tensor.element_size() if span == tensor.numel() else 0

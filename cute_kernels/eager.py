@@ -57,6 +57,7 @@ def gemm(
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
             out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
             type(fast_accumulation), accumulation_dtype, scale_out is None, amax is None, precision,
+            beta == 0,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
         terms = None  # whatever it is, the plan's checks will name it
@@ -66,9 +67,11 @@ def gemm(
             bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation,
             accumulation_dtype, scale_out, amax, precision,
         )  # fmt: skip
-        plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
+        plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype), residual)
+    if residual is not None and beta == 0:
+        residual = None  # see Terms.read
     if amax is not None:
-        checks.check_amax("gemm", amax, a, b, out, bias, scale_a, scale_b, scale_out)
+        checks.check_amax("gemm", amax, *tensors[:-1])  # the last is amax itself
         amax.zero_()
     if plan.function is None:
         given = Terms(
@@ -137,6 +140,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     others = {"bias": terms.bias, "residual": terms.residual, "scale_a": terms.scale_a, "scale_b": terms.scale_b}
     others |= {"scale_out": terms.scale_out, "amax": terms.amax}
     checks.check_device("gemm", a.device, out=out, **others)
+    terms = terms.read("gemm")
     spec = terms.spec("gemm", kind, scales)
     plan = Plan("gemm", shape, out_dtype, a.device)
     if math.prod(shape) == 0:

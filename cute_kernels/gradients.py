@@ -17,7 +17,6 @@ from torch import Tensor
 from . import eager
 from .dtypes import accumulator
 from .epilogue_gradient.eager import epilogue_gradient
-from .matmul.terms import epilogue_program
 from .runtime.device import forced_path, in_forwards_path
 from .runtime.transforms import differentiable_once
 
@@ -57,7 +56,7 @@ def through_epilogue(
 
 def column_sums(t: Tensor) -> Tensor:
     """Of (..., columns): (columns,), in fp32, of float64 in float64."""
-    return t.reshape(-1, t.shape[-1]).sum(0, dtype=accumulator(t.dtype))
+    return t.unsqueeze(0).flatten(0, -2).sum(0, dtype=accumulator(t.dtype))  # reshape(-1, 0) is an error
 
 
 def of_columns(bias: Tensor | None) -> bool:
@@ -91,12 +90,13 @@ def sum_to(gradient: Tensor, like: Tensor | Like) -> Tensor:
 
 
 class Gemm(torch.autograd.Function):
-    """gemm, differentiable once in a, b, bias and residual. Backward's products have fp32 sums, whatever forward's."""
+    """gemm, differentiable once in a, b, bias and residual. Backward's products have fp32 sums, whatever forward's.
+
+    epilogue: a Program, so that backward differentiates the function as it was in forward.
+    """
 
     @staticmethod
     def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision):
-        epilogue = None if epilogue is None else epilogue_program("gemm", epilogue)  # as it is now
-
         def run(with_z):
             terms = bias, activation, residual, alpha, beta, None, out_dtype, epilogue
             return eager.gemm(a, b, *terms, with_z, accumulation_dtype=accumulation_dtype, precision=precision)
@@ -143,5 +143,7 @@ def gemm_backward(
     dbias = None
     if needs_bias:
         dbias = total.view_as(bias).to(bias.dtype) if sums else sum_to(dz, bias)
-    dresidual = dz * beta if needs_residual else None
+    dresidual = None
+    if needs_residual:  # one that was not read has a gradient of 0, whatever dz is
+        dresidual = dz * beta if beta != 0 else torch.zeros_like(dz)
     return da, db, dbias, None, dresidual, *(None,) * 6

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import eager
 from .checks import narrow, scaled, watched
+from .matmul.terms import epilogue_program
 from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import dispatched
 from .sparse24 import eager as sparse24
@@ -51,13 +52,16 @@ def gemm(
             but no float8.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
-        alpha, beta: Python floats.
-        out: where to write the result, of any strides; it may be `residual`, but not `a` or `b`.
+        alpha, beta: Python floats. With beta=0 the residual is not read, as in torch.addmm: NaN in it has no effect,
+            and its gradient is 0. alpha=0 multiplies as any other number does: NaN in a @ b stays NaN.
+        out: where to write the result, of any strides. It may be `residual`, in the same shape and strides, and shares
+            no memory with any other input.
         out_dtype: bfloat16, float16 or float32; by default a's dtype, of float8 bfloat16. On sm_89, sm_90 and the CPU
             also float8_e4m3fn and float8_e5m2, of operands of any dtype but not of a Sparse24, without a residual.
         epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
             traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
-            tensor of the same shape, and captures numbers.
+            tensor of the same shape, and captures numbers. It gives captured tensors no gradients: one that requires
+            a gradient raises RuntimeError. Apply it to the result instead, as in gemm(a, b) * scale.
         scale_a, scale_b: float32, of any strides, of float8 operands alone: what their values are multiplied by, as
             torch._scaled_mm has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for
             each row of a, and (..., 1, N) or (N,), one for each column of b; or
@@ -123,6 +127,8 @@ def gemm(
     ):
         from .gradients import Gemm
 
+        if epilogue is not None:  # here, where captured tensors can be seen to require gradients
+            epilogue = epilogue_program("gemm", epilogue)
         terms = bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
         return Gemm.apply(a, b, *terms)
     more = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}

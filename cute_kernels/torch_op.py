@@ -15,10 +15,11 @@ from .checks import check_device, check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
 from .epilogue_gradient import eager as epilogue_gradients
 from .gradients import Like, gemm_backward, operands_to_save, saved_of
-from .matmul.terms import check_one_number, epilogue_program
+from .matmul.terms import check_one_number, traced_epilogue
 from .runtime import library
 from .runtime.front import check_traced, undisturbed
 from .runtime.torch_compat import guard_identity
+from .traced.program import Program
 
 _FUNCTIONS: dict[str, object] = {}
 
@@ -28,7 +29,17 @@ def register_function(fn) -> str | None:
     """The name under which a graph refers to an epilogue function: that of its program."""
     if fn is None:
         return None
-    program = epilogue_program("torch.compile", fn)
+    if isinstance(fn, Program):
+        program = fn
+    else:
+        traced = traced_epilogue("torch.compile", fn)
+        if traced.read:
+            raise RuntimeError(
+                "torch.compile: the epilogue function reads the value of a captured tensor, which the compiled graph "
+                "would not see change; capture a Python number, or apply the tensor to the result, as in "
+                "gemm(a, b) * scale"
+            )
+        program = traced.program
     return register(hashlib.sha256(program.text.encode()).hexdigest(), program)
 
 

@@ -410,6 +410,12 @@ class BsrMatrix(Conversions, LikeTensor):
         return of_bits(turned, stored.dtype)
 
     @property
+    def indices(self) -> tuple[Tensor, Tensor]:
+        """(crow_indices, col_indices); of a transposed view those of `base`."""
+        base = self if self.base is None else self.base
+        return base.crow_indices, base.col_indices
+
+    @property
     def density(self) -> float:
         """Stored blocks over all blocks; 0.0 for a matrix without elements."""
         items = self.shape[0] if self.batch == "patterns" else 1

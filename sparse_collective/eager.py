@@ -94,7 +94,7 @@ def call(
     if W.check and not W.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
     values = W.stored
-    tensors = (b, values) if out is None else (b, values, out)
+    tensors = (b, values) if out is None else (b, values, out, *W.indices)
     if bias is not None:
         tensors += (bias,)
     if residual is not None:
@@ -125,9 +125,9 @@ def call(
             precision=precision,
         )  # fmt: skip
         planned = partial(_plan, op, W, b, given, out, groups, out_dtype, chained)
-        plan = _PLANS.checked(op, terms, tensors, out, planned)
+        plan = _PLANS.checked(op, terms, tensors, out, planned, residual)
     if amax is not None:
-        checks.check_amax(op, amax, b, values, out, bias, scale_b, W.stored_scales, scale_out)
+        checks.check_amax(op, amax, *W.indices, *tensors[:-1])  # the last is amax itself
         amax.zero_()
     if plan.function is None:
         if fused and plan.unfused:

@@ -31,8 +31,6 @@ class Bsr(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, stored, b, bias, residual, groups):
         op, W, activation, epilogue, sums = call
-        epilogue = None if epilogue is None else epilogue_program(op, epilogue)  # as it is now
-
         if activation is None and epilogue is None:
             y, saved = eager.call(op, W, b, bias, None, residual, None, None, groups, accumulation_dtype=sums), None
         else:
@@ -77,6 +75,8 @@ def differentiable(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None
 ) -> Tensor:
     """An op without out, of arguments that autograd watches and no transform of torch.func."""
+    if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
+        epilogue = epilogue_program(op, epilogue)
     return _apply((op, W, activation, epilogue, accumulation_dtype), W.stored, b, bias, residual, groups)
 
 
@@ -149,6 +149,6 @@ def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> T
     wide = accumulator(dz.dtype)
     if groups is None:  # (L, M) of dz (L, N, M)
         return dz.sum(-2, dtype=wide).to(bias.dtype)
-    runs = dz.unflatten(0, (len(groups), -1)).sum(1, dtype=wide)
+    runs = dz.unflatten(0, (len(groups), len(dz) // max(len(groups), 1))).sum(1, dtype=wide)
     items = groups.clamp(0, len(bias) - 1).long()  # the nearest item's, where there is no such number
     return runs.new_zeros(bias.shape).index_add_(0, items, runs).to(bias.dtype)

@@ -1,6 +1,7 @@
 """Whether a call hands a compiled function what it was compiled from, as far as that shows without a GPU."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +12,19 @@ DTYPES = {cutlass_dtype(name): dtype for dtype, name in (NAMES_OF_OPERANDS | NAM
 DTYPES[cutlass_dtype("bool")] = torch.uint8
 
 
+class TensorKind(NamedTuple):
+    """What a tensor must be: `strides` are one for each mode, an int, or (n,) for a multiple of n elements; its address
+    is a multiple of `align` bytes."""
+
+    rank: int
+    dtype: torch.dtype
+    strides: tuple
+    align: int
+
+
 @functools.cache
 def compiled_from(facts) -> tuple:
-    """What the arguments but the stream must be: None, (rank, dtype) of a tensor, a tuple of these, or "scalar"."""
+    """What the arguments but the stream must be: None, a TensorKind, a tuple of these, or "scalar"."""
     return tuple(kind_of_fake(fake) for fake in family_of(facts).arguments(facts)[:-1])
 
 
@@ -21,7 +32,8 @@ def kind_of_fake(fake):
     if fake is None or isinstance(fake, tuple):
         return None if fake is None else tuple(map(kind_of_fake, fake))
     if hasattr(fake, "element_type"):
-        return len(fake.shape), DTYPES[fake.element_type]
+        strides = tuple(s if isinstance(s, int) else (s.divisibility,) for s in fake.stride)
+        return TensorKind(len(fake.shape), DTYPES[fake.element_type], strides, fake._assumed_align)
     return "scalar"
 
 
@@ -34,7 +46,7 @@ def insist_on_arguments(facts, arguments: tuple) -> None:
 
 
 def insist(place, given, fake) -> None:
-    if isinstance(fake, tuple) and not (len(fake) == 2 and isinstance(fake[1], torch.dtype)):
+    if isinstance(fake, tuple) and not isinstance(fake, TensorKind):
         assert isinstance(given, tuple) and len(given) == len(fake), f"argument {place} is {given}, not like {fake}"
         for i, pair in enumerate(zip(given, fake, strict=True)):
             insist((place, i), *pair)
@@ -44,4 +56,11 @@ def insist(place, given, fake) -> None:
         assert isinstance(given, (int, float)), f"argument {place} is {type(given).__name__}, not a number"
     else:
         found = (given.dim(), given.dtype) if isinstance(given, torch.Tensor) else type(given).__name__
-        assert found == fake, f"argument {place} is {found}, compiled from {fake}"
+        assert found == fake[:2], f"argument {place} is {found}, compiled from {fake}"
+        assert given.data_ptr() % fake.align == 0, (
+            f"argument {place} is at an address that is no multiple of {fake.align}"
+        )
+        for extent, stride, wanted in zip(given.shape, given.stride(), fake.strides, strict=True):
+            if extent > 1:  # the stride of an extent of 1 is not looked at
+                right = stride % wanted[0] == 0 if isinstance(wanted, tuple) else stride == wanted
+                assert right, f"argument {place} has strides {given.stride()}, compiled from {fake.strides}"

@@ -257,6 +257,56 @@ def test_gradients_of_every_memory_format(form):
         torch.testing.assert_close(mine.float(), exact.float(), rtol=0.05, atol=0.03)
 
 
+def strided(t):
+    """Every second element of a tensor, as the gradient of one slice of a torch.stack(..., -1)."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+GRADIENT_FORMS = {
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "misaligned": misaligned,
+    "with gaps": FORMS["with gaps"],
+    "expanded": FORMS["expanded"],
+    "last stride 2": strided,
+    "last stride 0": lambda t: t[..., :1].expand_as(t),
+    "one element": lambda t: t.new_ones(()).expand_as(t),  # of out.sum()
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "last stride 2, misaligned": lambda t: misaligned(torch.stack([t, t], -1))[..., 0],
+}
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", GRADIENT_FORMS)
+@pytest.mark.parametrize("kind", ["dense", "packed", "blocks", "one row"])
+def test_gradients_by_any_strides(kind, form, where):
+    """The gradients of out and of LSE, which autograd hands over as it has them."""
+    device = "cuda" if where == "cuda" else "cpu"
+    if where == "emulator" and shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    if where == "emulator" and (kind == "blocks" or "2" not in form and kind == "dense"):
+        pytest.skip("what a gradient is copied for is the same in packed sequences")
+    rows, batch, heads = (1, 1, 1) if kind == "one row" else (70, 2, 2)
+    q, k, v = qkv(rows, 90, 128, B=batch, H=heads, heads=1, device=device)
+    options, call = {}, attention
+    if kind == "packed":
+        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))
+        starts = (torch.tensor([0, 50, n], dtype=torch.int32, device=device) for n in (70, 90))
+        options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+    elif kind == "blocks":
+        call, options = block_sparse_attention, {"block_mask": blocks((128, 128), (70, 90), device=device)}
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = call(q, k, v, **options, return_lse=True)
+    dout, dlse = (GRADIENT_FORMS[form](torch.randn_like(t)) for t in (out, lse))
+    for given in ((dout, dlse), (dout, None), (None, dlse))[: 1 if where == "emulator" else 3]:
+        outputs, given = zip(*((o, g) for o, g in zip((out, lse), given, strict=True) if g is not None), strict=True)
+        with on_emulator("sm_90", sms=4) if where == "emulator" else contextlib.nullcontext(), poisoned_empty():
+            got = torch.autograd.grad(outputs, tensors, given, retain_graph=True)
+        plain = [g.clone(memory_format=torch.contiguous_format) for g in given]
+        want = torch.autograd.grad(outputs, tensors, plain, retain_graph=True)
+        for mine, right in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, right, rtol=0.05, atol=0.03)
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_gradients_of_packed_sequences(machine, name):
     """Each sequence's are its own, and rows after the last one have none, whatever they hold."""

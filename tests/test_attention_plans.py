@@ -154,12 +154,12 @@ def test_out_in_an_operand(emulated):
             attention(**around, out=memory[i : i + 2])
             attention(**around, out=memory[i : i + 2])
         for i in (1, 2, 3):
-            refused(ValueError, "out shares memory with an operand", **around, out=memory[i : i + 2])
+            refused(ValueError, "out shares memory with an input", **around, out=memory[i : i + 2])
     rows = torch.zeros(2, 24, 2, 4, 64).bfloat16()  # q and out take turns in memory
     q, out = rows[:, :, 0].transpose(1, 2), rows[:, :, 1].transpose(1, 2)
     for _ in range(2):
         assert is_right(q, call["k"], call["v"], out)
-        refused(ValueError, "out shares memory with an operand", q, call["k"], call["v"], out=q)
+        refused(ValueError, "out shares memory with an input", q, call["k"], call["v"], out=q)
 
 
 @pytest.mark.parametrize("form", ["out", "packed out", "blocks"])

@@ -168,7 +168,7 @@ def test_outputs_with_gaps(device, path, dtype):
 
 def test_scalars_are_arguments_of_one_kernel(device, path):
     a, b = matrices(200, 264, 136, device)
-    residual, scalars = normal(200, 264, device=device), ((0.5, 2.0), (-3.0, 0.0), (0.0, 1.0))
+    residual, scalars = normal(200, 264, device=device), ((0.5, 2.0), (-3.0, -0.5), (0.0, 1.0))
     assert len({check(gemm, a, b, residual=residual, alpha=x, beta=y).facts for x, y in scalars}) == 1
 
 

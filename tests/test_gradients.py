@@ -217,3 +217,91 @@ def test_experts(device, form):
     near(bias.grad, bias64.grad, 2)
     mask = W.with_values(torch.ones_like(W.values)).to_dense().double()
     near(W.with_values(values.grad).to_dense(), dense.grad * mask, 2)
+
+
+def misaligned(t):
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+FORMS = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "misaligned": misaligned,
+    "with gaps": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "last stride 2": lambda t: torch.stack([t, t], -1)[..., 0],
+    "last stride 2, misaligned": lambda t: misaligned(torch.stack([t, t], -1))[..., 1],
+    "last stride 0": lambda t: t[..., :1].expand_as(t),
+    "rows of stride 0": lambda t: t[..., :1, :].expand_as(t),
+    "one element": lambda t: t.new_ones(()).expand_as(t),  # of y.sum()
+    "reversed batch": lambda t: t.flip(0),
+}
+
+
+def products(device) -> dict:
+    """By name: a function of leaves, and the leaves."""
+    single = random_bsr((96, 128), (32, 64), density=0.6, generator=torch.Generator().manual_seed(1)).to(device)
+    one = single.with_values(normal(*single.values.shape, device=device))
+    items = BsrMatrix.stack([one] * 3)
+    patterns = BsrMatrix.stack([one, random_bsr((96, 128), (32, 64), density=0.4).to(device), one])
+    groups = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+
+    def of(op, W, view=False, **terms):
+        def run(values, x, bias):
+            A = W.with_values(values)
+            A = A.t() if view else A
+            return op(A, x, bias, **terms) if op is bsr_matmul else op(x, A, bias=bias, **terms)
+
+        return run
+
+    def x(*shape):
+        return normal(*shape, device=device)
+
+    def multiplied(a, b, bias, residual=None, **terms):
+        return gemm(a, b, bias=bias, residual=residual, **terms)
+
+    dense = x(40, 64), x(64, 48), x(48)
+    return {
+        "gemm": (multiplied, dense),
+        "gemm, gelu and a residual": (lambda *t: multiplied(*t, activation="gelu"), (*dense, x(40, 48))),
+        "gemm, relu, a bias of rows": (lambda *t: multiplied(*t, activation="relu"), (*dense[:2], x(40, 1))),
+        "gemm, a batch": (lambda *t: multiplied(*t, activation="silu"), (x(3, 40, 64), *dense[1:], x(3, 40, 48))),
+        "gemm, two batches": (multiplied, (x(3, 1, 40, 64), x(2, 64, 48), x(48))),
+        "gemm, one row": (lambda *t: multiplied(*t, activation="gelu"), (x(1, 64), *dense[1:])),
+        "bsr_linear": (of(bsr_linear, one, activation="gelu"), (one.values, x(40, 128), x(96))),
+        "bsr_linear, leading dimensions": (of(bsr_linear, one), (one.values, x(2, 20, 128), x(96))),
+        "bsr_linear, transposed": (of(bsr_linear, one, True), (one.values, x(40, 96), x(128))),
+        "bsr_linear, one token": (of(bsr_linear, one), (one.values, x(1, 128), x(96))),
+        "bsr_matmul": (of(bsr_matmul, one, activation="relu"), (one.values, x(128, 40), x(40))),
+        "bsr_matmul, a bias of rows": (of(bsr_matmul, one), (one.values, x(128, 40), x(96, 1))),
+        "bsr_matmul, a batch of b": (of(bsr_matmul, one), (one.values, x(2, 128, 40), x(40))),
+        "items": (of(bsr_linear, items), (items.values, x(3, 40, 128), x(3, 96))),
+        "items, shared x": (of(bsr_matmul, items), (items.values, x(128, 64), x(64))),
+        "patterns": (of(bsr_matmul, patterns), (patterns.values, x(3, 128, 40), x(40))),
+        "experts": (
+            lambda values, x, bias: bsr_grouped_linear(x, items.with_values(values), groups, bias, "gelu"),
+            (items.values, x(192, 128), x(3, 96)),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", products("cpu"))
+def test_gradients_by_any_strides(place, name, form):
+    """Whatever the strides and the address of dy, the gradients are those of a contiguous one."""
+    run, tensors = products(place)[name]
+    leaves = [leaf(t) for t in tensors]
+    y = run(*leaves)
+    dy = FORMS[form](normal(*y.shape, device=place))
+    assert dy.shape == y.shape
+    found = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    plain = torch.autograd.grad(y, leaves, dy.clone(memory_format=torch.contiguous_format))
+    for mine, want in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine.float(), want.float(), rtol=0.02, atol=0.02 * want.abs().max().item() + 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_by_any_strides(place, form):
+    """sddmm, whose operands are gradients as autograd has them."""
+    pattern = random_bsr((96, 128), (32, 64), density=0.6, generator=torch.Generator().manual_seed(1)).to(place)
+    a, b = FORMS[form](normal(96, 40, device=place)), FORMS[form](normal(40, 128, device=place))
+    want = sddmm(a.clone(memory_format=torch.contiguous_format), b.contiguous(), pattern)
+    torch.testing.assert_close(sddmm(a, b, pattern).float(), want.float(), rtol=0.02, atol=0.02)

@@ -16,6 +16,7 @@ from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
 from ..block_sparse import Derived, by_length, with_causal
+from ..decode.checks import unit_stride
 from ..forward.choose import heads_in_l2
 from ..forward.config import BlockKind, WindowKind
 from ..plan import gradient_of, path_of, scalars_of, view_of
@@ -72,7 +73,7 @@ def backward(
     """(dQ, dK, dV, dsinks) of CUDA tensors, of the shapes and dtypes of q, k, v and sinks.
 
     Args:
-        dout: the gradient of out, of its shape and of any strides.
+        dout: the gradient of out, of its shape and of any strides. One that TMA cannot read is copied.
         out, lse: what forward returned for q, k and v; see ops.attention for all shapes.
         dlse: the gradient of lse, fp32; None: none.
         cu_seqlens: (cu_seqlens_q, cu_seqlens_k) of packed sequences.
@@ -128,7 +129,7 @@ def backward(
     sink_sums = None
     if sinks is not None:
         sink_sums = torch.empty((plan.tiles, PREPARE_WARPS), dtype=torch.float32, device=device)
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = None if dlse is None else unit_stride(dlse.contiguous())
     zeroed = None if stored else sums
     plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, zeroed, turns, sinks, sink_sums)
     plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)

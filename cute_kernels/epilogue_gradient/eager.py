@@ -51,4 +51,4 @@ def epilogue_gradient(
 def _by_torch(dy: Tensor, saved: Tensor, slope: Program, sums: bool) -> tuple[Tensor, Tensor | None]:
     wide = accumulator(dy.dtype)
     dz = dy.to(wide) * evaluate(slope, [saved.to(wide)])
-    return dz.to(dy.dtype).contiguous(), dz.reshape(-1, dz.shape[-1]).sum(0) if sums else None
+    return dz.to(dy.dtype).contiguous(), dz.unsqueeze(0).flatten(0, -2).sum(0) if sums else None

@@ -1,9 +1,10 @@
 """What a product adds to a @ b: an op's epilogue arguments, their checks, and the facts that they become."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from ..checks import check_scalar, check_tensor
 from ..dtypes import FLOAT8, NAMES
@@ -11,6 +12,7 @@ from ..functions import ACTIVATIONS
 from ..reference import BLOCK
 from ..traced.memo import traced
 from ..traced.program import FLOAT, Program
+from ..traced.record import Traced
 from .config import EpilogueSpec
 
 FLOAT8_TEXT = " and ".join(map(str, FLOAT8))
@@ -40,6 +42,11 @@ class Terms:
     def acc_dtype(self) -> str:
         """Name of what sums are kept in."""
         return "float32" if self.accumulation_dtype is None else NAMES[self.accumulation_dtype]
+
+    def read(self, op: str) -> "Terms":
+        """The terms without a residual that is multiplied by beta = 0, which is not read, as in torch.addmm."""
+        check_scalar(op, "beta", self.beta)
+        return self if self.residual is None or self.beta != 0 else replace(self, residual=None)
 
     def spec(self, op: str, kind: str | None, scales: tuple = (None, None)) -> EpilogueSpec:
         """The static half of the epilogue, with a bias and scales of these kinds (see bias_kind and scale_kind); checks
@@ -205,16 +212,28 @@ def epilogue_program(op: str, function) -> Program:
     Raises:
         TypeError: it is no function of one tensor, does what a kernel cannot, or returns something other than a
             floating-point tensor of its argument's shape; the message names the line.
+        RuntimeError: it reads a captured tensor that requires a gradient, in a call that may have gradients.
     """
-    if isinstance(function, Program):
-        return function
+    return function if isinstance(function, Program) else traced_epilogue(op, function).program
+
+
+def traced_epilogue(op: str, function) -> Traced:
+    """The same of a function that is no Program, with the tensors that it reads."""
     what = f"{op}: the epilogue function"
     if not callable(function):
         raise TypeError(f"{what} must be a function of one tensor, got {type(function).__name__}")
-    program = traced(function, what, ("float32",), (2, 3), torch.device("cpu")).program
-    if program.dtype not in FLOAT:
+    found = traced(function, what, ("float32",), (2, 3), torch.device("cpu"))
+    if found.program.dtype not in FLOAT:
         raise TypeError(
-            f"{what} returns a tensor of torch.{program.dtype}; it must be of a floating-point dtype (use .float(), or "
-            "torch.where(condition, x, y) with a number for y)"
+            f"{what} returns a tensor of torch.{found.program.dtype}; it must be of a floating-point dtype (use "
+            ".float(), or torch.where(condition, x, y) with a number for y)"
         )
-    return program
+    if torch.is_grad_enabled():
+        for t in found.used:
+            if t.requires_grad or unpack_dual(t).tangent is not None:
+                raise RuntimeError(
+                    f"{what} reads a captured tensor that has a gradient, which the kernel does not compute. Apply it "
+                    "to the result instead, as in gemm(a, b) * scale; or, to treat it as a constant, write "
+                    "scale.detach().item() in the function"
+                )
+    return found

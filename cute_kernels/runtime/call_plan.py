@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from .. import checks
+from ..overlap import extent
 from .front import check_memory
 from .torch_compat import TensorGuards
 
 MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
+MOST_APART = 64  # distances of interleaved views that a plan has
 MOST_RECENT = 8  # plans with the same terms, compared one after another, 0.15 us each
 
 
@@ -34,7 +36,9 @@ class CallPlan:
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
     empty: bool = False  # nothing to compute
-    spans: tuple = (0, 0, 0, 0)  # of a call with out: bytes of its operands and, negative, of out; 1 where with gaps
+    # Of a call with out: bytes that out extends over, negative, and those of three operands; (number, bytes) of each
+    # tensor after out; and the (number, bytes from it to out) that do not overlap although their extents do.
+    spans: tuple = ()
 
     @cached_property
     def out_stride(self) -> tuple:
@@ -77,8 +81,8 @@ class PlanCache:
     def known(self, terms: tuple | None, tensors: tuple, out) -> CallPlan | None:
         """The plan of an earlier call that differs in nothing that is checked; None where there may be none.
 
-        Then out meets no operand: it would if it began before the other's end, but not so far before it that out ended
-        where the other begins.
+        Then out overlaps no other tensor: it might if it began before the other's end, but not so far before it that
+        out ended where the other begins.
         """
         try:
             a, b = tensors[0].data_ptr(), tensors[1].data_ptr()
@@ -89,9 +93,16 @@ class PlanCache:
             for test, differentiable, plan in self.recent.get(terms, ()):
                 if test(*tensors):
                     if out is not None:
-                        end_a, end_b, end_c, before = plan.spans
-                        if before < d - a < end_a or before < d - b < end_b or before < d - c < end_c:
+                        before, (end_a, end_b, end_c), others, apart = plan.spans
+                        if (
+                            (before < d - a < end_a and (0, d - a) not in apart)
+                            or (before < d - b < end_b and (1, d - b) not in apart)
+                            or (before < d - c < end_c and (2, d - c) not in apart)
+                        ):
                             break
+                        for i, end in others:
+                            if before < (away := d - tensors[i].data_ptr()) < end and (i, away) not in apart:
+                                return None
                     if differentiable and torch.is_grad_enabled():
                         break
                     return plan
@@ -99,8 +110,11 @@ class PlanCache:
             pass
         return None
 
-    def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable) -> CallPlan:
-        """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap."""
+    def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable, residual=None) -> CallPlan:
+        """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap.
+
+        residual: the tensor that out may be.
+        """
         operands = tensors[: self.operands]
         check_memory(op, tensors)
         try:
@@ -114,8 +128,8 @@ class PlanCache:
             plan = make()
         checks.check_no_grad(op, *(t for t in tensors if t is not out))
         if out is not None:
-            checks.check_out(op, out, *operands)
-            plan.spans = spans_of(out, *operands)
+            checks.check_out(op, out, (*operands, *tensors[self.operands + 1 :]), residual)
+            plan.spans = spans_of(out, tensors, self.operands, plan.spans)
         if key is not None:
             if max(len(self.plans), len(self.recent)) >= MOST_PLANS:
                 self.plans.clear()
@@ -149,7 +163,12 @@ def test_of(tensors: tuple) -> Callable:
     return lambda *others: all(others[i] is others[j] for i, j in twice) and test(*[others[i] for i in places])
 
 
-def spans_of(out: torch.Tensor, *operands: torch.Tensor) -> tuple:
-    """CallPlan.spans of tensors; of two operands the second counts twice."""
-    sizes = [max(checks.dense_bytes(t), 1) for t in (*operands, operands[-1])[:3]]
-    return *sizes, -max(checks.dense_bytes(out), 1)
+def spans_of(out: torch.Tensor, tensors: tuple, at: int, known: tuple) -> tuple:
+    """CallPlan.spans after a call in which out, number `at`, overlaps none of the others; `known`: those before it."""
+    before = -extent(out)
+    ends = [extent(t) or before for t in tensors] if before else [0] * len(tensors)
+    away = {(i, out.data_ptr() - t.data_ptr()) for i, t in enumerate(tensors) if i != at}
+    apart = known[-1] if known and len(known[-1]) < MOST_APART else set()
+    apart = apart | {(i, d) for i, d in away if before < d < ends[i]}
+    operands = ends[:at] if at > 2 else [*ends[:at], before]
+    return before, operands, list(enumerate(ends))[at + 1 :], apart

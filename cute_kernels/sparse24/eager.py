@@ -33,13 +33,13 @@ def gemm(
     if a.shape[1] == 0:  # a sum over nothing, which the dense kernel knows
         scales = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
         return eager.gemm(a.to_dense(), b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, **scales)
-    tensors = (a.values, b) if out is None else (a.values, b, out)
+    tensors = (a.values, b) if out is None else (a.values, b, out, a.metadata)
     tensors += tuple(t for t in (bias, residual, scale_a, scale_b) if t is not None)
     try:
         terms = (
             a.values.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype,
             forced_path(), out is None, bias is None, residual is None, scale_a is None, scale_b is None,
-            fast_accumulation, type(fast_accumulation),
+            fast_accumulation, type(fast_accumulation), beta == 0,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
         terms = None
@@ -50,11 +50,13 @@ def gemm(
             fast_accumulation=fast_accumulation,
         )  # fmt: skip
     if plan is None:
-        plan = _PLANS.checked(OP, terms, tensors, out, partial(_plan, a, b, given, out, out_dtype))
+        plan = _PLANS.checked(OP, terms, tensors, out, partial(_plan, a, b, given, out, out_dtype), residual)
     if plan.function is None:
         if plan.empty:
             return plan.new_out() if out is None else out
-        return reference.gemm(a.to_dense(), b, given, out, plan.out_dtype)
+        return reference.gemm(a.to_dense(), b, given.read(OP), out, plan.out_dtype)
+    if residual is not None and beta == 0:
+        residual = None  # see Terms.read
     if out is None:
         out = plan.new_out()
     if plan.views:
@@ -124,6 +126,7 @@ def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
     kind = bias_kind(OP, terms.bias, M, N, wide)
     others = {"bias": terms.bias, "residual": terms.residual, "scale_a": terms.scale_a, "scale_b": terms.scale_b}
     checks.check_device(OP, a.device, out=out, **others)
+    terms = terms.read(OP)
     spec = terms.spec(OP, kind, scales)
     plan = Plan("gemm", (M, N), out_dtype, a.device)
     if M * N == 0:

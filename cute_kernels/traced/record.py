@@ -63,11 +63,13 @@ class Traced:
 
     `read`: captured tensors whose contents the program depends on, with what was computed of them when it was traced:
     it holds as long as they are not written to.
+    `used`: those of them that it did not only detach(), whose gradients would be lost.
     """
 
     program: Program
     tensors: tuple[Tensor, ...]
     read: tuple[Tensor, ...]
+    used: tuple[Tensor, ...] = ()
 
 
 def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
@@ -111,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self.slots: dict[int, tuple[Tensor, int]] = {}
         self.made: dict[int, Tensor] = {}  # computed of captured tensors, or of none
         self.read: dict[int, Tensor] = {}  # captured tensors that were
+        self.used: dict[int, Tensor] = {}  # those of them that were not only detached
         self.composite: str | None = None  # the operation that is being decomposed
 
     def traced(self, tensor) -> bool:
@@ -156,6 +159,8 @@ class Recorder(TorchDispatchMode):
         fresh = func is aten.lift_fresh.default  # of torch.tensor, which nobody else has
         captured = [] if fresh else [x for x in flat if isinstance(x, Tensor) and id(x) not in self.made]
         self.read.update((id(x), x) for x in captured)
+        if func is not aten.detach.default:
+            self.used.update((id(x), x) for x in captured)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Refused(
                 f"{self.what} computes {_called(func)} of captured tensors, which a CUDA graph that is being captured "
@@ -191,7 +196,7 @@ class Recorder(TorchDispatchMode):
             # A number that was made a tensor; or a captured one, whose value counts, unless kernels can read it
             if id(tensor) in self.made or self.device.type != "cpu" or self.shape:
                 if id(tensor) not in self.made:
-                    self.read[id(tensor)] = tensor
+                    self.read[id(tensor)] = self.used[id(tensor)] = tensor
                 if self.shape:
                     return tensor.item()  # beside tensors of a dimension torch takes it for a number
                 dtype = DTYPES.get(tensor.dtype) or ("float32" if tensor.dtype.is_floating_point else "int64")
@@ -231,7 +236,7 @@ class Recorder(TorchDispatchMode):
             if tuple(result.shape) not in (self.shape, ()):
                 raise TypeError("it must return as many elements as it is given")
         tensors = tuple(tensor for tensor, _ in self.slots.values())
-        return Traced(self.builder.program(value), tensors, tuple(self.read.values()))
+        return Traced(self.builder.program(value), tensors, tuple(self.read.values()), tuple(self.used.values()))
 
     def fail(self, reason: str, cause: Exception | None = None):
         raise Refused(f"{self.what}{_user_line()}: {reason}") from cause

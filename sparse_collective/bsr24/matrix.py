@@ -174,6 +174,11 @@ class Bsr24:
         return "2:4", *self.compressed.key
 
     @property
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(crow_indices, col_indices, metadata)"""
+        return *self.compressed.indices, self.metadata
+
+    @property
     def density(self) -> float:
         """Stored blocks over all blocks; of a stored block half is stored."""
         return self.compressed.density

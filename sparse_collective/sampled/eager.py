@@ -31,7 +31,7 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
         raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.check and not pattern.checked:
         pattern.check_indices()
-    tensors = (a, b) if out is None else (a, b, out)
+    tensors = (a, b) if out is None else (a, b, out, *pattern.indices)
     tensors = tensors if groups is None else (*tensors, groups)
     terms = pattern.key, out is None, groups is None, accumulate, out_dtype, forced_path()
     plan = _PLANS.known(terms, tensors, out)

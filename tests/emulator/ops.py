@@ -22,6 +22,7 @@ from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.tf32_parts import eager as tf32_parts
 
+from ..signatures import insist_on_arguments
 from .emulate import emulated, emulator
 
 
@@ -55,7 +56,7 @@ def on_emulator(arch: str, sms: int = 4, path: str | None = None, **settings):
         stack.enter_context(device.assume(arch, sms))
         if path:
             stack.enter_context(device.path(path))
-        stack.enter_context(mock.patch.object(KernelCache, "get", lambda _, facts, build: emulated(facts)))
+        stack.enter_context(mock.patch.object(KernelCache, "get", lambda _, facts, build: _checked(facts)))
         stack.enter_context(mock.patch.object(PlanCache, "known", lambda *_: None))
         stack.enter_context(mock.patch.object(PlanCache, "checked", _plan_anew(PlanCache.checked)))
         for module, name, kind in (
@@ -71,9 +72,20 @@ def on_emulator(arch: str, sms: int = 4, path: str | None = None, **settings):
         yield
 
 
+def _checked(facts):
+    """The emulated kernel, which insists on what the compiled one would."""
+    run = emulated(facts)
+
+    def call(*arguments):
+        insist_on_arguments(facts, arguments)
+        return run(*arguments)
+
+    return call
+
+
 def _plan_anew(checked):
     """PlanCache.checked without terms, so that it keeps nothing."""
-    return lambda cache, op, terms, tensors, out, make: checked(cache, op, None, tensors, out, make)
+    return lambda cache, op, terms, *call: checked(cache, op, None, *call)
 
 
 def _called_with(function, kind):
