@@ -25,15 +25,18 @@ _FUNCTIONS: dict[str, object] = {}
 
 
 @torch.compiler.assume_constant_result
-def register_function(fn) -> str | None:
-    """The name under which a graph refers to an epilogue function: that of its program."""
+def register_function(fn, compiled: bool = False) -> str | None:
+    """The name under which a graph refers to an epilogue function: that of its program.
+
+    compiled: the graph serves later calls, too, so the function may depend on no tensor's value.
+    """
     if fn is None:
         return None
     if isinstance(fn, Program):
         program = fn
     else:
         traced = traced_epilogue("torch.compile", fn)
-        if traced.read:
+        if traced.read and compiled:
             raise RuntimeError(
                 "torch.compile: the epilogue function reads the value of a captured tensor, which the compiled graph "
                 "would not see change; capture a Python number, or apply the tensor to the result, as in "
@@ -58,7 +61,7 @@ def named_function(fn) -> str | None:
         with undisturbed():
             return register_function(fn)
     depend_on(fn)
-    return register_function(fn)
+    return register_function(fn, True)
 
 
 def depend_on(fn) -> None:
