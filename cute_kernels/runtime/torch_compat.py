@@ -44,6 +44,7 @@ __all__ = [
     "is_composite",
     "is_dtensor",
     "is_grads_batched",
+    "is_transformed",
     "is_tracing",
     "load_cell",
     "local_variable",
@@ -69,6 +70,7 @@ functorch_active = torch._C._are_functorch_transforms_active  # () -> bool: insi
 DisableFuncTorch = torch._C._DisableFuncTorch  # a context manager: no transform of torch.func inside of it
 
 dispatch_modes = torch._C._len_torch_dispatch_stack  # () -> number of TorchDispatchModes that are active
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # (tensor) -> bool: of a transform of torch.func
 is_tracing = torch._C._is_tracing  # () -> bool: inside torch.jit.trace
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 

@@ -22,6 +22,7 @@ from ..runtime.torch_compat import (
     TorchDispatchMode,
     decomposition_of,
     is_composite,
+    is_transformed,
     schema_of,
     tree_leaves,
     tree_structure,
@@ -259,6 +260,11 @@ class _Values(TorchFunctionMode):
                 recorder.fail(f"it asks for the value of a tensor ({func.__name__}), but {INSTEAD}")
             if func in SHAPES:
                 recorder.fail("it asks for the shape of its argument, which is one element of many at a time")
+        if any(isinstance(x, Tensor) and is_transformed(x) for x in tree_leaves((args, kwargs))):
+            recorder.fail(
+                "a captured tensor belongs to a transform of torch.func, which would lose its derivative or its batch; "
+                "apply it to the result of the call instead"
+            )
         if func is Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(recorder.traced(i) for i in indices):
