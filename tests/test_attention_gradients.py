@@ -434,10 +434,8 @@ def test_what_has_no_gradient_says_so():
         attention(q, k, v, seqlens_k=lengths)
     with pytest.raises(RuntimeError, match="out=.*requires a gradient|requires one"):
         attention(q, k, v, out=torch.empty_like(q))
-    with pytest.raises(RuntimeError, match="torch.func"):
-        torch.func.grad(lambda q: attention(q, k, v).sum())(q)
     (first,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         first.sum().backward()
 
 
