@@ -41,12 +41,12 @@ class Bsr(torch.autograd.Function):
 
             y, saved = with_saved(run, activation, epilogue)
         _, needs_values, needs_b, *_ = ctx.needs_input_grad
-        if not (type(stored) is Parameter or stored.requires_grad and stored.is_leaf):  # as under torch.autocast
+        if stored is not W.stored or not lives_on(stored):
             W = W.without_values()  # an attribute of ctx lives as long as the loss, what is saved until backward
         ctx.like = None if needs_values else torch.empty_like(b, device="meta")
         values = stored if needs_b or W.batch is not None else None
         ctx.save_for_backward(values, b if needs_values else None, bias, groups, saved)
-        ctx.call, ctx.path = (op, W, activation, epilogue), forced_path()
+        ctx.call, ctx.path, ctx.dtype = (op, W, activation, epilogue), forced_path(), stored.dtype
         return y
 
     @staticmethod
@@ -56,7 +56,7 @@ class Bsr(torch.autograd.Function):
         op, W, activation, epilogue = ctx.call
         values, b, bias, groups, saved = ctx.saved_tensors
         if values is not None and values is not W.stored:
-            W = W.holding(values)
+            W = W.holding(values.to(W.dtype))
         _, needs_values, needs_b, needs_bias, needs_residual, _ = ctx.needs_input_grad
         sums = needs_bias and of_columns(bias)
         dz, total = through_epilogue(dy, activation, epilogue, saved, sums)
@@ -65,19 +65,31 @@ class Bsr(torch.autograd.Function):
         dbias = None
         if needs_bias:
             dbias = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
+        if dvalues is not None and dvalues.dtype is not ctx.dtype:
+            dvalues = dvalues.to(ctx.dtype)
         return None, dvalues, db, dbias, dz if needs_residual else None, None
+
+
+def lives_on(t: Tensor) -> bool:
+    """True if a tensor takes memory whether autograd keeps it or not."""
+    return type(t) is Parameter or t.requires_grad and t.is_leaf
 
 
 _apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without torch.func's part, some 3 us a call
 
 
 def differentiable(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None, source=None
 ) -> Tensor:
-    """An op without out, of arguments that autograd watches and no transform of torch.func."""
+    """An op without out, of arguments that autograd watches and no transform of torch.func.
+
+    source: the values that torch.autocast cast to W's dtype. If they live on without autograd, they are saved instead
+    of the copy, and backward casts them again: a copy for each use would be kept until backward.
+    """
     if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
         epilogue = epilogue_program(op, epilogue)
-    return _apply((op, W, activation, epilogue, accumulation_dtype), W.stored, b, bias, residual, groups)
+    stored = W.stored if source is None or not lives_on(source) else source
+    return _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, groups)
 
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:

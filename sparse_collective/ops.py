@@ -81,7 +81,7 @@ def bsr_matmul(
     takes W @ b and torch.matmul(W, b).
 
     Under torch.autocast W's values, b and the residual are cast to its dtype, as in cute_kernels.gemm. W's are cast in
-    each call; layers of sparse_collective.nn cast theirs once per forward pass.
+    each call, and again in backward, which keeps no copy of them.
 
     Of float8 operands sums of at most 128 products are added up in fp32, and the result is bfloat16 unless out says
     else. A b that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied first.
@@ -285,8 +285,10 @@ def called(
     out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    source = None
     if any_autocast() and terms[5] is None and precision is None:
         W, b, bias, activation, residual, *rest = terms
+        source = getattr(W, "stored", None)
         W, b, residual = eager.under_autocast(op, W, b, residual, out_dtype)
         terms = W, b, bias, activation, residual, *rest
     of_output = out_dtype, scale_out, amax
@@ -308,7 +310,7 @@ def called(
     if through_dispatcher:
         from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
     elif out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
-        run = differentiable
+        return differentiable(op, *terms, accumulation_dtype=accumulation_dtype, source=source)
     return run(op, *terms, accumulation_dtype=accumulation_dtype)
 
 

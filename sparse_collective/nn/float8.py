@@ -13,6 +13,7 @@ from cute_kernels.dtypes import FLOAT8
 from cute_kernels.quantization.eager import quantized, quantized_gated
 from cute_kernels.quantize import quantize, quantize_gated
 from cute_kernels.reference import gate_of_rounded
+from cute_kernels.runtime.autocast import autocast_dtype
 from cute_kernels.runtime.torch_compat import has_global_module_hook
 
 from .. import eager
@@ -22,7 +23,6 @@ from ..ops import bsr_linear
 from .feed_forward import SwiGLU
 from .inference import InferenceLinear, StoredBlocks
 from .linear import BsrLinear
-from .module import autocast_dtype
 from .swap import hooks_of
 
 __all__ = ["Float8BsrLinear", "Float8SwiGLU"]
@@ -203,7 +203,7 @@ def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: tor
 
 
 def outside_autocast(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """product(x); inside torch.autocast of x in its dtype, as `multiply` does."""
+    """product(x); inside torch.autocast of x in its dtype. The product itself is outside."""
     dtype = autocast_dtype(x)
     if dtype is None:
         return product(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from cute_kernels.reference import GATE, gate
 from ..bsr import BsrMatrix
 from ..ops import bsr_gated_linear, bsr_linear, interleaved
 from .linear import BsrLinear
-from .module import multiply
 
 __all__ = ["GatedBsrLinear", "GatedLinear", "gated_linear"]
 
@@ -74,8 +72,7 @@ class GatedBsrLinear(BsrLinear):
         super().__init__(in_features, out_features, bias, blocksize, activation=activation, **weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        op = partial(gated_linear, activation=self.activation)
-        return multiply(op, x, self.weight, self.bias, self.cast_weight)
+        return gated_linear(x, self.weight, self.bias, self.activation)
 
     @classmethod
     def from_linears(

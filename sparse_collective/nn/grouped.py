@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..bsr import BsrMatrix
 from ..ops import bsr_grouped_linear
-from .module import BsrModule, multiply
+from .module import BsrModule
 
 __all__ = ["BsrGroupedLinear"]
 
@@ -69,7 +68,5 @@ class BsrGroupedLinear(BsrModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor, offsets: Tensor, group_rows: int) -> Tensor:
-        def product(x: Tensor, W: BsrMatrix, bias: Tensor | None) -> Tensor:
-            return bsr_grouped_linear(x, W, None, bias, self.activation, offsets=offsets, group_rows=group_rows)
-
-        return multiply(product, x, self.weight, self.bias, self.cast_weight)
+        terms = None, self.bias, self.activation
+        return bsr_grouped_linear(x, self.weight, *terms, offsets=offsets, group_rows=group_rows)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.runtime.torch_compat import any_autocast
-
 from ..bsr import BsrMatrix
 from ..bsr24.matrix import Bsr24
-from ..ops import bsr_linear, called
-from .module import BsrModule, block_grid, multiply
+from ..ops import called
+from .module import BsrModule, block_grid
 
 __all__ = ["BsrLinear"]
 
@@ -78,9 +75,7 @@ class BsrLinear(BsrModule):
     def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # see BsrModule.weight
-        if not any_autocast():
-            return called("bsr_linear", self.weight, x, bias, self.activation, None, None, None)
-        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, bias, self.cast_weight)
+        return called("bsr_linear", self.weight, x, bias, self.activation, None, None, None)
 
     @classmethod
     def from_linear(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.functions import ACTIVATIONS
-from cute_kernels.runtime.autocast import autocast_dtype
-from cute_kernels.runtime.derived import captured, state_of
-from cute_kernels.runtime.torch_compat import functorch_active, raw_stream
 
 from .. import checks as arguments
 from ..alignment import aligned
@@ -63,7 +59,6 @@ class BsrModule(nn.Module):
     crow_indices: Tensor
     col_indices: Tensor
     values: nn.Parameter
-    _cast: tuple | None = None  # see cast_weight
 
     def __init__(
         self,
@@ -168,26 +163,6 @@ class BsrModule(nn.Module):
             self._weight, self._dtype = matrix, values.dtype
         return matrix
 
-    def cast_weight(self, W: BsrMatrix, dtype: torch.dtype) -> BsrMatrix:
-        """W, this layer's weight, in the dtype of torch.autocast.
-
-        Later uses in a forward pass share the copy that autograd saved for the first, as torch's linear layers do. The
-        layer holds a weak reference alone, so that the copy is freed in backward, or by a checkpoint.
-        """
-        values = W.stored
-        if torch.compiler.is_compiling() or functorch_active() or captured(values):
-            return W.to(dtype)
-        stream = raw_stream(values.get_device()) if values.is_cuda else None
-        state = dtype, stream, values.requires_grad and torch.is_grad_enabled(), state_of(values)
-        if self._cast is not None:
-            parameter, known, copy = self._cast
-            if parameter() is values and known == state and (kept := copy()) is not None:
-                return W.with_values(kept)
-        made = W.to(dtype)
-        if type(values) is nn.Parameter and type(made.stored) is Tensor and state[-1] is not None:
-            self._cast = weakref.ref(values), state, weakref.ref(made.stored)
-        return made
-
     def _matrix(self, values: Tensor, check: bool) -> BsrMatrix:
         return BsrMatrix(self.crow_indices, self.col_indices, values, self.matrix_shape, check=check)
 
@@ -284,7 +259,7 @@ class BsrModule(nn.Module):
     # State
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_weight": None, "_cast": None}
+        return {**self.__dict__, "_weight": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -386,23 +361,3 @@ def put_data(parameter: nn.Parameter, data: Tensor) -> None:
     """
     parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
     parameter.data = data
-
-
-def multiply(
-    op: Callable[..., Tensor], x: Tensor, W: BsrMatrix, bias: Tensor | None, cast: Callable | None = None
-) -> Tensor:
-    """op(x, W, bias); inside torch.autocast in its dtype, as torch's own linear layers. The casts are differentiable.
-
-    The product itself is outside: on CPU tensors it multiplies in fp32, which autocast would round.
-
-    Args:
-        cast: (W, dtype) -> W in that dtype; W.to(dtype) by default.
-    """
-    dtype = autocast_dtype(x)
-    if dtype is None:
-        return op(x, W, bias)
-    if W.dtype is not dtype:
-        W = W.to(dtype) if cast is None else cast(W, dtype)
-    x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return op(x, W, bias)

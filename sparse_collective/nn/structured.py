@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +9,7 @@ from cute_kernels import gemm
 from cute_kernels.checks import watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.reference import gate
+from cute_kernels.runtime.autocast import autocast_dtype
 from cute_kernels.sparse24.format import (
     KEPT,
     Sparse24,
@@ -28,7 +27,6 @@ from ..ops import bsr_linear
 from .gated import GatedLinear
 from .inference import InferenceLinear, StoredBlocks
 from .linear import BsrLinear
-from .module import multiply
 
 __all__ = ["Bsr24Linear", "Sparse24Linear"]
 
@@ -121,8 +119,8 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_gradient(x)
         if self.gated:
-            return gate(multiply(bsr_linear, x, self.weight, self.bias), self.activation)
-        return multiply(partial(bsr_linear, activation=self.activation), x, self.weight, self.bias)
+            return gate(bsr_linear(x, self.weight, self.bias), self.activation)
+        return bsr_linear(x, self.weight, self.bias, self.activation)
 
     def _matrix(self) -> Bsr24:
         refuse_float8("Bsr24Linear", self.values.dtype)
@@ -174,7 +172,10 @@ class Sparse24Linear(StructuredLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_gradient(x)
-        y = multiply(self._product, x, self.weight, self.bias)
+        W, dtype = self.weight, autocast_dtype(x)
+        if dtype is not None:  # gemm does not cast beside out=
+            x, W = x.to(dtype), W.to(dtype)
+        y = self._product(x, W, self.bias)
         return gate(y, self.activation) if self.gated else y
 
     def _product(self, x: Tensor, W: Sparse24, bias: Tensor | None) -> Tensor:
