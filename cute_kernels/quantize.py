@@ -58,13 +58,13 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
             return found
         wide = x.to(torch.float32)
         if per in BLOCKS:
-            return rounded_by_blocks(wide, *BLOCKS[per], dtype)
+            return rounded_by_blocks(wide, *BLOCKS[per], dtype, 1.0)
         if per == "tokens":
             values, scale = rounded_by_blocks(wide, BLOCK, x.shape[-1], dtype, NO_TOKENS)
             return values, scale[..., 0]
         axis = AXES[per]
         largest = wide.abs().amax().reshape(1) if axis is None else wide.abs().amax(axis, keepdim=True)
-        values, scale = rounded(wide, largest, dtype)
+        values, scale = rounded(wide, largest, dtype, 1.0)
         return values, scale.reshape(shape_of_scale(x.shape, per))
 
 
@@ -123,10 +123,11 @@ def shape_of_scale(shape, per: str) -> tuple:
     return *batch, -(-rows // BLOCKS[per][0]), -(-columns // BLOCKS[per][1])
 
 
-def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype, none: float = 1.0) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype, none: float) -> tuple[Tensor, Tensor]:
     """(x / scale in dtype, scale), with the scales that make the end of its range of these magnitudes.
 
-    none: the scale where that is no normal number.
+    none: the scale where that is no normal number. It has no default: torch.compile(dynamic=True) would take that for
+    an input, and trace every graph twice.
     """
     top = torch.finfo(dtype).max
     # Division by the largest finite number; one that leaves no normal scale is as good as zeros.
@@ -136,9 +137,7 @@ def rounded(x: Tensor, largest: Tensor, dtype: torch.dtype, none: float = 1.0) -
     return values.to(dtype), scale
 
 
-def rounded_by_blocks(
-    x: Tensor, rows: int, columns: int, dtype: torch.dtype, none: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def rounded_by_blocks(x: Tensor, rows: int, columns: int, dtype: torch.dtype, none: float) -> tuple[Tensor, Tensor]:
     """`rounded` of x (..., R, C), with a scale for each block, (..., R / rows, C / columns), rounded up."""
     R, C = x.shape[-2:]
     padding = (0, -C % columns, 0, -R % rows)

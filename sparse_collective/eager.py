@@ -38,7 +38,7 @@ from cute_kernels.runtime.families import family_of
 from cute_kernels.tf32_parts import eager as tf32_parts
 from cute_kernels.tile.element import VECTOR_BYTES
 
-from . import alignment, families, on_cpu  # noqa: F401 (importing families registers them)
+from . import alignment, families, on_cpu, padded_rows  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .chains import may_follow
@@ -52,29 +52,30 @@ _PLANS = PlanCache()
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
-def groups_of(op, x, groups, offsets, group_rows):
-    """groups as given; of offsets, for each run of x's rows, how many experts end at or before its first one."""
+def routing(op, x, W, groups, offsets, group_rows) -> padded_rows.Padding | None:
+    """The padded layout for offsets; None for groups, which are of such a layout already."""
     checks.check_tensor(f"{op}: x", x)
     if (groups is None) == (offsets is None):
         raise ValueError(f"{op}: give either groups or offsets")
-    if offsets is None:
-        checks.check_tensor(f"{op}: groups", groups)
-        if group_rows is not None and groups.numel() * group_rows != x.shape[0]:
-            raise ValueError(
-                f"{op}: x has {x.shape[0]} rows, but {groups.numel()} groups of group_rows={group_rows} are "
-                f"{groups.numel() * group_rows}; leave group_rows out, or pad each expert's rows to it"
-            )
-        return groups
-    checks.check_tensor(f"{op}: offsets", offsets)
-    if offsets.dim() != 1 or offsets.dtype != torch.int32:
-        raise ValueError(f"{op}: offsets must be (E,) torch.int32, got {tuple(offsets.shape)} {offsets.dtype}")
-    if not isinstance(group_rows, int) or group_rows < 1:
-        raise ValueError(f"{op}: offsets need group_rows, the multiple that they are of; got {group_rows!r}")
-    if x.dim() != 2 or x.shape[0] % group_rows:
-        raise ValueError(f"{op}: x must be (T, K) with T a multiple of group_rows={group_rows}, got {tuple(x.shape)}")
-    checks.check_device(op, x.device, offsets=offsets)
-    first = torch.arange(0, x.shape[0], group_rows, dtype=torch.int32, device=x.device)
-    return torch.searchsorted(offsets, first, right=True, out_int32=True)
+    if offsets is not None:
+        return padded_rows.padding_for(op, x, W, offsets, group_rows)
+    checks.check_tensor(f"{op}: groups", groups)
+    if group_rows is not None and groups.numel() * group_rows != x.shape[0]:
+        raise ValueError(
+            f"{op}: x has {x.shape[0]} rows, but {groups.numel()} groups of group_rows={group_rows} are "
+            f"{groups.numel() * group_rows}; leave group_rows out, or pad each expert's rows to it"
+        )
+    return None
+
+
+def padded_out(op, out, W, padding: padded_rows.Padding, x, *others):
+    """A result in the padded layout for one that is copied to `out`, after checks of that."""
+    checks.check_tensor(f"{op}: out", out)
+    checks.check_result(op, "out", out, (x.shape[0], W.shape[-2]), out.dtype)
+    checks.check_device(op, x.device, out=out)
+    if not torch.compiler.is_compiling():
+        checks.check_out(op, out, (x, getattr(W, "stored", None), *others))
+    return out.new_empty(padding.rows, W.shape[-2])
 
 
 def call(
@@ -568,7 +569,13 @@ def plan_bsr_grouped_linear(
 ) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
-    groups = groups_of(op, x, groups, offsets, group_rows)
-    more = {"epilogue": epilogue, "scale_b": scale_x, "fast_accumulation": fast_accumulation}
-    more["accumulation_dtype"] = accumulation_dtype
-    return _explained(op, W, x, Terms(bias, activation, **more), out, groups)
+    more = {"epilogue": epilogue, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    padding = routing(op, x, W, groups, offsets, group_rows)
+    if padding is None:
+        return _explained(op, W, x, Terms(bias, activation, scale_b=scale_x, **more), out, groups)
+    scale, rows = padded_rows.spread_scale(op, scale_x, x, padding), padded_rows.spread(x, padding)
+    to = None if out is None else padded_out(op, out, W, padding, x, bias, scale_x, offsets)
+    plan = _explained(op, W, rows, Terms(bias, activation, scale_b=scale, **more), to, padding.groups)
+    plan.out_shape = (x.shape[0], W.shape[-2])
+    plan.notes.append(f"offsets: x is copied to a padded layout of {padding.rows} rows, and the result back from it")
+    return plan

@@ -161,6 +161,9 @@ def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> T
     wide = accumulator(dz.dtype)
     if groups is None:  # (L, M) of dz (L, N, M)
         return dz.sum(-2, dtype=wide).to(bias.dtype)
-    runs = dz.unflatten(0, (len(groups), len(dz) // max(len(groups), 1))).sum(1, dtype=wide)
-    items = groups.clamp(0, len(bias) - 1).long()  # the nearest item's, where there is no such number
+    if dz.shape[0] == 0:
+        return torch.zeros_like(bias)
+    # groups.shape[0] and not len(groups), which would fix the number of tokens of a compiled graph.
+    runs = dz.unflatten(0, (groups.shape[0], -1)).sum(1, dtype=wide)
+    items = groups.clamp(0, bias.shape[0] - 1).long()  # the nearest item's, where there is no such number
     return runs.new_zeros(bias.shape).index_add_(0, items, runs).to(bias.dtype)

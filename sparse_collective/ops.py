@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.checks import check_no_grad, narrow, scaled, watched
+from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation
@@ -18,7 +19,7 @@ from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import dispatched, undisturbed
 
-from . import eager
+from . import eager, padded_rows
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .gradients import differentiable
@@ -205,31 +206,44 @@ def bsr_grouped_linear(
     fast_accumulation: bool = False,
     accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A linear layer whose weight changes from run to run of tokens, as in a mixture of experts, in one kernel.
+    """A linear layer with one weight for each expert, for tokens that are sorted by expert (mixture of experts).
 
-    The tokens are sorted by expert, and each expert's share is padded to whole runs of `group_rows` tokens:
-    y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])) with e = groups[i // group_rows].
+    Pass the routing in one of two forms:
+
+    - ``offsets``: where each expert's tokens end, as torch._grouped_mm takes them. Any offsets are right.
+      y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])) with e the number of offsets that are at most i.
+    - ``groups``: the expert of each run of tokens, for tokens that are padded to whole runs already. Nothing is copied.
+      y[i] is the same with e = groups[i // group_rows].
 
     Args:
-        x: (T, K) of W's dtype, of any strides; T a multiple of group_rows.
+        x: (T, K) of W's dtype, of any strides; with groups T is len(groups) times a multiple of 64.
         W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
-        groups: (T / group_rows,) int32 on x's device, contiguous: the item of W for each run of tokens.
-        bias: (E, M), or (M,) for all items.
+        groups: (T / group_rows,) int32 on x's device, contiguous: the expert of each run.
+        bias: (E, M), or (M,) for all experts.
         activation, out, epilogue, fast_accumulation, accumulation_dtype: see bsr_matmul.
-        offsets: in place of groups, (E,) int32 on x's device: where each expert's tokens end, ascending, each a
-            multiple of group_rows, as torch._grouped_mm takes them. Two small kernels make groups of it.
-        group_rows: tokens in a run, a multiple of 64; needed with offsets, else T / len(groups). With 256, tiles
-            are as large as those of bsr_linear; with 128 and 64 they are smaller, and slower.
-        scale_x: float32, of float8 operands alone: one element, or (T,) or (T, 1), one for each token, finite for
-            those of padding, too.
+        offsets: (E,) int32 or int64 on x's device, ascending; experts may have no tokens.
+        group_rows: rows of a run, a multiple of 64. With offsets it is a tuning parameter, 128 by default: a GEMM tile
+            belongs to one run, so 256 allows the tiles of bsr_linear, and 64 pads less. With groups it is T /
+            len(groups), and need not be passed.
+        scale_x: float32, of float8 operands alone: one element, or (T,) or (T, 1), one for each token; with groups it
+            must be finite for padding, too.
 
     Returns:
         (T, M), `out` if it was given.
 
-    Nothing of the routing is read on the host, so it may change with every call and between the replays of a CUDA
-    graph. No number is wrong: a run whose number is not in [0, E), and tokens past the last offset, are padding. They
-    multiply nothing, and what they get is epilogue(activation(bias)) with the bias of the nearest item. W's indices
-    are checked as in bsr_matmul.
+    The routing is not read on the host, so it may change with every call and between the replays of a CUDA graph.
+    Tokens without an expert (past the last offset, or in a run whose number is not in [0, E)) are not multiplied:
+    they get epilogue(activation(bias)) with the bias of the nearest expert. An offset beyond T counts as T, and one
+    that is smaller than the one before it as that one. W's indices are checked as in bsr_matmul.
+
+    Cost of offsets: x is copied to a padded layout of at most T + min(T, E + 1) * group_rows rows, and the result back
+    from it; about 16 small kernels compute the layout. For several layers with one routing, pad once and pass groups::
+
+        T = group_rows * runs  # every expert's rows padded to a multiple of group_rows, ends: where they end
+        firsts = torch.arange(0, T, group_rows, device=x.device)
+        groups = torch.searchsorted(ends, firsts, right=True, out_int32=True)
+
+    as sparse_collective.nn.BsrMixtureOfExperts does.
 
     Of float8 operands W has no scales, one for all items, or one for each stored block (BsrMatrix.stack makes these of
     matrices with one each). Sums, copies of x and gradients are as in bsr_linear.
@@ -237,10 +251,17 @@ def bsr_grouped_linear(
     Raises as bsr_matmul does.
     """
     op = "bsr_grouped_linear"
-    groups = eager.groups_of(op, x, groups, offsets, group_rows)
-    terms = bias, activation, None, out, epilogue, groups
     more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
-    return called(op, W, x, *terms, scale_b=scale_x, **more)
+    padding = eager.routing(op, x, W, groups, offsets, group_rows)
+    if padding is None:
+        return called(op, W, x, bias, activation, None, out, epilogue, groups, scale_b=scale_x, **more)
+    if x.dtype in FLOAT8:
+        check_no_grad(f"{op} of float8", x)
+    to = None if out is None else eager.padded_out(op, out, W, padding, x, bias, scale_x, offsets)
+    rows, scale = padded_rows.spread(x, padding), padded_rows.spread_scale(op, scale_x, x, padding)
+    y = called(op, W, rows, bias, activation, None, to, epilogue, padding.groups, scale_b=scale, **more)
+    y = padded_rows.taken(y, padding)
+    return y if out is None else out.copy_(y)
 
 
 def sddmm(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cute_kernels.reference import GATE
 
+from ..padded_rows import Padding, padding_of, spread, taken
 from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 
-__all__ = ["BsrMixtureOfExperts", "Routing", "SwiGLU", "routing_of"]
+__all__ = ["BsrMixtureOfExperts", "SwiGLU", "routing_of"]
 
 
 class SwiGLU(nn.Module):
@@ -76,40 +76,24 @@ class SwiGLU(nn.Module):
         return self.down(self.gate_up(x))
 
 
-class Routing(NamedTuple):
-    """Where tokens lie when they are sorted by expert and each expert's share is padded to whole runs.
-
-    rows: of the sorted tokens, a bound that depends on shapes alone.
-    slots: (T * k,) int64, the row of each token's first, second, ... choice.
-    offsets: (E,) int32, where each expert's rows end.
-    """
-
-    rows: int
-    slots: Tensor
-    offsets: Tensor
-
-
-def routing_of(choices: Tensor, experts: int, group_rows: int) -> Routing:
-    """The rows of tokens by their experts; nothing is read on the host.
+def routing_of(choices: Tensor, experts: int, group_rows: int) -> Padding:
+    """The padded layout of tokens sorted by expert; nothing is read on the host.
 
     Args:
         choices: (T, k) int64, in [0, experts).
         group_rows: rows of a run.
+
+    Returns:
+        rows: of the layout, an upper bound that depends on shapes alone.
+        slots: (T * k,) int64, the row of each token's first, second, ... choice.
+        groups: (rows / group_rows,) int32, the expert of each run.
     """
     flat = choices.flatten()
-    total = flat.shape[0]
     order = flat.argsort(stable=True)
     numbers = torch.arange(experts, device=flat.device, dtype=flat.dtype)
     ends = torch.searchsorted(flat[order], numbers, right=True)  # (E,)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    runs = (counts + group_rows - 1) // group_rows
-    offsets = runs.cumsum(0) * group_rows
-    shift = (offsets - runs * group_rows) - (ends - counts)  # from a sorted place to a row, by expert
-    sorted_slots = torch.arange(total, device=flat.device) + shift[flat[order]]
-    slots = torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots)
-    # No more runs than these: whole ones, and a part of one for each expert that gets a token.
-    rows = (total // group_rows + torch.sym_min(total, experts)) * group_rows
-    return Routing(rows, slots, offsets.int())
+    rows, sorted_slots, groups = padding_of(ends, flat.shape[0], group_rows, tail=False)
+    return Padding(rows, torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots), groups)
 
 
 class BsrMixtureOfExperts(nn.Module):
@@ -168,13 +152,12 @@ class BsrMixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         weights, choices = self.route(tokens)
-        rows, slots, offsets = routing_of(choices, self.experts, self.group_rows)
-        padded = tokens.new_zeros(rows, tokens.shape[1])
-        padded = padded.index_copy(0, slots, tokens.repeat_interleave(self.top_k, 0))
-        hidden = self.gate(padded, offsets, self.group_rows) * self.up(padded, offsets, self.group_rows)
-        found = self.down(hidden, offsets, self.group_rows)[slots]  # (T * top_k, dim)
-        found = found.float().unflatten(0, (-1, self.top_k)) * weights[..., None]
-        return found.sum(1).to(x.dtype).view(x.shape)
+        padding = routing_of(choices, self.experts, self.group_rows)
+        padded = spread(tokens.repeat_interleave(self.top_k, 0), padding)
+        hidden = self.gate(padded, groups=padding.groups) * self.up(padded, groups=padding.groups)
+        y = taken(self.down(hidden, groups=padding.groups), padding)  # (T * top_k, dim)
+        y = y.float().unflatten(0, (tokens.shape[0], self.top_k)) * weights[..., None]
+        return y.sum(1).to(x.dtype).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, top_k={self.top_k}, group_rows={self.group_rows}"

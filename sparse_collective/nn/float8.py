@@ -184,12 +184,14 @@ def is_plain(layer: nn.Module) -> bool:
 def gates_its_store(layer: Float8BsrLinear, tokens: Tensor) -> bool:
     """True if the epilogue of a gated layer's GEMM may compute the gate. With fewer tokens it is as fast without; few
     tokens take other kernels, which begin while the tokens are being quantized."""
+    if torch.compiler.is_compiling():  # no such kernel is traced, and a comparison would make a graph for each answer
+        return False
     return layer.bias is None and math.prod(tokens.shape[:-1]) >= LEAST_GATED
 
 
 def are_few(x: Tensor) -> bool:
     """Whether x has tokens, and so few that a product of them may follow what quantises them."""
-    return 0 < x.numel() <= MOST_COLUMNS * x.shape[-1]
+    return not torch.compiler.is_compiling() and 0 < x.numel() <= MOST_COLUMNS * x.shape[-1]
 
 
 def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: torch.dtype, chained: bool) -> Tensor:

@@ -29,8 +29,9 @@ class BsrGroupedLinear(BsrModule):
         indices: in place of density, (crow_indices, col_indices) as a BsrMatrix has them; copied.
         activation, device, dtype: see BsrLinear.
 
-    Forward takes x (T, K), sorted by expert and padded, and offsets (E,) int32 and group_rows: see bsr_grouped_linear.
-    Gives (T, M). Pruning takes BsrLinear alone; prune experts before they are stacked.
+    Forward takes x (T, K), sorted by expert, and offsets (E,), where each expert's tokens end, or the keyword groups,
+    if x is padded: see bsr_grouped_linear. It returns (T, M). Pruning takes BsrLinear alone; prune experts before they
+    are stacked.
 
     Raises:
         TypeError, ValueError: as BsrLinear does.
@@ -67,6 +68,8 @@ class BsrGroupedLinear(BsrModule):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def forward(self, x: Tensor, offsets: Tensor, group_rows: int) -> Tensor:
-        terms = None, self.bias, self.activation
+    def forward(
+        self, x: Tensor, offsets: Tensor | None = None, group_rows: int | None = None, *, groups: Tensor | None = None
+    ) -> Tensor:
+        terms = groups, self.bias, self.activation
         return bsr_grouped_linear(x, self.weight, *terms, offsets=offsets, group_rows=group_rows)

@@ -1,0 +1,134 @@
+"""Rows sorted by expert, and the padded layout that the grouped GEMM reads: every expert's rows fill whole runs.
+
+All of it is computed on the device from the offsets. Extents depend on shapes alone, so nothing synchronizes, a CUDA
+graph may replay it with other offsets, and torch.compile traces it with a dynamic number of rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels import checks
+from cute_kernels.dtypes import FLOAT8
+from cute_kernels.runtime.front import dispatched
+
+from .checks import RUN_MULTIPLE
+
+GROUP_ROWS = 128  # rows of a run where the caller does not say
+
+
+class Padding(NamedTuple):
+    """A padded layout of T rows.
+
+    rows: of the layout, a multiple of group_rows; an upper bound that depends on shapes alone.
+    slots: (T,) int64, the place of each row in the layout.
+    groups: (rows / group_rows,) int32, the expert of each run; at least the number of experts for padding.
+    """
+
+    rows: int
+    slots: Tensor
+    groups: Tensor
+
+
+def padding_of(ends: Tensor, total: int, group_rows: int, tail: bool) -> Padding:
+    """The padded layout of rows sorted by expert.
+
+    Args:
+        ends: (E,) int64, ascending, in [0, total]: where each expert's rows end.
+        total: T, the number of rows.
+        tail: True if rows may follow the last expert's. They get runs that belong to no expert.
+    """
+    begins = torch.nn.functional.pad(ends, (1, 0))  # (E + 1,) with the tail's
+    padding = (begins[:-1] - ends) % group_rows  # after each expert's rows
+    shift = torch.nn.functional.pad(padding.cumsum(0), (1, 0))  # from a row to its place, by expert
+    numbers = torch.arange(total, device=ends.device)
+    slots = numbers + shift[torch.searchsorted(ends, numbers, right=True)]
+    # At most T / group_rows whole runs, and one that is partly filled for each expert with rows. The builtin min of a
+    # symbolic integer is traced by torch 2.11, which torch.sym_min is not.
+    runs = total // group_rows + min(total, ends.shape[0] + tail)
+    firsts = torch.arange(runs, device=ends.device) * group_rows
+    groups = torch.searchsorted(ends + shift[1:], firsts, right=True, out_int32=True)
+    return Padding(runs * group_rows, slots, groups)
+
+
+def padding_for(op: str, x: Tensor, W, offsets: Tensor, group_rows: int | None) -> Padding:
+    """The padded layout of a call's rows, after checks of x, offsets and group_rows.
+
+    Offsets beyond T count as T, and one that is smaller than the one before it is an empty expert.
+    """
+    checks.check_tensor(f"{op}: offsets", offsets)
+    if not torch.compiler.is_compiling():
+        dispatched(op, x, offsets)  # refuses what the copies below would not, such as a DTensor
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{op}: offsets must be (E,) torch.int32 or torch.int64, got {tuple(offsets.shape)} {offsets.dtype}"
+        )
+    if group_rows is None:
+        group_rows = GROUP_ROWS
+    if isinstance(group_rows, bool) or not isinstance(group_rows, int) or group_rows < 1 or group_rows % RUN_MULTIPLE:
+        raise ValueError(
+            f"{op}: group_rows must be a positive multiple of {RUN_MULTIPLE}, got {group_rows!r}; leave it out for "
+            f"{GROUP_ROWS}"
+        )
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
+    shape = getattr(W, "shape", ())
+    if len(shape) == 3 and (offsets.shape[0], x.shape[1]) != (shape[0], shape[2]):
+        raise ValueError(
+            f"{op}: W is {tuple(shape)}, so x must be (T, {shape[2]}) and offsets ({shape[0]},), one for each of its "
+            f"items; got {tuple(x.shape)} and {tuple(offsets.shape)}"
+        )
+    checks.check_device(op, x.device, offsets=offsets)
+    ends = offsets.long().clamp(0, x.shape[0]).cummax(0).values
+    return padding_of(ends, x.shape[0], group_rows, tail=True)
+
+
+def spread(x: Tensor, padding: Padding) -> Tensor:
+    """Rows of x (T, ...) in the padded layout, zeros between them."""
+    return _spread(x, padding.slots, padding.rows)
+
+
+def _spread(x: Tensor, slots: Tensor, rows: int) -> Tensor:
+    if x.dtype in FLOAT8:  # index_copy has no kernel for them; bits of zero are zero
+        return _spread(x.view(torch.uint8), slots, rows).view(x.dtype)
+    return x.new_zeros(rows, *x.shape[1:]).index_copy(0, slots, x)
+
+
+def spread_scale(op: str, scale: Tensor | None, x: Tensor, padding: Padding) -> Tensor | None:
+    """Scales of x's rows, one element or (T,) or (T, 1), in the padded layout."""
+    if scale is None:
+        return None
+    checks.check_tensor(f"{op}: scale_x", scale)
+    if scale.numel() == 1:
+        return scale
+    T = x.shape[0]
+    if tuple(scale.shape) not in ((T,), (T, 1)):
+        raise ValueError(f"{op}: scale_x must have one element, or be ({T},) or ({T}, 1), got {tuple(scale.shape)}")
+    return spread(scale, padding)
+
+
+class _Taken(torch.autograd.Function):
+    """y.index_select(0, slots) for slots that differ: backward writes each row once, without atomics."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, slots: Tensor) -> Tensor:
+        return y.index_select(0, slots)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        y, slots = inputs
+        ctx.save_for_backward(slots)
+        ctx.rows = y.shape[0]
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (slots,) = ctx.saved_tensors
+        return _spread(dy, slots, ctx.rows), None
+
+
+def taken(y: Tensor, padding: Padding) -> Tensor:
+    """(T, ...): the rows of y in the padded layout, without the padding."""
+    return _Taken.apply(y, padding.slots)
