@@ -421,7 +421,8 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
         None if residual is None or not fold else _view_of("residual", residual, linear, plan),
     )
     bm, bk = W.blocksize
-    if terms.precision == "3xtf32":
+    plan.split_blocks = terms.precision == "3xtf32"
+    if plan.split_blocks:
         bk *= PARTS
     if W.shape[-1] == 0:  # no stored blocks, and b has no elements to point at: zeros that nothing reads
         plan.notes.append("K is 0: the kernel sums over nothing")
@@ -429,8 +430,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
         rows = 1 if b.dim() == 1 else math.prod(b.shape[:-1]) if fold else b.shape[-2]
         N = rows if linear else b.shape[-1]  # K-major on either side, which suits TMA at any N
         views = (lambda t: t.new_zeros(N, columns) if linear else t.new_zeros(N, columns).t(), *views[1:])
-    elif terms.precision == "3xtf32":
-        plan.split_blocks = True
+    elif plan.split_blocks:
         plan.notes.append("W.values are copied: 3xtf32 multiplies the TF32 parts of each block's numbers, side by side")
         views = split_view("x" if linear else "b", views[0], plan, linear, True, W.blocksize[1]), *views[1:]
     elif W.dtype in FLOAT8 or W.dtype == torch.float32:

@@ -224,6 +224,26 @@ def test_matrices_without_blocks(place, precision):
     assert torch.equal(bsr_linear(x, W, bias, precision=precision), bias.expand(24, 64))
 
 
+@BOTH
+@pytest.mark.parametrize("form", [None, "values", "patterns"])
+@pytest.mark.parametrize("block", [(32, 32), (128, 128), (16, 48)], ids=str)
+def test_matrices_without_columns(place, precision, form, block):
+    """K = 0: the kernel sums over nothing, and its argument for the values has one block of the right extents."""
+    W = BsrMatrix.from_dense(torch.zeros(2 * block[0], 0, device=place), block)
+    W = W if form is None else BsrMatrix.stack([W, W])
+    if form == "values":
+        crow, col = (t[0].contiguous() if t.dim() > 1 else t for t in (W.crow_indices, W.col_indices))
+        W = BsrMatrix(crow, col, W.values.new_empty(2, 0, *block), W.shape)
+    rows, bias = W.shape[-2], numbers(W.shape[-2], device=place)
+    batch = () if form is None else (2,)
+    for tokens in (5, 24, 200):
+        x = numbers(*batch, tokens, 0, device=place)
+        y = bsr_linear(x, W, bias, "relu", precision=precision)
+        assert torch.equal(y, bias.relu().expand(*batch, tokens, rows))
+        y = bsr_matmul(W, x.mT, bias[:, None], precision=precision)
+        assert torch.equal(y, bias[:, None].expand(*batch, rows, tokens))
+
+
 def test_what_is_not_finite(place):
     """As in fp32; but of 3xtf32 an infinity meets the small part of the other operand, and may give NaN."""
     a, b = numbers(16, 32, device=place), numbers(32, 16, device=place)
