@@ -65,7 +65,7 @@ def check_differentiable(op: str, k, v, scales: tuple, cache: bool = False) -> N
     if any(scale is not None for scale in scales):
         raise TypeError(
             f"{op}: q_scale, k_scale and v_scale are of 8-bit floats, and k is {getattr(k, 'dtype', type(k))}; "
-            "multiply q, k and v by them"
+            "multiply by them first, as (k * k_scale).to(k.dtype)"
         )
 
 
@@ -74,8 +74,8 @@ def check_wide(op: str, form: str, k, v, k_scale=None, v_scale=None) -> None:
     if narrow(k, v) or k_scale is not None or v_scale is not None:
         raise TypeError(
             f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; give q and k in "
-            "torch.float8_e4m3fn, too (sm_90), or k.to(q.dtype) * scale; caches of 8 bits (seqlens_k) go with a "
-            "q of 16"
+            "torch.float8_e4m3fn, too (sm_90), or dequantize k and v, as (k.float() * scale).to(q.dtype) with a scale "
+            "that broadcasts over k; FP8 caches (seqlens_k) go with a 16-bit q"
         )
 
 
@@ -121,7 +121,8 @@ def check_head_dims(op: str, q, v) -> None:
         if tensor.shape[-1] not in HEAD_DIMS and not q.shape[-1] == v.shape[-1] == WIDE:
             raise ValueError(
                 f"{op}: {name} has head_dim {tensor.shape[-1]}; kernels exist for {head_dims_text()}: "
-                "pad it with zeros (torch.nn.functional.pad) and pass scale"
+                f"pad q and k with zeros (torch.nn.functional.pad) and pass scale={q.shape[-1]}**-0.5, or your own; "
+                "pad v, and drop the padded columns of the result"
             )
 
 

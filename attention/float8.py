@@ -45,8 +45,8 @@ def check_operands(op: str, q, k, v) -> None:
             others = ", ".join(str(t.dtype) for t in (q, k, v))
             raise TypeError(
                 f"{op}: {name} is {tensor.dtype}; with q of 8 bits q and k are {E4M3}, and v is, too, or has 16 bits "
-                f"(here {others}); cast them, or give q in torch.bfloat16: decoding reads caches of 8 bits "
-                "(seqlens_k), e5m2, too"
+                f"(here {others}); quantize {name} to it, or dequantize the others, as (q.float() * "
+                "scale).to(torch.bfloat16). Decoding takes a BF16 q with FP8 caches (seqlens_k), E5M2 too"
             )
 
 

@@ -32,7 +32,10 @@ def check_operands(
             known = " and ".join(map(str, OPERANDS))
             more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
             on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
-            known += f" ({in_place_of(tensor.dtype, precision is not False, instead)}){more}{on_cpu}"
+            advice = in_place_of(tensor.dtype, precision is not False, instead)
+            if tensor.dtype in FLOAT8:  # a cast would lose the scale
+                advice = f"dequantize it with {dequantized(name, torch.bfloat16)}"
+            known += f" ({advice}){more}{on_cpu}"
             raise TypeError(f"{op}: {name} is {tensor.dtype}; the kernels multiply {known}")
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
@@ -53,14 +56,21 @@ def in_place_of(dtype: torch.dtype, precision: bool = False, instead: str = "tor
 
 def one_dtype(operand: tuple[str, torch.dtype], other: tuple[str, torch.dtype]) -> str:
     """How two operands, (name, dtype), come to have one dtype."""
-    narrow = [given for given in (operand, other) if given[1] in FLOAT8]
+    narrow = [pair for pair in (operand, other) if pair[1] in FLOAT8]
     if len(narrow) == 2:
-        return "cast both to torch.bfloat16, or quantize both to one of these"
+        both = " and ".join(dequantized(name, torch.bfloat16) for name, _ in (other, operand))
+        return f"dequantize both with {both}, or quantize both to one of these dtypes"
     if narrow:
         ((small, _),) = narrow
         wide, to = other if operand in narrow else operand
-        return f"cast one of them: {small}.to({to}), times its scale, or quantize {wide} (see cute_kernels.quantize)"
+        quantized = "W.quantize()" if wide == "W" else f"cute_kernels.quantize({wide}), which returns its scale, too"
+        return f"dequantize {small} with {dequantized(small, to)}, or quantize {wide} with {quantized}"
     return f"cast one of them: {operand[0]}.to({other[1]})"
+
+
+def dequantized(name: str, dtype: torch.dtype) -> str:
+    """The call that makes a wider tensor of an FP8 operand. A sparse W holds its scales, and its to() applies them."""
+    return f"W.to({dtype})" if name == "W" else f"({name}.float() * scale).to({dtype})"
 
 
 def check_device(op: str, device, **tensors) -> None:

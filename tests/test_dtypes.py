@@ -91,7 +91,7 @@ def assert_says_what_would_work(error: Exception, first, second) -> None:
     """It names one of the dtypes that were given, and one that is multiplied."""
     text = str(error)
     assert any(str(dtype).removeprefix("torch.") in text for dtype in (first, second)), text
-    advice = "cast", "use one of", "it is torch.bfloat16 or", "serves it", "give q"
+    advice = "cast", "dequantize", "use one of", "it is torch.bfloat16 or", "serves it", "give q"
     assert any(words in text for words in advice), text
     rest = text.replace(f"is {first};", "").replace(f"is {second};", "")
     assert any(str(dtype) in rest for dtype in (*FLOATS, *FLOAT8)), text
@@ -141,10 +141,10 @@ def test_all_pairs_on_a_gpu(name, arch):
         (
             torch.bfloat16,
             torch.float8_e4m3fn,
-            r"cast one of them: b.to\(torch.bfloat16\), times its scale, or quantize a",
+            r"dequantize b with \(b.float\(\) \* scale\).to\(torch.bfloat16\), or quantize a with cute_kernels.qu",
         ),
-        (torch.float8_e5m2, torch.float16, r"cast one of them: a.to\(torch.float16\), times its scale, or quantize b"),
-        (torch.float8_e4m3fn, torch.float8_e5m2, "cast both to torch.bfloat16, or quantize both to one"),
+        (torch.float8_e5m2, torch.float16, r"dequantize a with \(a.float\(\) \* scale\).to\(torch.float16\)"),
+        (torch.float8_e4m3fn, torch.float8_e5m2, r"dequantize both with \(a.float.* and \(b.float.* or quantize both"),
         (torch.bfloat16, torch.float16, r"b is torch.float16 but a is torch.bfloat16; cast one of them: b.to"),
         (torch.bfloat16, torch.int8, "b is torch.int8; the kernels multiply torch.bfloat16 and torch.float16"),
         (

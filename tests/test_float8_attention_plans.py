@@ -141,7 +141,11 @@ WRONG = [
     ({"v": FP32}, TypeError, "v is torch.float32; with q of 8 bits .* v is, too, or has 16 bits"),
     ({"v": BF16} | FAST, TypeError, "fast_accumulation is of q, k and v of torch.float8_e4m3fn, all three, and these"),
     ({"fast_accumulation": 1}, TypeError, "fast_accumulation must be True or False, got 1"),
-    ({"q": E5M2, "k": E5M2, "v": E5M2}, TypeError, "q is torch.float8_e5m2; .* decoding reads caches of 8 bits"),
+    (
+        {"q": E5M2, "k": E5M2, "v": E5M2},
+        TypeError,
+        "q is torch.float8_e5m2; .* Decoding takes a BF16 q with FP8 caches",
+    ),
     ({"q": BF16, "k": BF16, "v": BF16, "q_scale": SCALE}, TypeError, "q is torch.bfloat16 and has a q_scale"),
     ({"q_scale": 2.0}, TypeError, "q_scale must be a torch.Tensor"),
     ({"k_scale": SCALE.double()}, TypeError, "k_scale is torch.float64; it must be torch.float32"),
