@@ -298,7 +298,12 @@ def sddmm(
         TypeError, ValueError: an argument's type, dtype, shape, device or layout is not supported; the message says
             what is.
     """
-    return sampled.sddmm(a, b, pattern, out, accumulate, out_dtype, groups)
+    terms = a, b, pattern, out, accumulate, out_dtype, groups
+    if torch.compiler.is_compiling() or dispatched("sddmm", a, b, getattr(pattern, "stored", None), out, groups):
+        from .torch_op import traced_sddmm
+
+        return traced_sddmm(*terms)
+    return sampled.sddmm(*terms)
 
 
 def called(

@@ -46,7 +46,7 @@ def padding_of(ends: Tensor, total: int, group_rows: int, tail: bool) -> Padding
     slots = numbers + shift[torch.searchsorted(ends, numbers, right=True)]
     # At most T / group_rows whole runs, and one that is partly filled for each expert with rows. The builtin min of a
     # symbolic integer is traced by torch 2.11, which torch.sym_min is not.
-    runs = total // group_rows + min(total, ends.shape[0] + tail)
+    runs = total // group_rows + min(total, ends.shape[0] + int(tail))
     firsts = torch.arange(runs, device=ends.device) * group_rows
     groups = torch.searchsorted(ends + shift[1:], firsts, right=True, out_int32=True)
     return Padding(runs * group_rows, slots, groups)

@@ -21,6 +21,7 @@ from cute_kernels.torch_op import (
 from .bsr import BsrMatrix, met_before
 from .eager import GATED, call
 from .gradients import bias_gradient, operand_gradient, values_gradient
+from .sampled import eager as sampled
 
 NAME = "sparse_collective::bsr"
 MATRIX = "bool transposed, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check"
@@ -151,6 +152,40 @@ def _gradient_op(name: str, gradient, of: int) -> None:
 
 _gradient_op("bsr_values_gradient", values_gradient, 4)
 _gradient_op("bsr_operand_gradient", operand_gradient, 7)
+
+
+def _run_sddmm(a, b, *matrix, out, accumulate, out_dtype, groups):
+    return sampled.sddmm(a, b, _matrix(False, *matrix), out, accumulate, out_dtype, groups)
+
+
+def _fake_sddmm(a, b, *matrix, accumulate, out_dtype, groups):
+    (rows, columns), values = _extents(False, *matrix), matrix[2]
+    fits = a.shape[0] == rows and b.shape[1] == columns and a.shape[1] == b.shape[0]
+    torch._check(fits, lambda: f"sddmm: a must be ({rows}, K) and b (K, {columns}), got {a.shape} and {b.shape}")
+    return a.new_empty(values.shape, dtype=out_dtype or a.dtype)
+
+
+def _sddmm_flops(a, b, crow_indices, col_indices, values, *_, **__) -> int:
+    """Two for each stored element and element of K that it sums; of a batch an element of K belongs to one item."""
+    items = _items(crow_indices, values)
+    return 2 * values.numel() * a.shape[1] // (items[0] if items else 1)
+
+
+SDDMM = "sparse_collective::sddmm"
+SDDMM_INPUTS = "Tensor a, Tensor b, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check"
+SDDMM_TERMS = "bool accumulate=False, ScalarType? out_dtype=None, Tensor? groups=None"
+library.register(SDDMM, SDDMM_INPUTS, SDDMM_TERMS, _run_sddmm, _fake_sddmm, flops=_sddmm_flops)
+
+
+def traced_sddmm(a, b, pattern, out, accumulate, out_dtype, groups):
+    """sddmm inside a torch.compile trace, and of calls that go through the dispatcher; see traced_bsr for which
+    patterns are checked in each call."""
+    sampled.check_pattern("sddmm", pattern, out, accumulate, groups)
+    check_traced("sddmm", a, b, out)
+    check_no_grad("sddmm", a, b)
+    matrix = pattern.crow_indices, pattern.col_indices, pattern.stored.detach(), pattern.shape[-1]
+    inputs = a, b, *matrix, pattern.check and not pattern.checked
+    return library.call(SDDMM, inputs, out, (accumulate, out_dtype, groups))
 
 
 def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool, scales=None) -> BsrMatrix:

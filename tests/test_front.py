@@ -60,6 +60,9 @@ def ops(place) -> dict:
         "bsr_matmul": (lambda x: bsr_matmul(W, x.mT), x, lambda x: W.to_dense() @ x.mT),
         "bsr_gated_linear": (lambda x: bsr_gated_linear(x, W128), x, None),
         "bsr_grouped_linear": (lambda x: bsr_grouped_linear(x, experts, groups), x, None),
+        "bsr_grouped_linear, offsets": (
+            lambda x: bsr_grouped_linear(x, experts, offsets=torch.tensor([37, 90], device=place)), x, None,
+        ),
         "attention": (lambda q: attention(q, q, q, causal=True), q, lambda q: sdpa(q, q, q, is_causal=True)),
         "attention, score_mod": (lambda q: attention(q, q, q, score_mod=steeper), q, None),
         "block_sparse_attention": (lambda q: block_sparse_attention(q, q, q, blocks), q, lambda q: sdpa(q, q, q)),

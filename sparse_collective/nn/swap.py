@@ -15,6 +15,7 @@ __all__ = ["Change", "FilterFn", "Report", "expert_parameters", "select", "swap_
 
 FilterFn = Callable[[nn.Module, str], bool]  # (module, fully qualified name) -> True to change it
 SHOWN = 3  # names in a message
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))  # torch's attributes of hooks
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def hooks_of(module: nn.Module) -> list[str]:
     """The kinds of hooks that it has, by the names of torch's attributes."""
-    return [name for name, value in module.__dict__.items() if name.endswith("_hooks") and value]
+    return [name for name in HOOKS if getattr(module, name, None)]
 
 
 def skipped(name: str, layer: nn.Module, why: str) -> Change:

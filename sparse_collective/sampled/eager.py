@@ -62,15 +62,7 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, gro
     op = "sddmm"
     checks.check_tensor(f"{op}: a", a)
     checks.check_tensor(f"{op}: b", b)
-    if not isinstance(pattern, BsrMatrix):
-        raise TypeError(f"{op}: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
-    if pattern.base is not None:
-        raise ValueError(f"{op}: pattern is a transposed view; pass its base, pattern.t(), and swap a.t() and b.t()")
-    if (pattern.batch is None) != (groups is None):
-        given = "one matrix" if pattern.batch is None else f"a batch of shape {pattern.shape}"
-        raise ValueError(
-            f"{op}: pattern is {given}: a batch needs groups, the item of each run of K, and one matrix none"
-        )
+    check_pattern(op, pattern, out, accumulate, groups)
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{op}: a and b must be matrices, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     checks.check_operands(op, kernel=plans_kernel(a.device), a=a, b=b)
@@ -82,8 +74,6 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, gro
             f"{op}: a is {tuple(a.shape)} and b {tuple(b.shape)}; for a pattern of shape {(M, N)} they must be "
             f"({M}, K) and (K, {N})"
         )
-    if accumulate and out is None:
-        raise ValueError(f"{op}: accumulate=True adds to out; pass out=")
     out_dtype = checks.check_out_dtype(op, out, out_dtype, a.dtype)
     shape = (*pattern.stored.shape[:-2], bm, bk)
     checks.check_result(op, "out", out, shape, out_dtype)
@@ -96,6 +86,21 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, gro
     elif plans_kernel(a.device):
         _plan_kernel(plan, a, b, pattern, out, accumulate, 0 if groups is None else a.shape[1] // len(groups))
     return plan
+
+
+def check_pattern(op: str, pattern, out, accumulate: bool, groups) -> None:
+    """Check what the registered op's arguments do not tell any more."""
+    if not isinstance(pattern, BsrMatrix):
+        raise TypeError(f"{op}: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
+    if pattern.base is not None:
+        raise ValueError(f"{op}: pattern is a transposed view; pass its base, pattern.t(), and swap a.t() and b.t()")
+    if (pattern.batch is None) != (groups is None):
+        given = "one matrix" if pattern.batch is None else f"a batch of shape {pattern.shape}"
+        raise ValueError(
+            f"{op}: pattern is {given}: a batch needs groups, the item of each run of K, and one matrix none"
+        )
+    if accumulate and out is None:
+        raise ValueError(f"{op}: accumulate=True adds to out; pass out=")
 
 
 def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool, run: int) -> None:
