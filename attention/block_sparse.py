@@ -21,7 +21,7 @@ from .forward.config import BlockKind
 from .masks import kept
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
-from .masks.mask_mods import window_bounds
+from .masks.mask_mods import Band, both, window_bounds
 from .plan import FlashPlan, launch, without_kernel
 from .score_mod import bound
 from .sinks import check_sinks
@@ -72,8 +72,18 @@ class Derived(derived.Derived):
 
 
 def with_causal(mask: BlockMask) -> BlockMask:
-    """mask.with_causal(), made once."""
-    return Derived.of(mask).get("causal", mask.partial_count, mask.with_causal, BlockMask.lists)
+    """mask.with_causal(), made once. A mask with another mask_mod, which shares what is derived, shares its tables."""
+
+    def make() -> tuple:
+        masked = mask.with_causal()
+        Derived.of(masked)
+        return masked, mask.mask_mod
+
+    masked, mask_mod = Derived.of(mask).get("causal", mask.partial_count, make, lambda value: value[0].lists())
+    if mask_mod is mask.mask_mod:
+        return masked
+    rows, columns = mask.lengths
+    return masked.with_mask_mod(both(mask.mask_mod, Band(None, 0, columns - rows)))
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:

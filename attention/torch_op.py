@@ -1,9 +1,9 @@
 """The attention ops registered with torch.library, for torch.compile and opcheck; eager calls do not use them.
 
 Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
-enters the schema as its lists, lengths and block size, with its mask_mod as a text (mask_text.py). Other masks enter it
-as `crossing` describes, and are converted once, inside of the op (kept.py). With a score_mod the ops have other names,
-and take it as a text, numbers and tensors (score_text.py), which get gradients.
+enters the schema as its lists, lengths and block size, with its mask_mod as a text, numbers and tensors
+(function_text.py). Other masks enter it as `crossing` describes, and are converted once, inside of the op (kept.py).
+With a score_mod the ops have other names, and take it as a text, numbers and tensors, which get gradients.
 """
 
 import torch
@@ -18,11 +18,14 @@ from cute_kernels.runtime.front import check_traced, undisturbed
 from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager, flops, gradients, score_text
+from . import eager, flops, gradients
 from .checks import NO_CACHE, check_gradient_dims, narrow
+from .function_text import written
 from .masks import convert, kept, mask_text
 from .masks.block_mask import BlockMask
 from .plan import gradient_of
+from .score_mod import WHAT as SCORE_MOD
+from .score_text import read_score
 
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
@@ -64,7 +67,7 @@ def _run_block_sparse(q, k, v, *mask_and_score, form, return_lse, **terms) -> tu
 
 def _score_of(q, score: tuple) -> dict:
     """A score_mod as an op takes it, as eager calls do; of an op without one, nothing."""
-    return {"score_mod": score_text.read_score(*score, q.device)[0]} if score else {}
+    return {"score_mod": read_score(*score, q.device)[0]} if score else {}
 
 
 def _fake_block_sparse(q, k, v, *mask, return_lse, **terms) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,7 @@ def _register_backward(name: str, run, terms: str) -> None:
     """The op that computes gradients, and the one of a score_mod, which also has those of its wanted tensors."""
 
     def run_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *terms):
-        score, places = score_text.read_score(text, numbers, tensors, q.device)
+        score, places = read_score(text, numbers, tensors, q.device)
         *_, deterministic, _ = terms
         gradients.check_score(score, any(wanted), q, deterministic)
         slots = {place: slot for slot, place in enumerate(places)}
@@ -273,7 +276,7 @@ def traced_attention(
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
     left, right = (None, None) if window is None else window
-    score = () if score_mod is None else score_text.written(score_mod)
+    score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, q_scale, k_scale, v_scale
@@ -292,7 +295,7 @@ def traced_block_sparse(
         with undisturbed():
             block_mask = kept.of_torch_bsr(block_mask)
     mask, form = crossing(block_mask)
-    score = () if score_mod is None else score_text.written(score_mod)
+    score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
     terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_scale, k_scale, v_scale
     terms += fast_accumulation, sinks
@@ -321,7 +324,7 @@ def crossing(block_mask) -> tuple[tuple, str]:
     "elements".
     """
     if isinstance(block_mask, BlockMask):
-        mask_mod = mask_text.written(block_mask.mask_mod)
+        mask_mod = mask_text.written_mask(block_mask.mask_mod)
         return (list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
     if isinstance(block_mask, kept.FlexBlockMask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
@@ -329,7 +332,7 @@ def crossing(block_mask) -> tuple[tuple, str]:
             lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
         mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
         sizes = list(block_mask.seq_lengths), list(block_mask.BLOCK_SIZE)
-        return (lists, *sizes, *mask_text.written(mask_mod)), "flex"
+        return (lists, *sizes, *mask_text.written_mask(mask_mod)), "flex"
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return (indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []), "bsr"
@@ -379,16 +382,18 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 
+    mask_mod = mask_text.read_mask(mask_mod, numbers, tensors, lists[0].device)
+
     def make(*lists: Tensor) -> BlockMask:
         if form == "bsr":
             return BlockMask.from_blocks(*convert.blocks_of_indices(*lists, lengths, blocksize, None))
-        facts = {"lengths": lengths, "blocksize": blocksize}
-        facts["mask_mod"] = mask_text.read(mask_mod, numbers, [t.detach() for t in tensors])
+        facts = {"lengths": lengths, "blocksize": blocksize, "mask_mod": mask_mod}
         if form == "flex":
             lists, facts = convert.tables_of_flex(*lists, *[None] * (4 - len(lists)), **facts)
         return BlockMask(*lists, **facts, check=False)
 
     if form == "flex" and captured(lists[0]):
         return make(*lists)  # see kept.py
-    key = form, *lengths, *blocksize, mask_mod, *numbers
-    return kept.of_op_tensors(lists, tensors, key, make, watched=form != "lists")
+    key = form, *lengths, *blocksize, mask_mod is None
+    mask = kept.of_op_tensors(lists, key, make, watched=form != "lists")
+    return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

@@ -1,7 +1,5 @@
 """The registered attention ops: their schemas, torch.compile without graph breaks, masks as users hold them."""
 
-import functools
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -64,7 +62,7 @@ def same(results, expected) -> bool:
 def crossing(mask: BlockMask) -> tuple:
     """A mask as the registered ops take it."""
     lists = list(mask.lists())
-    return lists, list(mask.lengths), list(mask.blocksize), *mask_text.written(mask.mask_mod)
+    return lists, list(mask.lengths), list(mask.blocksize), *mask_text.written_mask(mask.mask_mod)
 
 
 def masks() -> list[BlockMask]:
@@ -147,8 +145,8 @@ def test_a_mask_is_made_again_only_of_other_tensors():
     """Kept with the first list, but made of all four: one that took the address of another is not that one."""
     mask = masks()[2]
     made = torch_op._block_mask(*crossing(mask))
-    assert torch_op._block_mask(*crossing(mask)) is made
-    assert torch_op._block_mask(*crossing(masks()[2])) is not made
+    assert torch_op._block_mask(*crossing(mask)).partial_index is made.partial_index
+    assert torch_op._block_mask(*crossing(masks()[2])).partial_index is not made.partial_index
     lists, *sizes = crossing(BlockMask.from_blocks(FIRST))
     for _ in range(20):
         other = [*lists[:3], BlockMask.from_blocks(SECOND).full_index]
@@ -316,20 +314,17 @@ def test_refused_under_compile(change, terms, text):
         compiled(lambda q, k, v: attention(q, k, v, **terms), "eager")(**call)
 
 
-def same_document(ids, b, h, q, kv):
-    return ids[q] == ids[kv]
-
-
-def partial_mask():
-    ids = torch.zeros(N, dtype=torch.int32)
-    return BlockMask.from_mask_mod(functools.partial(same_document, ids), (N, N))
+def mask_of_a_generator():
+    """A mask_mod that captures what has no text."""
+    ids, numbers = torch.zeros(N, dtype=torch.int32), iter(range(9))
+    return BlockMask.from_mask_mod(lambda b, h, q, kv: (ids[q] == ids[kv]) | (numbers is None), (N, N))
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: [FIRST], "under torch.compile block_mask must be a BlockMask, Flex.* got list"),
-        (partial_mask, "must be a plain function, or a dataclass of ints, tensors and such masks"),
+        (mask_of_a_generator, "a mask_mod is a function or a dataclass, and captures tensors, .* not a .*_iterator"),
         (lambda: torch.ones(3, 3), "blocks must be a strided bool tensor"),
         (lambda: create_block_mask(by_head, 2, 4, N, N, device="cpu", BLOCK_SIZE=256), "64 or 128"),
         (lambda: held("torch bsr"), "torch.compile does not support sparse Tensors"),
@@ -341,8 +336,8 @@ def test_masks_that_cannot_cross(make, text):
 
 
 def test_masks_that_cannot_be_written():
-    with pytest.raises(RuntimeError, match="no mask_mod class x.Y in this process; trace the model here first"):
-        mask_text.read('["x.Y"]', [], [])
+    with pytest.raises(RuntimeError, match="no class x.Y in this process; trace the model here first"):
+        mask_text.read_mask('["class x.Y"]', [], [], "cpu")
     with pytest.raises(TypeError, match="which torch.compile does not take, make BsrMatrix.from_torch"):
         torch_op.crossing(held("torch bsr"))
 

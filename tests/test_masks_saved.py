@@ -284,9 +284,7 @@ ON = [("cpu", "eager"), ("cpu", "aot_eager"), pytest.param("cuda", "inductor", m
 
 
 @pytest.mark.parametrize(("device", "backend"), ON)
-@pytest.mark.parametrize(
-    "name", [name for name in MASKS if name != "torch bsr" and "function" not in name and name != "computed"]
-)
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "torch bsr"])
 def test_compiled(device, backend, name):
     torch._dynamo.reset()
     run = torch.compile(lambda *args: eagerly(*args) * 1, fullgraph=True, backend=backend)

@@ -12,7 +12,7 @@ import torch._dynamo.testing
 import torch.nn.functional as nnf
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, score_mods, score_text, torch_op
+from attention import BlockMask, attention, block_sparse_attention, function_text, score_mods, torch_op
 from attention.decode import choose as decode
 from cute_kernels import explain
 from cute_kernels.report import report_of_kernel
@@ -468,7 +468,7 @@ class TestCompile:
 
     def test_opcheck(self):
         q, k, v, x = self.call(9, 13, "cpu")
-        score = score_text.written(of_table(torch.nn.Parameter(normal(4, 100, dtype=torch.float32))))
+        score = function_text.written(of_table(torch.nn.Parameter(normal(4, 100, dtype=torch.float32))), "score_mod")
         torch.library.opcheck(torch.ops.attention.attention_with_score, (q, k, v, *score), {"return_lse": True})
         mask, form = torch_op.crossing(BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), lengths=(9, 13)))
         op = torch.ops.attention.block_sparse_attention_with_score

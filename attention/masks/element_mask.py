@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from cute_kernels.traced.builder import Builder
 from cute_kernels.traced.evaluate import evaluate
-from cute_kernels.traced.memo import traced
+from cute_kernels.traced.memo import MOST, traced
 from cute_kernels.traced.program import Program
 from cute_kernels.traced.record import Traced
+
+from .mask_mods import And
 
 INDICES = ("b", "h", "q", "kv")
 INPUTS = ("int32",) * 4
@@ -55,6 +59,8 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
     """
     if type(mask_mod) is BoundMask:
         return mask_mod.traced
+    if type(mask_mod) is And and type(mask_mod.first) is BoundMask:
+        return _joined(mask_mod.first.traced, trace_mask(mask_mod.second, device))
     found = traced(mask_mod, "mask_mod", INPUTS, (), device)
     if found.program.dtype != "bool":
         raise TypeError(
@@ -62,6 +68,22 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
             "comparisons, &, | and ~"
         )
     return found
+
+
+def _joined(first: Traced, second: Traced) -> Traced:
+    """Elements that both masks see."""
+    if second.tensors or second.read:
+        raise AssertionError("the second mask of a pair is a Band")
+    return Traced(_conjunction(first.program, second.program), first.tensors, first.read)
+
+
+@lru_cache(maxsize=MOST)
+def _conjunction(first: Program, second: Program) -> Program:
+    """`first & second`, of which the second reads no tensors."""
+    t = Builder(first.inputs)
+    t.tensors = list(first.tensors)
+    seen = [t.append(program) for program in (first, second)]
+    return t.program(t.op("and", "bool", *seen))
 
 
 def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple[Tensor, ...]]:

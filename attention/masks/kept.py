@@ -144,12 +144,11 @@ def _tables(value: tuple) -> tuple:
     return value[0].lists()
 
 
-def of_op_tensors(tensors: list[Tensor], more: list[Tensor], key: tuple, make: Callable, watched: bool) -> BlockMask:
+def of_op_tensors(tensors: list[Tensor], key: tuple, make: Callable, watched: bool) -> BlockMask:
     """`make(*aliases)` of the tensors of a mask that come to a registered op, made once while they live.
 
     Args:
         tensors: what it is made of. torch.compile hands on the very objects that the graph was called with.
-        more: further tensors that it holds, of which the contents do not matter.
         key: what else it depends on.
         watched: whether writes to `tensors` count; a BlockMask's lists must not be written to.
     """
@@ -163,6 +162,6 @@ def of_op_tensors(tensors: list[Tensor], more: list[Tensor], key: tuple, make: C
     if versions is None:
         return make(*tensors)
     # Of tensors with these ids: two references are equal if they are one object, and one to a dead tensor equals none.
-    state = *[weakref.ref(t) for t in (*others, *more)], *versions
-    key = *key, *[id(t) for t in others], *[id(t) for t in more]
+    state = *[weakref.ref(t) for t in others], *versions
+    key = *key, *[id(t) for t in others]
     return with_tensor(first).get(key, first, make_of_aliases, _tables, state)[0]

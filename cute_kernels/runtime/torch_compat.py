@@ -37,6 +37,7 @@ __all__ = [
     "foreach_copy_",
     "forward_ad",
     "functorch_active",
+    "global_variable",
     "guard_identity",
     "has_global_module_hook",
     "has_memory",
@@ -263,3 +264,23 @@ def load_cell(cell):
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
+
+
+def global_variable(scope: dict, name: str):
+    """Dynamo's VariableTracker of scope[name], an input of the running trace as a global of the traced function is.
+
+    The source keeps its name from one trace to the next, so that Dynamo sees which numbers change.
+    """
+    from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    tx, module = InstructionTranslator.current_tx(), scope.get("__name__")
+    if scope is tx.output.global_scope:
+        source = GlobalSource(name)
+    elif module in sys.modules and vars(sys.modules[module]) is scope:
+        source = AttrSource(tx.import_source(module), name)
+    else:
+        source = GlobalSource(tx.output.install_global_by_id("___globals_of_function", scope))
+        source = DictGetItemSource(source, name)
+    return VariableBuilder(tx, source)(scope[name])

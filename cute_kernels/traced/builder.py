@@ -117,6 +117,20 @@ class Builder:
         branches = (self.cast(self.cast(v, dtype), compute).number for v in (x, y))
         return self.cast(self.node("where", compute, self.cast(condition, "bool").number, *branches), dtype)
 
+    def append(self, program: Program) -> Value:
+        """The result of a program of the same inputs, whose tensors have the same slots here."""
+        values = list(self.inputs)
+        for node in program.nodes:
+            if node.op == "const":
+                value = self.const(node.args[0], node.dtype)
+            elif node.op == "load":
+                load = Load(*node.args)
+                value = self.load(load.slot, [values[i] for i in load.indices], load.direct)
+            else:
+                value = self.node(node.op, node.dtype, *(values[i].number for i in node.args))
+            values.append(value)
+        return values[program.output]
+
     def tensor(self, dtype: str, rank: int) -> int:
         """A slot for one more tensor that is read."""
         self.tensors.append((dtype, rank))
