@@ -75,15 +75,12 @@ def with_causal(mask: BlockMask) -> BlockMask:
     """mask.with_causal(), made once. A mask with another mask_mod, which shares what is derived, shares its tables."""
 
     def make() -> tuple:
-        masked = mask.with_causal()
+        masked, (rows, columns) = mask.with_causal(), mask.lengths
         Derived.of(masked)
-        return masked, mask.mask_mod
+        return masked, mask.mask_mod, Band(None, 0, columns - rows)
 
-    masked, mask_mod = Derived.of(mask).get("causal", mask.partial_count, make, lambda value: value[0].lists())
-    if mask_mod is mask.mask_mod:
-        return masked
-    rows, columns = mask.lengths
-    return masked.with_mask_mod(both(mask.mask_mod, Band(None, 0, columns - rows)))
+    masked, mask_mod, band = Derived.of(mask).get("causal", mask.partial_count, make, lambda value: value[0].lists())
+    return masked if mask_mod is mask.mask_mod else masked.with_mask_mod(both(mask.mask_mod, band))
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:

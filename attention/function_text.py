@@ -29,12 +29,14 @@ from cute_kernels.runtime.torch_compat import (
     local_variable,
     run_in_trace,
 )
+from cute_kernels.traced.libraries import library_scope
 from cute_kernels.traced.memo import MOST, global_names
-from cute_kernels.traced.memo import _library as is_library
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
 _CLASSES: dict[str, type] = {}
 _STAND_INS: dict[tuple, list[Tensor]] = {}
+# (text, numbers, id of the stand-ins) -> (function, stand-ins, globals that it has copies of)
+_REBUILT: dict[tuple, tuple[Callable, list[Tensor], list[tuple]]] = {}
 NUMBERS = (bool, int, float)
 
 
@@ -108,7 +110,9 @@ def fields_of(cls: type) -> tuple[str, ...]:
     if not dataclasses.is_dataclass(cls):
         return ()
     name = f"{cls.__module__}.{cls.__qualname__}"
-    _CLASSES[name] = cls
+    if _CLASSES.get(name) is not cls:
+        _CLASSES[name] = cls
+        _REBUILT.clear()  # a class of that name may have been another one
     return (name, *(field.name for field in dataclasses.fields(cls)))
 
 
@@ -166,7 +170,7 @@ def _is_data(value, above: tuple) -> bool:
     if isinstance(value, (tuple, list)):
         return type(value) in (tuple, list) and len(value) > 0 and all(_is_data(part, above) for part in value)
     if isinstance(value, types.FunctionType):
-        if is_library(value.__module__ or "") or value.__code__ in above:
+        if library_scope(value.__globals__) or value.__code__ in above:
             return False
         return bool(value.__closure__ or names_of_globals(value.__code__, value.__globals__, above))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -226,13 +230,25 @@ def rebuilt(
     Raises:
         RuntimeError: the text is of another process.
     """
-    stand_ins = _stand_ins(tensors) if stand_ins is None else stand_ins
-    return _value(_parsed(text), numbers, stand_ins, tensors), stand_ins
+    if stand_ins is not None:
+        return _value(json.loads(text), numbers, stand_ins, tensors, []), stand_ins
+    stand_ins = _stand_ins(tensors)
+    key = text, tuple(numbers), id(stand_ins)
+    found = _REBUILT.get(key)
+    if found is not None and all([scope.get(name) is value for scope, name, value in found[2]]):
+        return found[0], stand_ins
+    scopes: list[tuple] = []
+    function = _value(json.loads(text), numbers, stand_ins, tensors, scopes)
+    if not _has_inputs(text):
+        if len(_REBUILT) >= MOST:
+            _REBUILT.clear()
+        _REBUILT[key] = function, stand_ins, scopes
+    return function, stand_ins
 
 
-@functools.lru_cache(maxsize=MOST)
-def _parsed(text: str):
-    return json.loads(text)
+def _has_inputs(text: str) -> bool:
+    """True if a float in the text is an input of the graph."""
+    return any(part[:1] != '"' for part in text.split('["float", ')[1:])
 
 
 def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -249,13 +265,13 @@ def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
     return _STAND_INS[key]
 
 
-def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]):
-    """The value of a part of the text."""
+def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: Sequence[Tensor], scopes: list):
+    """The value of a part of the text. scopes: grows by (globals, name, value) of what a function has a copy of."""
     if not isinstance(part, list):
         return part
 
     def values_of(parts) -> list:
-        return [_value(x, numbers, stand_ins, tensors) for x in parts]
+        return [_value(x, numbers, stand_ins, tensors, scopes) for x in parts]
 
     kind, *rest = part
     if kind in ("int", "tensor"):
@@ -273,7 +289,7 @@ def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: S
     kind, _, name = kind.partition(" ")
     if kind == "function":
         count, names, *values = rest
-        return _function_of(name, count, names, values_of(values))
+        return _function_of(name, count, names, values_of(values), scopes)
     values = values_of(rest)
     if kind == "class":
         if name not in _CLASSES:
@@ -282,13 +298,14 @@ def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: S
     return {"tuple": tuple, "list": list, "method": lambda x: types.MethodType(*x)}[kind](values)
 
 
-def _function_of(name: str, count: int, names: Sequence[str], values: list) -> types.FunctionType:
+def _function_of(name: str, count: int, names: Sequence[str], values: list, scopes: list) -> types.FunctionType:
     """The function of a registered name: of `values` the first `count` are captured, the next are globals."""
     if name not in _FUNCTIONS:
         raise RuntimeError(f"no function {name} in this process; trace the model here first")
     code, scope = _FUNCTIONS[name]
     end = count + len(names)
     if names:
+        scopes += [(scope, other, scope.get(other)) for other in global_names(code) if other not in names]
         scope = scope | dict(zip(names, values[count:end], strict=True))
     closure = tuple(types.CellType(x) for x in values[:count])
     return types.FunctionType(code, scope, code.co_name, tuple(values[end:]) or None, closure)

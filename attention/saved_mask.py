@@ -54,7 +54,7 @@ class SavedMask:
         lists, tensors = saved[:4], tuple(saved[4:])
         mask_mod = None
         if self.traced is not None:
-            mask_mod = BoundMask(Traced(self.traced.program, tensors, ()))
+            mask_mod = BoundMask(Traced(self.traced.program, tensors, (), numbers=self.traced.numbers))
         facts = {"lengths": self.mask.lengths, "blocksize": self.mask.blocksize}
         return BlockMask(*lists, **facts, mask_mod=mask_mod, check=False)
 

@@ -2,7 +2,7 @@
 
 score_mod(score, b, h, q, kv) has FlexAttention's signature: it is given scale * q @ k.T as float32 and the positions as
 int32, and returns the score that the softmax takes, before masks. Torch traces it into a Program (cute_kernels.traced).
-What it captures is a constant if it is a number, and an argument of the kernels if it is a tensor.
+A number that it captures is a constant of the kernels, or an argument where it changes; a tensor is an argument.
 
 With m = score_mod(s, ..) and P = softmax(m), backward computes dm = P (dP - delta) as without a score_mod, and of it
 ds = dm * dm/ds, and for each captured tensor the sum of dm * dm/dt over the places that read an element t.
@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_kernels.traced.derivative import derivative
 from cute_kernels.traced.evaluate import evaluate
 from cute_kernels.traced.memo import MOST, traced
-from cute_kernels.traced.program import HALF, Load, Node, Program
+from cute_kernels.traced.program import HALF, Load, Node, Program, operands
 
 from .masks.element_mask import ElementMask, check_extents, views_of
 
@@ -89,7 +89,8 @@ class ScoreMod(ElementMask):
         for number, load in self.program.loads:
             direct = tuple(d and i not in (Q_INPUT, KV_INPUT) for i, d in zip(load.indices, load.direct, strict=True))
             nodes[number - first] = nodes[number - first]._replace(args=tuple(load._replace(direct=direct)))
-        program = Program.of(self.program.inputs, self.program.tensors, nodes, self.program.output)
+        program = self.program
+        program = Program.of(program.inputs, program.tensors, nodes, program.output, program.arguments)
         return self if program == self.program else replace(self, program=program)
 
     def indexes(self, value: int) -> bool:
@@ -102,7 +103,7 @@ def inputs_of(program: Program, number: int) -> set[int]:
     if number < len(program.inputs):
         return {number}
     part = program.of_value(number)
-    return {i for node in part.nodes if node.op != "const" for i in _args(node) if i < len(program.inputs)}
+    return {i for node in part.nodes for i in operands(node) if i < len(program.inputs)}
 
 
 def constant_of(program: Program) -> float | None:
@@ -111,16 +112,13 @@ def constant_of(program: Program) -> float | None:
     return node.args[0] if node is not None and node.op == "const" else None
 
 
-def _args(node: Node) -> tuple[int, ...]:
-    return Load(*node.args).indices if node.op == "load" else node.args
-
-
 @dataclass(frozen=True)
 class BoundScore:
     """A score_mod with the tensors that it captures, those of the user."""
 
     mod: ScoreMod
     tensors: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...] = ()  # that it captures, and that are arguments of the kernels
     first_item: int = 0  # b of the first of the items that it is applied to
     first_column: int = 0  # kv of the first column
 
@@ -130,8 +128,12 @@ class BoundScore:
 
     @cached_property
     def reads(self) -> tuple[Tensor, ...] | None:
-        """The tensors as a kernel takes them; None where there are none."""
-        return views_of(self.tensors) or None
+        """The tensors as a kernel takes them, and then the numbers; None where there are none."""
+        return (*views_of(self.tensors), *self.numbers) or None
+
+    @property
+    def operands(self) -> tuple:
+        return *self.tensors, *self.numbers
 
     def check(self, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         check_extents(self.mod, self.tensors, batch, heads, lengths, WHAT)
@@ -146,19 +148,19 @@ class BoundScore:
 
     def apply(self, scores: Tensor, first_row: int = 0) -> Tensor:
         """Of scores (B, H, rows, Sk), whose rows are those from `first_row` on."""
-        return evaluate(self.mod.program, self._inputs(scores, first_row), self.tensors).expand(scores.shape)
+        return evaluate(self.mod.program, self._inputs(scores, first_row), self.operands).expand(scores.shape)
 
     def slopes(self, scores: Tensor, first_row: int) -> Tensor:
         """d result / d score of the same."""
-        return evaluate(self.mod.slope, self._inputs(scores, first_row), self.tensors)
+        return evaluate(self.mod.slope, self._inputs(scores, first_row), self.operands)
 
     def add_gradients(self, sums: dict[int, Tensor], scores: Tensor, of_results: Tensor, first_row: int) -> None:
         """Add to `sums`, gradients of tensors by their slots, what the gradients of results (B, H, rows, Sk) give."""
         inputs = self._inputs(scores, first_row)
         for read in self.mod.reads(tuple(sums)):
-            slope = evaluate(read.slope, inputs, self.tensors)
+            slope = evaluate(read.slope, inputs, self.operands)
             terms = torch.where(of_results == 0, 0.0, of_results * slope)
-            places = [evaluate(self.mod.program.of_value(i), inputs, self.tensors).long() for i in read.load.indices]
+            places = [evaluate(self.mod.program.of_value(i), inputs, self.operands).long() for i in read.load.indices]
             to = sums[read.load.slot]
             if not places:
                 to += terms.sum()
@@ -203,7 +205,7 @@ def bound_by_trace(score_mod: Callable, device: torch.device) -> BoundScore:
             "requires a gradient, which would be lost; compute it outside of the function, and index the result by b, "
             "h, q and kv inside"
         )
-    return BoundScore(mod_of(found.program, found.tensors), found.tensors)
+    return BoundScore(mod_of(found.program, found.tensors), found.tensors, found.numbers)
 
 
 def check_callable(score_mod) -> None:
@@ -219,7 +221,8 @@ def mod_of(program: Program, tensors: Sequence[Tensor]) -> ScoreMod:
         raise TypeError(f"score_mod must return a floating-point score, got a tensor of torch.{program.dtype}")
     if program.dtype in HALF:
         nodes = *program.nodes, Node("cast", "float32", (program.output,))
-        program = Program.of(program.inputs, program.tensors, nodes, len(program.inputs) + len(program.nodes))
+        output = len(program.inputs) + len(program.nodes)
+        program = Program.of(program.inputs, program.tensors, nodes, output, program.arguments)
     return _known(program, tuple(t.stride(-1) == 1 for t in views_of(tensors)))
 
 

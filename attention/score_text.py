@@ -41,4 +41,4 @@ def read_score(text: str, numbers: Sequence[int], tensors: Sequence[Tensor], dev
             "dataclass with it"
         )
     of_call = tuple(t if place < 0 else tensors[place] for t, place in zip(found.tensors, places, strict=True))
-    return BoundScore(mod_of(found.program, of_call), of_call), places
+    return BoundScore(mod_of(found.program, of_call), of_call, found.numbers), places

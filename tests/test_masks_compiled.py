@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import BlockMask, attention, block_sparse_attention, patterns
+from cute_kernels.traced import memo, numbers
 
 from .mask_parts import N, operands
 from .test_masks_saved import assert_right, gradients_of_truth
@@ -205,6 +206,8 @@ def test_patterns_of_other_numbers_share_a_graph():
 
 def test_the_same_kernel_as_eager_calls(monkeypatch):
     """With a causal mask beside it, a mask is traced to the same Program as without torch.compile."""
+    monkeypatch.setattr(memo, "_OF_STATE", {})
+    monkeypatch.setattr(numbers, "_SEEN", {})
     from attention.block_sparse import with_causal
     from attention.masks.element_mask import trace_mask
     from attention.masks.mask_text import read_mask, written_mask

@@ -4,7 +4,7 @@ import math
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
-from ..forward.arguments import score_args, sinks_args
+from ..forward.arguments import function_args, score_args, sinks_args
 from .config import PREPARE_WARPS as WARPS
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
@@ -70,8 +70,7 @@ def backward_args(facts: BackwardFacts) -> tuple:
     blocks = None
     if facts.blocks is not None:
         lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4, 4 if facts.deterministic else 1))
-        mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
-        blocks = (*lists, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
+        blocks = (*lists, *function_args(facts.blocks.mask))
     sums = tuple(tensor_like(facts.score.tensors[slot]) for slot in facts.score_sums) or None
     score = score_args(facts.score), sums
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))

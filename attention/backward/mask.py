@@ -33,7 +33,7 @@ def mask_window(
 def mask_elements(
     scores: cute.Tensor,  # (rows, columns) of this thread, transposed
     kind: cutlass.Constexpr,  # forward.config.BlockKind
-    tensors: tuple,  # what its element mask reads
+    tensors: tuple,  # what its element mask reads: tensors, and then numbers
     col: Int32,
     row0: Int32,
     b: Int32,
@@ -45,13 +45,13 @@ def mask_elements(
     for r in range_constexpr(cute.size(scores, mode=[0])):
         column = col + 8 * r
         inside = column < seqlen.cols
-        if const_expr(len(tensors) > 0):
+        if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
             column = cutlass.min(column, seqlen.cols - 1)  # nothing past their ends is read
         for c in range_constexpr(cute.size(scores, mode=[1])):
             seen = inside
             if const_expr(kind.mask is not None):
                 row = mine + const_expr(c // 2 * 8 + c % 2)
-                if const_expr(len(tensors) > 0):
+                if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
                     row = cutlass.min(row, seqlen.rows - 1)
                 seen = seen & lower(kind.mask.program, [b, h, row, column], tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

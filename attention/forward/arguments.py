@@ -59,10 +59,20 @@ def sinks_args(facts) -> tuple:
     return (fake_tensor(facts.sinks, 1, None, 1) if facts.sinks else None,)
 
 
+def function_args(function) -> tuple:
+    """Fakes of what a mask_mod or score_mod reads (ElementMask, None for nothing): tensors, and then numbers."""
+    from cutlass import Float32, Int32, Int64
+
+    if function is None:
+        return ()
+    tensors = (fake_tensor(dtype, rank, last, 1) for dtype, rank, last in function.tensors)
+    scalars = {"float32": Float32(0.0), "int32": Int32(0), "int64": Int64(0)}
+    return *tensors, *(scalars[argument.dtype] for argument in function.program.arguments)
+
+
 def score_args(score) -> tuple | None:
     """Fakes of what a score_mod reads; None where there is nothing."""
-    tensors = score.tensors if score else ()
-    return tuple(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in tensors) or None
+    return function_args(score) or None
 
 
 def forward_args(facts: FlashFacts) -> tuple:
@@ -74,8 +84,7 @@ def forward_args(facts: FlashFacts) -> tuple:
         cu_seqlens = tuple(fake_tensor("int32", 1, 0, 1) for _ in range(2))
     if facts.blocks is not None:
         index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
-        mask = facts.blocks.mask.tensors if facts.blocks.mask else ()
-        blocks = (index, Int32(1), table, *(fake_tensor(dtype, rank, last, 1) for dtype, rank, last in mask))
+        blocks = (index, Int32(1), table, *function_args(facts.blocks.mask))
     common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if isinstance(facts, Float8Facts):
         given = facts.q_scale, facts.k_scale, facts.v_scale

@@ -79,7 +79,7 @@ def mask_window(
 def mask_elements(
     scores: cute.Tensor,  # (rows, columns) of this thread
     kind,  # config.BlockKind
-    tensors: tuple,  # what its element mask reads
+    tensors: tuple,  # what its element mask reads: tensors, and then numbers
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
     tile,  # scheduler.QueryTile
@@ -89,13 +89,13 @@ def mask_elements(
     mine = col0 + cute.arch.lane_idx() % 4 * 2
     for r in range_constexpr(cute.size(scores, mode=[0])):
         q = row + 8 * r
-        if const_expr(len(tensors) > 0):
+        if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
             q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
         for c in range_constexpr(cute.size(scores, mode=[1])):
             column = mine + const_expr(c // 2 * 8 + c % 2)
             seen = column < seqlen.cols
             if const_expr(kind.mask is not None):
-                if const_expr(len(tensors) > 0):
+                if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
                     column = cutlass.min(column, seqlen.cols - 1)
                 seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, column], tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

@@ -1,8 +1,8 @@
 """A user's element mask in a compiled kernel: what it computes, and the tensors that it reads.
 
 mask_mod(b, h, q, kv) is any function that torch can trace on integer scalars, such as FlexAttention's: a plain Python
-function or a frozen dataclass of mask_mods.py. The numbers that it captures are constants of the kernel, and the
-tensors are arguments, so a kernel reads what they hold when it runs.
+function or a frozen dataclass of mask_mods.py. The numbers that it captures are constants of the kernel, or arguments
+where they change (traced/numbers.py). The tensors are arguments, so a kernel reads what they hold when it runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BoundMask:
     traced: Traced
 
     def __call__(self, b, h, q, kv):
-        return evaluate(self.traced.program, (b, h, q, kv), self.traced.tensors)
+        return evaluate(self.traced.program, (b, h, q, kv), self.traced.operands)
 
 
 def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
@@ -74,7 +74,8 @@ def _joined(first: Traced, second: Traced) -> Traced:
     """Elements that both masks see."""
     if second.tensors or second.read:
         raise AssertionError("the second mask of a pair is a Band")
-    return Traced(_conjunction(first.program, second.program), first.tensors, first.read)
+    numbers = *first.numbers, *second.numbers
+    return Traced(_conjunction(first.program, second.program), first.tensors, first.read, numbers=numbers)
 
 
 @lru_cache(maxsize=MOST)
@@ -87,7 +88,8 @@ def _conjunction(first: Program, second: Program) -> Program:
 
 
 def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple[Tensor, ...]]:
-    """What a kernel is compiled from, and the tensors it is called with, views of those that the mask captures.
+    """What a kernel is compiled from, and what it is called with: views of the tensors that the mask captures, and then
+    numbers.
 
     Raises:
         TypeError: see trace_mask.
@@ -98,7 +100,7 @@ def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[Eleme
 def for_kernel(found: Traced) -> tuple[ElementMask, tuple[Tensor, ...]]:
     """The same of a mask that was traced."""
     views = views_of(found.tensors)
-    return ElementMask(found.program, tuple(t.stride(-1) == 1 for t in views)), views
+    return ElementMask(found.program, tuple(t.stride(-1) == 1 for t in views)), (*views, *found.numbers)
 
 
 def views_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -133,4 +135,4 @@ def call(mask_mod: Callable, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Ten
         IndexError: an index lies outside of a captured tensor.
     """
     found = trace_mask(mask_mod, q.device)
-    return evaluate(found.program, (b, h, q, kv), found.tensors)
+    return evaluate(found.program, (b, h, q, kv), found.operands)

@@ -38,4 +38,4 @@ def read_mask(text: str | None, numbers: Sequence[int], tensors: Sequence[Tensor
     if any(id(t) in at for t in found.read):  # it depends on what a tensor holds
         return BoundMask(trace_mask(rebuilt(text, numbers, tensors, tensors)[0], device))
     of_call = tuple(tensors[at[id(t)]] if id(t) in at else t for t in found.tensors)
-    return BoundMask(Traced(found.program, of_call, ()))
+    return BoundMask(Traced(found.program, of_call, (), numbers=found.numbers))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .evaluate import fold
-from .program import BOUNDS, DTYPES, HALF, Load, Node, Program
+from .program import BOUNDS, DTYPES, HALF, PLAIN, Argument, Load, Node, Program
 
 
 class Value(NamedTuple):
@@ -39,13 +39,14 @@ class Builder:
         self.inputs = [Value(i, dtype) for i, dtype in enumerate(inputs)]
         self.nodes: list[Node] = []
         self.tensors: list[tuple[str, int]] = []
+        self.arguments: list[Argument] = []
         self._known: dict[tuple, Value] = {}
 
     def program(self, output: Value) -> Program:
-        return Program.of([x.dtype for x in self.inputs], self.tensors, self.nodes, output.number)
+        return Program.of([x.dtype for x in self.inputs], self.tensors, self.nodes, output.number, self.arguments)
 
     def node(self, op: str, dtype: str, *args) -> Value:
-        if op not in ("const", "load"):
+        if op not in (*PLAIN, "load"):
             constants = [self.nodes[i - len(self.inputs)] for i in args if i >= len(self.inputs)]
             if len(constants) == len(args) and all(node.op == "const" for node in constants):
                 return self.const(fold(op, dtype, constants), dtype)
@@ -117,12 +118,26 @@ class Builder:
         branches = (self.cast(self.cast(v, dtype), compute).number for v in (x, y))
         return self.cast(self.node("where", compute, self.cast(condition, "bool").number, *branches), dtype)
 
-    def append(self, program: Program) -> Value:
-        """The result of a program of the same inputs, whose tensors have the same slots here."""
-        values = list(self.inputs)
-        for node in program.nodes:
-            if node.op == "const":
+    def argument(self, kind: Argument, dtype: str) -> Value:
+        """One more number that a kernel gets as an argument, as a value of a dtype."""
+        self.arguments.append(kind)
+        return self.cast(self.node("argument", kind.dtype, len(self.arguments) - 1), dtype)
+
+    def append(self, program: Program, value_of: Callable = lambda number, node: None) -> Value:
+        """The result of a program of the same inputs, whose tensors have the same slots here.
+
+        value_of: (number, node) -> what stands for a node, None for the node itself.
+        """
+        values, before = list(self.inputs), len(self.arguments)
+        self.arguments += program.arguments
+        for number, node in enumerate(program.nodes):
+            value = value_of(number, node)
+            if value is not None:
+                pass
+            elif node.op == "const":
                 value = self.const(node.args[0], node.dtype)
+            elif node.op == "argument":
+                value = self.node("argument", node.dtype, before + node.args[0])
             elif node.op == "load":
                 load = Load(*node.args)
                 value = self.load(load.slot, [values[i] for i in load.indices], load.direct)

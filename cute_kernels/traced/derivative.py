@@ -24,12 +24,14 @@ def derivative(program: Program, of: int = 0) -> Program:
         TypeError: an operation on the way has no rule.
     """
     t = Builder(program.inputs)
-    t.tensors = list(program.tensors)
+    t.tensors, t.arguments = list(program.tensors), list(program.arguments)
     values = list(t.inputs)
     tangents: list[Value | None] = [t.const(1.0, x.dtype) if x.number == of else None for x in values]
     for number, node in enumerate(program.nodes, len(values)):
         if node.op == "const":
             value, tangent = t.const(node.args[0], node.dtype), None
+        elif node.op == "argument":
+            value, tangent = t.node(node.op, node.dtype, *node.args), None
         elif node.op == "load":
             load = Load(*node.args)
             value = t.load(load.slot, [values[i] for i in load.indices], load.direct)

@@ -33,8 +33,10 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def evaluate(program: Program, inputs: Sequence[Tensor], tensors: Sequence[Tensor] = ()) -> Tensor:
+def evaluate(program: Program, inputs: Sequence[Tensor], tensors: Sequence = ()) -> Tensor:
     """The result, of the shape that the inputs broadcast to or of one that does.
+
+    tensors: those that the program reads, and then its arguments, Python numbers.
 
     Inputs of the program's dtypes; or, in place of float32, of float64, and then all is computed in float64.
 
@@ -49,6 +51,8 @@ def evaluate(program: Program, inputs: Sequence[Tensor], tensors: Sequence[Tenso
         if node.op == "const":
             # torch.where and indexing would copy a CPU tensor to the GPU, which a CUDA graph cannot capture.
             value = torch.full((), node.args[0], dtype=dtype, device=inputs[0].device)
+        elif node.op == "argument":
+            value = torch.full((), tensors[len(program.tensors) + node.args[0]], dtype=dtype, device=inputs[0].device)
         elif node.op == "load":
             load = Load(*node.args)
             value = tensors[load.slot][tuple(values[i].long() for i in load.indices)].to(dtype)

@@ -47,7 +47,7 @@ class Place:
 
 def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
     """The result for these scalars, of the program's dtypes. Nothing outside of `tensors` is read, as long as direct
-    indices lie inside them."""
+    indices lie inside them. After the tensors come the program's arguments, scalars."""
     return values_of(program, inputs, tensors)[program.output]
 
 
@@ -59,6 +59,8 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = ()) -> lis
     for number, node in enumerate(program.nodes, len(inputs)):
         if node.op == "const":
             value = TYPES[node.dtype](node.args[0])
+        elif node.op == "argument":
+            value = tensors[len(program.tensors) + node.args[0]]
         elif node.op == "load":
             value = _load(Load(*node.args), values, ranges, tensors, node.dtype)
         elif node.op == "cast" and node.dtype == "float32" and node.args[0] in places:
@@ -108,7 +110,10 @@ def ranges_of(program: Program) -> list[tuple[int, int] | None]:
     """(least, largest) of each integer value, None of others. The inputs are positions."""
     ranges = [POSITION if dtype in INTEGER else None for dtype in program.inputs]
     for node in program.nodes:
-        ranges.append(_range(node, ranges) if node.dtype in INTEGER else None)
+        if node.op == "argument" and node.dtype in INTEGER:
+            ranges.append(program.arguments[node.args[0]][1:])
+        else:
+            ranges.append(_range(node, ranges) if node.dtype in INTEGER else None)
     return ranges
 
 

@@ -25,6 +25,7 @@ from ..runtime.derived import captured as in_capture
 from ..runtime.graphs import lasting_memory
 from ..runtime.torch_compat import OpOverload, OpOverloadPacket
 from .libraries import library, library_class, library_module, library_scope
+from .numbers import with_arguments
 from .record import Traced, trace
 
 MOST = 4096  # traces that are kept
@@ -272,7 +273,8 @@ class Kept:
 def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
     """trace(), kept for functions of the same state; see record.trace for the arguments and what it raises.
 
-    The captured tensors, and what was computed of them, are kept as long as the function is.
+    Without a shape, numbers that differ between functions of one code are arguments of the program, see numbers.py. The
+    captured tensors, and what was computed of them, are kept as long as the function is.
     """
     arguments = what, inputs, shape, device
     fields = getattr(function, "__dict__", None)
@@ -284,16 +286,16 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
         return known.result
     state = State.of(function)
     if state is None:
-        return trace(function, *arguments)
+        return _traced_now(function, arguments)
     result = _of_state(state, arguments)
     if result is None:
         with lasting_memory(torch.device(device)):
-            result = trace(function, *arguments)
+            result = _traced_now(function, arguments)
         if not result.read and len(result.tensors) == len(_captured(state, result.tensors)):
             if len(_OF_STATE) >= MOST:
                 _OF_STATE.clear()
             refs = tuple(weakref.ref(t) for t in result.tensors)
-            _OF_STATE[state.key, arguments] = state.alive, result.program, refs
+            _OF_STATE[state.key, arguments] = state.alive, result.program, refs, result.numbers
     if type(fields) is dict and _versions(result.read) is not None:
         state.seen.clear()
         earlier = known.pinned if known is not None and known.function() is function else ()
@@ -306,11 +308,17 @@ def _of_state(state: State, arguments: tuple) -> Traced | None:
     known = _OF_STATE.get((state.key, arguments))
     if known is None:
         return None
-    alive, program, refs = known
+    alive, program, refs, numbers = known
     tensors = tuple(ref() for ref in refs)
     if any(ref() is None for ref in alive) or any(t is None for t in tensors):
         return None
-    return Traced(program, tensors, ())
+    return Traced(program, tensors, (), numbers=numbers)
+
+
+def _traced_now(function: Callable, arguments: tuple) -> Traced:
+    """A trace; a function of positions has the numbers that change as arguments."""
+    found, (_, _, shape, _) = trace(function, *arguments), arguments
+    return found if shape else with_arguments(function, found)
 
 
 def _captured(state: State, tensors: Sequence[Tensor]) -> list[Tensor]:

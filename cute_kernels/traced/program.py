@@ -22,15 +22,25 @@ FLOAT, INTEGER = ("float32", *HALF), ("int32", "int64")
 DTYPES = {getattr(torch, name): name for name in (*FLOAT, *INTEGER, "bool")}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 BOUNDS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "bool": (0, 1)}
+PLAIN = ("const", "argument")  # operations on no values
 POSITION = (0, 2**30)  # what the inputs of a mask lie in: no two rows or columns are further apart
 
 
 class Node(NamedTuple):
-    """One operation. `args` are numbers of values; of a "const" the value; of a "load" see Load."""
+    """One operation. `args` are numbers of values; of a "const" the value; of an "argument" which of
+    Program.arguments; of a "load" see Load."""
 
     op: str
     dtype: str
     args: tuple
+
+
+class Argument(NamedTuple):
+    """A number that a kernel gets as an argument; of an integer also the range that it is in."""
+
+    dtype: str
+    low: int | None = None
+    high: int | None = None
 
 
 class Load(NamedTuple):
@@ -51,15 +61,24 @@ class Program:
     tensors: tuple[tuple[str, int], ...] = field(compare=False)  # dtype and rank of each tensor that is read
     nodes: tuple[Node, ...] = field(compare=False)
     output: int = field(compare=False)
+    arguments: tuple[Argument, ...] = field(default=(), compare=False)  # numbers, given after the tensors
 
     @staticmethod
-    def of(inputs: Sequence[str], tensors: Sequence[tuple[str, int]], nodes: Sequence[Node], output: int) -> Program:
+    def of(
+        inputs: Sequence[str],
+        tensors: Sequence[tuple[str, int]],
+        nodes: Sequence[Node],
+        output: int,
+        arguments: Sequence[Argument] = (),
+    ) -> Program:
         """The Program of what `output` depends on."""
         nodes, output = _needed(len(inputs), nodes, output)
         parts = [f"{i}:{node.dtype} = {_text(node)}" for i, node in enumerate(nodes, len(inputs))]
         tables = ", ".join(f"{dtype} {rank}" for dtype, rank in tensors)
+        if arguments:
+            tables += "; " + ", ".join(a.dtype if a.low is None else f"{a.dtype} {a.low}..{a.high}" for a in arguments)
         text = f"({', '.join(inputs)}) [{tables}] {'; '.join(parts)} -> {output}"
-        return Program(text, tuple(inputs), tuple(tensors), nodes, output)
+        return Program(text, tuple(inputs), tuple(tensors), nodes, output, tuple(arguments))
 
     def __repr__(self) -> str:
         return self.text
@@ -89,12 +108,12 @@ class Program:
 
     def of_value(self, number: int) -> Program:
         """The Program of an earlier value of this one."""
-        return Program.of(self.inputs, self.tensors, self.nodes, number)
+        return Program.of(self.inputs, self.tensors, self.nodes, number, self.arguments)
 
 
 def operands(node: Node) -> tuple[int, ...]:
     """The numbers of the values that a node takes."""
-    if node.op == "const":
+    if node.op in PLAIN:
         return ()
     return node.args[1] if node.op == "load" else node.args
 
@@ -122,7 +141,7 @@ def _needed(first: int, nodes: Sequence[Node], output: int) -> tuple[tuple[Node,
         if node.op == "load":
             load = Load(*node.args)
             node = node._replace(args=tuple(load._replace(indices=tuple(new[i] for i in load.indices))))
-        elif node.op != "const":
+        elif node.op not in PLAIN:
             node = node._replace(args=tuple(new[i] for i in node.args))
         kept.append(node)
     return tuple(kept), new[output]

@@ -71,6 +71,12 @@ class Traced:
     tensors: tuple[Tensor, ...]
     read: tuple[Tensor, ...]
     used: tuple[Tensor, ...] = ()
+    numbers: tuple[int | float, ...] = ()  # of program.arguments
+
+    @property
+    def operands(self) -> tuple:
+        """What the program is evaluated with, beside its inputs."""
+        return *self.tensors, *self.numbers
 
 
 def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
