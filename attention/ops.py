@@ -82,7 +82,7 @@ def attention(
             Torch traces the function, see score_mod. Captured tensors get gradients, on a GPU by float32 atomics. Not
             with softcap, which it can write as c * torch.tanh(score / c). In packed sequences on a GPU, tensors indexed
             by q or kv past their end are read at their last element. Under torch.compile it is a function, a method of
-            a module, a functools.partial or a dataclass; see score_text for what it may capture.
+            a module, a functools.partial or a dataclass; see function_text for what it may capture.
         q_scale, k_scale, v_scale: float32 above 0 (not checked), of q, k and v of 8-bit floats: what their numbers are
             multiplied by, None for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as FlashAttention 3's q_descale; B
             is the number of packed sequences.
