@@ -163,7 +163,7 @@ def launch_blocks(
 
     scales: of q, k and v of 8 bits, or None for each.
     """
-    reads = None  # what the element mask reads
+    reads = ()  # what the element mask reads: tensors, and then numbers
     try:
         element, reads = Derived.of(mask).element(mask, *q.shape[:2])
         terms = (
@@ -173,7 +173,9 @@ def launch_blocks(
         )  # fmt: skip
     except (AttributeError, IndexError, TypeError, RuntimeError):
         terms = None  # the checks will say what is wrong
-    tensors = (q, k, v) if out is None else (q, k, v, out, *mask.lists(), *(reads or ()))
+    tensors = q, k, v
+    if out is not None:
+        tensors += (out, *mask.lists(), *(t for t in reads if isinstance(t, torch.Tensor)))
     if score is not None:
         tensors += score.tensors
     if sinks is not None:
