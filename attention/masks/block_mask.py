@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.runtime.derived import Derived
@@ -63,7 +64,7 @@ class BlockMask:
         TypeError: an argument is not a strided int32 tensor, or mask_mod cannot be called.
         ValueError: a shape, stride, device, length or block is wrong, or, with check, an entry of the lists, which the
             message names.
-        RuntimeError: check is True while a CUDA graph is captured, where nothing can synchronise.
+        RuntimeError: check is True while a CUDA graph is captured or torch.compile traces, which cannot synchronize.
     """
 
     partial_count: Tensor  # (B, H, Mq)
@@ -143,6 +144,11 @@ class BlockMask:
     __setattr__ = __delattr__ = _refuse
 
     def _check(self) -> None:
+        if is_compiling():
+            raise RuntimeError(
+                "torch.compile cannot trace the check of these lists, which synchronises; build the mask outside of "
+                "the compiled function, or with check=False"
+            )
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph cannot capture the check of these lists, which synchronises; build the mask before the "
@@ -309,8 +315,12 @@ class BlockMask:
             raise ValueError(f"batch and heads must be at least 1, got {batch} and {heads}")
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be a function of (b, h, q, kv), got {type(mask_mod).__name__}")
-        device = torch.get_default_device() if device is None else device
-        some, every = block_lists.tables_of_mask_mod(mask_mod, (batch, heads), lengths, blocksize, device)
+        device = torch.empty(0).device if device is None else device  # get_default_device() cannot be compiled
+        if is_compiling():
+            from .mask_op import tables as tables_of  # imports torch's compiler, which takes seconds
+        else:
+            tables_of = block_lists.tables_of_mask_mod
+        some, every = tables_of(mask_mod, (batch, heads), lengths, blocksize, device)
         return cls._of_tables(some & ~every, every, lengths, blocksize, mask_mod)
 
     def with_causal(self) -> BlockMask:
@@ -349,7 +359,11 @@ class BlockMask:
         partial, full = (t.index_select(2, row).index_select(3, col) for t in self.tables())
         if self.mask_mod is not None:
             b, h = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (batch, heads))
-            partial = partial & call(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q[:, None], kv)
+            if is_compiling():
+                from .mask_op import elements as elements_of
+            else:
+                elements_of = call
+            partial = partial & elements_of(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q[:, None], kv)
         return (partial | full).expand(batch, heads, -1, -1)
 
     def to_dense(self, batch: int | None = None, heads: int | None = None) -> Tensor:

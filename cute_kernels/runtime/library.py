@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from . import transforms
-from .torch_compat import count_flops, functorch_active, schema_arguments
+from .torch_compat import count_flops, functorch_active, keep_index_buffers, schema_arguments
 
 
 def named_terms(inputs: str, terms: str) -> tuple[int, Callable]:
@@ -55,7 +55,7 @@ def register(
     define(name, f"({inputs}, {terms}) -> {outputs}", allocate, fake_allocate, gradient, flops)
     schema = f"({inputs}, Tensor(a{at}!) out, {terms}) -> {rest}"
     op = torch.library.custom_op(f"{name}_out", write, mutates_args=("out",), schema=schema)
-    op.register_fake(fake_write)
+    op.register_fake(_keeping_index_buffers(f"{name}_out", fake_write))
 
 
 def register_pair(
@@ -73,12 +73,23 @@ def register_pair(
     )
 
 
+def _keeping_index_buffers(name: str, fake: Callable) -> Callable:
+    """A fake implementation of the op "namespace::name" that first calls keep_index_buffers."""
+    namespace, short = name.split("::")
+
+    def run(*given):
+        keep_index_buffers(getattr(getattr(torch.ops, namespace), short).default)
+        return fake(*given)
+
+    return run
+
+
 def define(
     name: str, schema: str, run: Callable, fake: Callable, gradient: tuple | None = None, flops: Callable | None = None
 ) -> None:
     """An op that allocates its outputs, of positional arguments; vmap runs it once for each item."""
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-    op.register_fake(fake)
+    op.register_fake(_keeping_index_buffers(name, fake))
     op.register_vmap(transforms.loop(op))
     if gradient is not None:
         setup_context, backward = gradient

@@ -47,6 +47,7 @@ __all__ = [
     "is_grads_batched",
     "is_transformed",
     "is_tracing",
+    "keep_index_buffers",
     "load_cell",
     "local_variable",
     "overrides_dispatch",
@@ -186,6 +187,43 @@ def count_flops(packet: OpOverloadPacket, flops: Callable) -> None:
         counter = getattr(mode, "counter", None)
         if isinstance(counter, flop_counter.FlopCounterMode):
             counter.flop_registry.setdefault(packet, formula)
+
+
+_KEPT: set[OpOverload] = set()  # ops that keep_index_buffers has changed
+
+
+def keep_index_buffers(op: OpOverload) -> None:
+    """Keep inductor from reusing the memory of the op's integer and bool arguments for later results of a graph.
+
+    Inductor's code would write other values into the same Python tensor, and its version would stay the same. Ops that
+    cache what they derive from such a tensor (a pattern's tables) would use what they derived of the earlier values.
+    Does nothing until inductor is imported; an op's fake implementation calls it, which inductor runs before it lowers
+    a graph.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if op in _KEPT or not hasattr(lowering, "make_fallback"):
+        return
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+    from torch._library.utils import get_layout_constraint_tag
+    from torch.utils._pytree import tree_map
+
+    def kept(x):
+        if not isinstance(x, ir.TensorBox) or x.get_dtype().is_floating_point:
+            return x
+        found = ir.ExternKernel.realize_input(x)
+        V.graph.never_reuse_buffers.add(found.get_name())
+        return found if isinstance(found, ir.TensorBox) else ir.TensorBox(found)
+
+    def lower(*args, **kwargs):
+        args, kwargs = tree_map(kept, (args, kwargs))
+        return fallback(*args, **kwargs)
+
+    if op not in lowering.lowerings:  # as inductor itself does for an op that it does not know
+        tag = get_layout_constraint_tag(op, with_default=True)
+        lowering.make_fallback(op, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
+    fallback, lowering.lowerings[op] = lowering.lowerings[op], lower
+    _KEPT.add(op)
 
 
 def schema_arguments(schema: str) -> list:
