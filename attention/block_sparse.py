@@ -119,18 +119,18 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     """
     cached = Derived.of(mask)
 
-    def columns() -> tuple:
-        return (torch.cat([mask.partial_index, mask.full_index], -1),)
-
-    def table() -> tuple:
+    def make() -> tuple:
+        index = cached.get("columns", mask.partial_count, columns, tuple)[0]
         order = tile_order(mask, batch, heads, tile_m, l2_heads)
         counts = (mask.partial_count, mask.partial_count + mask.full_count)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
-        return (torch.stack([order.to(torch.int32), *counts], -1),)
+        return index, mask.partial_index.shape[-1], torch.stack([order.to(torch.int32), *counts], -1)
 
-    index = cached.get("columns", mask.partial_count, columns, tuple)[0]
+    def columns() -> tuple:
+        return (torch.cat([mask.partial_index, mask.full_index], -1),)
+
     key = batch, heads, tile_m, l2_heads
-    return index, mask.partial_index.shape[-1], cached.get(key, mask.partial_count, table, tuple)[0]
+    return cached.get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
 
 
 def as_block_mask(q, k, block_mask) -> BlockMask:

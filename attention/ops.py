@@ -13,7 +13,7 @@ from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.device import plans_kernel
-from cute_kernels.runtime.front import dispatched
+from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden
 from sparse_collective import BsrMatrix
 
 from . import block_sparse, checks, eager
@@ -23,6 +23,7 @@ from .operands import autocast
 from .plan import FlashPlan
 from .score_mod import BoundScore, bound
 
+OPTIONS = "causal", "softcap", "scale", "deterministic"  # of both ops, which backward reads, too
 Window = Sequence[int | None] | None  # (left, right)
 
 
@@ -119,30 +120,46 @@ def attention(
     """
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
-    tensors = q, k, v, sinks, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, q_scale, k_scale, v_scale
-    through_dispatcher = is_compiling() or dispatched("attention", *tensors)
-    score, run = score_mod, eager.attention  # a registered op takes the function itself
-    if score_mod is not None and not through_dispatcher:
-        score, through_dispatcher = _bound("attention", score_mod, q)
     checks.check_deterministic("attention", deterministic)
     if fast_accumulation is not False:
         checks.check_fast("attention", q, k, v, fast_accumulation)
-    if through_dispatcher:
-        from .torch_op import traced_attention as run  # imports torch's compiler, which takes seconds
-    elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
-        cache = seqlens_k is not None or block_table is not None
-        checks.check_differentiable("attention", k, v, (q_scale, k_scale, v_scale), cache)
-        options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        options |= {"deterministic": deterministic} | ({} if score is None else {"score_mod": score})
-        found = _with_gradient("attention", run, q, k, v, None, options, sinks, cu_seqlens_q, cu_seqlens_k)
-        return found if return_lse else found[0]
-    more = {} if score is None else {"score_mod": score}
-    return run(
-        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse, out=out,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, block_table=block_table,
-        sinks=sinks, deterministic=deterministic, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        fast_accumulation=fast_accumulation, **more,
-    )  # fmt: skip
+    terms = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "block_table": block_table,
+        "sinks": sinks, "deterministic": deterministic, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+        "fast_accumulation": fast_accumulation,
+    }  # fmt: skip
+    if not is_compiling():
+        try:
+            return _attention(q, k, v, score_mod, terms)
+        except NeedsDispatcher:
+            pass
+    from .torch_op import traced_attention  # imports torch's compiler, which takes seconds
+
+    return traced_attention(q, k, v, score_mod=score_mod, **terms)
+
+
+def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor]:
+    """attention outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
+    out, sinks, scales = terms["out"], terms["sinks"], (terms["q_scale"], terms["k_scale"], terms["v_scale"])
+    differentiable = out is None and watched(q, k, v, sinks)
+    # The strides of a nested tensor of strided layout, which a look-up of plans reads, abort the process.
+    if differentiable or score_mod is not None or hidden() or getattr(q, "is_nested", False):
+        caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"))
+        check_front("attention", q, k, v, sinks, out, *caches, *scales)
+    if score_mod is not None:
+        score = _bound("attention", score_mod, q)
+        terms = terms | {"score_mod": score}
+        differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
+    if not differentiable or not isinstance(terms["return_lse"], bool):
+        return eager.attention(q, k, v, **terms)
+    cache = terms["seqlens_k"] is not None or terms["block_table"] is not None
+    checks.check_differentiable("attention", k, v, scales, cache)
+    options = {name: terms[name] for name in (*OPTIONS, "window", "score_mod") if name in terms}
+    found = _with_gradient(
+        "attention", eager.attention, q, k, v, None, options, sinks, terms["cu_seqlens_q"], terms["cu_seqlens_k"]
+    )
+    return found if terms["return_lse"] else found[0]
 
 
 def block_sparse_attention(
@@ -200,40 +217,51 @@ def block_sparse_attention(
     """
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
-    tensors = q, k, v, sinks, out, q_scale, k_scale, v_scale
-    through_dispatcher = is_compiling() or dispatched("block_sparse_attention", *tensors)
-    score = score_mod
-    if score_mod is not None and not through_dispatcher:
-        score, through_dispatcher = _bound("block_sparse_attention", score_mod, q)
-    run = eager.block_sparse_attention
     checks.check_deterministic("block_sparse_attention", deterministic)
     if fast_accumulation is not False:
         checks.check_fast("block_sparse_attention", q, k, v, fast_accumulation)
-    if through_dispatcher:
-        from .torch_op import traced_block_sparse as run
-    elif watched(q, k, v, sinks, *_captured(score)) and out is None and isinstance(return_lse, bool):
-        checks.check_differentiable("block_sparse_attention", k, v, (q_scale, k_scale, v_scale))
-        options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic}
-        if score is not None:
-            options["score_mod"] = score
-        found = _with_gradient("block_sparse_attention", run, q, k, v, block_mask, options, sinks)
-        return found if return_lse else found[0]
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-    if score is not None:
-        terms["score_mod"] = score
-    terms |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "fast_accumulation": fast_accumulation}
-    return run(q, k, v, block_mask, **terms, sinks=sinks, deterministic=deterministic)
+    terms |= {"sinks": sinks, "deterministic": deterministic, "fast_accumulation": fast_accumulation}
+    terms |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    if not is_compiling():
+        try:
+            return _block_sparse(q, k, v, block_mask, score_mod, terms)
+        except NeedsDispatcher:
+            pass
+    from .torch_op import traced_block_sparse
+
+    return traced_block_sparse(q, k, v, block_mask, score_mod=score_mod, **terms)
 
 
-def _bound(op: str, score_mod, q) -> tuple[BoundScore | Callable, bool]:
-    """A score_mod with what it captures; the function itself, and True, if that must go through the dispatcher."""
+def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor]:
+    """block_sparse_attention outside of a trace; see _attention."""
+    op, out, sinks = "block_sparse_attention", terms["out"], terms["sinks"]
+    scales = terms["q_scale"], terms["k_scale"], terms["v_scale"]
+    check_front(op, q, k, v, sinks, out, *scales)  # before the mask is converted
+    captured = ()
+    if score_mod is not None:
+        score = _bound(op, score_mod, q)
+        terms, captured = terms | {"score_mod": score}, score.tensors
+    if out is not None or not watched(q, k, v, sinks, *captured) or not isinstance(terms["return_lse"], bool):
+        return eager.block_sparse_attention(q, k, v, block_mask, **terms)
+    checks.check_differentiable(op, k, v, scales)
+    options = {name: terms[name] for name in (*OPTIONS, "score_mod") if name in terms}
+    found = _with_gradient(op, eager.block_sparse_attention, q, k, v, block_mask, options, sinks)
+    return found if terms["return_lse"] else found[0]
+
+
+def check_front(op: str, *tensors) -> None:
+    """Raise NeedsDispatcher if a call with these tensors must go through the registered op."""
+    if dispatched(op, *tensors):
+        raise NeedsDispatcher(f"{op} must be called as its registered op")
+
+
+def _bound(op: str, score_mod, q) -> BoundScore:
+    """A score_mod with what it captures."""
     checks.check_tensor(f"{op}: q", q)
     score = bound(score_mod, q.device)
-    return (score_mod, True) if dispatched(op, q, *score.tensors) else (score, False)
-
-
-def _captured(score: BoundScore | None) -> tuple[Tensor, ...]:
-    return () if score is None else score.tensors
+    check_front(op, q, *score.tensors)
+    return score
 
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:

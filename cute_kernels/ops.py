@@ -13,7 +13,7 @@ from . import eager
 from .checks import narrow, scaled, watched
 from .matmul.terms import epilogue_program
 from .runtime.autocast import any_autocast, cast_product
-from .runtime.front import dispatched
+from .runtime.front import NeedsDispatcher, dispatched, hidden
 from .sparse24 import eager as sparse24
 from .sparse24.format import Sparse24
 
@@ -115,23 +115,29 @@ def gemm(
         else:
             run = sparse24.gemm
         return run(a, b, *terms, *given, accumulation_dtype)
-    run = eager.gemm
-    if torch.compiler.is_compiling() or dispatched(
-        "gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax
-    ):
-        from .torch_op import traced_gemm as run  # imports torch's compiler, which takes seconds
-    elif (
-        out is None
-        and watched(a, b, bias, residual)
-        and not (scaled(a, *given) or narrow(out, out_dtype, scale_out, amax))
-    ):
-        from .gradients import Gemm
-
-        if epilogue is not None:  # here, where captured tensors can be seen to require gradients
-            epilogue = epilogue_program("gemm", epilogue)
-        terms = bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
-        return Gemm.apply(a, b, *terms)
+    differentiable = out is None and watched(a, b, bias, residual)
+    differentiable = differentiable and not (scaled(a, *given) or narrow(out, out_dtype, scale_out, amax))
     more = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
     more |= {"accumulation_dtype": accumulation_dtype, "scale_out": scale_out, "amax": amax}
     more["precision"] = precision
-    return run(a, b, *terms, **more)
+    if not torch.compiler.is_compiling():
+        ask = differentiable or epilogue is not None or hidden()
+        if not ask or not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
+            try:
+                if not differentiable:
+                    return eager.gemm(a, b, *terms, **more)
+                return with_gradient(a, b, *terms, accumulation_dtype, precision)
+            except NeedsDispatcher:
+                pass
+    from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
+
+    return traced_gemm(a, b, *terms, **more)
+
+
+def with_gradient(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, *others) -> Tensor:
+    """gemm of arguments that require gradients, without out."""
+    from .gradients import Gemm
+
+    if epilogue is not None:  # here, where captured tensors can be seen to require gradients
+        epilogue = epilogue_program("gemm", epilogue)
+    return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *others)

@@ -17,7 +17,7 @@ from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation
 from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
-from cute_kernels.runtime.front import dispatched, undisturbed
+from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
 
 from . import eager, padded_rows
 from .bsr import BsrMatrix
@@ -321,23 +321,30 @@ def called(
     more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
     W, b, bias, _, residual, out, *_ = terms
-    through_dispatcher = torch.compiler.is_compiling() or dispatched(
-        op, getattr(W, "stored", W), b, bias, residual, out, scale_b, scale_out, amax
-    )
+    differentiates = out is None and watched(W, b, bias, residual)
+    # A matrix whose indices are not checked yet is, before a plan is looked up.
+    ask = differentiates or terms[6] is not None or hidden() or type(W) is not BsrMatrix or W.check and not W.checked
+    if through_dispatcher := torch.compiler.is_compiling() or (
+        ask and dispatched(op, getattr(W, "stored", W), b, bias, residual, out, scale_b, scale_out, amax)
+    ):
+        if not torch.compiler.is_compiling():
+            with undisturbed():
+                terms = eager.as_bsr(op, W), *terms[1:]
     if isinstance(W, Bsr24):
         return structured(op, terms, through_dispatcher, **more)
-    if through_dispatcher and not torch.compiler.is_compiling():
-        with undisturbed():
-            terms = eager.as_bsr(op, W), *terms[1:]
     of_operands = scaled(b, None, scale_b, fast_accumulation) or precision is not None
     if of_operands or narrow(out, *of_output) or out_dtype is not None:
         return without_gradient(op, terms, through_dispatcher, **more)
-    run = eager.call
-    if through_dispatcher:
-        from .torch_op import traced_bsr as run  # imports torch's compiler, which takes seconds
-    elif out is None and watched(W, b, bias, residual) and isinstance(W, BsrMatrix):
-        return differentiable(op, *terms, accumulation_dtype=accumulation_dtype, source=source)
-    return run(op, *terms, accumulation_dtype=accumulation_dtype)
+    if not through_dispatcher:
+        try:
+            if differentiates and isinstance(W, BsrMatrix):
+                return differentiable(op, *terms, accumulation_dtype=accumulation_dtype, source=source)
+            return eager.call(op, *terms, accumulation_dtype=accumulation_dtype)
+        except NeedsDispatcher:
+            pass
+    from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
+
+    return traced_bsr(op, *terms, accumulation_dtype=accumulation_dtype)
 
 
 def structured(
@@ -363,12 +370,15 @@ def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) ->
     """The same of a product of 8-bit floats, or with out_dtype or a precision."""
     if more.get("precision") is not None:
         check_precision(op, more["precision"], terms[0].dtype)
-    if through_dispatcher:
-        from .torch_op import traced_scaled_bsr
+    if not through_dispatcher:
+        refuse_gradient(f"{op} of float8, or with out_dtype or precision,", terms, more["scale_b"], more["scale_out"])
+        try:
+            return eager.call(op, *terms, **more)
+        except NeedsDispatcher:
+            pass
+    from .torch_op import traced_scaled_bsr
 
-        return traced_scaled_bsr(op, *terms, **more)
-    refuse_gradient(f"{op} of float8, or with out_dtype or precision,", terms, more["scale_b"], more["scale_out"])
-    return eager.call(op, *terms, **more)
+    return traced_scaled_bsr(op, *terms, **more)
 
 
 def refuse_gradient(what: str, terms: tuple, *scales: Tensor | None) -> None:

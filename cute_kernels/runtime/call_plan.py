@@ -12,7 +12,7 @@ import torch
 
 from .. import checks
 from ..overlap import extent
-from .front import check_memory
+from .front import check_plain
 from .torch_compat import TensorGuards
 
 MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
@@ -111,12 +111,13 @@ class PlanCache:
         return None
 
     def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable, residual=None) -> CallPlan:
-        """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap.
+        """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap. Raises
+        front.NeedsDispatcher of a call that only a registered op can serve.
 
         residual: the tensor that out may be.
         """
         operands = tensors[: self.operands]
-        check_memory(op, tensors)
+        check_plain(op, tensors)
         try:
             at = [0 if t is None else t.data_ptr() & 15 for t in (*(*operands, operands[-1])[:3], out)]
             terms = (terms, *at) if terms and any(at) else terms
