@@ -134,7 +134,22 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
 
 
 def as_block_mask(q, k, block_mask) -> BlockMask:
-    """What block_sparse_attention was given, as a BlockMask for q and k."""
+    """What block_sparse_attention was given, as a BlockMask for q and k.
+
+    A mask that is as many rows as columns longer is cropped: each row keeps its position, counted from either end.
+    """
+    mask = _as_block_mask(q, k, block_mask)
+    lengths = *q.shape[-2:-1], *k.shape[-2:-1]
+    if mask.lengths != lengths and len(lengths) == 2:
+        (rows, cols), (sq, sk) = mask.lengths, lengths
+        if rows - sq == cols - sk > 0:
+            make = partial(mask.crop, lengths)
+            return Derived.of(mask).get(("crop", *lengths), mask.partial_count, make, BlockMask.lists)
+    return mask
+
+
+def _as_block_mask(q, k, block_mask) -> BlockMask:
+    """The same, of the lengths that it has."""
     checks.check_tensor(f"{OP}: q", q)
     checks.check_tensor(f"{OP}: k", k)
     if isinstance(block_mask, BlockMask):

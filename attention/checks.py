@@ -140,7 +140,13 @@ def check_block_mask(op: str, mask, q, k) -> None:
     """A BlockMask of the scores' lengths and device, and of their batch items and heads or of one."""
     lengths, batch, heads = (q.shape[2], k.shape[2]), q.shape[0], q.shape[1]
     if mask.lengths != lengths:
-        raise ValueError(f"{op}: block_mask is of lengths {mask.lengths}, q and k of {lengths}")
+        advice = "build it for these lengths"
+        if lengths[0] <= mask.lengths[0] and lengths[1] <= mask.lengths[1]:
+            advice = (
+                f"pass BlockMask.crop({lengths}) for its first rows and columns (BlockMask.from_flex(mask) of "
+                "FlexAttention's), or BlockMask[:, :, i] for rows of blocks"
+            )
+        raise ValueError(f"{op}: block_mask is of lengths {mask.lengths}, q and k of {lengths}; {advice}")
     if mask.device != q.device:
         raise ValueError(f"{op}: block_mask is on {mask.device}, q on {q.device}; move it with .to()")
     if mask.batch not in (1, batch) or mask.heads not in (1, heads):
@@ -148,6 +154,25 @@ def check_block_mask(op: str, mask, q, k) -> None:
             f"{op}: block_mask has {mask.batch} batch items and {mask.heads} heads; it must have {batch} or 1 and "
             f"{heads} or 1"
         )
+
+
+def refuse_options(op: str, options: dict) -> None:
+    """Raise a TypeError for keywords that block_sparse_attention does not take; those of attention have advice."""
+    name = next(iter(options))
+    advice = ""
+    if name in ("cu_seqlens_q", "cu_seqlens_k"):
+        advice = (
+            "; a mask keeps packed sequences apart: pass q.transpose(0, 1)[None], k and v alike, and block_mask & "
+            "patterns.packed_documents(cu_seqlens_q, cu_seqlens_k, lengths=(total_q, total_k))"
+        )
+    elif name in ("seqlens_k", "block_table"):
+        advice = (
+            "; gather the pages with k.transpose(0, 1)[:, block_table].transpose(0, 1).flatten(2, 3), v alike, which "
+            "copies them, and let mask_mod see kv < seqlens_k[b]; or call attention, which reads pages in place"
+        )
+    elif name == "window":
+        advice = "; pass block_mask & patterns.sliding_window(lengths, window)"
+    raise TypeError(f"{op}() has no argument {name!r}{advice}")
 
 
 def check_out(op: str, out, shape, dtype, device) -> None:

@@ -180,6 +180,7 @@ def block_sparse_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     fast_accumulation: bool = False,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
@@ -191,7 +192,10 @@ def block_sparse_attention(
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
             torch.compile does not take a torch.sparse_bsr tensor: make BsrMatrix.from_torch(t) outside. Tensors that a
             mask's function captures are read when the graph runs, so they must not be written to inside of it.
+            Mask and scores have the same lengths; or the mask is as many rows as columns longer, and is cropped.
         causal: a row also sees no column after its own, as in attention.
+        others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table and window raise
+            TypeError, with what serves instead: masks combine with &, see usage.md.
 
     Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see
     masks.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU
@@ -215,6 +219,8 @@ def block_sparse_attention(
     Backward uses the mask of the forward call. Autograd saves the tensors that it reads, and raises "modified by an
     inplace operation" if one was written to since.
     """
+    if others:
+        checks.refuse_options("block_sparse_attention", others)
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
     checks.check_deterministic("block_sparse_attention", deterministic)

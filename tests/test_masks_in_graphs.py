@@ -32,6 +32,13 @@ MAKERS = {
     "from_elements": lambda x: BlockMask.from_elements(x[:, None] > x),
     "with_causal": lambda x: patterns.documents((x > 1).int().cumsum(0)).with_causal(),
     "to_dense": lambda x: BlockMask.from_elements(patterns.documents((x > 0).int()).to_dense()),
+    "slices": lambda x: BlockMask.from_mask_mod(near, (384 * 2, S), batch=2, heads=4, device=x.device)[1, 1:2, 3:].crop(
+        LENGTHS
+    ),
+    "slices by a tensor": lambda x: BlockMask.from_mask_mod(near, (512, S), heads=4, device=x.device)[
+        :, :, x[:3].abs().clamp(max=3).int()
+    ].crop(LENGTHS),
+    "intersection": lambda x: patterns.causal(LENGTHS, device=x.device) & patterns.documents((x > 1).int().cumsum(0)),
     "causal": lambda x: patterns.causal(LENGTHS, device=x.device),
     "sliding_window": lambda x: patterns.sliding_window(
         LENGTHS, (30, 4), global_columns=3, global_rows=2, causal=True, device=x.device
@@ -60,6 +67,20 @@ def test_made_inside(name, device, backend):
     for _ in range(2):
         x = normal(S, device=device)
         assert torch.equal(compiled(*call, x), run(*call, x))
+
+
+def test_a_function_made_inside_captures_intermediates_and_numbers():
+    call = qkv(S, S, heads=4)
+
+    def run(q, k, v, x, reach):
+        ids = (x > 1).int().cumsum(0)
+        mask = BlockMask.from_mask_mod(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q - kv < reach), LENGTHS)
+        return block_sparse_attention(q, k, v, mask) * 1
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for reach in (50, 60, 70):
+        x = normal(S)
+        assert torch.equal(compiled(*call, x, reach), run(*call, x, reach))
 
 
 def test_every_pattern_is_among_them():

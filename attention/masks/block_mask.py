@@ -20,7 +20,7 @@ from cute_kernels.runtime.derived import Derived
 from sparse_collective.bsr import BsrMatrix
 from sparse_collective.checks import describe, is_strided, pair
 
-from . import block_lists, convert
+from . import block_lists, block_slices, convert
 from .block_lists import band_tables, grid
 from .element_mask import call
 from .mask_mods import Band, MaskMod, both, moved
@@ -331,6 +331,39 @@ class BlockMask:
         partial, full = self.tables()
         options = {} if self.mask_mod is None else {"partial": partial, "mask_mod": self.mask_mod}
         return self.from_blocks(partial | full, self.blocksize, lengths=self.lengths, causal=True, **options)
+
+    def crop(self, lengths: Sequence[int]) -> BlockMask:
+        """The upper left part, of the first Sq rows and Sk columns of lengths = (Sq, Sk), as FlexAttention's _adjust.
+
+        block_sparse_attention crops a mask that is as many rows as columns longer than q and k by itself.
+
+        Raises:
+            ValueError: `lengths` is longer than the mask's.
+        """
+        return block_slices.cropped(self, lengths)
+
+    def __getitem__(self, index: int | slice | Tensor | tuple) -> BlockMask:
+        """The part of some batch items, heads and rows of blocks, with all columns: mask[items, heads, rows].
+
+        Each index is an int, a slice or an int32 or int64 tensor (n,), whose values are not checked on a GPU; an int
+        selects one, and no dimension is removed. mask_mod is called with the positions in the whole mask, where
+        FlexAttention leaves that to the user, and lengths are those of the selected rows: 128 i to 128 (i + 1) of
+        mask[:, :, i] at a block_q of 128. Kernels are compiled once for all values of an index.
+
+        Example:
+            >>> mask = patterns.causal((1024, 1024))
+            >>> mask[:, :, 2:4].lengths  # rows 256 to 511, for a chunk of a prefill
+            (256, 1024)
+
+        Raises:
+            TypeError, IndexError, ValueError: an index is of another type, out of range, or a slice with a negative
+                step; or a tensor selects rows of blocks of which the last is shorter.
+        """
+        return block_slices.sliced(self, index)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """What both masks see, of the same lengths, blocksize and device; B and H may be 1 in one of them."""
+        return block_slices.intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """(partial, full): two new bool (B, H, Mq, Mk), True where a block is listed. Does not synchronise."""

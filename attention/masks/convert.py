@@ -90,7 +90,13 @@ def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple
     for i, dim in enumerate((3, 4, 3, 4)):
         if lists[i] is not None:
             lists[i] = lists[i][(None,) * (dim - lists[i].dim())].contiguous()
-    lengths, blocksize, _, cols = grid(lengths, blocksize)
+    lengths, blocksize, rows, cols = grid(lengths, blocksize)
+    if lists[0].shape[2] != rows:
+        raise ValueError(
+            f"FlexAttention's mask has {lists[0].shape[2]} rows of blocks of {blocksize[0]}, and its seq_lengths, "
+            f"{lengths}, need {rows}: a slice of a mask keeps those of the whole. Set mask.seq_lengths and "
+            "mask.mask_mod of the slice, or slice BlockMask.from_flex(whole), which does both"
+        )
     if lists[2] is not None and lengths[1] % blocksize[1]:
         partial, full = table_of(*lists[:2], cols), table_of(*lists[2:], cols)
         partial[..., -1] |= full[..., -1]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["And", "Band", "Dilated", "Elements", "GlobalTokens", "MaskMod", "Or", "RowRange", "SameDocument"]
+__all__ += ["Sliced"]
 
 FAR = 2**30  # columns; no two positions are further apart (block_lists.MOST)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -138,6 +139,32 @@ class Or:
 
     def __call__(self, b, h, q, kv):
         return self.first(b, h, q, kv) | self.second(b, h, q, kv)
+
+
+@dataclass(frozen=True, eq=False)
+class Sliced:
+    """A mask_mod as the part of a mask calls it: with the positions that its items, heads and rows have in the whole.
+
+    items, heads, rows: int32 (n,) numbers of the selected batch items, heads and rows of blocks; None: all of them.
+    one_item, one_head: True if there is one, which serves all batch items or heads of the scores.
+    """
+
+    mask_mod: MaskMod
+    items: Tensor | None
+    heads: Tensor | None
+    rows: Tensor | None
+    one_item: bool
+    one_head: bool
+    block_q: int
+
+    def __call__(self, b, h, q, kv):
+        if self.items is not None:
+            b = self.items[b * 0 if self.one_item else b]
+        if self.heads is not None:
+            h = self.heads[h * 0 if self.one_head else h]
+        if self.rows is not None:
+            q = self.rows[q // self.block_q] * self.block_q + q % self.block_q
+        return self.mask_mod(b, h, q, kv)
 
 
 def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:

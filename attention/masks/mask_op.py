@@ -17,7 +17,7 @@ TEXT = "str mask_mod, SymInt[] numbers, Tensor[] tensors"
 
 def _run_elements(text, numbers, tensors, b, h, q, kv) -> Tensor:
     shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, kv.shape)
-    return call(mask_text.read(text, numbers, tensors), b, h, q, kv).expand(shape).contiguous()
+    return call(mask_text.read_mask(text, numbers, tensors, q.device), b, h, q, kv).expand(shape).contiguous()
 
 
 def _fake_elements(text, numbers, tensors, b, h, q, kv) -> Tensor:
@@ -25,7 +25,7 @@ def _fake_elements(text, numbers, tensors, b, h, q, kv) -> Tensor:
 
 
 def _run_tables(text, numbers, tensors, batch, heads, lengths, blocksize, device) -> Tensor:
-    mask_mod = mask_text.read(text, numbers, tensors)
+    mask_mod = mask_text.read_mask(text, numbers, tensors, device)
     return torch.stack(
         block_lists.tables_of_mask_mod(mask_mod, (batch, heads), tuple(lengths), tuple(blocksize), device)
     )
@@ -47,11 +47,11 @@ define(
 
 def elements(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """element_mask.call inside a torch.compile trace: bool, of the shape that all broadcast to."""
-    return torch.ops.attention.mask_elements(*mask_text.written(mask_mod), b, h, q, kv)
+    return torch.ops.attention.mask_elements(*mask_text.written_mask(mask_mod), b, h, q, kv)
 
 
 def tables(mask_mod: MaskMod, heads: tuple[int, int], lengths, blocksize, device) -> tuple[Tensor, Tensor]:
     """block_lists.tables_of_mask_mod inside a torch.compile trace."""
-    text = mask_text.written(mask_mod)
+    text = mask_text.written_mask(mask_mod)
     some, every = torch.ops.attention.mask_tables(*text, *heads, list(lengths), list(blocksize), torch.device(device))
     return some, every

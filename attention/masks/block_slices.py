@@ -1,0 +1,111 @@
+"""Parts and intersections of block masks: BlockMask.crop, mask[...] and mask & other. Nothing synchronizes."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from sparse_collective.checks import describe, is_strided
+
+from .block_lists import grid
+from .element_mask import check_extents, element_mask
+from .mask_mods import Sliced, both
+
+DIMENSIONS = ("batch item", "head", "row of blocks")
+
+
+def cropped(mask, lengths):
+    """See BlockMask.crop."""
+    lengths, blocksize, rows, cols = grid(lengths, mask.blocksize)
+    if lengths[0] > mask.lengths[0] or lengths[1] > mask.lengths[1]:
+        raise ValueError(f"lengths is {lengths}; a mask of lengths {mask.lengths} can only be cropped to shorter ones")
+    partial, full = (t[..., :rows, :cols] for t in mask.tables())
+    inside = torch.arange(1, cols + 1, device=mask.device) * blocksize[1] <= lengths[1]
+    return mask._of_tables(partial | (full & ~inside), full & inside, lengths, blocksize, mask.mask_mod)
+
+
+def intersection(mask, other):
+    """See BlockMask.__and__."""
+    for name in ("lengths", "blocksize", "device"):
+        if getattr(mask, name) != getattr(other, name):
+            values = f"{getattr(mask, name)} and {getattr(other, name)}"
+            raise ValueError(f"both masks of mask & other must have the same {name}, got {values}")
+    for name in ("batch", "heads"):
+        if getattr(mask, name) != getattr(other, name) and 1 not in (getattr(mask, name), getattr(other, name)):
+            values = f"{getattr(mask, name)} and {getattr(other, name)}"
+            raise ValueError(f"{name} of both masks of mask & other must be equal, or 1 in one of them, got {values}")
+    (partial, full), (other_partial, other_full) = mask.tables(), other.tables()
+    some, every = (partial | full) & (other_partial | other_full), full & other_full
+    return mask._of_tables(some & ~every, every, mask.lengths, mask.blocksize, both(mask.mask_mod, other.mask_mod))
+
+
+def sliced(mask, index):
+    """See BlockMask.__getitem__."""
+    index = index if isinstance(index, tuple) else (index,)
+    if len(index) > 3:
+        raise IndexError(f"a BlockMask has dimensions (B, H, Mq), got {len(index)} indices")
+    sizes = mask.batch, mask.heads, mask.n_block_rows
+    where = [_positions(*each, mask.device) for each in zip(index, sizes, DIMENSIONS[: len(index)], strict=False)]
+    where += [None] * (3 - len(where))
+    if all(positions is None for positions in where):
+        return mask
+    lists = list(mask.lists())
+    for dim, positions in enumerate(where):
+        if positions is not None:
+            lists = [t.index_select(dim, positions) for t in lists]
+    rows = where[2]
+    block_q, length = mask.blocksize[0], mask.lengths[0]
+    if rows is not None:
+        part = index[2]
+        length = len(rows) * block_q
+        if mask.lengths[0] % block_q:
+            if isinstance(part, Tensor):
+                raise ValueError(
+                    f"rows of blocks cannot be selected by a tensor from a mask of {mask.lengths[0]} rows, no multiple "
+                    f"of {block_q}, since the last block is shorter; use an int or a slice"
+                )
+            last = range(sizes[2])[part] if isinstance(part, slice) else (range(sizes[2])[part],)
+            if len(last) > 0 and last[-1] == sizes[2] - 1:
+                length -= -mask.lengths[0] % block_q
+    mask_mod = mask.mask_mod
+    if mask_mod is not None:
+        if not is_compiling():  # afterwards tensors are indexed by what Sliced reads, which is not checked
+            check_extents(*element_mask(mask_mod, mask.device), *sizes[:2], mask.lengths)
+        places = [None if positions is None else positions.to(torch.int32) for positions in where]
+        one = [positions is not None and len(positions) == 1 for positions in where[:2]]
+        mask_mod = Sliced(mask_mod, *places, *one, block_q)
+    facts = {"lengths": (length, mask.lengths[1]), "blocksize": mask.blocksize, "mask_mod": mask_mod}
+    return type(mask)(*lists, **facts, check=False)
+
+
+def _positions(part, size: int, what: str, device: torch.device) -> Tensor | None:
+    """The selected numbers among `size`, int64 (n,); None for all of them."""
+    if isinstance(part, Tensor):
+        if not is_strided(part) or part.dtype not in (torch.int32, torch.int64) or part.dim() > 1:
+            raise TypeError(
+                f"a tensor that selects a {what} must be int32 or int64 of shape (n,), got {describe(part)}"
+            )
+        if part.device != device:
+            raise ValueError(f"the index of a {what} is on {part.device}, the mask on {device}; move it with .to()")
+        return part.reshape(-1).long()
+    if isinstance(part, slice):
+        begin, end, step = part.indices(size)
+        if step < 1:
+            raise ValueError(f"the step of a slice must be at least 1, got {step}")
+        if (begin, end, step) == (0, size, 1):
+            return None
+        return torch.arange(begin, max(begin, end), step, device=device)
+    try:
+        number = operator.index(part)
+    except TypeError:
+        raise TypeError(
+            f"the index of a {what} must be an int, a slice or an integer tensor, got {type(part).__name__}"
+        ) from None
+    if not -size <= number < size:
+        serves = ", which serves all," if size == 1 and what != DIMENSIONS[2] else ""
+        raise IndexError(f"{what} {number} of a mask with {size}{serves} does not exist")
+    number %= size
+    return None if size == 1 else torch.arange(number, number + 1, device=device)
