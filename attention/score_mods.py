@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.front import check_no_tangent
+
 from .score_mod import BoundScore, ScoreMod, bound_by_trace
 
 __all__ = ["Alibi", "Bias", "RelativeBias", "alibi_slopes", "t5_bias"]
@@ -56,8 +58,8 @@ class Bias:
     def __call__(self, score, b, h, q, kv):
         batch, heads, rows, columns = self.bias.shape
         # Constants alone would make an element of the whole tensor, which has no gradient in a score_mod.
-        first = 0 if self.bias.numel() > 1 else b * 0
-        index = b if batch > 1 else first, h if heads > 1 else 0, q if rows > 1 else 0, kv if columns > 1 else 0
+        first = 0 if self.bias.numel() != 1 else b * 0
+        index = b if batch != 1 else first, h if heads != 1 else 0, q if rows != 1 else 0, kv if columns != 1 else 0
         return score + self.bias[index]
 
     def bound_score(self, device: torch.device) -> BoundScore:
@@ -72,9 +74,10 @@ class Bias:
             )
         if bias.device != device:
             return bound_by_trace(self, device)  # which raises
-        key = bias.dtype, device.type, bias.stride(-1) == 1, *(n > 1 for n in bias.shape)
+        key = bias.dtype, device.type, bias.stride(-1) == 1, *(n != 1 for n in bias.shape)
         mod = _BIASES.get(key)
         if mod is None:
+            check_no_tangent("attention", (bias,))
             wide = bias.dtype == torch.float64 and device.type == "cpu"
             mod = _BIASES[key] = bound_by_trace(Bias(bias.detach().float()) if wide else self, device).mod
         return BoundScore(mod, (bias,))

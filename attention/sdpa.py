@@ -126,7 +126,8 @@ def _check(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> None:
     if is_causal:
         how = "pass attn_mask & its lower triangle" if mask.dtype == torch.bool else "add -inf above its diagonal"
         raise ValueError(f"{OP}: attn_mask and is_causal exclude each other; {how}")
-    checks.check_device(OP, q.device, attn_mask=mask)
+    if not (q.is_meta and mask.is_meta):
+        checks.check_device(OP, q.device, attn_mask=mask)
 
 
 def _four_dimensions(q, k, v, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple]:

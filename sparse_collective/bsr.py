@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
 from cute_kernels.runtime.derived import Again, Derived, state_of
+from cute_kernels.runtime.front import check_supported
 
 from . import checks as arguments
 from . import index_check
@@ -282,7 +283,8 @@ class BsrMatrix(Conversions, LikeTensor):
         Raises:
             TypeError, ValueError: as the constructor does, and for another shape.
         """
-        if isinstance(values, Tensor) and values.shape != self.values.shape:
+        if isinstance(values, Tensor) and (values.is_nested or values.shape != self.values.shape):
+            check_supported("BsrMatrix.with_values", values)
             raise ValueError(f"values must be of shape {tuple(self.values.shape)}, got {tuple(values.shape)}")
         matrix = BsrMatrix(self.crow_indices, self.col_indices, values, self.shape, check=self.check, scales=scales)
         matrix._set(checked=self.checked, even=self.even, plans=self.plans if self.base is None else Derived())

@@ -64,6 +64,19 @@ def test_shapes(shape, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("rows", "columns"), [(0, 70), (5, 0), (0, 0)])
+def test_no_scores(rows, columns, place):
+    q, k, v = (t.requires_grad_() for t in qkv(place, rows, columns))
+    for shape in ((rows, columns), (1, columns), (rows, 1), (2, 4, rows, columns)):
+        mask = additive(*shape, place=place).requires_grad_()
+        out = scaled_dot_product_attention(q, k, v, mask)
+        assert out.shape == q.shape and not out.any()
+        gradients = torch.autograd.grad(out, (q, k, v, mask), torch.ones_like(out))
+        assert [g.shape for g in gradients] == [t.shape for t in (q, k, v, mask)]
+        assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_and_lengths(dtype, place):
     for rows, columns in ((1, 300), (200, 130), (129, 1)):

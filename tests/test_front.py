@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import attention, block_sparse_attention
+from attention import attention, block_sparse_attention, scaled_dot_product_attention
 from cute_kernels import gemm
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 
@@ -109,6 +109,23 @@ def test_forward_mode_raises(case):
         assert f(x).shape == f(x.detach()).shape, "a tensor without a tangent is an ordinary one"
 
 
+@pytest.mark.parametrize("captured", ["score_mod", "attn_mask"])
+def test_forward_mode_of_captured_tensors_raises(place, captured):
+    q = normal(1, 2, 16, 64, device=place)
+
+    def f(t):
+        if captured == "attn_mask":
+            return scaled_dot_product_attention(q, q, q, t.expand(16, 2)[:, :1])
+        return attention(q, q, q, score_mod=lambda score, b, h, q, kv: score + t[h])
+
+    t = torch.ones(2, device=place)
+    with forward_ad.dual_level():
+        with pytest.raises((RuntimeError, TypeError), match="has no forward-mode derivative"):
+            f(forward_ad.make_dual(t, t))
+    with pytest.raises((RuntimeError, TypeError), match="has no forward-mode derivative"):
+        jvp(f, (t,), (t,))
+
+
 def test_second_derivatives_raise(case, place):
     """Also where the incoming gradient is a constant, and the dependence goes through saved tensors alone."""
     f, x, _ = case
@@ -120,6 +137,22 @@ def test_second_derivatives_raise(case, place):
         first.square().sum().backward()
     with pytest.raises(RuntimeError, match="differentiable once"):
         grad(lambda x: grad(loss(f))(x).sum())(x)
+
+
+def test_second_derivatives_by_inputs_raise(case):
+    """Of a loss that depends on these inputs in another way, too: the second derivative is not left out."""
+    f, x, _ = case
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(leaf).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(first.square().sum() + leaf.sum(), leaf)
+
+
+def test_vmap_of_no_items(case):
+    f, x, _ = case
+    none = x.new_empty(0, *x.shape)
+    assert vmap(f)(none).shape == (0, *f(x).shape)
+    assert vmap(grad(loss(f)))(none).shape == none.shape
 
 
 def test_second_derivatives_of_what_comes_before_raise():
@@ -170,6 +203,9 @@ def test_plain_subclasses_and_tensors_without_memory(case, place):
     for nested in (torch.nested.nested_tensor([x, x], layout=layout) for layout in (torch.jagged, torch.strided)):
         with pytest.raises(TypeError, match="got a nested tensor; pass its packed rows"):
             f(nested)
+    W = random_bsr((64, 64), (32, 32), density=0.7).to(place)
+    with pytest.raises(TypeError, match="got a nested tensor"):
+        W.with_values(torch.nested.nested_tensor([W.values, W.values]))
 
 
 def test_meta_and_fake_tensors():

@@ -11,6 +11,7 @@ PlanCache.checked raises NeedsDispatcher.
 """
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -54,11 +55,7 @@ def _dispatched(op: str, values: tuple) -> bool:
     tensors = [value for value in values if isinstance(value, Tensor)]
     for tensor in tensors:
         check_supported(op, tensor)
-    if any(torch_compat.has_tangent(tensor) for tensor in tensors):
-        raise RuntimeError(
-            f"{op} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian); use "
-            "reverse mode: backward(), torch.func.vjp or jacrev; or detach() the tensor"
-        )
+    check_no_tangent(op, tensors)
     if dispatch_modes() or functorch_active() or is_tracing():
         return True
     tensors = without_mixed_meta(tensors)
@@ -86,6 +83,19 @@ def check_supported(op: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{op} got a nested tensor; pass its packed rows, x.values(), and for attention also "
             "cu_seqlens_q=x.offsets().int() and cu_seqlens_k"
+        )
+
+
+def check_no_tangent(op: str, tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors with a tangent of forward-mode AD, which a kernel would drop.
+
+    Raises:
+        RuntimeError: a tensor has one.
+    """
+    if any(torch_compat.has_tangent(tensor) for tensor in tensors):
+        raise RuntimeError(
+            f"{op} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian); use "
+            "reverse mode: backward(), torch.func.vjp or jacrev; or detach() the tensor"
         )
 
 

@@ -51,7 +51,6 @@ __all__ = [
     "load_cell",
     "local_variable",
     "overrides_dispatch",
-    "raise_when_differentiated",
     "raw_stream",
     "run_in_trace",
     "schema_arguments",
@@ -120,14 +119,6 @@ def _jvp_levels() -> set[int]:
 def is_dtensor(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def raise_when_differentiated(message: str, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """These tensors, which require gradients, with a grad_fn that raises RuntimeError(message)."""
-    if not tensors:
-        return ()
-    found = torch._C._functions.DelayedError(message.encode(), len(tensors))(*tensors)
-    return found if isinstance(found, tuple) else (found,)
 
 
 # ---------------------------------------------------------------------- batched gradients

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from .front import check_no_tangent
 from .torch_compat import (
     is_grads_batched,
-    raise_when_differentiated,
     tree_flatten,
     tree_unflatten,
     with_batch,
@@ -113,6 +113,7 @@ def apply(name: str, op: Callable, inputs: tuple):
     if name not in _GRADIENTS:
         return op(*inputs)
     flat, spec = tree_flatten(tuple(inputs))
+    check_no_tangent(name.partition("::")[2], [t for t in flat if isinstance(t, Tensor)])  # also captured ones
     return Differentiable.apply(op, name, spec, *flat)
 
 
@@ -124,16 +125,46 @@ def loop(op: Callable) -> Callable:
         dims = tree_flatten(in_dims)[0]
         batched = [(i, t.movedim(d, 0)) for i, (t, d) in enumerate(zip(flat, dims, strict=True)) if d is not None]
         items = []
-        for number in range(info.batch_size):
+        for number in range(max(info.batch_size, 1)):  # a batch of no items takes its shapes from one of zeros
             item = list(flat)
             for i, tensor in batched:
-                item[i] = tensor[number]
+                item[i] = tensor[number] if info.batch_size else tensor.new_zeros(tensor.shape[1:])
             leaves, structure = tree_flatten(op(*tree_unflatten(item, spec)))
             items.append(leaves)
-        stacked = [torch.stack(leaves) for leaves in zip(*items, strict=True)]
+        stacked = [torch.stack(leaves)[: info.batch_size] for leaves in zip(*items, strict=True)]
         return tree_unflatten(stacked, structure), tree_unflatten([0] * len(stacked), structure)
 
     return rule
+
+
+class Raising(torch.autograd.Function):
+    """Copies of gradients, whose own derivatives raise.
+
+    `sources` are the tensors that the gradients were computed from. With them as inputs, autograd reaches this function
+    also where it looks for the derivative by some tensors only, as torch.autograd.grad(loss, [w]) does.
+    """
+
+    @staticmethod
+    def forward(ctx, count, *gradients_and_sources):
+        return tuple(t.view_as(t) for t in gradients_and_sources[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(TWICE)
+
+
+class _Unpacked:
+    """An autograd context that keeps its saved tensors: unpacking twice raises inside of torch.utils.checkpoint."""
+
+    def __init__(self, ctx):
+        self.ctx = ctx
+
+    @functools.cached_property
+    def saved_tensors(self) -> tuple:
+        return self.ctx.saved_tensors
+
+    def __getattr__(self, name: str):
+        return getattr(self.ctx, name)
 
 
 def differentiable_once(backward: Callable) -> Callable:
@@ -149,6 +180,7 @@ def differentiable_once(backward: Callable) -> Callable:
     def run(ctx, *gradients):
         if not torch.is_grad_enabled() and not is_grads_batched(gradients[0]) and not is_grads_batched(gradients[-1]):
             return backward(ctx, *gradients)
+        ctx = _Unpacked(ctx)
         with torch.no_grad():
             if any(is_grads_batched(g) for g in gradients):
                 found = _one_by_one(backward, ctx, gradients)
@@ -158,7 +190,8 @@ def differentiable_once(backward: Callable) -> Callable:
             return found
         found = found if isinstance(found, tuple) else (found,)
         tensors = [t.detach().requires_grad_() for t in found if isinstance(t, Tensor)]
-        raising = iter(raise_when_differentiated(TWICE, tensors))
+        sources = [t for t in (*ctx.saved_tensors, *gradients) if isinstance(t, Tensor) and t.requires_grad]
+        raising = iter(Raising.apply(len(tensors), *tensors, *sources) if tensors else ())
         return tuple(next(raising) if isinstance(t, Tensor) else t for t in found)
 
     return run

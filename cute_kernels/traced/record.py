@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..runtime.torch_compat import (
     TorchDispatchMode,
     decomposition_of,
+    has_tangent,
     is_composite,
     is_transformed,
     schema_of,
@@ -266,7 +267,10 @@ class _Values(TorchFunctionMode):
                 recorder.fail(f"it asks for the value of a tensor ({func.__name__}), but {INSTEAD}")
             if func in SHAPES:
                 recorder.fail("it asks for the shape of its argument, which is one element of many at a time")
-        if any(isinstance(x, Tensor) and is_transformed(x) for x in tree_leaves((args, kwargs))):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func not in VALUES and any(map(has_tangent, tensors)):
+            recorder.fail("a captured tensor has a tangent, but the call has no forward-mode derivative; detach() it")
+        if any(map(is_transformed, tensors)):
             recorder.fail(
                 "a captured tensor belongs to a transform of torch.func, which would lose its derivative or its batch; "
                 "apply it to the result of the call instead"
